@@ -1,0 +1,1 @@
+"""The embedded demo: generated skills, and the run that learns them together."""

@@ -1,0 +1,86 @@
+"""What an adapter is: method, rank, scale, dropout, and which modules of the backbone it sits on."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+from weft.errors import ConfigError
+from weft.spec.fields import at_least, between, setting
+
+V = TypeVar("V", int, float)
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """One LoRA adapter; the names are PEFT's."""
+
+    method: str = setting("lora", choices=("lora",))
+    """The PEFT method."""
+    r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1))
+    """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
+    lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0))
+    """Strength of the update: it is scaled by lora_alpha / r. Default: twice r."""
+    lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1))
+    """Dropout on the input of the adapter (never on the frozen branch)."""
+    target_modules: str | tuple[str, ...] = setting("all-linear", aliases=("lora_target", "lora_target_modules"))
+    """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths."""
+    exclude_modules: str | tuple[str, ...] | None = setting(None)
+    """Module names, or one regular expression, to leave out."""
+    layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
+    """Indices of the layers to adapt. Default: all."""
+    rank_pattern: dict[str, int] = setting(factory=dict)
+    """Other ranks for some modules: a regular expression that ends a module path, mapped to its rank."""
+    alpha_pattern: dict[str, float] = setting(factory=dict)
+    """Other alphas for some modules, as rank_pattern."""
+    use_rslora: bool = setting(False, aliases=("rslora",))
+    """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r."""
+    init_lora_weights: bool | str = setting(
+        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal")
+    )
+    """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: orthogonal A and B, product
+    not zero; false: random A and B (for tests)."""
+
+    def __post_init__(self) -> None:
+        for where, pattern in self._patterns():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{pattern!r} is not a regular expression ({error}).", where=where) from None
+        for name, rank in self.rank_pattern.items():
+            if rank < 1:
+                raise ConfigError(f"must be at least 1, got {rank}.", where=f"rank_pattern.{name}")
+        if not self.target_modules:
+            raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
+
+    def rank_for(self, module: str) -> int:
+        """The rank on one module path."""
+        return _first_match(self.rank_pattern, module, self.r)
+
+    def alpha_for(self, module: str) -> float:
+        """The alpha on one module path."""
+        default = 2.0 * self.r if self.lora_alpha is None else self.lora_alpha
+        return _first_match(self.alpha_pattern, module, default)
+
+    def scale_for(self, module: str) -> float:
+        """What the update on one module path is multiplied with."""
+        rank = self.rank_for(module)
+        return self.alpha_for(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _patterns(self) -> list[tuple[str, str]]:
+        patterns = [("rank_pattern", p) for p in self.rank_pattern] + [("alpha_pattern", p) for p in self.alpha_pattern]
+        if isinstance(self.target_modules, str):
+            patterns.append(("target_modules", self.target_modules))
+        if isinstance(self.exclude_modules, str):
+            patterns.append(("exclude_modules", self.exclude_modules))
+        return patterns
+
+
+def _first_match(patterns: dict[str, V], module: str, default: V) -> V:
+    """PEFT's rule: a key matches a module path as a regular expression at its end, at a dot; the first match wins."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default

@@ -1,0 +1,210 @@
+"""Reads plain mappings into the spec dataclasses: aliases, types, limits, and did-you-mean.
+
+A spec is a frozen dataclass whose fields are made with `setting(...)`. `read(cls, mapping, where)` returns an instance
+or raises a ConfigError that names the field. Numbers written as text are accepted (`1e-4` is text in YAML 1.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from weft.errors import ConfigError, closest
+
+T = TypeVar("T")
+REQUIRED: Any = dataclasses.MISSING
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must satisfy, in words and as a test."""
+
+    text: str
+    test: Callable[[Any], bool]
+
+
+def setting(
+    default: Any = REQUIRED,
+    *,
+    factory: Callable[[], Any] | None = None,
+    aliases: tuple[str, ...] = (),
+    rule: Rule | None = None,
+    choices: tuple[Any, ...] | None = None,
+) -> Any:
+    """A dataclass field with the names users know it by and the values it takes."""
+    metadata = {"aliases": aliases, "rule": rule, "choices": choices}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def at_least(low: float) -> Rule:
+    """The value is `low` or more."""
+    return Rule(f"at least {low:g}", lambda v: v >= low)
+
+
+def above(low: float) -> Rule:
+    """The value is more than `low`."""
+    return Rule(f"above {low:g}", lambda v: v > low)
+
+
+def between(low: float, high: float) -> Rule:
+    """The value is in [low, high)."""
+    return Rule(f"at least {low:g} and below {high:g}", lambda v: low <= v < high)
+
+
+def read(cls: type[T], values: Any, where: str = "") -> T:
+    """Builds a `cls` from a mapping; every problem is a ConfigError naming `where.field`."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"expected a mapping of settings, got {describe(values)}.", where=where or None)
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = field_names(cls)
+    given: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for key, value in values.items():
+        name = names.get(str(key))
+        place = join(where, str(key))
+        if name is None:
+            raise _unknown_key(str(key), list(names), where)
+        if name in spelled and spelled[name] != key:
+            raise ConfigError(f"{spelled[name]} and {key} are two names of one setting; keep one.", where=place)
+        spelled[name] = str(key)
+        given[name] = convert(value, hints[name], place)
+        _check(fields[name], given[name], place)
+    for name, field in fields.items():
+        missing = field.default is REQUIRED and field.default_factory is REQUIRED
+        if missing and name not in given:
+            raise ConfigError(f"{name} is missing.", where=where or None)
+    try:
+        return cls(**given)
+    except ConfigError as error:
+        if error.where is None or not where or error.where.startswith(where):
+            raise
+        raise ConfigError(error.message, where=join(where, error.where), hint=error.hint) from None
+
+
+def field_names(cls: type) -> dict[str, str]:
+    """Every accepted spelling of every field of `cls`, mapped to the field's own name."""
+    names: dict[str, str] = {}
+    for field in dataclasses.fields(cls):
+        names[field.name] = field.name
+        names.update({alias: field.name for alias in field.metadata.get("aliases", ())})
+    return names
+
+
+def join(where: str, key: str) -> str:
+    """`jobs.0` and `adapter` make `jobs.0.adapter`."""
+    return f"{where}.{key}" if where else key
+
+
+def describe(value: Any) -> str:
+    """A short text for a bad value: what the user wrote and, for containers, its kind."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def convert(value: Any, hint: Any, where: str) -> Any:
+    """The value as the type `hint`, or a ConfigError saying what is accepted."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, args, where)
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else read(hint, value, where)  # type: ignore[arg-type]
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(convert(item, args[0], f"{where}.{i}") for i, item in enumerate(items))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"expected a mapping, got {describe(value)}.", where=where)
+        return {str(k): convert(v, args[1], join(where, str(k))) for k, v in value.items()}
+    return _convert_scalar(value, hint, where)
+
+
+def type_name(hint: Any) -> str:
+    """How a type is named to users."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(a) for a in args)
+    if origin is tuple:
+        return f"list of {type_name(args[0])}"
+    if origin is dict:
+        return "mapping"
+    known = {int: "whole number", float: "number", bool: "true/false", str: "text", type(None): "nothing"}
+    return known.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    # A value that already is one of the options stays it: 0.1 must not become "0.1", nor true become 1.
+    for option in options:
+        if isinstance(option, type) and type(value) is option:
+            return value
+    for option in options:
+        if option is type(None):
+            continue
+        try:
+            return convert(value, option, where)
+        except ConfigError:
+            continue
+    names = [type_name(o) for o in options if o is not type(None)]
+    raise ConfigError(f"expected {' or '.join(names)}, got {describe(value)}.", where=where)
+
+
+def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    if hint in (int, float) and not isinstance(value, bool):
+        number = _number(value)
+        if number is not None and hint is float:
+            return float(number)
+        if number is not None and math.isfinite(number) and float(number).is_integer():
+            return int(number)
+    raise ConfigError(f"expected a {type_name(hint)}, got {describe(value)}.", where=where)
+
+
+def _number(value: Any) -> float | int | None:
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return None
+
+
+def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"expected a finite number, got {value}.", where=where)
+    rule: Rule | None = field.metadata.get("rule")
+    if rule is not None and isinstance(value, int | float) and not isinstance(value, bool) and not rule.test(value):
+        raise ConfigError(f"must be {rule.text}, got {describe(value)}.", where=where)
+    choices = field.metadata.get("choices")
+    if choices is not None and value not in choices:
+        accepted = ", ".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices)
+        raise ConfigError(f"got {describe(value)}; accepted are {accepted}.", where=where)
+
+
+def _unknown_key(key: str, names: list[str], where: str) -> ConfigError:
+    guess = closest(key, names)
+    hint = f"Did you mean {guess}?" if guess else "`weft config` lists all settings."
+    return ConfigError(f"unknown setting {key!r}.", where=where or None, hint=hint)

@@ -1,0 +1,128 @@
+"""What a job is: data, adapter and hyper-parameters; it ends as an adapter."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weft.errors import ConfigError
+from weft.spec.adapter import AdapterSpec
+from weft.spec.fields import above, at_least, between, setting
+
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
+FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
+LONG_SAMPLES = ("truncate", "drop", "error")
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One fine-tuning job. Settings left out of a job come from `defaults`, then from here."""
+
+    name: str = setting()
+    """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
+    train_data: tuple[str, ...] = setting(aliases=("dataset", "datasets", "train_file", "data"))
+    """Files (jsonl, json, csv, parquet, txt) or Hub data set names; paths are relative to the jobs file."""
+    eval_data: float | int | tuple[str, ...] | None = setting(
+        None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction")
+    )
+    """A fraction below 1 or a count to split off the training data, or files. Default: no evaluation."""
+    data_format: str = setting("auto", aliases=("format", "formatting"), choices=FORMATS)
+    """Format of the rows; `auto` looks at their columns."""
+    adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
+    """The adapter to train."""
+    init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"))
+    """A PEFT adapter directory to continue from; its rank and targets must be those of `adapter`."""
+
+    learning_rate: float = setting(2e-4, aliases=("lr",), rule=above(0))
+    """Peak learning rate."""
+    lr_scheduler_type: str = setting("linear", aliases=("lr_scheduler",), choices=SCHEDULES)
+    """Shape of the learning rate over the job's steps."""
+    warmup_steps: float = setting(0.0, aliases=("warmup_ratio", "num_warmup_steps"), rule=at_least(0))
+    """Steps of linear warm-up; a value below 1 is a fraction of all steps."""
+    num_train_epochs: float = setting(1.0, aliases=("num_epochs", "epochs", "n_epochs"), rule=above(0))
+    """Passes over the training data; fractions allowed."""
+    max_steps: int | None = setting(None, rule=at_least(1))
+    """Number of optimizer steps; overrides num_train_epochs."""
+    global_batch_size: int | None = setting(None, aliases=("batch_size",), rule=at_least(1))
+    """Samples per optimizer step. Default: per_device_train_batch_size x gradient_accumulation_steps, else 8."""
+    per_device_train_batch_size: int | None = setting(None, aliases=("micro_batch_size",), rule=at_least(1))
+    """Accepted from other tools' files; only its product with gradient_accumulation_steps matters here."""
+    gradient_accumulation_steps: int | None = setting(None, rule=at_least(1))
+    """Accepted from other tools' files; see per_device_train_batch_size."""
+    weight_decay: float = setting(0.0, rule=at_least(0))
+    """Decoupled weight decay of AdamW."""
+    adam_beta1: float = setting(0.9, rule=between(0, 1))
+    """AdamW's first-moment decay."""
+    adam_beta2: float = setting(0.999, rule=between(0, 1))
+    """AdamW's second-moment decay."""
+    adam_epsilon: float = setting(1e-8, rule=above(0))
+    """AdamW's epsilon."""
+    max_grad_norm: float = setting(1.0, aliases=("gradient_clipping",), rule=at_least(0))
+    """Clip this job's gradient to this norm; 0 turns clipping off."""
+    loraplus_lr_ratio: float | None = setting(None, rule=above(0))
+    """LoRA+: the learning rate of B is this many times that of A."""
+
+    max_length: int = setting(1024, aliases=("cutoff_len", "sequence_len", "max_seq_length"), rule=at_least(2))
+    """Longest sample in tokens."""
+    long_samples: str = setting("truncate", aliases=("truncation_policy",), choices=LONG_SAMPLES)
+    """What happens to longer ones: truncate (counted), drop (counted) or error."""
+    train_on_inputs: bool = setting(False, aliases=("train_on_prompt", "train_on_input"))
+    """Count the prompt and user turns in the loss as well."""
+    chat_template: str | None = setting(None, aliases=("chat_template_jinja",))
+    """A Jinja chat template to use instead of the tokenizer's."""
+    shuffle: bool = setting(True)
+    """Draw a new order of the samples each epoch, from the job's seed."""
+    seed: int = setting(42, rule=between(0, 2**32))
+    """Seed of the adapter's initial weights, the data order, the eval split and dropout."""
+
+    eval_steps: int | None = setting(None, rule=at_least(1))
+    """Evaluate every this many steps. Default: at the end of each epoch."""
+    early_stopping_patience: int | None = setting(None, rule=at_least(1))
+    """Stop after this many evaluations without a better eval_loss; the best adapter is the one written."""
+    save_steps: int = setting(100, rule=at_least(1))
+    """Write a checkpoint every this many steps."""
+    save_total_limit: int = setting(2, rule=at_least(1))
+    """Checkpoints kept."""
+    logging_steps: int = setting(1, rule=at_least(1))
+    """Write a line to metrics.jsonl every this many steps."""
+    priority: int = setting(0)
+    """Jobs with a higher number get their samples into a microbatch first."""
+
+    def __post_init__(self) -> None:
+        if not JOB_NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"{self.name!r} is not a job name; use letters, digits, '.', '_' and '-', starting with a letter or "
+                "digit, at most 64.",
+                where="name",
+            )
+        if not self.train_data:
+            raise ConfigError("no files; name at least one.", where="train_data")
+        if isinstance(self.eval_data, float | int) and not isinstance(self.eval_data, bool):
+            self._check_eval_amount(self.eval_data)
+        if self.early_stopping_patience and self.eval_data is None:
+            raise ConfigError("needs eval_data to judge by.", where="early_stopping_patience")
+        product = (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1)
+        stated = self.per_device_train_batch_size or self.gradient_accumulation_steps
+        if self.global_batch_size and stated and self.global_batch_size != product:
+            raise ConfigError(
+                f"global_batch_size is {self.global_batch_size}, but per_device_train_batch_size x "
+                f"gradient_accumulation_steps is {product}; keep one of them.",
+                where="global_batch_size",
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples between two optimizer steps."""
+        if self.global_batch_size:
+            return self.global_batch_size
+        if self.per_device_train_batch_size or self.gradient_accumulation_steps:
+            return (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1)
+        return 8
+
+    def _check_eval_amount(self, amount: float) -> None:
+        if amount <= 0 or (amount >= 1 and not float(amount).is_integer()):
+            raise ConfigError(
+                f"got {amount}; accepted are a fraction between 0 and 1, a whole number of samples, or files.",
+                where="eval_data",
+            )
