@@ -1,0 +1,1 @@
+"""PEFT methods, slots and the routing table."""

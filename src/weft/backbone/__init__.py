@@ -1,0 +1,1 @@
+"""Loads frozen models and runs packed microbatches through them."""

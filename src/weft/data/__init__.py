@@ -1,0 +1,22 @@
+"""From data as people have it to samples: sources, formats, chat templates, token ids, loss masks and order."""
+
+from weft.data.dataset import Dataset, DataSummary, JobData, load_dataset, load_job_data
+from weft.data.order import BatchSchedule, epoch_order
+from weft.data.prompts import Prompt, load_prompts, prompt_of
+from weft.data.sample import Sample
+from weft.data.template import Tokenizer
+
+__all__ = [
+    "BatchSchedule",
+    "DataSummary",
+    "Dataset",
+    "JobData",
+    "Prompt",
+    "Sample",
+    "Tokenizer",
+    "epoch_order",
+    "load_dataset",
+    "load_job_data",
+    "load_prompts",
+    "prompt_of",
+]

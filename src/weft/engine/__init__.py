@@ -1,0 +1,1 @@
+"""Executes programs: the step loop, jobs that come and go, evaluation, decoding."""

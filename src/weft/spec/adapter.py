@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.errors import ConfigError
-from weft.spec.fields import at_least, between, setting
+from weft.spec.fields import at_least, between, setting, validate
 
 V = TypeVar("V", int, float)
 
@@ -37,13 +37,12 @@ class AdapterSpec:
     """Other alphas for some modules, as rank_pattern."""
     use_rslora: bool = setting(False, aliases=("rslora",))
     """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r."""
-    init_lora_weights: bool | str = setting(
-        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal")
-    )
-    """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: orthogonal A and B, product
-    not zero; false: random A and B (for tests)."""
+    init_lora_weights: bool | str = setting(True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal"))
+    """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
+    product (even ranks); false: random A and B, so the adapter starts with an effect."""
 
     def __post_init__(self) -> None:
+        validate(self)
         for where, pattern in self._patterns():
             try:
                 re.compile(pattern)
@@ -52,6 +51,12 @@ class AdapterSpec:
         for name, rank in self.rank_pattern.items():
             if rank < 1:
                 raise ConfigError(f"must be at least 1, got {rank}.", where=f"rank_pattern.{name}")
+        for name, alpha in self.alpha_pattern.items():
+            if not (alpha >= 0 and math.isfinite(alpha)):
+                raise ConfigError(f"must be at least 0, got {alpha}.", where=f"alpha_pattern.{name}")
+        ranks = [self.r, *self.rank_pattern.values()]
+        if self.init_lora_weights == "orthogonal" and any(rank % 2 for rank in ranks):
+            raise ConfigError("orthogonal needs even ranks.", where="init_lora_weights")
         if not self.target_modules:
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
 

@@ -62,7 +62,6 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
     """Builds a `cls` from a mapping; every problem is a ConfigError naming `where.field`."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"expected a mapping of settings, got {describe(values)}.", where=where or None)
-    hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     names = field_names(cls)
     given: dict[str, Any] = {}
@@ -75,8 +74,7 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
         if name in spelled and spelled[name] != key:
             raise ConfigError(f"{spelled[name]} and {key} are two names of one setting; keep one.", where=place)
         spelled[name] = str(key)
-        given[name] = convert(value, hints[name], place)
-        _check(fields[name], given[name], place)
+        given[name] = value
     for name, field in fields.items():
         missing = field.default is REQUIRED and field.default_factory is REQUIRED
         if missing and name not in given:
@@ -84,9 +82,22 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
     try:
         return cls(**given)
     except ConfigError as error:
-        if error.where is None or not where or error.where.startswith(where):
-            raise
-        raise ConfigError(error.message, where=join(where, error.where), hint=error.hint) from None
+        inner = error.where or ""
+        raise ConfigError(
+            error.message, where=join(where, inner) if inner else where or None, hint=error.hint
+        ) from None
+
+
+def validate(spec: Any) -> None:
+    """Converts and checks every field of a spec in place; called by each spec as it is made.
+
+    So `AdapterSpec(r="8")` in Python and `r: "8"` in a file go the same way.
+    """
+    hints = typing.get_type_hints(type(spec))
+    for field in dataclasses.fields(spec):
+        value = convert(getattr(spec, field.name), hints[field.name], field.name)
+        _check(field, value, field.name)
+        object.__setattr__(spec, field.name, value)
 
 
 def field_names(cls: type) -> dict[str, str]:
@@ -94,7 +105,7 @@ def field_names(cls: type) -> dict[str, str]:
     names: dict[str, str] = {}
     for field in dataclasses.fields(cls):
         names[field.name] = field.name
-        names.update({alias: field.name for alias in field.metadata.get("aliases", ())})
+        names.update(dict.fromkeys(field.metadata.get("aliases", ()), field.name))
     return names
 
 

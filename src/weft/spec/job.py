@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import above, at_least, between, setting
+from weft.spec.fields import above, at_least, between, setting, validate
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
@@ -90,6 +90,7 @@ class JobSpec:
     """Jobs with a higher number get their samples into a microbatch first."""
 
     def __post_init__(self) -> None:
+        validate(self)
         if not JOB_NAME.fullmatch(self.name):
             raise ConfigError(
                 f"{self.name!r} is not a job name; use letters, digits, '.', '_' and '-', starting with a letter or "

@@ -63,7 +63,7 @@ def _job(job: Any, defaults: Mapping[str, Any], index: int) -> JobSpec:
 
 
 def _canonical(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
-    """The mapping with aliases replaced by the fields' own names, so that a job's `lr` beats a default `learning_rate`."""
+    """The mapping under the fields' own names, so that a job's `lr` beats a default `learning_rate`."""
     names = field_names(cls)
     result: dict[str, Any] = {}
     for key, value in values.items():
@@ -129,7 +129,9 @@ def _parse(path: Path) -> tuple[Any, dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError("there is no such file.", where=str(path), hint="`weft init` writes one to start from.") from None
+        raise ConfigError(
+            "there is no such file.", where=str(path), hint="`weft init` writes one to start from."
+        ) from None
     except IsADirectoryError:
         raise ConfigError("is a directory, not a jobs file.", where=str(path)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -155,7 +157,8 @@ def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], path: st
             place = f"{prefix}.{key.value}" if prefix else str(key.value)
             if place in lines:
                 raise ConfigError(
-                    f"{place} is set twice, here and on line {lines[place]}.", where=f"{path} line {key.start_mark.line + 1}"
+                    f"{place} is set twice, here and on line {lines[place]}.",
+                    where=f"{path} line {key.start_mark.line + 1}",
                 )
             lines[place] = key.start_mark.line + 1
             _collect_lines(value, place, lines, path)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.spec.fields import at_least, setting
+from weft.spec.fields import at_least, setting, validate
 from weft.spec.job import JobSpec
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -22,6 +22,9 @@ class BackboneSpec:
     """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """Where to train. auto: a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        validate(self)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class RunSpec:
     """Name of the run in trackers and in the report. Default: the name of output_dir."""
 
     def __post_init__(self) -> None:
+        validate(self)
         if not self.jobs:
             raise ConfigError("there are no jobs; write at least one.", where="jobs")
         first: dict[str, int] = {}
@@ -67,7 +71,9 @@ class RunSpec:
                     where=f"jobs.{i}.max_length",
                 )
         if len(set(self.report_to)) != len(self.report_to) or not set(self.report_to) <= set(TRACKERS):
-            raise ConfigError(f"got {', '.join(self.report_to)}; accepted are {', '.join(TRACKERS)}.", where="report_to")
+            raise ConfigError(
+                f"got {', '.join(self.report_to)}; accepted are {', '.join(TRACKERS)}.", where="report_to"
+            )
 
     @property
     def backbone(self) -> BackboneSpec:

@@ -1,0 +1,140 @@
+"""One job's LoRA weights: fp32 masters and gradients in two flat buffers, viewed module by module.
+
+Per adapted module W (out, in): A (r, in), B (out, r); the module computes x Wᵀ + scale · drop(x) Aᵀ Bᵀ.
+All A of an adapter lie in one buffer and all B in another, so that one optimizer call steps the whole adapter, and
+LoRA+ needs no more than two learning rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weft.adapters.dropout import mix, module_key
+from weft.errors import AdapterFileError, ConfigError
+from weft.spec import AdapterSpec
+
+Shape = tuple[int, int]
+"""(out, in) of a linear module."""
+
+
+@dataclass
+class LoraWeights:
+    """The adapter on one module: views into its flat buffers."""
+
+    a_RD: torch.Tensor
+    b_OR: torch.Tensor
+    grad_a_RD: torch.Tensor
+    grad_b_OR: torch.Tensor
+    scale: float
+    dropout: float
+    key: int
+    """Stable number of the module, part of every dropout key."""
+
+    def compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B in the type of the activations."""
+        return self.a_RD.to(dtype), self.b_OR.to(dtype)
+
+
+class Adapter:
+    """The trainable parameters of one job on one backbone."""
+
+    def __init__(self, spec: AdapterSpec, modules: Mapping[str, Shape], seed: int, device: torch.device) -> None:
+        """Modules: path and (out, in) of every adapted linear, in the backbone's order."""
+        self.spec = spec
+        for path, shape in modules.items():
+            if spec.rank_for(path) > min(shape):
+                raise ConfigError(
+                    f"rank {spec.rank_for(path)} is above the smaller side of {path} ({shape[0]} x {shape[1]}).",
+                    where="adapter.r",
+                )
+        sizes_a = [spec.rank_for(path) * shape[1] for path, shape in modules.items()]
+        sizes_b = [spec.rank_for(path) * shape[0] for path, shape in modules.items()]
+        self.params_a = torch.zeros(sum(sizes_a), device=device)
+        self.params_b = torch.zeros(sum(sizes_b), device=device)
+        self.grad_a = torch.zeros_like(self.params_a)
+        self.grad_b = torch.zeros_like(self.params_b)
+        self.modules: dict[str, LoraWeights] = {}
+        pieces = zip(
+            modules.items(),
+            self.params_a.split(sizes_a),
+            self.params_b.split(sizes_b),
+            self.grad_a.split(sizes_a),
+            self.grad_b.split(sizes_b),
+            strict=True,
+        )
+        for (path, (num_out, num_in)), a, b, grad_a, grad_b in pieces:
+            rank = spec.rank_for(path)
+            self.modules[path] = LoraWeights(
+                a.view(rank, num_in),
+                b.view(num_out, rank),
+                grad_a.view(rank, num_in),
+                grad_b.view(num_out, rank),
+                spec.scale_for(path),
+                spec.lora_dropout,
+                module_key(path),
+            )
+        self._initialise(seed)
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable numbers."""
+        return self.params_a.numel() + self.params_b.numel()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.grad_a.zero_()
+        self.grad_b.zero_()
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of (A, B) on the CPU, by module path."""
+        return {path: (w.a_RD.cpu().clone(), w.b_OR.cpu().clone()) for path, w in self.modules.items()}
+
+    def load(self, tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], where: str) -> None:
+        """Takes (A, B) of every module; modules and shapes must be this adapter's."""
+        for path in sorted(self.modules.keys() ^ tensors.keys()):
+            side = "is not in the file" if path in self.modules else "is not a module of this adapter"
+            raise AdapterFileError(f"{path} {side}; target_modules must be those it was trained with.", where=where)
+        for path, (a, b) in tensors.items():
+            mine = self.modules[path]
+            if a.shape != mine.a_RD.shape or b.shape != mine.b_OR.shape:
+                raise AdapterFileError(
+                    f"{path} has A {tuple(a.shape)} and B {tuple(b.shape)}; expected {tuple(mine.a_RD.shape)} and "
+                    f"{tuple(mine.b_OR.shape)}.",
+                    where=where,
+                )
+            mine.a_RD.copy_(a)
+            mine.b_OR.copy_(b)
+
+    def _initialise(self, seed: int) -> None:
+        """PEFT's starting values, drawn per module from the job's seed: no module's depends on the others."""
+        for w in self.modules.values():
+            generator = torch.Generator().manual_seed(mix(seed, w.key, 0x1417))
+            a, b = _initial(self.spec, tuple(w.a_RD.shape), tuple(w.b_OR.shape), generator)
+            w.a_RD.copy_(a)
+            w.b_OR.copy_(b)
+
+
+def _initial(
+    spec: AdapterSpec, shape_a: tuple[int, ...], shape_b: tuple[int, ...], generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank, num_in = shape_a
+
+    def uniform(shape: tuple[int, ...]) -> torch.Tensor:
+        # Kaiming-uniform with a = sqrt(5), the start of every torch Linear: uniform in ±1/sqrt(fan_in).
+        return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+
+    if spec.init_lora_weights == "gaussian":
+        return torch.randn(shape_a, generator=generator) / rank, torch.zeros(shape_b)
+    if spec.init_lora_weights == "orthogonal":
+        # A lives on one half of an orthogonal basis of rank space and B on the other, so B·A starts at zero.
+        basis = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]
+        a = basis[0::2].t() @ torch.randn(rank // 2, num_in, generator=generator) / 10
+        b = torch.randn(shape_b[0], rank // 2, generator=generator) @ basis[1::2] / 10
+        return a, b
+    if spec.init_lora_weights is False:
+        return uniform(shape_a), uniform(shape_b)
+    return uniform(shape_a), torch.zeros(shape_b)

@@ -1,0 +1,67 @@
+"""Which modules of a backbone an adapter sits on, by PEFT's rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from weft.errors import ConfigError, closest
+from weft.spec import AdapterSpec
+
+ALL_LINEAR = ("all-linear", "all")
+_LAYER_INDEX = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
+
+
+def choose_modules(spec: AdapterSpec, paths: Sequence[str]) -> list[str]:
+    """The adapted ones among `paths` (every linear of the backbone but its output head), in their order.
+
+    A name in target_modules that no module answers to is an error, even if others match.
+    """
+    chosen = [p for p in paths if _matches(spec.target_modules, p)]
+    if isinstance(spec.target_modules, tuple):
+        leaves = {p.rsplit(".", 1)[-1] for p in paths}
+        for name in spec.target_modules:
+            if not any(_named(name, p) for p in paths):
+                guess = closest(name, sorted(leaves))
+                raise ConfigError(
+                    f"the backbone has no linear module {name!r}; it has {', '.join(sorted(leaves))}.",
+                    where="adapter.target_modules",
+                    hint=f"Did you mean {guess}?" if guess else None,
+                )
+    if spec.exclude_modules is not None:
+        chosen = [p for p in chosen if not _matches(spec.exclude_modules, p)]
+    if spec.layers_to_transform is not None:
+        chosen = _in_layers(chosen, spec.layers_to_transform)
+    if not chosen:
+        raise ConfigError("no linear module of the backbone matches.", where="adapter.target_modules")
+    return chosen
+
+
+def leaf_names(chosen: Iterable[str], paths: Iterable[str]) -> list[str] | None:
+    """The last names of the chosen modules, if these names alone choose exactly them; else None."""
+    chosen = set(chosen)
+    leaves = {p.rsplit(".", 1)[-1] for p in chosen}
+    same = {p for p in paths if p.rsplit(".", 1)[-1] in leaves}
+    return sorted(leaves) if same == chosen else None
+
+
+def _matches(targets: str | tuple[str, ...], path: str) -> bool:
+    if isinstance(targets, tuple):
+        return any(_named(name, path) for name in targets)
+    return targets in ALL_LINEAR or re.fullmatch(targets, path) is not None
+
+
+def _named(name: str, path: str) -> bool:
+    return path == name or path.endswith("." + name)
+
+
+def _in_layers(paths: list[str], layers: tuple[int, ...]) -> list[str]:
+    indices = {p: int(m.group(1)) for p in paths if (m := _LAYER_INDEX.search(p))}
+    num_layers = max(indices.values(), default=-1) + 1
+    for layer in layers:
+        if not 0 <= layer < num_layers:
+            raise ConfigError(
+                f"layer {layer} does not exist; the backbone has layers 0 to {num_layers - 1}.",
+                where="adapter.layers_to_transform",
+            )
+    return [p for p in paths if indices.get(p) in layers]

@@ -1,0 +1,102 @@
+"""Attention inside segments: a packed microbatch attends as if each of its samples were alone.
+
+Each segment is attended by itself. A boolean block mask over the whole buffer would leak a neighbour's NaN (0 × NaN),
+and would make a row's result depend on the buffer's length.
+
+Shape suffixes: H query heads, K key/value heads, T rows of the microbatch, L rows of a segment, M keys, C head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.adapters.routing import Routing
+
+NAME = "weft_packed"
+"""The name under which transformers finds this attention."""
+
+
+def register() -> None:
+    """Makes the attention known to transformers; done when a backbone is loaded."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query_1HTC: torch.Tensor,
+    key_1KTC: torch.Tensor,
+    value_1KTC: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each segment of the current routing; (1, T, H, C). Padding rows come out zero."""
+    routing: Routing = module.weft_routing  # type: ignore[assignment]
+    lengths = [rows.end - rows.start for rows in routing.segments]
+    padding = query_1HTC.shape[2] - sum(lengths)
+    sizes = [*lengths, padding] if padding else lengths
+    parts = zip(query_1HTC.split(sizes, 2), key_1KTC.split(sizes, 2), value_1KTC.split(sizes, 2), strict=True)
+    outputs: list[torch.Tensor] = []
+    for place, (query, key, value) in enumerate(parts):
+        if place == len(lengths):
+            outputs.append(torch.zeros_like(query))
+            continue
+        if routing.caches:
+            key, value = _remember(routing.caches[place], module.layer_idx, key, value)  # type: ignore[arg-type]
+        outputs.append(_attend(query, key, value, scaling, sliding_window, softcap))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _remember(
+    cache: dict[int, Any], layer: int, key_1KLC: torch.Tensor, value_1KLC: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values of a sequence so far, this call's included."""
+    if layer in cache:
+        key_1KLC = torch.cat([cache[layer][0], key_1KLC], dim=2)
+        value_1KLC = torch.cat([cache[layer][1], value_1KLC], dim=2)
+    cache[layer] = (key_1KLC, value_1KLC)
+    return key_1KLC, value_1KLC
+
+
+def _attend(
+    query_1HLC: torch.Tensor,
+    key_1KMC: torch.Tensor,
+    value_1KMC: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One segment's causal attention; its last L keys are those of its queries."""
+    num_groups = query_1HLC.shape[1] // key_1KMC.shape[1]
+    if num_groups > 1:
+        key_1KMC = key_1KMC.repeat_interleave(num_groups, dim=1)
+        value_1KMC = value_1KMC.repeat_interleave(num_groups, dim=1)
+    num_queries, num_keys = query_1HLC.shape[2], key_1KMC.shape[2]
+    slides = sliding_window is not None and num_keys > sliding_window
+    if softcap is None and not slides and num_queries in (1, num_keys):
+        return F.scaled_dot_product_attention(
+            query_1HLC, key_1KMC, value_1KMC, scale=scaling, is_causal=num_queries > 1
+        )
+    mask_LM = _causal_mask(num_queries, num_keys, sliding_window, query_1HLC.device)
+    if softcap is None:
+        return F.scaled_dot_product_attention(query_1HLC, key_1KMC, value_1KMC, attn_mask=mask_LM, scale=scaling)
+    scale = query_1HLC.shape[-1] ** -0.5 if scaling is None else scaling
+    scores_1HLM = torch.tanh(query_1HLC @ key_1KMC.transpose(2, 3) * scale / softcap) * softcap
+    scores_1HLM = scores_1HLM.masked_fill(~mask_LM, float("-inf"))
+    return torch.softmax(scores_1HLM, dim=-1, dtype=torch.float32).to(query_1HLC.dtype) @ value_1KMC
+
+
+def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where a query may see a key: not later than itself, and less than `window` back."""
+    query_L = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key_M = torch.arange(num_keys, device=device)[None, :]
+    visible = key_M <= query_L
+    return visible if window is None else visible & (query_L - key_M < window)

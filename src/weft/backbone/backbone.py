@@ -1,0 +1,146 @@
+"""The frozen model with its slots: runs packed microbatches and gives every segment its own loss and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from weft.adapters.linear import SlotLinear
+from weft.adapters.lora import Adapter
+from weft.adapters.routing import Routing
+from weft.adapters.targets import choose_modules
+from weft.backbone.loss import Head, cross_entropy
+from weft.backbone.packed import PackedBatch
+from weft.spec import AdapterSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CPU_ROW_TILE = 128
+"""Rows per frozen product on a CPU. Of 32, 64, 128 and 256 rows, 128 is the smallest within about 10 % of one product
+over all rows (1,024 rows, 192 to 2,048 features, two cores of a Xeon with AVX-512)."""
+
+
+class Backbone:
+    """One frozen model that many adapters share."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        """Takes over `model`: its linears become slot linears. Use `backbone.load.load_backbone`."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.routing = Routing()
+        self.linears: dict[str, SlotLinear] = {}
+        """Every linear but the output head, by path."""
+        self._anchor = torch.zeros((), device=model.device, requires_grad=True)
+        self._num_slots = 0
+        self._install()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.model.device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the frozen weights."""
+        return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sample the model has positions for."""
+        config = self.model.config
+        rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        longest: int = getattr(config, "max_position_embeddings", 2**31)
+        # These two rescale every position once any sample in the buffer is long: a neighbour would change my result.
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            return int(rope.get("original_max_position_embeddings") or longest)
+        return longest
+
+    def row_tile(self, capacity: int) -> int:
+        """Rows every frozen product is computed in, a fact of the device and never of the batch's contents."""
+        return CPU_ROW_TILE if self.device.type == "cpu" else capacity
+
+    def new_adapter(self, spec: AdapterSpec, seed: int) -> Adapter:
+        """A fresh adapter for this backbone; it trains once attached."""
+        chosen = choose_modules(spec, list(self.linears))
+        shapes = {path: (self.linears[path].out_features, self.linears[path].in_features) for path in chosen}
+        return Adapter(spec, shapes, seed, self.device)
+
+    def attach(self, adapter: Adapter) -> int:
+        """Puts an adapter on a free slot and returns the slot."""
+        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        for path, weights in adapter.modules.items():
+            self.linears[path].slots[slot] = weights
+        return slot
+
+    def detach(self, slot: int) -> None:
+        """Frees a slot."""
+        for linear in self.linears.values():
+            linear.slots.pop(slot, None)
+
+    def forward_backward(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
+        """Runs a microbatch; adds to every attached adapter's gradients; returns each segment's summed loss."""
+        hidden_TD = self._hidden(batch, row_tile)
+        rows_ND = hidden_TD.detach()[batch.supervised_N]
+        losses_N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, self.head)
+        assert grad_ND is not None
+        grad_TD = torch.zeros_like(hidden_TD)
+        grad_TD[batch.supervised_N] = grad_ND
+        if hidden_TD.requires_grad:
+            hidden_TD.backward(grad_TD)
+        return _sums(losses_N, batch.counts)
+
+    @torch.no_grad()
+    def losses(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
+        """Each segment's summed loss, without gradients."""
+        rows_ND = self._hidden(batch, row_tile)[batch.supervised_N]
+        return _sums(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts)
+
+    @torch.no_grad()
+    def logits(
+        self, batch: PackedBatch, rows: Sequence[int] | None = None, caches: list[Any] | None = None
+    ) -> torch.Tensor:
+        """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating."""
+        hidden_TD = self._hidden(batch, None, caches)
+        return self.head.logits(hidden_TD if rows is None else hidden_TD[list(rows)])
+
+    @property
+    def head(self) -> Head:
+        """The frozen output head."""
+        module = self.model.get_output_embeddings()
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        return Head(module.weight, getattr(module, "bias", None), softcap)
+
+    def _hidden(self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None) -> torch.Tensor:
+        """Last hidden states (T, D), after the final norm."""
+        self.routing.segments = batch.segments
+        self.routing.row_tile = row_tile
+        self.routing.caches = caches or []
+        embeds_1TD = self.model.get_input_embeddings()(batch.input_ids_T[None])
+        output = self.model.base_model(
+            inputs_embeds=embeds_1TD, position_ids=batch.positions_T[None], attention_mask=None, use_cache=False
+        )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _install(self) -> None:
+        """Freezes the model and replaces every linear but the head; attention finds the routing on its module."""
+        self.model.requires_grad_(False)
+        self.model.eval()
+        head = self.model.get_output_embeddings()
+        found = [(path, m) for path, m in self.model.named_modules() if type(m) is nn.Linear and m is not head]
+        for path, linear in found:
+            parent, _, leaf = path.rpartition(".")
+            slotted = SlotLinear(linear, self.routing, self._anchor)
+            setattr(self.model.get_submodule(parent), leaf, slotted)
+            self.linears[path] = slotted
+        for module in self.model.modules():
+            object.__setattr__(module, "weft_routing", self.routing)
+
+
+def _sums(losses_N: torch.Tensor, counts: tuple[int, ...]) -> list[float]:
+    """Sum per segment, each over its own rows only."""
+    return [float(part.double().sum()) for part in losses_N.cpu().split(list(counts))]

@@ -1,0 +1,77 @@
+"""The `weft` command: one verb per file, one clear sentence per mistake.
+
+Exit codes: 0 done; 1 some jobs failed; 2 wrong input; 130 stopped by the user.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+from rich.console import Console
+
+from weft import __version__, faults
+from weft.cli.chat import chat
+from weft.cli.config import config
+from weft.cli.demo import demo
+from weft.cli.doctor import doctor
+from weft.cli.evaluate import evaluate
+from weft.cli.export import export, merge
+from weft.cli.generate import generate
+from weft.cli.init import init
+from weft.cli.train import train
+from weft.errors import WeftError
+
+app = typer.Typer(
+    name="weft",
+    help="Train many LoRA adapters at once on one frozen language model, each exactly as if alone.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for verb, name in (
+    (demo, "demo"),
+    (train, "train"),
+    (init, "init"),
+    (config, "config"),
+    (generate, "generate"),
+    (chat, "chat"),
+    (evaluate, "eval"),
+    (export, "export"),
+    (merge, "merge"),
+    (doctor, "doctor"),
+):
+    app.command(name)(verb)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"weft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Train many LoRA adapters at once on one frozen language model, each exactly as if alone."""
+
+
+def main() -> None:
+    """Runs the command line."""
+    plan = os.environ.get("WEFT_FAULTS")
+    if plan:
+        faults.arm(faults.parse(plan))
+    try:
+        app()
+    except WeftError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False, style="red")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of a pipe went away, e.g. `weft config | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,170 @@
+"""Reads chats: OpenAI's `messages` and ShareGPT's `conversations`, with tools and tool calls.
+
+A trained turn is an assistant turn with something before it: an opening assistant turn answers nothing and is context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.data.columns import expect_list, expect_object, expect_text, has, list_column, text_column
+from weft.data.conversation import Conversation, Turn
+from weft.data.json_rows import parse_json
+from weft.data.row import Row
+from weft.errors import DataError
+from weft.spec.fields import describe
+
+# Templates know no developer role; it is the newer name of the system prompt.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "assistant",
+}
+
+
+def read_chat(row: Row, need_answer: bool) -> Conversation:
+    """A row with `messages` as OpenAI's fine-tuning files have them."""
+    turns = message_turns(list_column(row, "messages"), "messages", row.where)
+    return _conversation(turns, "messages", row, need_answer)
+
+
+def read_sharegpt(row: Row, need_answer: bool) -> Conversation:
+    """A row with `conversations` of `from` and `value`; `role` and `content` are understood as well."""
+    name = "conversations"
+    items = list_column(row, name)
+    if items and isinstance(items[0], Mapping) and "from" not in items[0] and "role" in items[0]:
+        turns = message_turns(items, name, row.where)
+    else:
+        turns = tuple(_sharegpt_turn(item, f"{name}[{i}]", row.where, i == 0) for i, item in enumerate(items))
+    system = text_column(row, "system", "")
+    if system and turns and turns[0].role == "system":
+        raise DataError(f"system and {name}[0] are both system prompts; keep one.", where=row.where)
+    if system:
+        turns = (Turn("system", system), *turns)
+    return _conversation(turns, name, row, need_answer)
+
+
+def message_turns(items: list[Any], name: str, where: str, *, opening: bool = True) -> tuple[Turn, ...]:
+    """The turns of a list of OpenAI messages; `name` is what errors call the list.
+
+    `opening` says that the conversation begins with the first of them.
+    """
+    return tuple(_message_turn(item, f"{name}[{i}]", where, opening and i == 0) for i, item in enumerate(items))
+
+
+def read_tools(row: Row) -> tuple[Mapping[str, Any], ...]:
+    """The tools of a row: a list of objects, or the same as JSON text; none is an empty tuple."""
+    if not has(row, "tools") or row.values["tools"] == "":
+        return ()
+    tools = list_column(row, "tools")
+    return tuple(expect_object(tool, f"tools[{i}]", row.where) for i, tool in enumerate(tools))
+
+
+def _conversation(turns: tuple[Turn, ...], name: str, row: Row, need_answer: bool) -> Conversation:
+    if not turns:
+        raise DataError(f"{name} is empty.", where=row.where)
+    if need_answer:
+        _check_answered(turns, name, row.where)
+    return Conversation(turns, read_tools(row))
+
+
+def _check_answered(turns: tuple[Turn, ...], name: str, where: str) -> None:
+    """There is an assistant turn to learn from."""
+    answers = [turn for turn in turns[1:] if turn.role == "assistant"]
+    if not answers and turns[0].role == "assistant":
+        raise DataError(
+            f"{name}[0] is the only assistant turn and answers nothing; start with a user turn.", where=where
+        )
+    if not answers:
+        raise DataError(f"{name} has no assistant turn to learn from.", where=where)
+
+
+def _message_turn(item: Any, place: str, where: str, first: bool) -> Turn:
+    message = dict(expect_object(item, place, where))
+    role = message.pop("role", None)
+    if role is None:
+        raise DataError(f"{place}.role is missing.", where=where)
+    if not isinstance(role, str) or role not in ROLES:
+        raise DataError(f"{place}.role is {describe(role)}; use system, user, assistant or tool.", where=where)
+    weight = message.pop("weight", None)
+    if weight is not None and (role != "assistant" or weight not in (0, 1)):
+        raise DataError(f"{place}.weight is {describe(weight)}; use 0 or 1, on assistant turns only.", where=where)
+    calls = _tool_calls(message.pop("tool_calls", None) or [], f"{place}.tool_calls", where)
+    if calls:
+        message["tool_calls"] = calls
+    content = message.pop("content", "" if calls else None)
+    if content is None:
+        raise DataError(f"{place}.content is missing.", where=where)
+    text = _content_text(content, f"{place}.content", where)
+    trained = role == "assistant" and weight != 0 and not first
+    if trained and not text.strip() and not calls:
+        raise DataError(f"{place}.content is empty; an assistant turn needs text or tool_calls.", where=where)
+    return Turn(ROLES[role], text, trained, message)
+
+
+def _content_text(content: Any, place: str, where: str) -> str:
+    """Text, or the joined text of a list of parts."""
+    if not isinstance(content, list):
+        return expect_text(content, place, where)
+    texts = []
+    for i, item in enumerate(content):
+        part = expect_object(item, f"{place}[{i}]", where)
+        if part.get("type") != "text":
+            found = f"{place}[{i}].type is {describe(part.get('type'))}"
+            raise DataError(f"{found}; only text parts can be trained on.", where=where)
+        texts.append(expect_text(part.get("text"), f"{place}[{i}].text", where))
+    return "".join(texts)
+
+
+def _tool_calls(value: Any, place: str, where: str) -> list[dict[str, Any]]:
+    calls = []
+    for i, item in enumerate(expect_list(value, place, where)):
+        call = dict(expect_object(item, f"{place}[{i}]", where))
+        function = expect_object(call.get("function"), f"{place}[{i}].function", where)
+        call["function"] = _function(function, f"{place}[{i}].function", where)
+        calls.append(call)
+    return calls
+
+
+def _function(value: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
+    """Name and arguments. OpenAI writes the arguments as JSON text; templates would quote that a second time."""
+    function = dict(value)
+    expect_text(function.get("name"), f"{place}.name", where)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{where}: {place}.arguments")
+    function["arguments"] = expect_object(arguments, f"{place}.arguments", where)
+    return function
+
+
+def _sharegpt_turn(item: Any, place: str, where: str, first: bool) -> Turn:
+    entry = expect_object(item, place, where)
+    speaker = entry.get("from")
+    if speaker is None:
+        raise DataError(f"{place}.from is missing.", where=where)
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        accepted = "human, gpt, system, observation or function_call"
+        raise DataError(f"{place}.from is {describe(speaker)}; use {accepted}.", where=where)
+    if "value" not in entry:
+        raise DataError(f"{place}.value is missing.", where=where)
+    text = expect_text(entry["value"], f"{place}.value", where)
+    role = SHAREGPT_ROLES[speaker]
+    trained = role == "assistant" and not first
+    if trained and not text.strip():
+        raise DataError(f"{place}.value is empty; an assistant turn needs text.", where=where)
+    if speaker != "function_call":
+        return Turn(role, text, trained)
+    value = parse_json(text, f"{where}: {place}.value")
+    functions = value if isinstance(value, list) else [value]
+    calls = [
+        {"type": "function", "function": _function(expect_object(f, f"{place}.value", where), f"{place}.value", where)}
+        for f in functions
+    ]
+    return Turn(role, "", trained, {"tool_calls": calls})

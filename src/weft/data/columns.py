@@ -1,0 +1,57 @@
+"""Typed access to the columns of a row: a missing or wrong one is a DataError naming the row and the column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.data.json_rows import parse_json
+from weft.data.row import Row
+from weft.errors import DataError
+from weft.spec.fields import describe
+
+
+def has(row: Row, *names: str) -> bool:
+    """Whether the row has all these columns; a null counts as absent, because parquet fills gaps with nulls."""
+    return all(row.values.get(name) is not None for name in names)
+
+
+def text_column(row: Row, name: str, default: str | None = None) -> str:
+    """The text of a column; without a default the column must be there."""
+    value = row.values.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise DataError(f"{name} is missing.", where=row.where)
+    return expect_text(value, name, row.where)
+
+
+def list_column(row: Row, name: str) -> list[Any]:
+    """The list in a column; csv has no lists, so text is read as JSON."""
+    value = row.values.get(name)
+    if value is None:
+        raise DataError(f"{name} is missing.", where=row.where)
+    if isinstance(value, str):
+        value = parse_json(value, f"{row.where}: {name}")
+    return expect_list(value, name, row.where)
+
+
+def expect_text(value: Any, place: str, where: str) -> str:
+    """The value if it is text."""
+    if not isinstance(value, str):
+        raise DataError(f"{place} is {describe(value)}; expected text.", where=where)
+    return value
+
+
+def expect_list(value: Any, place: str, where: str) -> list[Any]:
+    """The value if it is a list."""
+    if not isinstance(value, list):
+        raise DataError(f"{place} is {describe(value)}; expected a list.", where=where)
+    return value
+
+
+def expect_object(value: Any, place: str, where: str) -> Mapping[str, Any]:
+    """The value if it is an object, without its null fields."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"{place} is {describe(value)}; expected an object.", where=where)
+    return {key: item for key, item in value.items() if item is not None}

@@ -1,0 +1,53 @@
+"""The three normal forms a row can take: a conversation, a text, or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str
+    trained: bool = False
+    """Whether the turn counts in the loss."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else the chat template may read, such as tool_calls, tool_call_id or name."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as chat templates read it."""
+        return {"role": self.role, "content": self.content, **self.extra}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in order, and the tools the assistant may call."""
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    is_chat: bool = True
+    """False for a prompt and its completion, which also make sense without a chat template."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text; all of it is trained."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids made elsewhere."""
+
+    ids: tuple[int, ...]
+    supervised: tuple[bool, ...]
+
+
+Form: TypeAlias = Conversation | Text | Tokens

@@ -1,0 +1,255 @@
+"""A job's data, ready to train on: samples that fit, and an account of what became of every row."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.data.conversation import Conversation, Form, Tokens
+from weft.data.formats import convert_rows
+from weft.data.order import permutation
+from weft.data.row import Row
+from weft.data.sample import Sample
+from weft.data.sources import read_rows
+from weft.data.template import Renderer, Tokenizer
+from weft.data.tokenise import sample_of_tokens, tokenise
+from weft.errors import DataError
+from weft.spec.job import JobSpec
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What was read, what was left out, and how long the samples are."""
+
+    sources: tuple[str, ...]
+    """Files and Hub names, as written."""
+    format: str
+    """Format of the rows; several sources may have several."""
+    num_rows: int
+    """Rows read, before anything was left out or split off."""
+    num_truncated: int
+    """Rows cut to max_length that still have something to learn."""
+    num_dropped_long: int
+    """Rows left out because they are longer than max_length."""
+    num_dropped_unsupervised: int
+    """Rows left out because they have nothing to learn, some of them only after being cut."""
+    length_limit: int
+    """The job's max_length, in tokens."""
+    num_samples: int
+    num_tokens: int
+    num_supervised_tokens: int
+    min_length: int
+    """Tokens of the shortest sample."""
+    mean_length: float
+    max_length: int
+    """Tokens of the longest sample."""
+    notes: tuple[str, ...] = ()
+    """What else a user should know."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        lengths = f"lengths {self.min_length:,} to {self.max_length:,}, mean {self.mean_length:,.0f}"
+        parts = [
+            f"{self.num_samples:,} samples ({self.format})",
+            f"{self.num_tokens:,} tokens, {self.num_supervised_tokens:,} supervised, {lengths}",
+        ]
+        if self.num_truncated:
+            parts.append(f"{self.num_truncated:,} cut to {self.length_limit:,} tokens")
+        if self.num_dropped_long:
+            parts.append(f"{self.num_dropped_long:,} over {self.length_limit:,} tokens dropped")
+        if self.num_dropped_unsupervised:
+            parts.append(f"{self.num_dropped_unsupervised:,} with nothing to learn dropped")
+        return f"{', '.join(self.sources)}: " + "; ".join([*parts, *self.notes])
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples in the order of their rows, and the account of them."""
+
+    samples: tuple[Sample, ...]
+    summary: DataSummary
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all tokens and masks; a resumed run compares it to notice changed data."""
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            digest.update(sample.length.to_bytes(8, "little"))
+            digest.update(sample.tokens.astype("<i4").tobytes())
+            digest.update(sample.supervised.tobytes())
+        return digest.hexdigest()
+
+    def subset(self, indices: Iterable[int]) -> Dataset:
+        """Some of the samples; the account of the rows stays that of the sources."""
+        samples = tuple(self.samples[i] for i in indices)
+        return Dataset(samples, replace(self.summary, **_measures(samples)))
+
+
+@dataclass(frozen=True)
+class JobData:
+    """What a job trains on and what it is evaluated on."""
+
+    train: Dataset
+    eval: Dataset | None
+
+
+def load_dataset(
+    sources: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    data_format: str = "auto",
+    max_length: int,
+    long_samples: str = "truncate",
+    train_on_inputs: bool = False,
+    chat_template: str | None = None,
+    base_dir: Path,
+) -> Dataset:
+    """The samples of files (relative to `base_dir`) or Hub data sets; any problem is a DataError naming the row."""
+    renderer = Renderer(tokenizer, chat_template, train_on_inputs)
+    sieve = _Sieve(max_length, long_samples)
+    formats: list[str] = []
+    num_rows, ignored_tools = 0, 0
+    for source in sources:
+        rows = read_rows(source, base_dir)
+        found, forms = convert_rows(rows, data_format)
+        formats.append(found)
+        num_rows += len(rows)
+        if renderer.ignores_tools:
+            ignored_tools += sum(1 for form in forms if isinstance(form, Conversation) and form.tools)
+        for row, sample in zip(rows, make_samples(rows, forms, renderer), strict=True):
+            sieve.take(sample, row.where)
+    samples = sieve.result(", ".join(sources), num_rows)
+    note = f"the chat template has no place for tools: {ignored_tools:,} rows go without theirs"
+    summary = DataSummary(
+        sources=tuple(sources),
+        format=", ".join(dict.fromkeys(formats)),
+        num_rows=num_rows,
+        num_truncated=sieve.num_truncated,
+        num_dropped_long=sieve.num_dropped_long,
+        num_dropped_unsupervised=sieve.num_untrained + sieve.num_cut_off,
+        length_limit=max_length,
+        notes=(note,) if ignored_tools else (),
+        **_measures(samples),
+    )
+    return Dataset(samples, summary)
+
+
+def load_job_data(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> JobData:
+    """The training and evaluation data of a job; a fraction or count is split off by the job's seed."""
+
+    def load(sources: Sequence[str]) -> Dataset:
+        return load_dataset(
+            sources,
+            tokenizer,
+            data_format=job.data_format,
+            max_length=job.max_length,
+            long_samples=job.long_samples,
+            train_on_inputs=job.train_on_inputs,
+            chat_template=job.chat_template,
+            base_dir=base_dir,
+        )
+
+    train = load(job.train_data)
+    if job.eval_data is None:
+        return JobData(train, None)
+    if isinstance(job.eval_data, tuple):
+        return JobData(train, load(job.eval_data))
+    return _split(train, job.eval_data, job)
+
+
+def make_samples(rows: Sequence[Row], forms: Sequence[Form], renderer: Renderer) -> Iterator[Sample]:
+    """One sample per row, in order, of whatever length."""
+    pairs = list(zip(rows, forms, strict=True))
+    texts = [renderer.render(form, row.where) for row, form in pairs if not isinstance(form, Tokens)]
+    tokenised = tokenise(texts, renderer.tokenizer)
+    for row, form in pairs:
+        if isinstance(form, Tokens):
+            yield sample_of_tokens(form, renderer.tokenizer, renderer.train_on_inputs, row.where)
+        else:
+            yield next(tokenised)
+
+
+@dataclass
+class _Sieve:
+    """Keeps the samples that can be trained on and counts the others."""
+
+    max_length: int
+    long_samples: str
+    kept: list[Sample] = field(default_factory=list)
+    num_truncated: int = 0
+    num_dropped_long: int = 0
+    num_untrained: int = 0
+    num_cut_off: int = 0
+    """Had something to learn, but only past max_length."""
+
+    def take(self, sample: Sample, where: str) -> None:
+        """Keeps, cuts or drops one sample; with long_samples `error` a long one is a DataError."""
+        if not sample.num_supervised:
+            self.num_untrained += 1
+        elif sample.length <= self.max_length:
+            self.kept.append(sample)
+        elif self.long_samples == "error":
+            raise DataError(
+                f"has {sample.length:,} tokens, but max_length is {self.max_length:,}.",
+                where=where,
+                hint="Raise max_length, or set long_samples to truncate or drop.",
+            )
+        elif self.long_samples == "drop":
+            self.num_dropped_long += 1
+        else:
+            self._cut(sample.cut(self.max_length))
+
+    def _cut(self, sample: Sample) -> None:
+        if sample.num_supervised:
+            self.num_truncated += 1
+            self.kept.append(sample)
+        else:
+            self.num_cut_off += 1
+
+    def result(self, where: str, num_rows: int) -> tuple[Sample, ...]:
+        """The samples kept; none at all is a DataError that says what became of the rows."""
+        if self.kept:
+            return tuple(self.kept)
+        fates = [
+            (self.num_untrained, "have no trained turn or text"),
+            (self.num_cut_off, f"have their answers past max_length {self.max_length:,}"),
+            (self.num_dropped_long, f"are longer than max_length {self.max_length:,} and were dropped"),
+        ]
+        reasons = ", ".join(f"{count:,} {fate}" for count, fate in fates if count)
+        raise DataError(f"there are no supervised tokens to train on: of {num_rows:,} rows, {reasons}.", where=where)
+
+
+def _split(data: Dataset, amount: float, job: JobSpec) -> JobData:
+    num_samples = len(data.samples)
+    num_eval = round(num_samples * amount) if amount < 1 else int(amount)
+    if not 1 <= num_eval < num_samples:
+        side = "no sample to evaluate on" if num_eval < 1 else "no sample to train on"
+        raise DataError(
+            f"{amount:g} of {num_samples:,} samples leaves {side}.",
+            where=f"{job.name}: eval_data",
+            hint="Split off another amount, or name files.",
+        )
+    # A third number, so that the split never repeats the draw of an epoch.
+    order = permutation(num_samples, (job.seed, 0, 1))
+    chosen = np.sort(order[:num_eval])
+    rest = np.sort(order[num_eval:])
+    return JobData(data.subset(rest.tolist()), data.subset(chosen.tolist()))
+
+
+def _measures(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The part of a summary that is counted from the samples."""
+    lengths = [sample.length for sample in samples]
+    return {
+        "num_samples": len(samples),
+        "num_tokens": sum(lengths),
+        "num_supervised_tokens": sum(sample.num_supervised for sample in samples),
+        "min_length": min(lengths),
+        "mean_length": sum(lengths) / len(lengths),
+        "max_length": max(lengths),
+    }

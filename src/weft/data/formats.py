@@ -1,0 +1,203 @@
+"""Tells a row's format by its columns and turns the row into a normal form.
+
+| format | columns |
+|---|---|
+| chat | messages, each with role and content; optional tools |
+| sharegpt | conversations, each with from and value; optional tools, system |
+| alpaca | instruction, output; optional input, system, history |
+| completion | prompt and completion, prompt and response, question and answer, or input and output |
+| text | text |
+| tokens | input_ids; optional labels (-100 is not trained), attention_mask |
+
+Further columns are ignored. Rows with chosen and rejected answers, or with a true/false label, are preference data and
+refused, unless the job states a format: then the other columns are read as that format says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from weft.data.chats import message_turns, read_chat, read_sharegpt, read_tools
+from weft.data.columns import expect_text, has, list_column, text_column
+from weft.data.conversation import Conversation, Form, Text, Tokens, Turn
+from weft.data.row import Row
+from weft.errors import ConfigError, DataError
+from weft.spec.fields import describe
+from weft.spec.job import FORMATS
+
+IGNORED_LABEL = -100
+PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
+PREFERENCE_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+
+
+def convert_rows(rows: Sequence[Row], data_format: str, *, need_answer: bool = True) -> tuple[str, list[Form]]:
+    """The format of the rows of one source, and each row in its normal form.
+
+    With `auto` the first row decides, and a later row in another format is a DataError. Without `need_answer` a row may
+    be only a prompt: no completion, or no assistant turn.
+    """
+    if data_format not in FORMATS:
+        raise ConfigError(f"got {data_format!r}; accepted are {', '.join(FORMATS)}.", where="data_format")
+    if data_format != "auto":
+        return data_format, [READERS[data_format](row, need_answer) for row in rows]
+    chosen = _detect_first(rows[0], need_answer)
+    forms: list[Form] = []
+    for row in rows:
+        _refuse_preferences(row)
+        found = detect(row, need_answer)
+        if found not in (chosen, None):
+            raise DataError(f"is in the {found} format, but the rows before it are {chosen}.", where=row.where)
+        forms.append(READERS[chosen](row, need_answer))
+    return chosen, forms
+
+
+def detect(row: Row, need_answer: bool = True) -> str | None:
+    """The format a row's columns suggest, or None."""
+    if has(row, "input_ids"):
+        return "tokens"
+    if has(row, "messages"):
+        return "chat"
+    if has(row, "conversations"):
+        return "sharegpt"
+    if has(row, "instruction") and (has(row, "output") or not need_answer):
+        return "alpaca"
+    if any(has(row, *pair) for pair in PAIRS):
+        return "completion"
+    if not need_answer and any(has(row, prompt) for prompt, _ in PAIRS):
+        return "completion"
+    return "text" if has(row, "text") else None
+
+
+def _detect_first(row: Row, need_answer: bool) -> str:
+    _refuse_preferences(row)
+    found = detect(row, need_answer)
+    if found is not None:
+        return found
+    columns = [name for name in row.values if has(row, name)]
+    raise DataError(
+        f"has the columns {', '.join(columns) or '(none)'}; expected messages (chat), conversations (sharegpt), "
+        "instruction and output (alpaca), prompt and completion or question and answer (completion), text, "
+        "or input_ids (tokens).",
+        where=row.where,
+    )
+
+
+def _refuse_preferences(row: Row) -> None:
+    for pair in PREFERENCE_PAIRS:
+        if has(row, *pair):
+            raise DataError(
+                f"{pair[0]} and {pair[1]} are preference data, which needs an objective Weft does not have yet.",
+                where=row.where,
+            )
+    if isinstance(row.values.get("label"), bool) and detect(row) in ("chat", "sharegpt", "completion"):
+        raise DataError(
+            "a true/false label is preference (KTO) data, which needs an objective Weft does not have yet.",
+            where=row.where,
+            hint="To train on every answer alike, state its data_format.",
+        )
+
+
+def _read_completion(row: Row, need_answer: bool) -> Conversation:
+    asked, answered = _pair(row, need_answer)
+    # Assistant turns in the prompt are context; only those in the completion are answers to it.
+    turns = tuple(replace(t, trained=False) for t in _side(row, asked, Turn("user", "")))
+    if not turns:
+        raise DataError(f"{asked} is empty.", where=row.where)
+    if need_answer or has(row, answered):
+        completion = _side(row, answered, Turn("assistant", "", trained=True))
+        if need_answer and not any(turn.content.strip() or turn.extra for turn in completion):
+            raise DataError(f"{answered} is empty.", where=row.where)
+        if need_answer and not any(turn.role == "assistant" for turn in completion):
+            raise DataError(f"{answered} has no assistant turn to learn from.", where=row.where)
+        turns += completion
+    is_chat = any(isinstance(row.values.get(name), list) for name in (asked, answered))
+    return Conversation(turns, read_tools(row), is_chat)
+
+
+def _pair(row: Row, need_answer: bool) -> tuple[str, str]:
+    """The names of the prompt and the completion column."""
+    for pair in PAIRS:
+        if has(row, *pair):
+            return pair
+    for pair in PAIRS:
+        if has(row, pair[0]) and not need_answer:
+            return pair
+        if has(row, pair[0]) or has(row, pair[1]):
+            missing = pair[1] if has(row, pair[0]) else pair[0]
+            raise DataError(f"{missing} is missing.", where=row.where)
+    raise DataError("prompt and completion are missing.", where=row.where)
+
+
+def _side(row: Row, name: str, turn: Turn) -> tuple[Turn, ...]:
+    """A prompt or completion: text is the content of one `turn`, a list is messages."""
+    value = row.values[name]
+    if isinstance(value, list):
+        return message_turns(value, name, row.where, opening=False)
+    return (replace(turn, content=expect_text(value, name, row.where)),)
+
+
+def _read_alpaca(row: Row, need_answer: bool) -> Conversation:
+    instruction = text_column(row, "instruction")
+    question = "\n\n".join(part for part in (instruction, text_column(row, "input", "")) if part.strip())
+    if not question:
+        raise DataError("instruction is empty.", where=row.where)
+    turns = []
+    system = text_column(row, "system", "")
+    if system:
+        turns.append(Turn("system", system))
+    for i, pair in enumerate(list_column(row, "history") if row.values.get("history") else []):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            found = f"history[{i}] is {describe(pair)}"
+            raise DataError(f"{found}; expected a list of two texts, question and answer.", where=row.where)
+        turns += [Turn("user", pair[0]), Turn("assistant", pair[1], trained=True)]
+    turns.append(Turn("user", question))
+    if need_answer or has(row, "output"):
+        output = text_column(row, "output")
+        if need_answer and not output.strip():
+            raise DataError("output is empty.", where=row.where)
+        turns.append(Turn("assistant", output, trained=True))
+    return Conversation(tuple(turns), is_chat=False)
+
+
+def _read_text(row: Row, need_answer: bool) -> Text:
+    return Text(text_column(row, "text"))
+
+
+def _read_tokens(row: Row, need_answer: bool) -> Tokens:
+    ids = _whole_numbers(row, "input_ids")
+    labels = _whole_numbers(row, "labels") if has(row, "labels") else ids
+    attended = _whole_numbers(row, "attention_mask") if has(row, "attention_mask") else [1] * len(ids)
+    for name, values in (("labels", labels), ("attention_mask", attended)):
+        if len(values) != len(ids):
+            raise DataError(f"{name} has {len(values)} items, but input_ids has {len(ids)}.", where=row.where)
+    kept: list[tuple[int, bool]] = []
+    for i, (token, label, mask) in enumerate(zip(ids, labels, attended, strict=True)):
+        if not mask:
+            continue  # padding
+        if token < 0:
+            raise DataError(f"input_ids[{i}] is {token}; token ids start at 0.", where=row.where)
+        if label not in (token, IGNORED_LABEL):
+            found = f"labels[{i}] is {label}, but input_ids[{i}] is {token}"
+            raise DataError(f"{found}; a label repeats its token or is {IGNORED_LABEL}.", where=row.where)
+        kept.append((token, label != IGNORED_LABEL))
+    return Tokens(tuple(token for token, _ in kept), tuple(trained for _, trained in kept))
+
+
+def _whole_numbers(row: Row, name: str) -> list[int]:
+    values = list_column(row, name)
+    for i, value in enumerate(values):
+        if type(value) is not int:
+            raise DataError(f"{name}[{i}] is {describe(value)}; expected a whole number.", where=row.where)
+    return values
+
+
+READERS: dict[str, Callable[[Row, bool], Form]] = {
+    "chat": read_chat,
+    "completion": _read_completion,
+    "alpaca": _read_alpaca,
+    "sharegpt": read_sharegpt,
+    "text": _read_text,
+    "tokens": _read_tokens,
+}
+"""How to read a row, by its format."""

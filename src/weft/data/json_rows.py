@@ -1,0 +1,192 @@
+"""Reads jsonl and json files strictly: what `json.loads` lets through but no one can mean is refused with its line.
+
+Refused besides invalid JSON: NaN and Infinity, a key given twice in one object, half of a surrogate pair (it has no
+UTF-8 form), nesting past Python's recursion limit, numbers of thousands of digits, and lines over 8 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weft.data.row import BOM, Row, decode, read_text
+from weft.errors import DataError
+from weft.spec.fields import describe
+
+MAX_LINE_BYTES = 8 * 2**20
+
+# Lists that are columns of a row, so an object that holds only such a list is a row and not a file of rows.
+COLUMNS_WITH_LISTS = ("messages", "conversations", "prompt", "completion")
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class _FlawError(ValueError):
+    """What is wrong with a piece of JSON, and at which character if that is known."""
+
+    def __init__(self, message: str, at: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.at = at
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a strict JSON text; anything else is a DataError at `where`."""
+    try:
+        value, end = _decode_value(text, _skip_space(text, 0))
+        _expect_end(text, end)
+        return value
+    except _FlawError as flaw:
+        raise DataError(_with_column(text, flaw), where=where) from None
+
+
+def read_jsonl(path: Path, name: str) -> Iterator[Row]:
+    """One row per line; blank lines are skipped."""
+    with path.open("rb") as handle:
+        number = 0
+        while line := handle.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{name} line {number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(f"is longer than {MAX_LINE_BYTES // 2**20} MiB.", where=where)
+            text = decode(line.removeprefix(BOM) if number == 1 else line, name, number)
+            if text.isspace() or not text:
+                continue
+            if number == 1 and text.startswith("["):
+                raise DataError(
+                    "a jsonl file has one object per line; name a file that is one list .json.", where=where
+                )
+            yield _row(parse_json(text, where), where)
+
+
+def read_json(path: Path, name: str) -> Iterator[Row]:
+    """The rows of a json file: a list of objects, an object that holds one such list, or lines of objects."""
+    text = read_text(path, name)
+    start = _skip_space(text, 0)
+    if start == len(text):
+        return
+    if text[start] == "[":
+        yield from _list_rows(text, start, name)
+        return
+    try:
+        value, end = _decode_value(text, start)
+    except _FlawError as flaw:
+        raise _at_line(text, flaw, name) from None
+    if _skip_space(text, end) < len(text):
+        # Many files called .json are lines of objects.
+        yield from read_jsonl(path, name)
+        return
+    yield from _object_rows(value, name)
+
+
+def _list_rows(text: str, start: int, name: str) -> Iterator[Row]:
+    """Decodes a list item by item, so that an error can name its row."""
+    index, number = _skip_space(text, start + 1), 0
+    mark = text[index : index + 1]
+    try:
+        while mark != "]":
+            number += 1
+            value, index = _decode_value(text, index)
+            yield _row(value, f"{name} row {number}")
+            index = _skip_space(text, index)
+            mark = text[index : index + 1]
+            if mark == ",":
+                index = _skip_space(text, index + 1)
+            elif mark != "]":
+                found = f"expected ',' or ']' after row {number}" if mark else "it ends before the list is closed"
+                raise _FlawError(f"is not valid JSON: {found}", index)
+        _expect_end(text, index + 1)
+    except _FlawError as flaw:
+        raise _at_line(text, flaw, name, f"{name} row {number}") from None
+
+
+def _object_rows(value: Any, name: str) -> Iterator[Row]:
+    where = f"{name} row 1"
+    lists = {key: item for key, item in _row(value, name).values.items() if _is_list_of_objects(item)}
+    if len(lists) != 1:
+        found = f"an object with {len(lists)} lists of rows" if lists else "an object without a list of rows"
+        raise DataError(f"holds {found}; expected a list of objects, or an object with one such list.", where=name)
+    key, items = lists.popitem()
+    if key in COLUMNS_WITH_LISTS:
+        yield Row(value, where)
+        return
+    for number, item in enumerate(items, 1):
+        yield Row(item, f"{name} row {number}")
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f'is {describe(value)}; each row is an object such as {{"text": "..."}}.', where=where)
+    return Row(value, where)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _FlawError(f"the key {describe(key)} appears twice in one object")
+        values[key] = value
+    return values
+
+
+def _no_constant(word: str) -> Any:
+    raise _FlawError(f"{word} is not valid JSON; write a number or null")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+
+
+def _decode_value(text: str, start: int) -> tuple[Any, int]:
+    """The value that starts at `start`, and where it ends; anything wrong is a _FlawError."""
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        if _SURROGATE_ESCAPE.search(text, start, end):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value, end
+    except json.JSONDecodeError as error:
+        cut = error.msg.startswith("Unterminated") or _skip_space(text, error.pos) == len(text)
+        found = "it ends in the middle of a value" if cut else error.msg[:1].lower() + error.msg[1:]
+        raise _FlawError(f"is not valid JSON: {found}", error.pos) from None
+    except UnicodeEncodeError:
+        raise _FlawError(
+            r"has half of a surrogate pair (a \ud800 to \udfff escape on its own), which is no character"
+        ) from None
+    except RecursionError:
+        raise _FlawError("is nested too deeply") from None
+    except _FlawError:
+        raise
+    except ValueError:
+        # The one other ValueError of the decoder: Python's limit on the digits of a whole number.
+        raise _FlawError("has a number with too many digits") from None
+
+
+def _expect_end(text: str, index: int) -> None:
+    index = _skip_space(text, index)
+    if index < len(text):
+        raise _FlawError("is not valid JSON: there is more after its end", index)
+
+
+def _skip_space(text: str, index: int) -> int:
+    match = _SPACE.match(text, index)
+    return match.end() if match else index
+
+
+def _with_column(text: str, flaw: _FlawError) -> str:
+    if flaw.at is None:
+        return f"{flaw.message}."
+    return f"{flaw.message} (column {flaw.at - text.rfind(chr(10), 0, flaw.at)})."
+
+
+def _at_line(text: str, flaw: _FlawError, name: str, row: str | None = None) -> DataError:
+    """The error at the line of the flaw, or at the row when only that is known."""
+    if flaw.at is None:
+        return DataError(f"{flaw.message}.", where=row or name)
+    return DataError(_with_column(text, flaw), where=f"{name} line {text.count(chr(10), 0, flaw.at) + 1}")

@@ -1,0 +1,61 @@
+"""Prompts to generate from: the same rows and rendering as training, up to where the model has to write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.conversation import Conversation, Form, Tokens, Turn
+from weft.data.formats import convert_rows
+from weft.data.sources import read_rows
+from weft.data.template import Renderer, Tokenizer
+from weft.data.tokenise import tokenise_prompt
+from weft.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Token ids to continue, and the answer the data has for them."""
+
+    tokens: npt.NDArray[np.int32]
+    """The rendered prompt, generation prompt included."""
+    text: str
+    """The same as text."""
+    reference: str | None
+    """The last assistant turn or the completion; None if the row has none."""
+    where: str
+    """Where it comes from, e.g. `test.jsonl line 3`."""
+
+
+def load_prompts(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    data_format: str = "auto",
+    chat_template: str | None = None,
+    base_dir: Path,
+) -> list[Prompt]:
+    """One prompt per row of a file or Hub data set; rows need no answer here."""
+    renderer = Renderer(tokenizer, chat_template)
+    rows = read_rows(source, base_dir)
+    _, forms = convert_rows(rows, data_format, need_answer=False)
+    return [_prompt(form, renderer, row.where) for row, form in zip(rows, forms, strict=True)]
+
+
+def prompt_of(text: str, tokenizer: Tokenizer, *, chat_template: str | None = None) -> Prompt:
+    """The prompt for one typed question: a user turn if there is a chat template, else the text as it is."""
+    question = Conversation((Turn("user", text),), is_chat=False)
+    return _prompt(question, Renderer(tokenizer, chat_template), "the prompt")
+
+
+def _prompt(form: Form, renderer: Renderer, where: str) -> Prompt:
+    if isinstance(form, Tokens):
+        raise DataError("token ids cannot be split into a prompt and its answer.", where=where)
+    rendered, reference = renderer.render_prompt(form, where)
+    tokens = tokenise_prompt(rendered, renderer.tokenizer)
+    if not len(tokens):
+        raise DataError("the prompt is empty.", where=where)
+    return Prompt(tokens, rendered.text, reference, where)

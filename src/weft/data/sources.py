@@ -1,0 +1,160 @@
+"""Reads rows from what users have: jsonl, json, csv, tsv, parquet and txt files, or a data set of the Hugging Face Hub.
+
+Every row knows its place (`train.jsonl line 17`), so that whatever is found wrong with it later can name it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from weft.data.json_rows import MAX_LINE_BYTES, read_json, read_jsonl
+from weft.data.row import Row, read_text
+from weft.errors import DataError, MissingExtraError
+
+HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>[\w.\[\]:%+-]+))?")
+
+
+def read_rows(source: str, base_dir: Path) -> list[Row]:
+    """The rows of a file, or of a Hub data set named `owner/name` or `owner/name:split`.
+
+    A relative path is relative to `base_dir`; errors name the source as the user wrote it.
+    """
+    path = base_dir / os.path.expanduser(source)
+    accepted = ", ".join(READERS)
+    if os.path.isdir(path):
+        raise DataError(f"is a directory; name its files ({accepted}).", where=source)
+    if os.path.isfile(path):
+        reader = READERS.get(path.suffix.lower())
+        if reader is None:
+            found = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
+            raise DataError(f"has {found}; accepted are {accepted}.", where=source)
+        try:
+            rows = list(reader(path, source))
+        except OSError as error:
+            raise DataError(f"cannot be read ({error.strerror or error}).", where=source) from None
+    elif os.path.exists(path):
+        raise DataError("is not a regular file.", where=source)
+    else:
+        rows = list(_read_hub(source))
+    if not rows:
+        raise DataError("has no rows.", where=source)
+    return rows
+
+
+def _read_txt(path: Path, name: str) -> Iterator[Row]:
+    """Paragraphs separated by blank lines; in a file without blank lines every line is a paragraph."""
+    lines = read_text(path, name).replace("\r\n", "\n").split("\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    by_line = all(line.strip() for line in lines)
+    paragraph: list[str] = []
+    for number, line in enumerate([*lines, ""], 1):
+        if line.strip():
+            paragraph.append(line)
+        if paragraph and (by_line or not line.strip()):
+            first = number if by_line else number - len(paragraph)
+            yield Row({"text": "\n".join(paragraph)}, f"{name} line {first}")
+            paragraph = []
+
+
+def _read_csv(path: Path, name: str) -> list[Row]:
+    return _read_table(path, name, ",")
+
+
+def _read_tsv(path: Path, name: str) -> list[Row]:
+    return _read_table(path, name, "\t")
+
+
+def _read_table(path: Path, name: str, delimiter: str) -> list[Row]:
+    """A header line of column names, then one row per line; quoted cells may span lines."""
+    text = io.StringIO(read_text(path, name), newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    rows: list[Row] = []
+    header: list[str] = []
+    # The module's limit of 128 KiB per cell is one setting for the whole process.
+    limit = csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        while True:
+            where = f"{name} line {reader.line_num + 1}"
+            cells = next(reader, None)
+            if cells is None:
+                return rows
+            if not any(cells):
+                continue
+            if not header:
+                header = _header(cells, where)
+            elif len(cells) != len(header):
+                raise DataError(f"has {len(cells)} cells; the header has {len(header)}.", where=where)
+            else:
+                rows.append(Row(dict(zip(header, cells, strict=True)), where))
+    except csv.Error as error:
+        raise DataError(f"is not a valid table: {error}.", where=f"{name} line {reader.line_num}") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _header(cells: list[str], where: str) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise DataError(f"two columns are named {double!r}.", where=where)
+    return names
+
+
+def _read_parquet(path: Path, name: str) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise _missing("reading parquet files needs pyarrow.", name, "parquet") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            values = file.read().to_pylist()
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"is not a parquet file that can be read ({_first_line(error)}).", where=name) from None
+    for number, row in enumerate(values, 1):
+        yield Row(row, f"{name} row {number}")
+
+
+def _read_hub(source: str) -> Iterator[Row]:
+    match = HUB_NAME.fullmatch(source)
+    if match is None or Path(source).suffix.lower() in READERS:
+        raise DataError("there is no such file.", where=source)
+    name, split = match["name"], match["split"] or "train"
+    try:
+        import datasets
+    except ImportError:
+        raise _missing(
+            "there is no such file, and reading a Hugging Face data set needs datasets.", source, "hub"
+        ) from None
+    try:
+        for number, row in enumerate(datasets.load_dataset(name, split=split), 1):
+            yield Row(row, f"{source} row {number}")
+    except (OSError, ValueError, RuntimeError, LookupError, datasets.exceptions.DatasetsError) as error:
+        found = f"is neither a file nor a Hub data set that can be read now ({_first_line(error)})"
+        raise DataError(f"{found}; check the name, the split and the connection.", where=source) from None
+
+
+def _missing(message: str, where: str, extra: str) -> MissingExtraError:
+    return MissingExtraError(message, where=where, hint=f"Install it: pip install 'weft-lora[{extra}]'.")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+READERS: dict[str, Callable[[Path, str], Iterable[Row]]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".parquet": _read_parquet,
+    ".txt": _read_txt,
+}
+"""How to read a file, by its suffix."""

@@ -1,0 +1,111 @@
+"""Makes token ids and the supervision mask out of rendered text.
+
+Each text is tokenised whole, so that the ids are those the model will meet; a token is supervised if the first
+character it stands for is trained. Only where one token would reach from the prompt into a trained span is the text
+tokenised in pieces: when generating, the prompt stands alone and no token can reach past its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.conversation import Tokens
+from weft.data.sample import Sample
+from weft.data.template import Rendered, Tokenizer
+from weft.errors import DataError
+
+TEXTS_PER_CALL = 1024
+"""A fast tokenizer spreads the texts of one call over all cores; more at a time only takes memory."""
+
+
+def tokenise(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Sample]:
+    """The samples of rendered texts, in order."""
+    bos = leading_bos(tokenizer)
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for first in range(0, len(rendered), TEXTS_PER_CALL):
+        chunk = rendered[first : first + TEXTS_PER_CALL]
+        for item, (ids, mask) in zip(chunk, _encode_chunk(chunk, tokenizer), strict=True):
+            if item.is_bare:
+                # Data that already brings its own BOS or EOS does not get a second one.
+                front = bos if ids[:1] != bos else []
+                end = eos if ids[-1:] != eos else []
+                ids, mask = front + ids + end, [False] * len(front) + mask + [True] * len(end)
+            yield Sample(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
+
+
+def tokenise_prompt(rendered: Rendered, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+    """The token ids the model is given before it writes."""
+    ids = tokenizer.encode(rendered.text, add_special_tokens=False)
+    bos = leading_bos(tokenizer)
+    return np.array(bos + ids if rendered.is_bare and ids[:1] != bos else ids, dtype=np.int32)
+
+
+def sample_of_tokens(tokens: Tokens, tokenizer: Tokenizer, train_on_inputs: bool, where: str) -> Sample:
+    """The sample of ids made elsewhere; an id the tokenizer does not know is a DataError."""
+    vocabulary = len(tokenizer)
+    for i, token in enumerate(tokens.ids):
+        if token >= vocabulary:
+            raise DataError(f"token {i} is {token}, but the tokenizer knows {vocabulary} tokens.", where=where)
+    supervised = [True] * len(tokens.ids) if train_on_inputs else tokens.supervised
+    return Sample(np.array(tokens.ids, dtype=np.int32), np.array(supervised, dtype=np.bool_))
+
+
+def leading_bos(tokenizer: Tokenizer) -> list[int]:
+    """The BOS token as a list, or an empty list for a tokenizer that puts none in front of a text.
+
+    Having a BOS token is not enough: several tokenizers name one that their models never saw at the start of a text.
+    """
+    if tokenizer.bos_token_id is None:
+        return []
+    bos = [tokenizer.bos_token_id]
+    alone = tokenizer.encode("a", add_special_tokens=False)
+    return bos if tokenizer.encode("a", add_special_tokens=True)[:1] == bos != alone[:1] else []
+
+
+def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[bool]]]:
+    if not tokenizer.is_fast:
+        yield from (_encode_pieces(item, tokenizer) for item in chunk)
+        return
+    encoded = tokenizer(
+        [item.text for item in chunk],
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    for item, ids, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        mask = _mask(offsets, item.spans)
+        yield (list(ids), mask) if mask is not None else _encode_pieces(item, tokenizer)
+
+
+def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool] | None:
+    """Which tokens are supervised, or None if one reaches from outside into a span."""
+    bounds = np.fromiter(itertools.chain.from_iterable(offsets), dtype=np.int64).reshape(-1, 2)
+    reached = np.maximum.accumulate(np.concatenate([[0], bounds[:, 1]]))[:-1]
+    # Some tokenizers leave the space out of a token's offsets; the token stands for it all the same.
+    starts = np.minimum(bounds[:, 0], reached)
+    mask = np.zeros(len(bounds), dtype=np.bool_)
+    for start, end in spans:
+        if np.any((starts < start) & (start < bounds[:, 1])):
+            return None
+        mask |= (start <= starts) & (starts < end)
+    return mask.tolist()
+
+
+def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Tokenises the text cut at the borders of its trained spans."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    done = 0
+    for start, end in (*item.spans, (len(item.text), len(item.text))):
+        for piece, trained in ((item.text[done:start], False), (item.text[start:end], True)):
+            tokens = tokenizer.encode(piece, add_special_tokens=False) if piece else []
+            ids += tokens
+            mask += [trained] * len(tokens)
+        done = end
+    return ids, mask

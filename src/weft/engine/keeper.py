@@ -1,0 +1,137 @@
+"""Keeps a job's state on disk: metrics, checkpoints, status, and the finished adapter. Without a directory, nothing."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+import weft
+from weft.adapters.targets import leaf_names
+from weft.backbone.backbone import Backbone
+from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning, StepDone
+from weft.engine.live_job import LiveJob
+from weft.engine.timeline import Timeline
+from weft.errors import DataError
+from weft.store.atomic import write_file
+from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from weft.store.peft_files import write_adapter
+from weft.store.run_dir import RunDirectory
+
+
+class Keeper:
+    """Writes what must outlive the process, job by job."""
+
+    def __init__(self, backbone: Backbone, limits: Mapping[str, int]) -> None:
+        self.run_dir: RunDirectory | None = None
+        self.backbone = backbone
+        self.environment = {**environment(backbone), **limits}
+        self._elapsed: dict[str, float] = {}
+
+    def open(self, job: LiveJob) -> Iterator[Event]:
+        """Restores a job from its newest good checkpoint, if it has one; says what was wrong with newer ones."""
+        if self.run_dir is None:
+            return
+        name = job.spec.name
+        checkpoint, rejected = latest_checkpoint(self.run_dir.checkpoints_dir(name))
+        for reason in rejected:
+            yield JobWarning(name, f"checkpoint rejected: {reason}")
+        if checkpoint is None:
+            self.run_dir.truncate_metrics(name, 0)
+            return
+        if checkpoint.state["data"] != job.data.train.fingerprint:
+            raise DataError("train_data is not what the checkpoint was trained on; start a new run.", where=name)
+        changed = [k for k, v in self.environment.items() if checkpoint.environment.get(k) != v]
+        if changed:
+            was = ", ".join(f"{k} {checkpoint.environment.get(k)} -> {self.environment[k]}" for k in changed)
+            yield JobWarning(name, f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
+        job.restore(checkpoint.step, checkpoint.tensors, checkpoint.state)
+        self._elapsed[name] = checkpoint.state["elapsed_s"]
+        self.run_dir.truncate_metrics(name, checkpoint.step)
+
+    def elapsed_s(self, job: LiveJob) -> float:
+        """Seconds the run had taken when the job's checkpoint was written."""
+        return self._elapsed.get(job.spec.name, 0.0)
+
+    def save(self, job: LiveJob, elapsed_s: float) -> Iterator[Event]:
+        """Writes a checkpoint at a step boundary."""
+        if self.run_dir is None:
+            return
+        checkpoint = Checkpoint(
+            job.step, job.tensors(), {**job.counters(), "elapsed_s": elapsed_s}, dict(self.environment)
+        )
+        save_checkpoint(self.run_dir.checkpoints_dir(job.spec.name), checkpoint, keep=job.spec.save_total_limit)
+        self.write_status(job, elapsed_s)
+        yield CheckpointSaved(job.spec.name, job.step)
+
+    def log_step(self, job: LiveJob, event: StepDone) -> None:
+        """Appends a training line to metrics.jsonl."""
+        if self.run_dir is None or (event.step % job.spec.logging_steps and event.step != event.num_steps):
+            return
+        record = {
+            "step": event.step,
+            "epoch": event.epoch,
+            "loss": event.loss,
+            "grad_norm": event.grad_norm,
+            "learning_rate": event.learning_rate,
+            "num_tokens": event.num_tokens,
+            "time": event.seconds,
+        }
+        self.run_dir.append_metrics(job.spec.name, {**record, "skipped": True} if event.skipped else record)
+
+    def log_eval(self, job: LiveJob, event: EvalDone) -> None:
+        """Appends an evaluation line to metrics.jsonl."""
+        if self.run_dir is not None:
+            record = {"step": event.step, "epoch": event.epoch, "eval_loss": event.eval_loss}
+            timing = {"eval_runtime": event.eval_runtime, "time": event.seconds}
+            self.run_dir.append_metrics(job.spec.name, record | timing)
+
+    def write_status(self, job: LiveJob, elapsed_s: float) -> None:
+        """Says on disk where the job stands."""
+        if self.run_dir is not None:
+            self.run_dir.write_status(
+                job.spec.name,
+                str(job.state),
+                reason=job.reason,
+                step=job.step,
+                num_steps=job.num_steps,
+                trained_tokens=job.num_tokens,
+                skipped_steps=job.num_skipped,
+                best_eval_loss=job.best_eval,
+                early_stopped=job.stopped_early,
+                seconds=elapsed_s,
+            )
+
+    def write_adapter(self, job: LiveJob) -> str | None:
+        """Writes the job's PEFT directory and returns its path."""
+        if self.run_dir is None:
+            return None
+        directory = self.run_dir.adapter_dir(job.spec.name)
+        chosen = list(job.adapter.modules)
+        write_adapter(
+            directory,
+            job.spec.adapter,
+            job.adapter.tensors(),
+            base_model=self.backbone.name,
+            target_names=leaf_names(chosen, self.backbone.linears) or chosen,
+        )
+        return str(directory)
+
+    def write_timeline(self, timeline: Timeline) -> None:
+        """Writes timeline.json for the report and for Perfetto."""
+        if self.run_dir is not None:
+            write_file(self.run_dir.timeline_path, timeline.to_json())
+
+
+def environment(backbone: Backbone) -> dict[str, Any]:
+    """What besides the job decides the bits of its result."""
+    return {
+        "weft": weft.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if backbone.device.type == "cuda" else platform.machine(),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads() if backbone.device.type == "cpu" else 0,
+        "base_model": backbone.name,
+    }

@@ -1,0 +1,127 @@
+"""What a prepared run will do, told before it does it: microbatches, fill, memory and time.
+
+Memory and time are measured on one real microbatch, the fullest of the plan, and extended to the whole plan.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from weft.engine.engine import Engine
+from weft.engine.live_job import LiveJob
+from weft.engine.step import run_microbatch
+from weft.plan.pack import pack
+from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Program
+
+_NUMBERS_PER_PARAMETER = 4
+"""An adapter's weight, its gradient, and AdamW's two moments, all fp32."""
+
+
+@dataclass(frozen=True)
+class JobPreview:
+    """One job's share of the plan."""
+
+    name: str
+    num_steps: int
+    num_tokens: int
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The plan of a run in figures."""
+
+    jobs: tuple[JobPreview, ...]
+    num_microbatches: int
+    num_tokens: int
+    capacity: int
+    backbone_bytes: int
+    adapter_bytes: int
+    activation_bytes: int
+    """Kept between forward and backward by the fullest microbatch."""
+    seconds: float
+    """Estimated training time, without evaluation and checkpoints."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the microbatches' capacity that holds tokens."""
+        return self.num_tokens / (self.num_microbatches * self.capacity)
+
+    @property
+    def total_bytes(self) -> int:
+        """Estimated memory."""
+        return self.backbone_bytes + self.adapter_bytes + self.activation_bytes
+
+
+def preview(engine: Engine) -> Preview:
+    """Plans the whole run of the submitted jobs and tries its fullest microbatch; changes no job."""
+    jobs = list(engine.jobs.values())
+    program = plan_all(jobs, engine.limits)
+    microbatches = program.microbatches
+    fullest = max(microbatches, key=lambda m: m.num_tokens)
+    seconds, activation_bytes = _try(engine, fullest)
+    num_tokens = sum(m.num_tokens for m in microbatches)
+    num_parameters = sum(job.adapter.num_parameters for job in jobs)
+    model = engine.backbone.model
+    return Preview(
+        tuple(_job_preview(job) for job in jobs),
+        len(microbatches),
+        num_tokens,
+        engine.limits.capacity,
+        sum(p.numel() * p.element_size() for p in model.parameters()),
+        num_parameters * 4 * _NUMBERS_PER_PARAMETER,
+        activation_bytes,
+        seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),
+    )
+
+
+def plan_all(jobs: list[LiveJob], limits: Limits) -> Program:
+    """The program of all jobs from start to end."""
+    queues = []
+    for job in jobs:
+        lengths = [[job.data.train.samples[i].length for i in job.order.batch(s)] for s in range(job.num_steps)]
+        batches = tuple(Batch(step, 0, tuple(batch)) for step, batch in enumerate(lengths))
+        queues.append(JobQueue(job.spec.name, batches, True, job.spec.priority))
+    return pack(
+        queues, Limits(limits.capacity, max_microbatches=sum(len(b.lengths) for q in queues for b in q.batches))
+    )
+
+
+def _job_preview(job: LiveJob) -> JobPreview:
+    num_tokens = sum(job.data.train.samples[i].length for s in range(job.num_steps) for i in job.order.batch(s))
+    return JobPreview(job.spec.name, job.num_steps, num_tokens, job.adapter.num_parameters)
+
+
+def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int]:
+    """Seconds and saved bytes of one microbatch, with every job put back as it was."""
+    names = {s.job for s in microbatch.segments}
+    jobs = {name: engine.jobs[name] for name in names}
+    slots = {name: engine.backbone.attach(job.adapter) for name, job in jobs.items()}
+    saved: dict[int, int] = {}
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    seconds = 0.0
+    try:
+        for _ in range(2):
+            for name, job in jobs.items():
+                first = min((s for s in microbatch.segments if s.job == name), key=lambda s: s.index)
+                job.slot, job.step, job.index = slots[name], first.step, first.index
+            start = time.perf_counter()
+            with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+                run_microbatch(engine.backbone, jobs, microbatch, engine.row_tile)
+            if engine.backbone.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+    finally:
+        for name, job in jobs.items():
+            engine.backbone.detach(slots[name])
+            job.slot, job.step = None, 0
+            job.rewind()
+    return seconds, sum(saved.values())

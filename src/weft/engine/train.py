@@ -1,0 +1,134 @@
+"""Runs a jobs file: everything is checked before anything is written, then all jobs train together."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.backbone.load import load_backbone
+from weft.data.dataset import JobData, load_job_data
+from weft.engine.engine import Engine
+from weft.engine.events import Event, JobFailed
+from weft.engine.live_job import JobState
+from weft.errors import ConfigError, WeftError
+from weft.spec import JobSpec, RunSpec
+from weft.store.run_dir import RunDirectory
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclass
+class PreparedRun:
+    """A run whose backbone, data and adapters are loaded and fit together."""
+
+    spec: RunSpec
+    engine: Engine
+    data: dict[str, JobData] = field(default_factory=dict)
+    failed: dict[str, WeftError] = field(default_factory=dict)
+    """Jobs that cannot start, and why."""
+
+
+def prepare_run(
+    spec: RunSpec, *, base_dir: Path, keep_going: bool = False, skip: frozenset[str] = frozenset()
+) -> PreparedRun:
+    """Loads and checks everything and writes nothing.
+
+    A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
+    are left out.
+    """
+    engine = Engine(load_backbone(spec.backbone), capacity=spec.capacity)
+    run = PreparedRun(spec, engine)
+    for place, job in enumerate(spec.jobs):
+        if job.name in skip:
+            continue
+        try:
+            run.data[job.name] = load_job_data(job, engine.backbone.tokenizer, base_dir)
+            engine.submit(job, run.data[job.name], base_dir=base_dir)
+        except ConfigError as error:
+            # What does not fit the backbone is a mistake in the file, found late.
+            raise ConfigError(error.message, where=f"jobs.{place}.{error.where}", hint=error.hint) from None
+        except WeftError as error:
+            if not keep_going:
+                raise
+            run.failed[job.name] = error
+    if not engine.jobs and run.failed:
+        raise next(iter(run.failed.values()))
+    return run
+
+
+def execute_run(
+    run: PreparedRun, directory: RunDirectory, *, on_event: OnEvent, should_stop: Callable[[], bool] = lambda: False
+) -> dict[str, JobState]:
+    """Trains all jobs of a prepared run into a directory; returns how each ended."""
+    write_settings(run, directory)
+    for name, error in run.failed.items():
+        directory.write_status(name, "failed", reason=str(error))
+        on_event(JobFailed(name, 0, str(error)))
+    engine = run.engine
+    engine.keep_in(directory)
+    for event in engine.events():
+        on_event(event)
+        if should_stop():
+            engine.stop()
+    states = {name: job.state for name, job in engine.jobs.items()}
+    return {**dict.fromkeys(run.failed, JobState.FAILED), **states}
+
+
+def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
+    """Records the resolved run and every job, as they are trained."""
+    backbone = run.engine.backbone
+    directory.write_run(
+        {
+            "run_name": run.spec.run_name or directory.path.resolve().name,
+            "base_model": run.spec.base_model,
+            "device": str(backbone.device),
+            "dtype": str(backbone.dtype).removeprefix("torch."),
+            "capacity": run.spec.capacity,
+            "jobs": [job.name for job in run.spec.jobs],
+            "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+    )
+    for job in run.spec.jobs:
+        directory.write_job(job.name, job_settings(job))
+
+
+def job_settings(job: JobSpec) -> dict[str, Any]:
+    """A job's settings as JSON gives them back."""
+    settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(job)))
+    return settings
+
+
+def finished_jobs(spec: RunSpec, directory: RunDirectory) -> frozenset[str]:
+    """Jobs of a resumed run that need no more work; settings that changed since are an error."""
+    recorded = directory.read_run()
+    names = [job.name for job in spec.jobs]
+    for setting, now in (("base_model", spec.base_model), ("capacity", spec.capacity), ("jobs", names)):
+        if recorded.get(setting) != now:
+            raise ConfigError(
+                f"the run in {directory.path} has {recorded.get(setting)}, this file has {now}; a resumed run keeps "
+                "its settings.",
+                where=setting,
+            )
+    done = set()
+    for place, job in enumerate(spec.jobs):
+        _check_unchanged(job, directory.read_job(job.name), f"jobs.{place}")
+        status = directory.read_status(job.name) or {}
+        if status.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
+            done.add(job.name)
+    return frozenset(done)
+
+
+def _check_unchanged(job: JobSpec, recorded: dict[str, Any] | None, where: str) -> None:
+    if recorded is None:
+        return
+    for setting, now in job_settings(job).items():
+        if recorded.get(setting) != now:
+            raise ConfigError(
+                f"was {json.dumps(recorded.get(setting))} and is {json.dumps(now)}; a resumed job keeps its settings.",
+                where=f"{where}.{setting}",
+            )

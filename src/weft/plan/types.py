@@ -1,0 +1,109 @@
+"""A plan is data: what goes into which microbatch, and when each job's optimizer steps.
+
+A planner turns `JobQueue`s into a `Program`. The engine executes programs and decides nothing; `plan/check.py`
+validates any program before it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One sample's run of tokens inside a microbatch."""
+
+    job: str
+    step: int
+    """Which global batch of the job, counted from 0."""
+    index: int
+    """Place of the sample inside that global batch."""
+    length: int
+    """Tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A packed buffer of segments of one or more jobs; within a job, in the job's own order."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all segments."""
+        return sum(s.length for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """Run one microbatch through the backbone and back; every job in it gains gradients."""
+
+    microbatch: Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One job's global batch is complete: its optimizer steps."""
+
+    job: str
+    step: int
+
+
+Instruction = ForwardBackward | Step
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Instructions in execution order."""
+
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        """The microbatches, in order."""
+        return [i.microbatch for i in self.instructions if isinstance(i, ForwardBackward)]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is left to run of one global batch: sample `first`, `first` + 1, … have these lengths.
+
+    No lengths: all samples have run, and the step is due.
+    """
+
+    step: int
+    first: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobQueue:
+    """What a planner knows of a job: its next global batches, and how it is to be served."""
+
+    job: str
+    batches: tuple[Batch, ...]
+    is_all: bool
+    """True if no global batch follows those listed."""
+    priority: int = 0
+    served_tokens: int = 0
+    """Tokens the job has had so far; among equals, who had least goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a microbatch may hold."""
+
+    capacity: int
+    """Most tokens of one microbatch."""
+    max_microbatches: int = 16
+    """Most microbatches of one program."""
+
+
+class Planner(Protocol):
+    """Turns queues into the next program; deterministic."""
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        """The next program; empty only if the queues are."""
+        ...

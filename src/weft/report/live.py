@@ -1,0 +1,203 @@
+"""Shows a run in the terminal while it trains, and its results at the end.
+
+On a terminal the table is redrawn in place; in a pipe or a CI log the same events become a few plain lines per job.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from weft.report import readable
+from weft.report.progress import JobProgress, RunProgress
+from weft.report.run_data import JobData
+
+STATE_STYLES = {
+    "running": "cyan",
+    "paused": "yellow",
+    "failed": "red",
+    "queued": "dim",
+    "succeeded": "green",
+    "cancelled": "yellow",
+}
+"""Ordered by who is shown first when the terminal is too low for all jobs."""
+WIDE_COLUMNS = 100
+"""Narrower terminals get no bars and no learning rates."""
+FRAME_LINES = 6
+"""Lines of the table that are not jobs, and one to spare."""
+TREND_STYLES = {-1: ("↓", "green"), 0: ("→", "dim"), 1: ("↑", "red")}
+
+
+class LiveTable:
+    """One row per job and a line of totals, kept up to date while the `with` block runs."""
+
+    def __init__(
+        self, console: Console, jobs: Sequence[tuple[str, int]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`jobs` names each job and its number of optimizer steps, in the order to show them."""
+        self._console = console
+        self._progress = RunProgress(jobs)
+        self._clock = clock
+        self._started = clock()
+        self._lock = threading.Lock()  # the table is drawn by a thread of its own
+        self._tenths: dict[str, int] = {}
+        is_screen = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+        # Once the run is over the table gives way to `summary_table`.
+        self._live = (
+            Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
+            if is_screen
+            else None
+        )
+
+    def __enter__(self) -> LiveTable:
+        self._started = self._clock()
+        if self._live is not None:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Counts one event: job_started, step, eval, microbatch, checkpoint, warning, or a change of state."""
+        with self._lock:
+            job = self._progress.apply(kind, fields)
+        if kind == "warning":
+            who = f"{job.name}: " if job else ""
+            self._say(f"warning: {who}{fields.get('message', '')}", "yellow")
+        elif kind == "failed" and job is not None:
+            self._say(f"{job.name}: failed: {fields.get('reason') or 'no reason given'}", "red")
+        elif self._live is None and job is not None:
+            self._say_progress(kind, job, fields)
+
+    def render(self) -> RenderableType:
+        """The table as it stands."""
+        with self._lock:
+            table = self._table(self._shown())
+            hidden = len(self._progress.jobs) - table.row_count
+            more = [Text(f"  … and {hidden} more job{'s' * (hidden > 1)}", style="dim")] if hidden else []
+            return Group(table, *more, Text(), self._totals())
+
+    def _shown(self) -> list[JobProgress]:
+        """The jobs there is room for: those at work first, all in their own order."""
+        jobs = list(self._progress.jobs.values())
+        room = max(self._console.height - FRAME_LINES, 1)
+        if len(jobs) <= room:
+            return jobs
+        ranks = list(STATE_STYLES)
+        kept = sorted(range(len(jobs)), key=lambda i: (ranks.index(jobs[i].state), i))[: max(room - 1, 1)]
+        return [jobs[i] for i in sorted(kept)]
+
+    def _table(self, jobs: Sequence[JobProgress]) -> Table:
+        is_wide = self._console.width >= WIDE_COLUMNS
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        # The only column that may shrink: half a name still tells which job it is, half a number tells nothing.
+        table.add_column("job", overflow="ellipsis", max_width=32, min_width=8)
+        table.add_column("state", no_wrap=True)
+        if is_wide:
+            table.add_column("", width=16)
+        for name in ("step", "loss", "eval loss", *(["lr"] if is_wide else []), "tokens/s", "ETA"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for job in jobs:
+            bar = ProgressBar(total=max(job.num_steps, 1), completed=job.step, width=16)
+            rate = job.tokens.per_s if job.state == "running" else None
+            table.add_row(
+                Text(_one_line(job.name)),
+                Text(job.state, style=STATE_STYLES[job.state]),
+                *([bar] if is_wide else []),
+                f"{job.step}/{job.num_steps}",
+                self._loss(job),
+                readable.loss(job.eval_loss),
+                *([readable.learning_rate(job.learning_rate)] if is_wide else []),
+                readable.rate(rate),
+                readable.clock(job.eta_s),
+            )
+        return table
+
+    def _loss(self, job: JobProgress) -> Text:
+        if job.loss is None:
+            return Text(readable.NOTHING)
+        arrow, style = TREND_STYLES[job.trend]
+        return Text.assemble(readable.loss(job.loss), " ", (arrow, style))
+
+    def _totals(self) -> Text:
+        run = self._progress
+        parts = [f"{readable.rate(run.tokens.per_s)} tokens/s"]
+        if run.fill is not None:
+            parts.append(f"microbatches {readable.percent(run.fill)} full")
+        parts.append(f"{readable.clock(self._clock() - self._started)} elapsed")
+        parts += [f"{run.count(state)} {state}" for state in STATE_STYLES if run.count(state)]
+        return Text(" · ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
+
+    def _say_progress(self, kind: str, job: JobProgress, fields: Mapping[str, Any]) -> None:
+        """The few lines a log gets: the start, every tenth of the steps, and changes of state."""
+        if kind == "job_started":
+            place = f" at step {job.step}" if job.step else ""
+            self._say(f"{job.name}: started{place}, {job.num_steps} steps")
+        elif kind in ("paused", "resumed", "cancelled"):
+            reason = f" ({fields['reason']})" if fields.get("reason") else ""
+            self._say(f"{job.name}: {kind} at step {job.step}{reason}")
+        elif kind == "succeeded":
+            early = " (stopped early)" if fields.get("early_stopped") else ""
+            adapter = f", adapter in {fields['adapter_dir']}" if fields.get("adapter_dir") else ""
+            self._say(f"{job.name}: succeeded after {job.step} steps{early}, {_losses(job)}{adapter}")
+        elif kind == "step" and job.step < job.num_steps:
+            tenth = 10 * job.step // job.num_steps
+            if tenth > self._tenths.get(job.name, 0):
+                self._tenths[job.name] = tenth
+                pace = f", {readable.rate(job.tokens.per_s)} tokens/s" if job.tokens.per_s is not None else ""
+                left = f", {readable.clock(job.eta_s)} left" if job.eta_s is not None else ""
+                place = f"step {job.step}/{job.num_steps} ({100 * job.step // job.num_steps} %)"
+                self._say(f"{job.name}: {place}, {_losses(job)}{pace}{left}")
+
+    def _say(self, line: str, style: str = "") -> None:
+        # A log file may take ASCII only, and a name it cannot write must not end the run.
+        encoding = self._console.encoding
+        line = _one_line(line).encode(encoding, "backslashreplace").decode(encoding)
+        self._console.print(Text(line, style=style), soft_wrap=self._live is None)
+
+
+def summary_table(rows: Sequence[JobData]) -> Table:
+    """The results of a run, one row per job, as `read_run(...).jobs` gives them."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("job", overflow="fold", min_width=8)
+    table.add_column("state", no_wrap=True)
+    for name in ("steps", "loss", "best eval", "tokens", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("adapter", overflow="fold")
+    for job in rows:
+        steps = f"{job.step}" if job.num_steps in (None, job.step) else f"{job.step}/{job.num_steps}"
+        outcome = "; ".join([*([job.adapter_path] if job.adapter_path else []), *job.remarks])
+        table.add_row(
+            Text(_one_line(job.name)),
+            Text(_one_line(job.state), style=STATE_STYLES.get(job.state, "")),
+            steps,
+            readable.loss(job.final_loss),
+            readable.loss(job.best_eval_loss),
+            readable.count(job.trained_tokens),
+            readable.rate(job.tokens_per_s),
+            Text(_one_line(outcome or readable.NOTHING), style="" if job.adapter_path else "dim"),
+        )
+    return table
+
+
+def _losses(job: JobProgress) -> str:
+    text = f"loss {readable.loss(job.loss)}"
+    return text if job.eval_loss is None else f"{text}, eval loss {readable.loss(job.eval_loss)}"
+
+
+def _one_line(text: str) -> str:
+    """Text that cannot move the cursor or colour the screen, whatever a data file or an error put in it."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

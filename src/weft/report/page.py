@@ -1,0 +1,209 @@
+"""Writes report.html: one self-contained page about a run that opens offline, in light and dark, on a phone too.
+
+All text of users (names, reasons, settings) goes through the template's autoescape or, inside the data of the charts,
+through `_json_for_script`; the page's own policy forbids it to load anything from anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from weft import __version__
+from weft.errors import StorageError
+from weft.report import readable
+from weft.report.charts import draw_charts
+from weft.report.figure import Figure, graph_objects
+from weft.report.palette import job_colours
+from weft.report.run_data import JobData, RunData, read_run
+from weft.report.time_charts import drawn_microbatches
+
+Cell = tuple[str, str, float | None]
+STATE_ORDER = ("running", "paused", "queued", "succeeded", "failed", "cancelled", "unknown")
+# Greys with a tint: the colours proper belong to the jobs.
+SPAN_NAMES = {
+    "forward_backward": ("forward and backward", "#5b6b82"),
+    "step": ("optimizer steps", "#8597ad"),
+    "eval": ("evaluation", "#9db8b4"),
+    "checkpoint": ("checkpoints", "#c2ab83"),
+    "plan": ("planning", "#b39bb5"),
+}
+
+
+@dataclass(frozen=True)
+class Skill:
+    """How well one adapter does its task without and with its training."""
+
+    name: str
+    before: float
+    """Exact match of the backbone alone, 0 to 1."""
+    after: float
+    """Exact match with the adapter, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class ReportExtra:
+    """A section above the jobs, for a command with more to show than a run directory holds."""
+
+    title: str
+    paragraph: str = ""
+    skills: Sequence[Skill] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    """Label and value, in words, e.g. `("speed-up", "3.1x")`."""
+    speeds: Sequence[tuple[str, float]] = ()
+    """Label and number, drawn as bars to compare."""
+    speeds_unit: str = "tokens/s"
+
+
+def write_report(run_dir: Path, *, extra: ReportExtra | None = None) -> Path:
+    """Writes `report.html` into the run directory and returns its path."""
+    run = read_run(Path(run_dir))
+    page = render(run, extra)
+    path = run.path / "report.html"
+    beside = path.with_suffix(".html.tmp")
+    try:
+        beside.write_text(page, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise StorageError(f"cannot be written ({error.strerror}).", where=str(path)) from None
+    return path
+
+
+def render(run: RunData, extra: ReportExtra | None = None) -> str:
+    """The page as text."""
+    graph_objects()  # a missing plotly is reported before any work
+    from plotly.offline import get_plotlyjs
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("weft.report", "template"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    charts = draw_charts(run)
+    shown, total = len(drawn_microbatches(run)), len(run.microbatches)
+    return environment.get_template("page.html").render(
+        run=run,
+        about=_about(run),
+        tiles=_tiles(run),
+        jobs=_job_rows(run),
+        charts=charts,
+        figures=_json_for_script(charts),
+        work=_work(run),
+        timeline_note=f"{f'the first {shown:,} of ' if shown < total else ''}{total:,} recorded microbatches",
+        extra=extra,
+        skill_colours=dict(zip((job.name for job in run.jobs), job_colours(len(run.jobs)), strict=True)),
+        readable=readable,
+        plotly=Markup(get_plotlyjs()),
+        style=Markup(_template_file(environment, "page.css")),
+        script=Markup(_template_file(environment, "page.js")),
+        version=__version__,
+    )
+
+
+def _about(run: RunData) -> list[tuple[str, str]]:
+    """What the run was made with, as label and value."""
+    known = [(key, run.info.get(key)) for key in ("base_model", "device", "dtype")]
+    about = [(key.replace("base_model", "backbone"), str(value)) for key, value in known if value]
+    if run.info.get("capacity"):
+        about.append(("capacity", f"{run.info['capacity']} tokens"))
+    versions = run.info.get("versions")
+    if isinstance(versions, Mapping):
+        about += [(str(name), str(version)) for name, version in versions.items() if version]
+    started = _moment(run.info.get("started_at"))
+    return [*about, ("started", started)] if started else about
+
+
+def _moment(text: Any) -> str | None:
+    try:
+        return datetime.fromisoformat(text).strftime("%d %B %Y, %H:%M %Z").strip()
+    except (TypeError, ValueError):
+        return None
+
+
+def _tiles(run: RunData) -> list[tuple[str, str, str]]:
+    """The numbers a reader wants first: label, value, and a note."""
+    states = Counter(job.state for job in run.jobs)
+    ordered = sorted(states, key=lambda s: STATE_ORDER.index(s) if s in STATE_ORDER else len(STATE_ORDER))
+    rows = sum(span.rows for span in run.microbatches)
+    fill = sum(span.tokens for span in run.microbatches) / rows if rows else None
+    tiles = [
+        ("jobs", str(len(run.jobs)), ", ".join(f"{states[state]} {state}" for state in ordered)),
+        ("time", readable.duration(run.seconds), ""),
+        ("trained", readable.count(run.trained_tokens), "tokens"),
+        ("throughput", readable.rate(run.tokens_per_s), "tokens/s over all jobs"),
+    ]
+    if fill is not None:
+        tiles.append(("fill", readable.percent(fill), "of microbatch rows held tokens"))
+    return tiles
+
+
+def _job_rows(run: RunData) -> list[dict[str, Any]]:
+    rows = []
+    for job, colour in zip(run.jobs, job_colours(len(run.jobs)), strict=True):
+        row: dict[str, Any] = {"name": job.name, "colour": colour, "state": job.state, "remarks": job.remarks}
+        row |= {"cells": _cells(job), "adapter": job.adapter_path, "settings": list(_flat(job.settings))}
+        rows.append(row)
+    return rows
+
+
+def _cells(job: JobData) -> list[Cell]:
+    """Label, text and sort key of one job's numbers."""
+    steps = f"{job.step:,}" if job.num_steps in (None, job.step) else f"{job.step:,} / {job.num_steps:,}"
+    return [
+        ("steps", steps, job.step),
+        ("loss", readable.loss(job.final_loss), job.final_loss),
+        ("best eval", readable.loss(job.best_eval_loss), job.best_eval_loss),
+        ("lr", readable.learning_rate(job.learning_rate), job.learning_rate),
+        ("rank", readable.NOTHING if job.rank is None else str(job.rank), job.rank),
+        ("tokens", readable.count(job.trained_tokens), job.trained_tokens),
+        ("tokens/s", readable.rate(job.tokens_per_s), job.tokens_per_s),
+    ]
+
+
+def _work(run: RunData) -> list[tuple[str, str, str, float]]:
+    """Where the recorded time went: kind, colour, seconds in words, share in per cent."""
+    seconds = {name: sum(span.duration_s for span in run.spans if span.name == name) for name in SPAN_NAMES}
+    if not any(seconds.values()):
+        return []
+    # A long or resumed run records its last part only, so the share is of the time between its first and last span.
+    recorded = max(span.start_s + span.duration_s for span in run.spans) - run.spans[0].start_s
+    total = max(recorded, sum(seconds.values()))
+    known = [(*SPAN_NAMES[name], amount) for name, amount in seconds.items() if amount]
+    other = total - sum(amount for *_, amount in known)
+    known += [("other", "#c3c7ce", other)] if other > 0.005 * total else []
+    return [(name, colour, readable.duration(amount), 100 * amount / total) for name, colour, amount in known]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as dotted names and text."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}", ", ".join(str(item) for item in value)
+        else:
+            yield f"{prefix}{key}", readable.NOTHING if value in (None, {}) else str(value)
+
+
+def _json_for_script(charts: Mapping[str, Figure]) -> Markup:
+    """The figures as JSON that no text inside can break out of a script element with."""
+    text = "{" + ",".join(f'"{name}":{figure.to_json()}' for name, figure in charts.items()) + "}"
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _template_file(environment: jinja2.Environment, name: str) -> str:
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]

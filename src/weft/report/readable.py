@@ -1,0 +1,73 @@
+"""Writes numbers the way people read them: durations, token counts, rates, losses, learning rates."""
+
+from __future__ import annotations
+
+NOTHING = "–"
+"""What stands where there is no number."""
+
+
+def duration(seconds: float | None) -> str:
+    """`48 s`, `12 min 05 s`, `3 h 07 min`."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60:02d} min"
+
+
+def clock(seconds: float | None) -> str:
+    """`0:48`, `12:05`, `3:07:10`: a duration for narrow columns."""
+    if seconds is None:
+        return NOTHING
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def count(value: float | None) -> str:
+    """`950`, `12.4 k`, `3.10 M`."""
+    if value is None:
+        return NOTHING
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999,999 would round to 1000 k; from 999.95 on the next unit takes over.
+        if value >= size * 0.99995 and value >= 1000:
+            return f"{three_digits(value / size)} {unit}"
+    return f"{value:.0f}"
+
+
+def three_digits(value: float) -> str:
+    """`3.10`, `12.4`, `950`."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def rate(tokens_per_s: float | None) -> str:
+    """Tokens per second, without the unit: `87.3`, `1,234`."""
+    if tokens_per_s is None:
+        return NOTHING
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 99.95 else three_digits(tokens_per_s)
+
+
+def loss(value: float | None) -> str:
+    """Four digits after the point while they mean something, scientific beyond."""
+    if value is None:
+        return NOTHING
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+
+
+def learning_rate(value: float | None) -> str:
+    """`2e-4`, `1.5e-05` without its needless zeros."""
+    if value is None:
+        return NOTHING
+    if value == 0:
+        return "0"
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def percent(fraction: float | None) -> str:
+    """`93 %`."""
+    return NOTHING if fraction is None else f"{100 * fraction:.0f} %"

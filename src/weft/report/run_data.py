@@ -1,0 +1,306 @@
+"""Reads a run directory into plain dataclasses; what is missing, torn or odd is left out, never an error.
+
+A report is most wanted after a crash, so every file may be absent and every last line half-written. Only a directory
+that holds no run at all is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.errors import StorageError
+
+JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPoint:
+    """One logged optimizer step of one job."""
+
+    step: int
+    time: float | None
+    """Seconds since the run started."""
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    num_tokens: float | None
+    """Trained tokens of the job so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPoint:
+    """One evaluation of one job."""
+
+    step: int
+    time: float | None
+    eval_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One timed piece of the run's work."""
+
+    name: str
+    start_s: float
+    duration_s: float
+    tokens: float
+    rows: float
+    jobs: Mapping[str, float]
+    """Tokens of each job inside the span."""
+
+
+@dataclass(frozen=True)
+class JobData:
+    """What is known of one job."""
+
+    name: str
+    settings: Mapping[str, Any]
+    status: Mapping[str, Any]
+    train: tuple[TrainPoint, ...] = ()
+    evals: tuple[EvalPoint, ...] = ()
+    adapter_path: str | None = None
+    """Where its adapter lies, relative to the run directory; None before there is one."""
+
+    @property
+    def state(self) -> str:
+        """queued, running, paused, succeeded, failed or cancelled; `unknown` when nothing says."""
+        return str(self.status.get("state") or "unknown")
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What its numbers do not say: why it is in this state, and what was not as planned."""
+        reason, skipped = str(self.status.get("reason") or ""), number(self.status.get("skipped_steps"))
+        return (
+            *([reason] if reason and reason != self.state else []),
+            *(["stopped early: the evaluation loss got no better"] if self.status.get("early_stopped") is True else []),
+            *([f"{skipped:.0f} steps skipped: loss or gradient not finite"] if skipped else []),
+        )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(number(self.status.get("step")) or (self.train[-1].step if self.train else 0))
+
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer steps planned."""
+        planned = number(self.status.get("num_steps"))
+        return int(planned) if planned is not None else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last finite training loss."""
+        return next((p.loss for p in reversed(self.train) if p.loss is not None), None)
+
+    @property
+    def best_eval_loss(self) -> float | None:
+        """The lowest evaluation loss."""
+        return min((p.eval_loss for p in self.evals), default=None)
+
+    @property
+    def trained_tokens(self) -> float:
+        """Tokens trained on so far."""
+        known = number(self.status.get("trained_tokens"))
+        if known is not None:
+            return known
+        return next((p.num_tokens for p in reversed(self.train) if p.num_tokens is not None), 0.0)
+
+    @property
+    def start_s(self) -> float:
+        """When its first step began, in seconds of the run; the first is taken to be as long as the second."""
+        times = [p.time for p in self.train[:2] if p.time is not None]
+        return max(0.0, 2 * times[0] - times[1]) if len(times) == 2 else 0.0
+
+    @property
+    def end_s(self) -> float | None:
+        """When it was last heard of, in seconds of the run."""
+        known = number(self.status.get("seconds"))
+        return known if known is not None else next((p.time for p in reversed(self.train) if p.time is not None), None)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Its trained tokens over the time since its first step began."""
+        end = self.end_s
+        return self.trained_tokens / (end - self.start_s) if end is not None and end > self.start_s else None
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Its peak learning rate."""
+        return number(self.settings.get("learning_rate"))
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of its adapter."""
+        adapter = self.settings.get("adapter")
+        rank = number(adapter.get("r")) if isinstance(adapter, Mapping) else None
+        return int(rank) if rank is not None else None
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What is known of one run."""
+
+    path: Path
+    info: Mapping[str, Any]
+    """run.json, or nothing."""
+    jobs: tuple[JobData, ...]
+    spans: tuple[Span, ...] = field(default=())
+    """The timeline in order of time."""
+
+    @property
+    def name(self) -> str:
+        """The run's name, else that of its directory."""
+        return str(self.info.get("run_name") or self.path.resolve().name)
+
+    @property
+    def seconds(self) -> float | None:
+        """From the start of the run to the last thing that happened in it."""
+        ends = [job.end_s for job in self.jobs if job.end_s]
+        ends += [p.time for job in self.jobs for p in job.train[-1:] if p.time]
+        ends += [p.time for job in self.jobs for p in job.evals[-1:] if p.time]
+        ends += [max(span.start_s + span.duration_s for span in self.spans)] if self.spans else []
+        return max(ends, default=None)
+
+    @property
+    def trained_tokens(self) -> float:
+        """Tokens trained on by all jobs."""
+        return sum(job.trained_tokens for job in self.jobs)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Trained tokens of all jobs over the time of the run."""
+        return self.trained_tokens / self.seconds if self.seconds else None
+
+    @property
+    def microbatches(self) -> tuple[Span, ...]:
+        """The spans that trained."""
+        return tuple(span for span in self.spans if span.name == "forward_backward")
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Everything a run directory tells; a StorageError if it is not one."""
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise StorageError("there is no such run directory.", where=str(run_dir))
+    info = _read_mapping(run_dir / "run.json")
+    listed = info.get("jobs")
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    # After a crash run.json may be gone or older than the directories beside it.
+    found = sorted(d.name for d in run_dir.iterdir() if d.is_dir() and any((d / file).is_file() for file in JOB_FILES))
+    names += [name for name in found if name not in names]
+    if not names and not info:
+        raise StorageError("is not a run directory: it holds neither run.json nor jobs.", where=str(run_dir))
+    return RunData(run_dir, info, tuple(_read_job(run_dir, name) for name in names), _read_spans(run_dir))
+
+
+def number(value: Any) -> float | None:
+    """The value as a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # JSON allows whole numbers no float can hold
+        return None
+
+
+def _read_job(run_dir: Path, name: str) -> JobData:
+    if Path(name).name != name:  # a name that would lead out of the run directory has no files here
+        return JobData(name, {}, {})
+    job_dir = run_dir / name
+    train, evals = _read_metrics(job_dir / "metrics.jsonl")
+    adapter = next((d for d in (job_dir / "adapter", job_dir) if (d / "adapter_config.json").is_file()), None)
+    return JobData(
+        name,
+        _read_mapping(job_dir / "job.json"),
+        _read_mapping(job_dir / "status.json"),
+        train,
+        evals,
+        adapter.relative_to(run_dir).as_posix() if adapter else None,
+    )
+
+
+def _read_metrics(path: Path) -> tuple[tuple[TrainPoint, ...], tuple[EvalPoint, ...]]:
+    train: list[TrainPoint] = []
+    evals: list[EvalPoint] = []
+    latest = offset = 0.0
+    for line in _json_lines(path):
+        step = number(line.get("step"))
+        if step is None:
+            continue
+        time = number(line.get("time"))
+        if time is not None:
+            # A resumed run counts its seconds from zero again; here they go on.
+            if time + offset < latest:
+                offset = latest
+            time = latest = time + offset
+        eval_loss = number(line.get("eval_loss"))
+        if eval_loss is not None:
+            _replace_from(evals, int(step))
+            evals.append(EvalPoint(int(step), time, eval_loss))
+        elif "loss" in line:
+            _replace_from(train, int(step))
+            train.append(_train_point(line, int(step), time))
+    return tuple(train), tuple(evals)
+
+
+def _train_point(line: Mapping[str, Any], step: int, time: float | None) -> TrainPoint:
+    loss, grad_norm, rate, tokens = (number(line.get(k)) for k in ("loss", "grad_norm", "learning_rate", "num_tokens"))
+    return TrainPoint(step, time, loss, grad_norm, rate, tokens)
+
+
+def _replace_from(points: list[TrainPoint] | list[EvalPoint], step: int) -> None:
+    """Drops points at or after `step`: a resumed job repeats steps, and its last word counts."""
+    while points and points[-1].step >= step:
+        points.pop()
+
+
+def _read_spans(run_dir: Path) -> tuple[Span, ...]:
+    events = _read_mapping(run_dir / "timeline.json").get("traceEvents")
+    spans = [_span(event) for event in events if isinstance(event, Mapping)] if isinstance(events, list) else []
+    return tuple(sorted((span for span in spans if span is not None), key=lambda span: span.start_s))
+
+
+def _span(event: Mapping[str, Any]) -> Span | None:
+    start, duration = number(event.get("ts")), number(event.get("dur"))
+    if event.get("ph") != "X" or start is None or duration is None:
+        return None
+    args = event.get("args")
+    args = args if isinstance(args, Mapping) else {}
+    jobs = args.get("jobs")
+    shares = {str(job): number(tokens) or 0.0 for job, tokens in jobs.items()} if isinstance(jobs, Mapping) else {}
+    tokens = number(args.get("tokens"))
+    return Span(
+        str(event.get("name")),
+        start / 1e6,
+        max(duration, 0.0) / 1e6,
+        sum(shares.values()) if tokens is None else tokens,
+        number(args.get("rows")) or 0.0,
+        shares,
+    )
+
+
+def _read_mapping(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.split("\n"):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value

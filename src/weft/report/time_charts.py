@@ -1,0 +1,167 @@
+"""Draws a run over time: throughput, microbatch fill, and the first microbatches one by one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from weft.report.figure import Figure, bare_figure, graph_objects, label
+from weft.report.palette import faint, job_colours
+from weft.report.run_data import JobData, RunData, Span
+from weft.report.series import in_chunks, rate_in_bins, rounded
+
+NUM_BINS = 90
+MAX_FILL_POINTS = 180
+MAX_MICROBATCHES = 160
+"""Microbatches drawn one by one: each is a few pixels wide then."""
+MAX_BARS = 3_000
+"""Bars of all microbatches together: with more of them a phone hesitates."""
+SIDE_LANES = ("step", "eval", "checkpoint", "plan")
+LANE_HEIGHT = 0.075
+GREY = "#8a93a3"
+
+
+def throughput(run: RunData) -> Figure | None:
+    """Trained tokens per second in equal stretches of time, one layer per job."""
+    end = run.seconds
+    if not end:
+        return None
+    unit, unit_s = _time_unit(end)
+    centres = rounded([(i + 0.5) * end / NUM_BINS / unit_s for i in range(NUM_BINS)])
+    traces = []
+    for index, job in enumerate(run.jobs):
+        rates = rate_in_bins(_token_intervals(job), end, NUM_BINS)
+        if any(rates):
+            traces.append(_layer(run, index, centres, rounded(rates)))
+    if not traces:
+        return None
+    figure = bare_figure(run, traces, x_title=unit)
+    return figure.update_yaxes(rangemode="tozero", tickformat="~s")
+
+
+def fill(run: RunData) -> Figure | None:
+    """How many of the microbatches' rows held tokens, over time."""
+    spans = [span for span in run.microbatches if span.rows]
+    if not spans:
+        return None
+    unit, unit_s = _time_unit(run.seconds or 0.0)
+    chunks = [spans[part] for part in in_chunks(len(spans), MAX_FILL_POINTS)]
+    trace = graph_objects().Scatter(
+        x=rounded([(chunk[0].start_s + _end(chunk[-1])) / 2 / unit_s for chunk in chunks], 6),
+        y=rounded([100 * sum(s.tokens for s in chunk) / sum(s.rows for s in chunk) for chunk in chunks]),
+        mode="lines",
+        line={"width": 1.4, "color": GREY},
+        fill="tozeroy",
+        fillcolor=faint(GREY, 0.2),
+        hovertemplate="%{y:.1f} %<extra></extra>",
+    )
+    figure = bare_figure(run, [trace], x_title=unit)
+    return figure.update_yaxes(range=[0, 102], ticksuffix=" %")
+
+
+def timeline(run: RunData) -> Figure | None:
+    """The first microbatches as columns, coloured by the share of each job, and the other work below them."""
+    shown = drawn_microbatches(run)
+    if not shown:
+        return None
+    columns = [_columns(run, index, shown) for index in range(len(run.jobs))]
+    lanes = [lane for name in SIDE_LANES if (lane := _lane(run, name, shown[0].start_s, _end(shown[-1]))) is not None]
+    figure = bare_figure(run, [c for c in columns if c is not None] + lanes, x_title="seconds")
+    figure.update_layout(barmode="stack", bargap=0, hovermode="closest")
+    figure.update_xaxes(range=rounded([shown[0].start_s, _end(shown[-1])], 6))
+    if not lanes:
+        return figure.update_yaxes(range=[0, 102], ticksuffix=" %")
+    top = LANE_HEIGHT * len(lanes)
+    order = {"categoryorder": "array", "categoryarray": [lane.name for lane in reversed(lanes)]}
+    figure.update_layout(
+        xaxis={"anchor": "y2"},
+        yaxis={"domain": [top + 0.05, 1], "range": [0, 102], "ticksuffix": " %"},
+        yaxis2={"domain": [0, top], "anchor": "x", "automargin": True, "fixedrange": True, "showgrid": False, **order},
+    )
+    return figure
+
+
+def drawn_microbatches(run: RunData) -> tuple[Span, ...]:
+    """The first microbatches, as many as the timeline shows one by one."""
+    num_bars = 0
+    shown: list[Span] = []
+    for span in run.microbatches[:MAX_MICROBATCHES]:
+        num_bars += len(span.jobs)
+        if num_bars > MAX_BARS and shown:
+            break
+        shown.append(span)
+    return tuple(shown)
+
+
+def _layer(run: RunData, index: int, times: list[float | None], rates: list[float | None]) -> Any:
+    colour = job_colours(len(run.jobs))[index]
+    return graph_objects().Scatter(
+        x=times,
+        y=rates,
+        name=label(run.jobs[index].name),
+        meta={"job": index},
+        mode="lines",
+        stackgroup="jobs",
+        # Without a line, since a job that has ended would draw one along the top of the others.
+        line={"width": 0, "color": colour},
+        fillcolor=faint(colour, 0.8),
+        hovertemplate="%{y:,.0f}",
+    )
+
+
+def _token_intervals(job: JobData) -> list[tuple[float, float, float]]:
+    """(start, stop, tokens) between logged steps."""
+    marks = [(p.time, p.num_tokens) for p in job.train if p.time is not None and p.num_tokens is not None]
+    if not marks:
+        return []
+    later = [(a[0], b[0], max(b[1] - a[1], 0.0)) for a, b in itertools.pairwise(marks)]
+    return [(job.start_s, *marks[0]), *later]
+
+
+def _columns(run: RunData, index: int, spans: tuple[Span, ...]) -> Any:
+    """One job's part of every microbatch it is in; None if it is in none."""
+    job = run.jobs[index].name
+    own = [span for span in spans if span.jobs.get(job)]
+    if not own:
+        return None
+    return graph_objects().Bar(
+        x=rounded([span.start_s + span.duration_s / 2 for span in own], 6),
+        width=rounded([span.duration_s for span in own]),
+        y=rounded([100 * span.jobs[job] / (span.rows or span.tokens or 1) for span in own]),
+        customdata=[[span.jobs[job], span.rows, *rounded([1000 * span.duration_s], 3)] for span in own],
+        name=label(job),
+        meta={"job": index},
+        marker={"color": job_colours(len(run.jobs))[index], "line": {"width": 0}},
+        hovertemplate="%{fullData.name}: %{customdata[0]} of %{customdata[1]} rows, %{customdata[2]} ms<extra></extra>",
+    )
+
+
+def _lane(run: RunData, name: str, start_s: float, end_s: float) -> Any:
+    """The spans of one kind within a stretch of time; None if there are none."""
+    spans = [span for span in run.spans if span.name == name and start_s <= span.start_s <= end_s][:MAX_MICROBATCHES]
+    if not spans:
+        return None
+    return graph_objects().Bar(
+        orientation="h",
+        y=[name] * len(spans),
+        yaxis="y2",
+        base=rounded([span.start_s for span in spans], 6),
+        x=rounded([span.duration_s for span in spans]),
+        width=0.55,
+        name=name,
+        customdata=rounded([1000 * span.duration_s for span in spans], 3),
+        # The outline keeps spans shorter than a pixel visible.
+        marker={"color": GREY, "line": {"width": 1, "color": GREY}},
+        hovertemplate=f"{name}: %{{customdata}} ms<extra></extra>",
+    )
+
+
+def _time_unit(end_s: float) -> tuple[str, float]:
+    """The unit for an axis up to `end_s`, and its seconds."""
+    if end_s > 3 * 3600:
+        return "hours", 3600.0
+    return ("minutes", 60.0) if end_s > 300 else ("seconds", 1.0)
+
+
+def _end(span: Span) -> float:
+    return span.start_s + span.duration_s

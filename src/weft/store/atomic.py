@@ -1,0 +1,202 @@
+"""Files and directories appear whole or not at all, whatever happens in between.
+
+A file is written beside its place under a temporary name, synced, renamed, and the directory synced. A directory is
+filled the same way. Replacing a directory sets the old one aside first; if the process dies between the two renames,
+`remove_leftovers` puts the old one back. Every durable operation has a fault point before and after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from weft import faults
+from weft.errors import StorageError
+
+TEMP_PREFIX = ".tmp-weft-"
+"""How the name of everything unfinished starts."""
+_ASIDE_PREFIX = TEMP_PREFIX + "aside-"
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full.",
+    errno.EDQUOT: "the disk quota is used up.",
+    errno.EFBIG: "the file would be larger than the file size limit allows.",
+    errno.EACCES: "is not writable: permission denied.",
+    errno.EPERM: "is not writable: operation not permitted.",
+    errno.EROFS: "is not writable: the file system is read-only.",
+    errno.ENOTDIR: "a file is in the way where a directory is needed.",
+    errno.EEXIST: "a file is in the way where a directory is needed.",
+    errno.EISDIR: "a directory is in the way where a file is needed.",
+    errno.ENOENT: "there is no such directory.",
+    errno.ENAMETOOLONG: "the name is too long.",
+    errno.EMFILE: "too many files are open.",
+    errno.EIO: "the disk reported an input/output error.",
+}
+
+
+def storage_error(error: OSError, where: Path) -> StorageError:
+    """What an operating system error means to the person who owns the directory."""
+    reason = _REASONS.get(error.errno or 0, f"cannot be written ({error.strerror or error}).")
+    return StorageError(reason, where=str(where))
+
+
+@contextlib.contextmanager
+def storage_errors(where: Path) -> Iterator[None]:
+    """Turns operating system errors inside the block into one sentence about `where`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, where) from error
+
+
+def write_file(path: Path, data: bytes | str) -> None:
+    """The file holds `data` for good once this returns; if it fails, it is the old file or the new one, never a mix."""
+    temp = _temporary(path)
+    with storage_errors(path):
+        try:
+            write_unsynced(temp, data)
+            _durable("file.fsync", sync, temp)
+            _durable("file.rename", os.replace, temp, path)
+        except BaseException:
+            _remove_quietly(temp)
+            raise
+        _durable("dir.fsync", sync, path.parent)
+
+
+def write_unsynced(path: Path, data: bytes | str) -> None:
+    """Writes a new file that something else will sync, such as the end of `staged_directory`."""
+    payload = memoryview(data.encode() if isinstance(data, str) else data)
+    half = len(payload) // 2
+    faults.point("file.write")
+    with open(path, "xb", buffering=0) as file:
+        _write_all(file.fileno(), payload[:half])
+        faults.point("file.write")
+        _write_all(file.fileno(), payload[half:])
+    faults.point("file.write")
+
+
+@contextlib.contextmanager
+def staged_directory(final: Path) -> Iterator[Path]:
+    """Yields an empty directory that becomes `final`, whole and synced, when the block ends without an error.
+
+    An existing `final` is replaced. After an error it is what it was or already the new one, and nothing else is left.
+    """
+    temp = _temporary(final)
+    with storage_errors(final):
+        temp.mkdir()
+        try:
+            yield temp
+            for file in sorted(temp.rglob("*")):
+                _durable("file.fsync", sync, file)
+            _durable("dir.fsync", sync, temp)
+            aside = _move_into_place(temp, final)
+        except BaseException:
+            _remove_quietly(temp)
+            raise
+        try:
+            _durable("dir.fsync", sync, final.parent)
+            if aside is not None:
+                _durable("dir.remove", _remove, aside)
+        except BaseException:
+            if aside is not None:
+                _remove_quietly(aside)
+            raise
+
+
+def remove_directory(path: Path) -> None:
+    """The directory is gone at once: a crash leaves a temporary name behind, never half of the directory."""
+    temp = _temporary(path)
+    with storage_errors(path):
+        try:
+            _durable("dir.rename", os.rename, path, temp)
+            _durable("dir.remove", _remove, temp)
+            _durable("dir.fsync", sync, path.parent)
+        except BaseException:
+            _remove_quietly(temp)
+            raise
+
+
+def make_directory(path: Path) -> None:
+    """The directory exists for good; its parent must."""
+    with storage_errors(path):
+        if not path.is_dir():
+            _durable("dir.make", path.mkdir)
+            _durable("dir.fsync", sync, path.parent)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Undoes what a crash left unfinished directly inside a directory; nothing else may be writing there."""
+    with storage_errors(directory):
+        leftovers = [entry for entry in sorted(directory.iterdir()) if entry.name.startswith(TEMP_PREFIX)]
+        for entry in leftovers:
+            final = directory / entry.name.removeprefix(_ASIDE_PREFIX)
+            if entry.name.startswith(_ASIDE_PREFIX) and not final.exists():
+                _durable("dir.rename", os.rename, entry, final)
+            else:
+                _durable("dir.remove", _remove, entry)
+        if leftovers:
+            _durable("dir.fsync", sync, directory)
+
+
+def sync(path: Path) -> None:
+    """Waits until the file, or the list of names in a directory, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move_into_place(temp: Path, final: Path) -> Path | None:
+    """Renames temp to final; returns where an older final now is."""
+    if not final.exists():
+        _durable("dir.rename", os.rename, temp, final)
+        return None
+    if not final.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(final))
+    aside = final.with_name(_ASIDE_PREFIX + final.name)
+    try:
+        _durable("dir.rename", os.rename, final, aside)
+        _durable("dir.rename", os.rename, temp, final)
+    except BaseException:
+        if final.exists():
+            _remove_quietly(aside)
+        else:
+            os.rename(aside, final)
+        raise
+    return aside
+
+
+def _durable(name: str, operation: Callable[..., object], *arguments: object) -> None:
+    faults.point(name)
+    operation(*arguments)
+    faults.point(name)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(TEMP_PREFIX + secrets.token_hex(8))
+
+
+def _remove(path: Path) -> None:
+    if not path.is_dir() or path.is_symlink():
+        path.unlink()
+        return
+    for entry in sorted(path.iterdir()):
+        _remove(entry)
+        faults.point("dir.remove")
+    path.rmdir()
+
+
+def _remove_quietly(path: Path) -> None:
+    """For cleaning up after an error that is already on its way up."""
+    with contextlib.suppress(OSError):
+        _remove(path)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,198 @@
+"""PEFT adapter directories: what Weft writes loads in PEFT and servers, what PEFT wrote can be trained on here.
+
+    adapter_config.json         the LoraConfig, see peft_config
+    adapter_model.safetensors   base_model.model.<module path>.lora_A.weight (r, in) and .lora_B.weight (out, r)
+    README.md                   a short model card
+
+Reading trusts nothing: safetensors only, a bounded header, exact names, shapes that fit the config, finite numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from weft.errors import AdapterFileError
+from weft.spec import AdapterSpec
+from weft.store import json_text
+from weft.store.atomic import staged_directory, write_unsynced
+from weft.store.peft_config import config_of, default_alpha, is_target, spec_of
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+CARD_FILE = "README.md"
+MAX_HEADER_BYTES = 1 << 20
+"""Longest safetensors header, and longest config, that is read. A LoRA on all linears of 80 layers takes 150 KB."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A (r, in) and B (out, r) of one module."""
+
+_KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight", re.DOTALL)
+_DTYPES = ("F32", "BF16", "F16", "F64")
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterFiles:
+    """The two files that make an adapter, as plain values."""
+
+    config: dict[str, Any]
+    """adapter_config.json."""
+    tensors: dict[str, torch.Tensor]
+    """adapter_model.safetensors, by PEFT's names."""
+
+
+def write_adapter(
+    directory: Path, spec: AdapterSpec, tensors: Mapping[str, Pair], *, base_model: str, target_names: list[str]
+) -> None:
+    """The directory holds the whole adapter once this returns; an adapter that was there before is replaced.
+
+    `tensors` maps module paths to (A, B). `target_names` becomes target_modules: full paths, or leaf names where these
+    mean no other module of the backbone.
+    """
+    files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names)
+    with staged_directory(directory) as staged:
+        write_unsynced(staged / CONFIG_FILE, json_text.dump(files.config))
+        write_unsynced(staged / TENSORS_FILE, save(files.tensors, metadata={"format": "pt"}))
+        write_unsynced(staged / CARD_FILE, _model_card(spec, base_model))
+
+
+def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, Pair], dict[str, Any]]:
+    """The adapter's spec, its (A, B) by module path, and its config; AdapterFileError says why it cannot be read."""
+    files = _read_files(directory)
+    pairs = _pairs(files.tensors, where=str(directory / TENSORS_FILE))
+    spec = spec_of(files.config, pairs, where=str(directory / CONFIG_FILE))
+    for path, (a_RD, b_OR) in pairs.items():
+        _check_pair(spec, path, a_RD, b_OR, where=str(directory / TENSORS_FILE))
+    return spec, pairs, files.config
+
+
+def adapter_files(
+    spec: AdapterSpec, tensors: Mapping[str, Pair], *, base_model: str, target_names: list[str]
+) -> AdapterFiles:
+    """The files of an adapter, not yet on disk."""
+    named: dict[str, torch.Tensor] = {}
+    written = dataclasses.replace(spec, target_modules=tuple(target_names))
+    for path, (a_RD, b_OR) in tensors.items():
+        assert a_RD.shape[0] == b_OR.shape[1] == spec.rank_for(path), f"{path} does not have the rank of its spec"
+        assert is_target(written, path), f"no reader would find {path} by {target_names}"
+        for side, tensor in (("A", a_RD), ("B", b_OR)):
+            copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            named[f"base_model.model.{path}.lora_{side}.weight"] = copy
+    return AdapterFiles(config_of(spec, base_model=base_model, target_names=target_names), named)
+
+
+def _model_card(spec: AdapterSpec, base_model: str) -> str:
+    return (
+        "---\nlibrary_name: peft\npipeline_tag: text-generation\ntags:\n- lora\n- weft\n---\n\n"
+        "# LoRA adapter\n\n"
+        f"Trained with Weft on `{base_model}`: rank {spec.r}, alpha {default_alpha(spec):g}"
+        f"{', rank-stabilised scaling' if spec.use_rslora else ''}.\n\n"
+        "```python\nfrom peft import PeftModel\n\n"
+        "model = PeftModel.from_pretrained(base_model, adapter_directory)\n```\n"
+    )
+
+
+def _read_files(directory: Path) -> AdapterFiles:
+    if not directory.is_dir():
+        raise AdapterFileError("there is no such adapter directory.", where=str(directory))
+    where = str(directory / CONFIG_FILE)
+    text = _read(directory, CONFIG_FILE)
+    if len(text) > MAX_HEADER_BYTES:
+        raise AdapterFileError(f"has {len(text)} bytes; at most {MAX_HEADER_BYTES} are read.", where=where)
+    try:
+        config = json_text.parse(text)
+    except ValueError as error:
+        raise AdapterFileError(f"is not valid JSON: {error}.", where=where) from None
+    if not isinstance(config, dict):
+        raise AdapterFileError("does not hold a JSON object.", where=where)
+    if not (directory / TENSORS_FILE).exists() and (directory / PICKLE_FILE).exists():
+        raise AdapterFileError("is a pickle file; save it as safetensors.", where=str(directory / PICKLE_FILE))
+    return AdapterFiles(config, _load_tensors(_read(directory, TENSORS_FILE), where=str(directory / TENSORS_FILE)))
+
+
+def _read(directory: Path, name: str) -> bytes:
+    path = directory / name
+    if not path.exists():
+        raise AdapterFileError("is missing.", where=str(path))
+    if not path.is_file():
+        raise AdapterFileError("is not a file.", where=str(path))
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise AdapterFileError(f"cannot be read ({error.strerror}).", where=str(path)) from None
+
+
+def _load_tensors(data: bytes, where: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file; its header is checked here before anything is built from it."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise AdapterFileError("is not a whole safetensors file; it is cut short or something else.", where=where)
+    if size > MAX_HEADER_BYTES:
+        raise AdapterFileError(f"has a header of {size} bytes; at most {MAX_HEADER_BYTES} are read.", where=where)
+    try:
+        header = json_text.parse(data[8 : 8 + size])
+    except ValueError as error:
+        raise AdapterFileError(f"has a damaged header: {error}.", where=where) from None
+    if not isinstance(header, dict):
+        raise AdapterFileError("has a header that does not name tensors.", where=where)
+    for name, entry in header.items():
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        if name != "__metadata__" and dtype not in _DTYPES:
+            raise AdapterFileError(f"{name} has type {dtype}; accepted are {', '.join(_DTYPES)}.", where=where)
+    try:
+        return dict(load(data))
+    except SafetensorError as error:
+        raise AdapterFileError(f"is not a sound safetensors file ({error}).", where=where) from None
+
+
+def _pairs(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Pair]:
+    """The tensors as (A, B) by module path; every name must be half of such a pair."""
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _KEY.fullmatch(name)
+        if match is None:
+            raise AdapterFileError(f"holds {name!r}, {_what_it_is(name)}.", where=where)
+        sides.setdefault(match["path"], {})[match["side"]] = tensor
+    if not sides:
+        raise AdapterFileError("holds no LoRA weights.", where=where)
+    for path, found in sides.items():
+        for side in "AB":
+            if side not in found:
+                raise AdapterFileError(f"lora_{side} of {path} is missing.", where=where)
+    return {path: (found["A"], found["B"]) for path, found in sorted(sides.items())}
+
+
+def _what_it_is(name: str) -> str:
+    """Why a tensor that is no lora_A or lora_B weight cannot be read."""
+    if "lora_embedding_" in name:
+        return "an adapter on an embedding; only linear layers can be adapted"
+    if "lora_magnitude_vector" in name:
+        return "which is DoRA's; DoRA is not supported yet"
+    if name.endswith(".lora_B.bias"):
+        return "a LoRA bias, which is not supported yet"
+    return "which is neither a lora_A nor a lora_B weight"
+
+
+def _check_pair(spec: AdapterSpec, path: str, a_RD: torch.Tensor, b_OR: torch.Tensor, where: str) -> None:
+    if not is_target(spec, path):
+        raise AdapterFileError(f"holds weights of {path}, which {CONFIG_FILE} does not target.", where=where)
+    shapes = f"lora_A {tuple(a_RD.shape)} and lora_B {tuple(b_OR.shape)}"
+    if a_RD.ndim != 2 or b_OR.ndim != 2 or not a_RD.numel() or not b_OR.numel():
+        raise AdapterFileError(f"{path} has {shapes}; expected two matrices (r, in) and (out, r).", where=where)
+    if a_RD.shape[0] != b_OR.shape[1]:
+        raise AdapterFileError(f"{path} has {shapes}; their ranks differ.", where=where)
+    if a_RD.shape[0] != spec.rank_for(path):
+        raise AdapterFileError(
+            f"{path} has rank {a_RD.shape[0]}, but {CONFIG_FILE} says {spec.rank_for(path)}.", where=where
+        )
+    if not (a_RD.isfinite().all() and b_OR.isfinite().all()):
+        raise AdapterFileError(f"{path} holds a NaN or an infinity.", where=where)

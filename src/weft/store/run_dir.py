@@ -1,0 +1,270 @@
+"""The directory of a run: one owner at a time, and every file in it whole.
+
+runs/x/
+  .lock                 held while a process works here; names the process
+  run.json              the resolved run and the library versions; its presence means the directory holds a run
+  timeline.json         what ran when
+  report.html
+  <job>/job.json        the resolved job
+  <job>/status.json     {"state": ..., "reason": ..., ...}
+  <job>/metrics.jsonl   one line per logged step
+  <job>/checkpoints/    see checkpoint
+  <job>/adapter/        see peft_files
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft import __version__, faults
+from weft.errors import StorageError
+from weft.spec.job import JOB_NAME
+from weft.store import json_text
+from weft.store.atomic import make_directory, remove_leftovers, storage_errors, write_file
+
+STATES = ("queued", "running", "paused", "succeeded", "failed", "cancelled")
+"""What a job can be; the last three are final."""
+_LOCK, _RUN, _TIMELINE, _REPORT = ".lock", "run.json", "timeline.json", "report.html"
+_JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
+
+
+class RunDirectory:
+    """An open run directory, locked against other processes until it is closed."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        """The directory itself."""
+        self._lock: int | None = lock
+
+    @classmethod
+    def open(cls, path: str | Path, *, resume: bool) -> RunDirectory:
+        """Takes a directory for a new run, or for the run it holds; leaves no trace if that is not possible."""
+        root = Path(path)
+        with storage_errors(root), contextlib.ExitStack() as undo:
+            # An existing lock is tried first: "in use" is the better answer while another process works there.
+            lock = _take_lock(root, undo) if (root / _LOCK).is_file() else None
+            _refuse(root, resume)
+            if lock is None:
+                _make_directories(root, undo)
+                lock = _take_lock(root, undo)
+                # Another process may have come and gone since the first look.
+                _refuse(root, resume)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            _heal(root)
+            undo.pop_all()
+        return cls(root, lock)
+
+    def close(self) -> None:
+        """Lets other processes have the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def timeline_path(self) -> Path:
+        """Where the timeline goes."""
+        return self.path / _TIMELINE
+
+    @property
+    def report_path(self) -> Path:
+        """Where the report goes."""
+        return self.path / _REPORT
+
+    def job_dir(self, name: str) -> Path:
+        """The directory of one job, made when it is first asked for."""
+        path = self._job_path(name)
+        make_directory(path)
+        return path
+
+    def checkpoints_dir(self, name: str) -> Path:
+        """Where the checkpoints of one job are."""
+        return self._job_path(name) / "checkpoints"
+
+    def adapter_dir(self, name: str) -> Path:
+        """Where the finished adapter of one job is."""
+        return self._job_path(name) / "adapter"
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Records the resolved run and the library versions; from now on the directory holds a run."""
+        _write_json(self.path / _RUN, {**run, "versions": library_versions()})
+
+    def read_run(self) -> dict[str, Any]:
+        """What `write_run` recorded, with `versions`."""
+        found = _read_json(self.path / _RUN)
+        if found is None:
+            raise StorageError("is missing.", where=str(self.path / _RUN))
+        return found
+
+    def write_job(self, name: str, job: Mapping[str, Any]) -> None:
+        """Records one resolved job."""
+        _write_json(self.job_dir(name) / _JOB, dict(job))
+
+    def read_job(self, name: str) -> dict[str, Any] | None:
+        """What `write_job` recorded, or None."""
+        return _read_json(self._job_path(name) / _JOB)
+
+    def write_status(self, name: str, state: str, *, reason: str | None = None, **fields: Any) -> None:
+        """Replaces what is known about one job."""
+        assert state in STATES, f"{state} is not a job state"
+        _write_json(self.job_dir(name) / _STATUS, {"state": state, "reason": reason, **fields})
+
+    def read_status(self, name: str) -> dict[str, Any] | None:
+        """What is known about one job, or None before the first `write_status`."""
+        return _read_json(self._job_path(name) / _STATUS)
+
+    def metrics_path(self, name: str) -> Path:
+        """Where the metrics of one job are."""
+        return self._job_path(name) / _METRICS
+
+    def append_metrics(self, name: str, record: Mapping[str, Any]) -> None:
+        """Adds one line; it survives the death of the process. NaN and infinity become null."""
+        path = self.job_dir(name) / _METRICS
+        line = json.dumps(json_text.finite(dict(record)), allow_nan=False).encode() + b"\n"
+        with storage_errors(path), open(path, "ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                faults.point("metrics.append")
+                if file.write(line) != len(line):
+                    # The disk filled up inside the line; the rest would fail, so say so now.
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                faults.point("metrics.append")
+            except BaseException:
+                os.ftruncate(file.fileno(), before)
+                raise
+
+    def truncate_metrics(self, name: str, step: int) -> None:
+        """Drops the lines of later steps and what a crash left of a line, so that a resumed job repeats none."""
+        path = self.metrics_path(name)
+        with storage_errors(path):
+            old = path.read_bytes() if path.exists() else b""
+        new = b"".join(line for line in old.splitlines(keepends=True) if _belongs(line, step))
+        if new != old:
+            write_file(path, new)
+
+    def _job_path(self, name: str) -> Path:
+        if not JOB_NAME.fullmatch(name) or name in (_RUN, _TIMELINE, _REPORT):
+            raise StorageError(f"{name!r} cannot be the name of a job's directory.", where=str(self.path))
+        return self.path / name
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of what the numbers depend on, as installed, without importing any of it."""
+    versions = {"weft": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "safetensors", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+def _refuse(root: Path, resume: bool) -> None:
+    """Raises if the directory cannot be taken as asked; changes nothing."""
+    if root.exists() and not root.is_dir():
+        raise StorageError("is a file; name a directory.", where=str(root))
+    holds_run = (root / _RUN).exists()
+    if resume and not holds_run:
+        raise StorageError("there is no run to resume.", where=str(root), hint="Leave out --resume to start one.")
+    if holds_run and not resume:
+        raise StorageError(
+            "already holds a run.", where=str(root), hint="Use --resume to go on with it, or another --out."
+        )
+    existing = next(place for place in (root, *root.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise StorageError(f"{existing} is a file; a directory is needed there.", where=str(root))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(f"{existing} is not writable.", where=str(root))
+
+
+def _make_directories(root: Path, undo: contextlib.ExitStack) -> None:
+    missing = [place for place in (root, *root.parents) if not place.exists()]
+    for place in reversed(missing):
+        undo.callback(_forget, place.rmdir)
+        make_directory(place)
+
+
+def _take_lock(root: Path, undo: contextlib.ExitStack) -> int:
+    """Locks the directory against other processes; the lock ends with this process, however it ends."""
+    path = root / _LOCK
+    is_new = not path.exists()
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    undo.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        raise StorageError(f"is in use by process {owner}.", where=str(root)) from None
+    if not path.exists() or not os.path.samestat(os.fstat(lock), os.stat(path)):
+        # Its maker gave up and removed it between our open and our lock: we hold a lock nobody else would see.
+        raise StorageError("is in use by another process.", where=str(root))
+    if is_new:
+        undo.callback(_forget, path.unlink)
+    return lock
+
+
+def _heal(root: Path) -> None:
+    """Finishes or undoes what a killed process left unfinished."""
+    for place in _places(root):
+        remove_leftovers(place)
+
+
+def _places(root: Path) -> Iterator[Path]:
+    yield root
+    for job in sorted(root.iterdir()):
+        if job.is_dir() and not job.is_symlink():
+            yield job
+            if (job / "checkpoints").is_dir():
+                yield job / "checkpoints"
+
+
+def _forget(remove: Callable[[], object]) -> None:
+    with contextlib.suppress(OSError):
+        remove()
+
+
+def _belongs(line: bytes, step: int) -> bool:
+    """Whether a line of metrics is whole and not of a later step."""
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        record = json_text.parse(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and not (isinstance(record.get("step"), int) and record["step"] > step)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_file(path, json_text.dump(json_text.finite(value)))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot be read ({error.strerror}).", where=str(path)) from None
+    try:
+        value = json_text.parse(data)
+    except ValueError as error:
+        raise StorageError(f"is not valid JSON: {error}.", where=str(path)) from None
+    if not isinstance(value, dict):
+        raise StorageError("does not hold a JSON object.", where=str(path))
+    return value

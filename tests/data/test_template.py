@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import pytest
+from tiny_data import CHATML, make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from weft.data.conversation import Conversation, Text, Turn
+from weft.data.template import Rendered, Renderer, Tokenizer
+from weft.errors import ConfigError, DataError
+
+PLACE = "train.jsonl line 17"
+PAIR = Conversation((Turn("user", "hi"), Turn("assistant", "hello", True)), is_chat=False)
+CHAT = Conversation((*PAIR.turns, Turn("user", "more"), Turn("assistant", "bye", True)))
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}" + CHATML
+FORGETFUL = (  # shows thoughts only in the last turn, as templates of reasoning models do
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if loop.last and message.role == 'assistant' %}<think></think>{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = (
+    "{{ tools | tojson if tools }}"
+    "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }};{% endfor %}"
+)
+
+
+def trained(rendered: Rendered) -> list[str]:
+    return [rendered.text[start:end] for start, end in rendered.spans]
+
+
+def test_protocol_when_tokenizer_is_hugging_faces_then_it_has_all_we_need(tokenizer: PreTrainedTokenizerFast):
+    assert isinstance(tokenizer, Tokenizer)
+    assert not isinstance(object(), Tokenizer)
+
+
+def test_chat_when_rendered_then_assistant_turns_with_their_end_markers_are_trained(tokenizer: PreTrainedTokenizerFast):
+    rendered = Renderer(tokenizer).render(CHAT, PLACE)
+    assert trained(rendered) == ["hello<|im_end|>\n", "bye<|im_end|>\n"]
+    assert rendered.text.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>")
+    assert not rendered.is_bare
+
+
+def test_chat_when_a_turn_is_not_trained_then_only_the_others_are(tokenizer: PreTrainedTokenizerFast):
+    quiet = Conversation((Turn("user", "hi"), Turn("assistant", "hello"), *CHAT.turns[2:]))
+    assert trained(Renderer(tokenizer).render(quiet, PLACE)) == ["bye<|im_end|>\n"]
+
+
+def test_chat_when_trained_on_inputs_then_everything_is_trained(tokenizer: PreTrainedTokenizerFast):
+    rendered = Renderer(tokenizer, train_on_inputs=True).render(CHAT, PLACE)
+    assert trained(rendered) == [rendered.text]
+
+
+def test_chat_when_the_template_adds_a_system_prompt_then_it_is_not_trained():
+    rendered = Renderer(make_tokenizer(template=DEFAULT_SYSTEM)).render(CHAT, PLACE)
+    assert rendered.text.startswith("<|im_start|>system\nYou help.")
+    assert trained(rendered) == ["hello<|im_end|>\n", "bye<|im_end|>\n"]
+
+
+def test_chat_when_the_job_has_its_own_template_then_it_wins(tokenizer: PreTrainedTokenizerFast):
+    own = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}{{ 'a:' if add_generation_prompt }}"
+    rendered = Renderer(tokenizer, own).render(CHAT, PLACE)
+    assert rendered.text == "u:hi|a:hello|u:more|a:bye|"
+    assert trained(rendered) == ["hello|", "bye|"]
+
+
+def test_chat_when_the_template_rewrites_earlier_turns_then_says_so_unless_trained_on_inputs():
+    tokenizer = make_tokenizer(template=FORGETFUL)
+    with pytest.raises(DataError, match=rf"^{PLACE}: the chat template rewrites earlier turns .* train_on_inputs"):
+        Renderer(tokenizer).render(CHAT, PLACE)
+    assert Renderer(tokenizer).render(PAIR, PLACE).spans
+    assert Renderer(tokenizer, train_on_inputs=True).render(CHAT, PLACE).spans
+
+
+def test_chat_when_the_generation_prompt_is_no_prefix_then_says_so():
+    thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    with pytest.raises(DataError, match="starts an assistant turn otherwise than its generation prompt"):
+        Renderer(make_tokenizer(template=thinking)).render(PAIR, PLACE)
+
+
+def test_chat_when_the_template_refuses_then_the_error_names_the_line_and_its_words():
+    strict = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        DataError, match=rf"^{PLACE}: the chat template refuses this conversation: roles must alternate\."
+    ):
+        Renderer(make_tokenizer(template=strict)).render(CHAT, PLACE)
+    with pytest.raises(DataError, match="the chat template refuses this conversation"):
+        Renderer(make_tokenizer(template="{{ messages[0].content + 1 }}")).render(CHAT, PLACE)
+
+
+def test_template_when_not_jinja_then_is_a_config_error(tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(ConfigError, match="chat_template: 'chatml' is not a Jinja template"):
+        Renderer(tokenizer, "chatml")
+    with pytest.raises(ConfigError, match=r"chat_template: is not a valid Jinja template: .* \(line 1\)"):
+        Renderer(tokenizer, "{% for x in %}").render(CHAT, PLACE)
+
+
+def test_chat_when_there_is_no_template_then_says_to_set_one(base_tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(
+        DataError, match=rf"^{PLACE}: the row is a chat, but .* has no chat template\. Set chat_template"
+    ):
+        Renderer(base_tokenizer).render(CHAT, PLACE)
+
+
+def test_completion_when_there_is_a_template_then_is_rendered_as_turns(tokenizer: PreTrainedTokenizerFast):
+    assert trained(Renderer(tokenizer).render(PAIR, PLACE)) == ["hello<|im_end|>\n"]
+
+
+def test_completion_when_there_is_no_template_then_is_joined_as_it_is(base_tokenizer: PreTrainedTokenizerFast):
+    rendered = Renderer(base_tokenizer).render(PAIR, PLACE)
+    assert (rendered.text, trained(rendered), rendered.is_bare) == ("hihello", ["hello"], True)
+    both = Conversation((Turn("system", "be kind"), *PAIR.turns), is_chat=False)
+    assert Renderer(base_tokenizer).render(both, PLACE).text == "be kind\n\nhihello"
+    assert trained(Renderer(base_tokenizer, train_on_inputs=True).render(PAIR, PLACE)) == ["hihello"]
+
+
+def test_text_when_rendered_then_is_all_trained_and_blank_text_is_nothing(tokenizer: PreTrainedTokenizerFast):
+    rendered = Renderer(tokenizer).render(Text("once"), PLACE)
+    assert (trained(rendered), rendered.is_bare) == (["once"], True)
+    assert Renderer(tokenizer).render(Text(" \n"), PLACE).text == ""
+
+
+def call_turn() -> Conversation:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}]
+    turns = (Turn("user", "go"), Turn("assistant", "", True, {"tool_calls": calls}))
+    return Conversation(turns, tools=({"name": "f"},))
+
+
+def test_tools_when_the_template_knows_them_then_it_gets_them():
+    renderer = Renderer(make_tokenizer(template=TOOLS))
+    assert not renderer.ignores_tools
+    assert renderer.render(call_turn(), PLACE).text == (
+        '[{"name": "f"}]go;[{"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}];'
+    )
+
+
+def test_tool_calls_when_the_template_does_not_know_them_then_they_are_text(tokenizer: PreTrainedTokenizerFast):
+    renderer = Renderer(tokenizer)
+    assert renderer.ignores_tools
+    assert trained(renderer.render(call_turn(), PLACE)) == ['{"name": "f", "arguments": {"x": "é"}}<|im_end|>\n']
+
+
+def test_tool_calls_when_nested_too_deeply_to_write_then_is_a_data_error(tokenizer: PreTrainedTokenizerFast):
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    calls = [{"function": {"name": "f", "arguments": {"x": deep}}}]
+    form = Conversation((Turn("user", "go"), Turn("assistant", "", True, {"tool_calls": calls})))
+    with pytest.raises(DataError, match=rf"^{PLACE}: the chat template refuses this conversation"):
+        Renderer(tokenizer).render(form, PLACE)
+
+
+def test_template_when_there_are_several_then_the_one_for_tools_is_used_with_tools(tokenizer: PreTrainedTokenizerFast):
+    several = make_tokenizer()
+    several.chat_template = {"default": CHATML, "tool_use": TOOLS}
+    assert trained(Renderer(several).render(PAIR, PLACE)) == ["hello<|im_end|>\n"]
+    assert Renderer(several).render(call_turn(), PLACE).text.startswith('[{"name": "f"}]go;')
+
+
+def test_prompt_when_rendered_then_ends_where_the_model_writes(
+    tokenizer: PreTrainedTokenizerFast, base_tokenizer: PreTrainedTokenizerFast
+):
+    rendered, reference = Renderer(tokenizer).render_prompt(CHAT, PLACE)
+    assert rendered.text.endswith("<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
+    assert reference == "bye"
+    rendered, reference = Renderer(tokenizer).render_prompt(Conversation(CHAT.turns[:3]), PLACE)
+    assert rendered.text.endswith("more<|im_end|>\n<|im_start|>assistant\n")
+    assert reference is None
+    rendered, reference = Renderer(base_tokenizer).render_prompt(PAIR, PLACE)
+    assert (rendered.text, rendered.is_bare, reference) == ("hi", True, "hello")
+    assert Renderer(tokenizer).render_prompt(Text("once"), PLACE)[0].text == "once"

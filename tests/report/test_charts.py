@@ -1,0 +1,89 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+from synthetic_run import write_run
+
+from weft.report.charts import MAX_POINTS, draw_charts
+from weft.report.palette import job_colours
+from weft.report.run_data import RunData, Span, read_run
+from weft.report.time_charts import MAX_BARS, MAX_MICROBATCHES, drawn_microbatches
+
+
+@pytest.fixture(scope="module")
+def run(run_dir: Path) -> RunData:
+    return read_run(run_dir)
+
+
+def test_draw_charts_when_the_run_is_complete_then_all_seven_are_there(run: RunData) -> None:
+    drawn = set(draw_charts(run))
+    assert drawn == {"loss", "eval_loss", "learning_rate", "grad_norm", "throughput", "fill", "timeline"}
+
+
+def test_draw_charts_when_there_is_no_timeline_then_only_its_charts_are_missing(run: RunData) -> None:
+    drawn = set(draw_charts(dataclasses.replace(run, spans=())))
+    assert drawn == {"loss", "eval_loss", "learning_rate", "grad_norm", "throughput"}
+
+
+def test_draw_charts_when_nothing_was_logged_then_there_are_none(run: RunData) -> None:
+    jobs = tuple(dataclasses.replace(job, train=(), evals=()) for job in run.jobs)
+    assert draw_charts(dataclasses.replace(run, jobs=jobs, spans=())) == {}
+    assert draw_charts(dataclasses.replace(run, jobs=(), spans=())) == {}
+
+
+def test_draw_charts_when_a_job_is_in_several_then_its_colour_is_the_same(run: RunData) -> None:
+    charts = draw_charts(run)
+    assert [trace.line.color for trace in charts["throughput"].data] == job_colours(5)
+    assert [trace.marker.color for trace in charts["timeline"].data[:5]] == job_colours(5)
+    assert [trace.meta["job"] for trace in charts["timeline"].data[:5]] == [0, 1, 2, 3, 4]
+
+
+def test_loss_when_a_job_failed_then_a_cross_marks_its_last_finite_point(run: RunData) -> None:
+    crosses = [trace for trace in draw_charts(run)["loss"].data if trace.mode == "markers"]
+    assert [trace.meta["job"] for trace in crosses] == [3]
+    assert crosses[0].x == (58,)
+
+
+def test_curves_when_there_are_few_steps_then_ticks_are_whole_and_a_constant_rate_starts_at_zero(run: RunData) -> None:
+    jobs = tuple(dataclasses.replace(job, train=job.train[:3]) for job in run.jobs)
+    charts = draw_charts(dataclasses.replace(run, jobs=jobs))
+    assert charts["loss"].layout.xaxis.dtick == 1
+    assert charts["learning_rate"].layout.yaxis.rangemode == "tozero"
+    assert draw_charts(run)["loss"].layout.xaxis.dtick is None
+
+
+def test_throughput_then_its_area_is_the_trained_tokens(run: RunData) -> None:
+    figure = draw_charts(run)["throughput"]
+    for trace, job in zip(figure.data, run.jobs, strict=True):
+        width = trace.x[1] - trace.x[0]
+        assert sum(trace.y) * width == pytest.approx(job.trained_tokens, rel=0.01)
+
+
+def test_throughput_when_a_job_starts_late_then_it_is_not_spread_over_the_time_before(run: RunData) -> None:
+    train = tuple(dataclasses.replace(p, time=(p.time or 0.0) + 100.0) for p in run.jobs[0].train)
+    late = dataclasses.replace(run.jobs[0], train=train)
+    layer = draw_charts(dataclasses.replace(run, jobs=(late,)))["throughput"].data[0]
+    assert all(y == 0 for x, y in zip(layer.x, layer.y, strict=True) if x < 98)
+
+
+def test_timeline_when_a_microbatch_is_drawn_then_its_columns_add_up_to_its_fill(run: RunData) -> None:
+    bars = [trace for trace in draw_charts(run)["timeline"].data if trace.yaxis != "y2"]
+    span = run.microbatches[0]
+    middle = span.start_s + span.duration_s / 2
+    heights = [y for t in bars for x, y in zip(t.x, t.y, strict=True) if abs(x - middle) < 1e-3]
+    assert sum(heights) == pytest.approx(100 * span.tokens / span.rows, rel=0.01)
+
+
+def test_timeline_when_the_run_is_long_then_the_bars_are_capped(run: RunData) -> None:
+    assert len(drawn_microbatches(run)) == MAX_MICROBATCHES
+    shares = {f"job-{i}": 1.0 for i in range(100)}
+    crowded = tuple(Span("forward_backward", float(i), 1.0, 100, 128, shares) for i in range(MAX_MICROBATCHES))
+    assert len(drawn_microbatches(dataclasses.replace(run, spans=crowded))) == MAX_BARS // 100
+
+
+def test_draw_charts_when_jobs_are_many_then_points_are_capped(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, num_copies=6, stretch=4))
+    smoothed = [trace for trace in draw_charts(run)["loss"].data if trace.hovertemplate and trace.mode == "lines"]
+    assert len(smoothed) == 30
+    assert sum(len(trace.x) for trace in smoothed) <= MAX_POINTS
+    assert len(set(job_colours(30))) == 30
