@@ -1,8 +1,8 @@
 """LoRA dropout whose mask is a pure function of the job's own history.
 
-The mask of one sample on one module depends on (job seed, job step, place of the sample in its global batch, module,
-token position, feature) and on nothing else: not on neighbours, microbatch cuts, device or recomputation. It is a
-counter-based hash of 32-bit integers, computed alike on any device, so nothing is saved for backward.
+Whether an input is dropped depends on (job seed, job step, place of the sample in its global batch, token position,
+module, feature) and on nothing else: not on neighbours, microbatch cuts or device. It is a counter-based hash of 32-bit
+integers, computed alike everywhere: a key per row, made once per microbatch, meets a key per feature of the module.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import zlib
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK = 0xFFFFFFFF
@@ -31,11 +33,23 @@ def module_key(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def keep_mask(key: int, num_rows: int, num_features: int, p: float, device: torch.device) -> torch.Tensor:
-    """Bool [num_rows, num_features]: True where an input is kept, with probability 1 - p."""
-    rows = _hash(torch.arange(num_rows, device=device, dtype=torch.int32) * 0x1E3779B1 + _signed(key))
-    bits = _hash(rows[:, None] ^ _feature_hash(num_features, device)[None, :])
-    return bits.bitwise_and_(0x7FFFFFFF) >= int(p * 2**31)
+def row_keys(sample_key: int, num_rows: int) -> npt.NDArray[np.int32]:
+    """The dropout keys of a sample's rows, by token position."""
+    with np.errstate(over="ignore"):
+        x = np.arange(num_rows, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(sample_key & _MASK)
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return (x ^ (x >> np.uint32(16))).view(np.int32)
+
+
+def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float) -> torch.Tensor:
+    """Bool [L, num_features]: True where an input is kept, with probability 1 - p."""
+    bits_LD = row_keys_L[:, None] ^ _feature_keys(module, num_features, row_keys_L.device)[None, :]
+    # int32 arithmetic wraps around; shifts are masked because they keep the sign.
+    bits_LD *= 0x7FEB352D
+    bits_LD ^= (bits_LD >> 15).bitwise_and_(0x1FFFF)
+    bits_LD *= 0x2C1B3C6D
+    return bits_LD.bitwise_and_(0x7FFFFFFF) >= int(p * 2**31)
 
 
 def drop(x_LD: torch.Tensor, keep_LD: torch.Tensor, p: float) -> torch.Tensor:
@@ -46,21 +60,6 @@ def drop(x_LD: torch.Tensor, keep_LD: torch.Tensor, p: float) -> torch.Tensor:
     return torch.where(keep_LD, x_LD / (1.0 - p), 0.0)
 
 
-def _hash(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of a multiplicative hash, in place, on int32 tensors that wrap around."""
-    x = x * 0x7FEB352D
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x *= 0x2C1B3C6D
-    x ^= (x >> 12).bitwise_and_(0xFFFFF)
-    return x
-
-
-def _signed(key: int) -> int:
-    """The 32 bits of a key as the int32 with the same bits."""
-    key &= _MASK
-    return key - 2**32 if key >= 2**31 else key
-
-
-@lru_cache(maxsize=64)
-def _feature_hash(num_features: int, device: torch.device) -> torch.Tensor:
-    return _hash(torch.arange(num_features, device=device, dtype=torch.int32) * 0x165667B1 + 0x27D4EB2F)
+@lru_cache(maxsize=8192)
+def _feature_keys(module: int, num_features: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(row_keys(mix(module, 0x27D4EB2F), num_features).copy()).to(device)

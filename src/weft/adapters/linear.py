@@ -1,18 +1,19 @@
-"""A frozen linear with slots: y = x Wᵀ + b for all rows, plus each segment's own adapter on its own rows.
+"""A frozen linear with slots: y = x Wᵀ + b for all rows, plus each job's own adapter on its own rows.
 
-Forward, for segment s with rows x_s and adapter (A, B, scale, p):
-    S = drop(x_s) Aᵀ                      (L, R)
-    y_s += scale · S Bᵀ                   (L, O)
+Forward, for the rows x of one slot with adapter (A, B, scale, p):
+    S = drop(x) Aᵀ                        (L, R)
+    y += scale · S Bᵀ                     (L, O)
 Backward, with dy the gradient of y:
-    dS = scale · dy_s B                   (L, R)
-    dB += scale · dy_sᵀ S                 (O, R), fp32, sample by sample in the job's order
-    dA += dSᵀ drop(x_s)                   (R, D), fp32, likewise
-    dx = dy W;  dx_s += drop(dS A)        (L, D)
-Only x, S and the dropout mask are kept. Every product with adapter weights contracts over one segment's own rows, so a
-NaN in another segment or another slot changes nothing here. Frozen products run in blocks of `row_tile` rows
-(adapters/routing.py).
+    dS = scale · dy B                     (L, R)
+    dB += scale · dyᵀ S                   (O, R), fp32, sample by sample in the job's order
+    dA += dSᵀ drop(x)                     (R, D), fp32, likewise
+    dx = dy W;  dx += drop(dS A)          (L, D)
+Only x, S and the dropout mask are kept. Products over rows run in blocks of `row_tile` rows (adapters/routing.py); an
+adapter's window may reach over its neighbours' rows, whose results are left unused, never masked by a product.
+Products over tokens (dA, dB) touch one sample's rows alone. So a NaN in another segment or another slot changes nothing
+here.
 
-Shape suffixes: T rows of the microbatch, L rows of a segment, D in, O out, R rank.
+Shape suffixes: T rows of the microbatch, L rows of a slot or of a sample, D in, O out, R rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.adapters.dropout import drop, keep_mask, mix
+from weft.adapters.dropout import drop, keep_mask
 from weft.adapters.lora import LoraWeights
-from weft.adapters.routing import Routing, Rows
+from weft.adapters.routing import Routing, SlotRows, Window
 
 
 class SlotLinear(nn.Module):
@@ -57,9 +58,9 @@ class SlotLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X (..., D) to (..., O); the leading dimensions together are the rows of the microbatch."""
         x_TD = x.reshape(-1, x.shape[-1])
-        active = [(rows, self.slots[rows.slot]) for rows in self.routing.segments if rows.slot in self.slots]
+        active = [(rows, self.slots[rows.slot]) for rows in self.routing.slots if rows.slot in self.slots]
         anchor = self.anchor if active else self.anchor.detach()
-        y_TO = _SlotLinearFunction.apply(x_TD, anchor, self.weight_OD, self.bias_O, active, self.routing.row_tile)
+        y_TO = _SlotLinearFunction.apply(x_TD, anchor, self.weight_OD, self.bias_O, active, self.routing)
         return y_TO.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
 
 
@@ -82,47 +83,73 @@ class _SlotLinearFunction(torch.autograd.Function):
         anchor: torch.Tensor,
         weight_OD: torch.Tensor,
         bias_O: torch.Tensor | None,
-        active: list[tuple[Rows, LoraWeights]],
-        row_tile: int | None,
+        active: list[tuple[SlotRows, LoraWeights]],
+        routing: Routing,
     ) -> torch.Tensor:
-        y_TO = tiled_mm(x_TD, weight_OD.t(), row_tile)
+        y_TO = tiled_mm(x_TD, weight_OD.t(), routing.row_tile)
         if bias_O is not None:
             y_TO += bias_O
-        kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        kept: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
         for rows, lora in active:
             a_RD, b_OR = lora.compute(x_TD.dtype)
-            x_LD, keep_LD = x_TD[rows.start : rows.end], _keep(rows, lora, x_TD)
-            s_LR = (x_LD if keep_LD is None else drop(x_LD, keep_LD, lora.dropout)) @ a_RD.t()
-            y_TO[rows.start : rows.end].addmm_(s_LR, b_OR.t(), alpha=lora.scale)
-            kept.append((s_LR, keep_LD))
+            kept.append([])
+            for window in rows.windows:
+                keep_LD = _keep(window, lora, routing, x_TD.shape[1])
+                s_LR = _dropped(x_TD[window.first : window.last], keep_LD, lora) @ a_RD.t()
+                z_LO = s_LR @ b_OR.t()
+                y_TO[window.start : window.end].add_(z_LO[window.own], alpha=lora.scale)
+                kept[-1].append((s_LR[window.own], keep_LD))
         ctx.save_for_backward(x_TD if active else None, weight_OD)
-        ctx.active, ctx.kept, ctx.row_tile = active, kept, row_tile
+        ctx.active, ctx.kept, ctx.row_tile = active, kept, routing.row_tile
         return y_TO
 
     @staticmethod
-    def backward(ctx: Any, dy_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TD, weight_OD = ctx.saved_tensors
         dy_TO = dy_TO.contiguous()
         dx_TD = tiled_mm(dy_TO, weight_OD, ctx.row_tile) if ctx.needs_input_grad[0] else None
-        for (rows, lora), (s_LR, keep_LD) in zip(ctx.active, ctx.kept, strict=True):
+        for (rows, lora), kept in zip(ctx.active, ctx.kept, strict=True):
             a_RD, b_OR = lora.compute(dy_TO.dtype)
-            dy_LO, x_LD = dy_TO[rows.start : rows.end], x_TD[rows.start : rows.end]
-            ds_LR = (dy_LO @ b_OR).mul_(lora.scale)
-            lora.grad_b_OR.addmm_(dy_LO.t().float(), s_LR.float(), alpha=lora.scale)
-            if keep_LD is None:
-                lora.grad_a_RD.addmm_(ds_LR.t().float(), x_LD.float())
+            inputs, gradients = [], []
+            for window, (_, keep_LD) in zip(rows.windows, kept, strict=True):
+                ds_LR = (dy_TO[window.first : window.last] @ b_OR).mul_(lora.scale)
+                inputs.append(_dropped(x_TD[window.first : window.last], keep_LD, lora)[window.own])
+                gradients.append(ds_LR[window.own])
                 if dx_TD is not None:
-                    dx_TD[rows.start : rows.end].addmm_(ds_LR, a_RD)
-                continue
-            lora.grad_a_RD.addmm_(ds_LR.t().float(), drop(x_LD, keep_LD, lora.dropout).float())
-            if dx_TD is not None:
-                dx_TD[rows.start : rows.end] += drop(ds_LR @ a_RD, keep_LD, lora.dropout)
+                    dx_LD = _dropped(ds_LR @ a_RD, keep_LD, lora)
+                    dx_TD[window.start : window.end] += dx_LD[window.own]
+            shrunk = [s_LR for s_LR, _ in kept]
+            _accumulate(rows, lora, _joined(inputs), _joined(shrunk), _joined(gradients), dy_TO)
         return dx_TD, None, None, None, None, None
 
 
-def _keep(rows: Rows, lora: LoraWeights, x_TD: torch.Tensor) -> torch.Tensor | None:
-    """The segment's dropout mask on this module; None where nothing is dropped."""
-    if lora.dropout == 0 or rows.dropout_key is None:
+def _accumulate(
+    rows: SlotRows,
+    lora: LoraWeights,
+    x_LD: torch.Tensor,
+    s_LR: torch.Tensor,
+    ds_LR: torch.Tensor,
+    dy_TO: torch.Tensor,
+) -> None:
+    """Adds dA and dB sample by sample: a sum whose order no microbatch cut can change."""
+    for sample in rows.segments:
+        own = slice(sample.start - rows.start, sample.end - rows.start)
+        dy_LO = dy_TO[sample.start : sample.end].float()
+        lora.grad_b_OR.addmm_(dy_LO.t(), s_LR[own], alpha=lora.scale)
+        lora.grad_a_RD.addmm_(ds_LR[own].t(), x_LD[own])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """All windows of a slot in one fp32 tensor."""
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).float()
+
+
+def _keep(window: Window, lora: LoraWeights, routing: Routing, num_features: int) -> torch.Tensor | None:
+    """The dropout mask of a window on this module; None where nothing is dropped."""
+    if lora.dropout == 0 or routing.dropout_keys_T is None:
         return None
-    key = mix(rows.dropout_key, lora.key)
-    return keep_mask(key, rows.end - rows.start, x_TD.shape[1], lora.dropout, x_TD.device)
+    return keep_mask(routing.dropout_keys_T[window.first : window.last], lora.key, num_features, lora.dropout)
+
+
+def _dropped(x_LD: torch.Tensor, keep_LD: torch.Tensor | None, lora: LoraWeights) -> torch.Tensor:
+    return x_LD if keep_LD is None else drop(x_LD, keep_LD, lora.dropout)

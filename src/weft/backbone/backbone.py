@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -117,7 +118,8 @@ class Backbone:
 
     def _hidden(self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None) -> torch.Tensor:
         """Last hidden states (T, D), after the final norm."""
-        self.routing.segments = batch.segments
+        self.routing.segments, self.routing.slots = batch.segments, batch.slots
+        self.routing.dropout_keys_T = batch.dropout_keys_T
         self.routing.row_tile = row_tile
         self.routing.caches = caches or []
         embeds_1TD = self.model.get_input_embeddings()(batch.input_ids_T[None])
@@ -143,4 +145,6 @@ class Backbone:
 
 def _sums(losses_N: torch.Tensor, counts: tuple[int, ...]) -> list[float]:
     """Sum per segment, each over its own rows only."""
-    return [float(part.double().sum()) for part in losses_N.cpu().split(list(counts))]
+    losses = losses_N.cpu().double().numpy()
+    ends = np.cumsum(counts).tolist()
+    return [float(losses[end - count : end].sum()) for count, end in zip(counts, ends, strict=True)]

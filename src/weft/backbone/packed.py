@@ -5,13 +5,15 @@ Row i of a segment holds token i and predicts token i + 1. Shape suffixes: T row
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from weft.adapters.routing import Rows
+from weft.adapters.dropout import row_keys
+from weft.adapters.routing import Rows, SlotRows, windows
 from weft.data.sample import Sample
 
 
@@ -35,6 +37,8 @@ class PackedBatch:
     input_ids_T: torch.Tensor
     positions_T: torch.Tensor
     segments: tuple[Rows, ...]
+    slots: tuple[SlotRows, ...]
+    dropout_keys_T: torch.Tensor | None
     supervised_N: torch.Tensor
     """Rows that predict a supervised token."""
     targets_N: torch.Tensor
@@ -49,25 +53,29 @@ class PackedBatch:
 
 
 def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.device) -> PackedBatch:
-    """One sample after another in one buffer, padded to whole tiles."""
+    """One sample after another in one buffer, padded to whole tiles.
+
+    On a GPU only frozen products are tiled: its adapter products run over a slot's own rows (equal to rounding there).
+    """
     lengths = [p.sample.length for p in placed]
     starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     num_rows = starts[-1] if row_tile is None else -(-starts[-1] // row_tile) * row_tile
     ids = np.zeros(num_rows, dtype=np.int64)
     positions = np.zeros(num_rows, dtype=np.int64)
+    keys = np.zeros(num_rows, dtype=np.int32)
     rows, targets, weights, counts = [], [], [], []
     for item, start, length in zip(placed, starts, lengths, strict=False):
         ids[start : start + length] = item.sample.tokens
         positions[start : start + length] = np.arange(item.position, item.position + length)
+        if item.dropout_key is not None:
+            keys[start : start + length] = row_keys(item.dropout_key, length)
         predicted = np.flatnonzero(item.sample.supervised[1:]) + 1
         rows.append(predicted - 1 + start)
         targets.append(item.sample.tokens[predicted])
         weights.append(np.full(len(predicted), item.weight, dtype=np.float32))
         counts.append(len(predicted))
-    segments = tuple(
-        Rows(start, start + length, item.slot, item.dropout_key)
-        for item, start, length in zip(placed, starts, lengths, strict=False)
-    )
+    segments = tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False))
+    drops = any(item.dropout_key is not None for item in placed)
 
     def tensor(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device)
@@ -76,8 +84,22 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         torch.from_numpy(ids).to(device),
         torch.from_numpy(positions).to(device),
         segments,
+        _slot_rows(placed, segments, row_tile if device.type == "cpu" else None, num_rows),
+        torch.from_numpy(keys).to(device) if drops else None,
         tensor(rows, np.int64),
         tensor(targets, np.int64),
         tensor(weights, np.float32),
         tuple(counts),
     )
+
+
+def _slot_rows(
+    placed: Sequence[Placed], segments: Sequence[Rows], row_tile: int | None, num_rows: int
+) -> tuple[SlotRows, ...]:
+    """Neighbouring segments of one slot, together."""
+    found = []
+    for slot, group in itertools.groupby(zip(placed, segments, strict=True), key=lambda pair: pair[0].slot):
+        if slot is not None:
+            own = tuple(segment for _, segment in group)
+            found.append(SlotRows(slot, own, windows(own[0].start, own[-1].end, row_tile, num_rows)))
+    return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def prompt_of(text: str, tokenizer: Tokenizer, *, chat_template: str | None = No
     """The prompt for one typed question: a user turn if there is a chat template, else the text as it is."""
     question = Conversation((Turn("user", text),), is_chat=False)
     return _prompt(question, Renderer(tokenizer, chat_template), "the prompt")
+
+
+def prompt_of_chat(
+    messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, *, chat_template: str | None = None
+) -> Prompt:
+    """The prompt for the next turn of a chat of `role` and `content`; without a template, the turns one by one."""
+    turns = tuple(Turn(message["role"], message["content"]) for message in messages)
+    return _prompt(Conversation(turns, is_chat=False), Renderer(tokenizer, chat_template), "the chat")
 
 
 def _prompt(form: Form, renderer: Renderer, where: str) -> Prompt:

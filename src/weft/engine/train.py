@@ -34,12 +34,17 @@ class PreparedRun:
 
 
 def prepare_run(
-    spec: RunSpec, *, base_dir: Path, keep_going: bool = False, skip: frozenset[str] = frozenset()
+    spec: RunSpec,
+    *,
+    base_dir: Path,
+    keep_going: bool = False,
+    skip: frozenset[str] = frozenset(),
+    where: str | None = None,
 ) -> PreparedRun:
     """Loads and checks everything and writes nothing.
 
     A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
-    are left out.
+    are left out. `where` names the jobs file in errors.
     """
     engine = Engine(load_backbone(spec.backbone), capacity=spec.capacity)
     run = PreparedRun(spec, engine)
@@ -51,7 +56,8 @@ def prepare_run(
             engine.submit(job, run.data[job.name], base_dir=base_dir)
         except ConfigError as error:
             # What does not fit the backbone is a mistake in the file, found late.
-            raise ConfigError(error.message, where=f"jobs.{place}.{error.where}", hint=error.hint) from None
+            field = f"jobs.{place}.{error.where}"
+            raise ConfigError(error.message, where=f"{where}: {field}" if where else field, hint=error.hint) from None
         except WeftError as error:
             if not keep_going:
                 raise

@@ -6,7 +6,6 @@ through `_json_for_script`; the page's own policy forbids it to load anything fr
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ import jinja2
 from markupsafe import Markup
 
 from weft import __version__
-from weft.errors import StorageError
 from weft.report import readable
 from weft.report.charts import draw_charts
 from weft.report.figure import Figure, graph_objects
 from weft.report.palette import job_colours
 from weft.report.run_data import JobData, RunData, read_run
 from weft.report.time_charts import drawn_microbatches
+from weft.store.atomic import write_file
 
 Cell = tuple[str, str, float | None]
 STATE_ORDER = ("running", "paused", "queued", "succeeded", "failed", "cancelled", "unknown")
@@ -68,13 +67,7 @@ def write_report(run_dir: Path, *, extra: ReportExtra | None = None) -> Path:
     run = read_run(Path(run_dir))
     page = render(run, extra)
     path = run.path / "report.html"
-    beside = path.with_suffix(".html.tmp")
-    try:
-        beside.write_text(page, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise StorageError(f"cannot be written ({error.strerror}).", where=str(path)) from None
+    write_file(path, page)
     return path
 
 

@@ -183,6 +183,8 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
         return value
     if hint in (int, float) and not isinstance(value, bool):
         number = _number(value)
+        if isinstance(number, int) and abs(number) > 2**63:
+            number = math.inf
         if number is not None and hint is float:
             return float(number)
         if number is not None and math.isfinite(number) and float(number).is_integer():

@@ -13,6 +13,8 @@ SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RESERVED_NAMES = ("run.json", "timeline.json", "report.html", "tensorboard")
+"""Names a run directory uses itself."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class JobSpec:
                 "digit, at most 64.",
                 where="name",
             )
+        if self.name.lower() in RESERVED_NAMES:
+            raise ConfigError(f"{self.name!r} is a name the run directory uses itself.", where="name")
         if not self.train_data:
             raise ConfigError("no files; name at least one.", where="train_data")
         if isinstance(self.eval_data, float | int) and not isinstance(self.eval_data, bool):

@@ -65,6 +65,11 @@ class RunDirectory:
             undo.pop_all()
         return cls(root, lock)
 
+    @staticmethod
+    def check(path: str | Path, *, resume: bool) -> None:
+        """Raises what `open` would raise for a directory in the wrong state, and changes nothing."""
+        _refuse(Path(path), resume)
+
     def close(self) -> None:
         """Lets other processes have the directory."""
         if self._lock is not None:

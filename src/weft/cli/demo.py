@@ -1,0 +1,71 @@
+"""`weft demo`: several adapters learn different skills together on the embedded backbone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.errors import ConfigError
+
+SKILL_NAMES = ("reverse", "shout", "drop_vowels", "sort", "next_letter", "pig_latin", "add", "acronym")
+
+
+def demo(
+    model: Annotated[str, typer.Option(help="tiny (embedded) or smollm2 (135 M parameters, about ten minutes).")] = "tiny",
+    out: Annotated[Path, typer.Option(help="Where results go; an earlier demo there is replaced.")] = Path("runs/demo"),
+) -> None:
+    """Train eight adapters together on a small backbone and see what they learnt."""
+    if model not in ("tiny", "smollm2"):
+        raise ConfigError(f"got {model!r}; accepted are tiny and smollm2.", where="--model")
+    from weft.cli.watch import conclude, follow
+    from weft.demo import run as steps
+    from weft.engine.train import prepare_run
+    from weft.report.page import ReportExtra, Skill
+
+    console = Console()
+    with steps.open_demo(out) as directory:
+        with console.status(f"loading {model} and writing {len(SKILL_NAMES)} small data sets"):
+            spec = steps.write_jobs(out, model, SKILL_NAMES)
+            run = prepare_run(spec, base_dir=out)
+            before = steps.ask(run, out, trained=False)
+        console.print(f"{len(SKILL_NAMES)} adapters learn {len(SKILL_NAMES)} skills together on one frozen {model}")
+        states, stopped = follow(run, directory, console)
+        if stopped or set(states.values()) != {"succeeded"}:
+            conclude(out, console)
+            raise typer.Exit(130 if stopped else 1)
+        with console.status("asking the adapters, then training each alone for a few steps to compare"):
+            after = steps.ask(run, out, trained=True)
+            speed = steps.measure_speed(run)
+    console.print(_skills(before, after))
+    console.print()
+    extra = ReportExtra(
+        title="What the adapters learnt",
+        paragraph="Exact match on prompts held out from training, of the bare backbone and of each adapter.",
+        skills=[Skill(name, before[name], after[name]) for name in before],
+        facts=[("speed-up over one by one", f"{speed.factor:.1f}x")],
+        speeds=[("together", speed.together), ("one by one", speed.one_by_one)],
+    )
+    conclude(out, console, extra)
+    console.print(
+        f"speed     {speed.together:,.0f} tokens/s together, {speed.one_by_one:,.0f} one by one: "
+        f"{speed.factor:.1f}x (each job alone for {steps.SOLO_STEPS} steps)",
+        highlight=False,
+    )
+    console.print(f"try       weft chat --adapter {out}/reverse", highlight=False)
+
+
+def _skills(before: dict[str, float], after: dict[str, float]) -> Table:
+    from weft.demo.skills import SKILLS
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("skill")
+    table.add_column("exact match before", justify="right")
+    table.add_column("after", justify="right")
+    table.add_column("what it learnt", style="dim")
+    for name in before:
+        table.add_row(name, f"{before[name]:.0%}", f"{after[name]:.0%}", SKILLS[name].description)
+    return table

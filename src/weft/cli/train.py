@@ -1,0 +1,111 @@
+"""`weft train`: all jobs of a file together on one backbone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.errors import StorageError
+from weft.spec import RunSpec, load_run
+
+if TYPE_CHECKING:
+    from weft.engine.preview import Preview
+    from weft.engine.train import PreparedRun
+
+
+def train(
+    jobs_file: Annotated[Path, typer.Argument(help="The jobs file; `weft init` writes one to start from.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: jobs.0.adapter.r=32")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where results go. Default: the file's output_dir.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output directory.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, train nothing.")] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Train the other jobs when one has bad data.")
+    ] = False,
+) -> None:
+    """Train all jobs of a file together on one backbone."""
+    spec = load_run(jobs_file, overrides or ())
+    directory = out or Path(spec.output_dir)
+    console = Console()
+    if dry_run:
+        _show_plan(_prepare(spec, jobs_file, console, keep_going), console)
+        return
+    raise typer.Exit(_train(spec, jobs_file, directory, console, resume=resume, keep_going=keep_going))
+
+
+def _train(
+    spec: RunSpec, jobs_file: Path, out: Path, console: Console, *, resume: bool, keep_going: bool
+) -> int:
+    """Runs or resumes; returns the exit code."""
+    from weft.cli.watch import conclude, follow
+    from weft.engine.train import finished_jobs
+    from weft.store.run_dir import RunDirectory
+
+    RunDirectory.check(out, resume=resume)
+    if resume:
+        with RunDirectory.open(out, resume=True) as directory:
+            finished = finished_jobs(spec, directory)
+            if len(finished) == len(spec.jobs):
+                console.print("nothing to resume: every job has ended")
+                conclude(out, console)
+                return 0
+            run = _prepare(spec, jobs_file, console, keep_going, finished)
+            states, stopped = follow(run, directory, console)
+    else:
+        run = _prepare(spec, jobs_file, console, keep_going)
+        with RunDirectory.open(out, resume=False) as directory:
+            states, stopped = follow(run, directory, console)
+    conclude(out, console)
+    if stopped and "paused" in states.values():
+        console.print(f"stopped; go on with: weft train {jobs_file} --out {out} --resume", markup=False, soft_wrap=True)
+        return 130
+    paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
+    if paused:
+        raise StorageError(f"{paused[0].reason} Free some space and go on with --resume.", where=paused[0].spec.name)
+    return 1 if "failed" in states.values() else 0
+
+
+def _prepare(
+    spec: RunSpec, jobs_file: Path, console: Console, keep_going: bool, finished: frozenset[str] = frozenset()
+) -> PreparedRun:
+    from weft.engine.train import prepare_run
+
+    with console.status("loading the backbone and the data"):
+        run = prepare_run(spec, base_dir=jobs_file.parent, keep_going=keep_going, skip=finished, where=str(jobs_file))
+    backbone = run.engine.backbone
+    dtype = str(backbone.dtype).removeprefix("torch.")
+    console.print(f"backbone  {spec.base_model} on {backbone.device}, {dtype}", markup=False, highlight=False)
+    for name, data in run.data.items():
+        console.print(f"data      {name}: {data.train.summary.describe()}", markup=False, highlight=False, soft_wrap=True)
+    return run
+
+
+def _show_plan(run: PreparedRun, console: Console) -> None:
+    from weft.engine.preview import preview
+
+    with console.status("trying one microbatch"):
+        plan = preview(run.engine)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("job", "steps", "tokens", "parameters"):
+        table.add_column(name, justify="left" if name == "job" else "right")
+    for job in plan.jobs:
+        table.add_row(job.name, f"{job.num_steps:,}", f"{job.num_tokens:,}", f"{job.num_parameters:,}")
+    console.print(table)
+    console.print("\n".join(_figures(plan)), highlight=False)
+    for name, error in run.failed.items():
+        console.print(f"{name}: would fail: {error}", style="red", markup=False)
+
+
+def _figures(plan: Preview) -> list[str]:
+    mib = 2**20
+    return [
+        f"plan      {plan.num_microbatches:,} microbatches of up to {plan.capacity:,} tokens, {plan.fill:.0%} full",
+        f"memory    about {plan.total_bytes / mib:,.0f} MiB: backbone {plan.backbone_bytes / mib:,.0f}, adapters with "
+        f"optimizer {plan.adapter_bytes / mib:,.0f}, activations {plan.activation_bytes / mib:,.0f} (measured)",
+        f"time      about {plan.seconds:,.0f} s of training (one microbatch measured here)",
+        "dry run: nothing was written",
+    ]

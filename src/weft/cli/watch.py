@@ -1,0 +1,91 @@
+"""Follows a run as it trains: the live table, the trackers, and the answer to Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from weft.errors import MissingExtraError
+from weft.report.live import LiveTable, summary_table
+from weft.report.page import ReportExtra, write_report
+from weft.report.run_data import read_run
+from weft.report.trackers import open_trackers
+
+if TYPE_CHECKING:
+    from weft.engine.events import Event
+    from weft.engine.live_job import JobState
+    from weft.engine.train import PreparedRun
+    from weft.store.run_dir import RunDirectory
+
+TRACKED = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "eval_loss")
+FINAL = ("succeeded", "failed", "cancelled")
+
+
+class StopRequest:
+    """True once the user or the system has asked the run to stop; the second time is a plain interrupt."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.is_set = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+        self._console.print("stopping after this microbatch; press Ctrl-C again to stop at once")
+
+
+@contextmanager
+def _stop_signals(request: StopRequest) -> Iterator[None]:
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def follow(run: PreparedRun, directory: RunDirectory, console: Console) -> tuple[dict[str, JobState], bool]:
+    """Trains a prepared run while showing it; returns how each job ended and whether the user stopped it."""
+    from weft.engine.train import execute_run
+
+    jobs = [(job.spec.name, job.num_steps) for job in run.engine.jobs.values()]
+    name = run.spec.run_name or directory.path.resolve().name
+
+    def warn(message: str) -> None:
+        console.print(f"warning: {message}", style="yellow", markup=False)
+
+    stop = StopRequest(console)
+    trackers = open_trackers(run.spec.report_to, directory.path, name, warn=warn)
+    with LiveTable(console, jobs) as table, _stop_signals(stop):
+
+        def on_event(event: Event) -> None:
+            fields = event.fields()
+            table.update(event.kind, fields)
+            if event.kind in ("step", "eval"):
+                trackers.log(event.job, fields["step"], {k: fields[k] for k in TRACKED if k in fields})
+            elif event.kind in FINAL:
+                trackers.finish(event.job, event.kind)
+
+        try:
+            states = execute_run(run, directory, on_event=on_event, should_stop=lambda: stop.is_set)
+        finally:
+            trackers.close()
+    return states, stop.is_set
+
+
+def conclude(directory: Path, console: Console, extra: ReportExtra | None = None) -> None:
+    """Writes report.html and says how it went and where everything is."""
+    console.print(summary_table(read_run(directory).jobs))
+    console.print()
+    try:
+        console.print(f"report    {write_report(directory, extra=extra)}", markup=False, soft_wrap=True)
+    except MissingExtraError as error:
+        console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
+    console.print(f"adapters  {directory}/<job>/adapter/", markup=False, soft_wrap=True)

@@ -1,0 +1,124 @@
+"""The demo: several skills learnt together, what that changed, and what it saved over one by one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.data.prompts import Prompt, load_prompts
+from weft.demo.skills import SKILLS, write_skill
+from weft.engine.engine import Engine
+from weft.engine.generate import Decoding
+from weft.engine.score import answers, exact_match
+from weft.engine.train import PreparedRun
+from weft.errors import StorageError
+from weft.spec import RunSpec, run_from_mapping
+from weft.store.atomic import write_file
+from weft.store.run_dir import RunDirectory
+
+MODELS = {
+    "tiny": {"steps": 80, "batch": 8, "train": 640, "held": 32, "learning_rate": 4e-3, "capacity": 1024},
+    "smollm2": {"steps": 24, "batch": 4, "train": 96, "held": 8, "learning_rate": 1e-3, "capacity": 512},
+}
+"""Per backbone: how much to train, chosen so that two CPU cores need about a minute (tiny) or ten (smollm2)."""
+SOLO_STEPS = 6
+"""Steps each job trains alone to measure one-by-one speed, after two to warm up."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of training, together and one by one."""
+
+    together: float
+    one_by_one: float
+
+    @property
+    def factor(self) -> float:
+        """How many times faster together is."""
+        return self.together / self.one_by_one
+
+
+def open_demo(out: Path) -> RunDirectory:
+    """The demo's directory, emptied of an earlier demo; anything else there is left alone and refused."""
+    if (out / "run.json").exists():
+        with RunDirectory.open(out, resume=True) as earlier:
+            if earlier.read_run().get("run_name") != "demo":
+                raise StorageError("holds a run that is not a demo; give another --out.", where=str(out))
+        shutil.rmtree(out)
+    return RunDirectory.open(out, resume=False)
+
+
+def write_jobs(out: Path, model: str, skills: Sequence[str]) -> RunSpec:
+    """Writes the skills' data and a jobs file that `weft train` accepts too; returns the run."""
+    size = MODELS[model]
+    lines = [
+        "# The jobs of `weft demo`; train them again with: weft train jobs.yaml --out ../again",
+        f"base_model: {model}",
+        "run_name: demo",
+        f"capacity: {size['capacity']}",
+        "defaults:",
+        f"  max_steps: {size['steps']}",
+        f"  global_batch_size: {size['batch']}",
+        f"  learning_rate: {size['learning_rate']}",
+        "  warmup_steps: 5",
+        "  max_length: 128",
+        "  adapter: {r: 8, lora_alpha: 16, lora_dropout: 0.05, target_modules: all-linear}",
+        "jobs:",
+    ]
+    for name in skills:
+        folder = out / "data" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_skill(folder, name, train=int(size["train"]), held=int(size["held"]))
+        files = f"train_data: data/{name}/train.jsonl, eval_data: data/{name}/eval.jsonl"
+        lines.append(f"  - {{name: {name}, {files}}}  # {SKILLS[name].description}")
+    write_file(out / "jobs.yaml", "\n".join(lines) + "\n")
+    import yaml
+
+    return run_from_mapping(yaml.safe_load("\n".join(lines)))
+
+
+def ask(run: PreparedRun, out: Path, *, trained: bool) -> dict[str, float]:
+    """Exact match of every skill on prompts held out from training: of the bare backbone, or of the adapters."""
+    backbone = run.engine.backbone
+    slots = {name: backbone.attach(job.adapter) if trained else None for name, job in run.engine.jobs.items()}
+    asked: dict[str, tuple[int | None, list[Prompt]]] = {
+        name: (slot, load_prompts(f"data/{name}/eval.jsonl", backbone.tokenizer, base_dir=out))
+        for name, slot in slots.items()
+    }
+    given = answers(backbone, asked, Decoding(max_new_tokens=24))
+    for slot in slots.values():
+        if slot is not None:
+            backbone.detach(slot)
+    return {name: exact_match(found) for name, found in given.items()}
+
+
+def measure_speed(run: PreparedRun) -> Speed:
+    """Compares the finished run with each of its jobs alone on the same backbone, a few steps each."""
+    together = _rate(run.engine, since_step=3)
+    tokens, seconds = 0, 0.0
+    for job in run.engine.jobs.values():
+        alone = Engine(run.engine.backbone, capacity=run.spec.capacity)
+        alone.submit(job.spec, job.data)
+        for event in alone.events():
+            if event.kind == "step" and event.fields()["step"] == SOLO_STEPS + 2:
+                alone.cancel(job.spec.name)
+        spans = _training_spans(alone, since_step=3)
+        tokens += sum(n for n, _ in spans)
+        seconds += sum(s for _, s in spans)
+    return Speed(together, tokens / seconds)
+
+
+def _rate(engine: Engine, since_step: int) -> float:
+    spans = _training_spans(engine, since_step)
+    return sum(tokens for tokens, _ in spans) / sum(seconds for _, seconds in spans)
+
+
+def _training_spans(engine: Engine, since_step: int) -> list[tuple[int, float]]:
+    """(tokens, seconds) of everything training takes, from the first microbatch after some optimizer steps on."""
+    spans = [s for s in engine.timeline.spans if s.name in ("forward_backward", "step", "plan")]
+    steps = [place for place, span in enumerate(spans) if span.name == "step"]
+    num_jobs = len(engine.jobs)
+    first = steps[min(len(steps) - 1, (since_step - 1) * num_jobs - 1)] + 1
+    return [(span.args.get("tokens", 0), span.duration_s) for span in spans[first:]]

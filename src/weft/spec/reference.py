@@ -1,0 +1,256 @@
+"""All settings of a jobs file, described from the spec dataclasses themselves: as records, Markdown and JSON Schema.
+
+`python -m weft.spec.reference` writes the Markdown of docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import textwrap
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from weft.spec.adapter import AdapterSpec
+from weft.spec.fields import Rule, type_name
+from weft.spec.job import JobSpec
+from weft.spec.run import RunSpec
+
+_BOUNDS = {"at least": "minimum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
+_WORDS = {tuple[JobSpec, ...]: "list of jobs", AdapterSpec: "mapping of adapter settings"}
+_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+"""A number written as text: what YAML 1.1 makes of 1e-4."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a user can know about one setting."""
+
+    name: str
+    values: str
+    """Type and limits, or the accepted values, in words."""
+    default: str
+    """The default as written in YAML; empty if the setting is required."""
+    aliases: tuple[str, ...]
+    description: str
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return not self.default
+
+
+@dataclass(frozen=True)
+class Section:
+    """The settings of one place in a jobs file."""
+
+    title: str
+    place: str
+    """Where they are written."""
+    settings: tuple[Setting, ...]
+
+
+def sections() -> list[Section]:
+    """Every setting of a jobs file, by place, in the order of the specs."""
+    return [
+        Section("Run", "at the top of the file", settings_of(RunSpec)),
+        Section("Job", "in each item of `jobs`, or in `defaults` for all of them", settings_of(JobSpec)),
+        Section("Adapter", "in `adapter` of a job or of `defaults`", settings_of(AdapterSpec)),
+    ]
+
+
+@functools.cache
+def settings_of(cls: type) -> tuple[Setting, ...]:
+    """The settings of one spec."""
+    texts = _descriptions(cls)
+    hints = typing.get_type_hints(cls)
+    return tuple(
+        Setting(
+            field.name,
+            _values(hints[field.name], field),
+            _default(field),
+            field.metadata["aliases"],
+            texts[field.name],
+        )
+        for field in dataclasses.fields(cls)
+    )
+
+
+def _descriptions(cls: type) -> dict[str, str]:
+    """The docstring under each field, as one line."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for above, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
+            texts[above.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return texts
+
+
+def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
+    choices, rule = field.metadata["choices"], field.metadata["rule"]
+    if choices:
+        return ", ".join(_yaml(choice) for choice in choices)
+    kinds = [kind for kind in _kinds(hint) if kind is not type(None) and not (kind is int and float in _kinds(hint))]
+    words = " or ".join(_WORDS.get(kind) or type_name(kind) for kind in kinds)
+    return f"{words}, {rule.text}" if rule else words
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+        return "{}" if dataclasses.is_dataclass(value) else _yaml(value)
+    return "" if field.default is dataclasses.MISSING else _yaml(field.default)
+
+
+def _yaml(value: Any) -> str:
+    """A plain value as one writes it in YAML."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def markdown() -> str:
+    """The text of docs/configuration.md."""
+    parts = [_INTRODUCTION]
+    for section in sections():
+        parts.append(f"## {section.title}\n\nWritten {section.place}.\n")
+        parts.append("| setting | values | default | meaning |\n|---|---|---|---|")
+        parts.extend(_table_row(setting) for setting in section.settings)
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _table_row(setting: Setting) -> str:
+    also = "".join(f"<br>`{alias}`" for alias in setting.aliases)
+    default = "**required**" if setting.is_required else f"`{setting.default}`"
+    return f"| `{setting.name}`{also} | {setting.values} | {default} | {setting.description} |"
+
+
+_INTRODUCTION = """\
+# Configuration
+
+A jobs file is YAML: one backbone, the jobs trained on it, and where the results go. `weft init` writes one that runs.
+
+```yaml
+base_model: tiny
+output_dir: runs/first
+defaults:
+  learning_rate: 4e-3
+  adapter: {r: 8}
+jobs:
+  - {name: shout, train_data: data/shout.jsonl}
+  - {name: reverse, train_data: data/reverse.jsonl, adapter: {r: 16}}
+```
+
+A job's own settings win over `defaults`, these over the defaults below. Paths of data and adapters are relative to the
+jobs file. Settings can be changed on the command line: `weft train jobs.yaml jobs.reverse.adapter.r=32`. A name in the
+first column that stands below another is a second name of the same setting, known from other tools. Unknown names are
+errors.
+
+`weft config` shows this reference in the terminal, `weft config jobs.yaml` checks a file and shows every value it leads
+to, and `weft config --schema` prints a JSON Schema for editors.
+
+This page is generated: `python -m weft.spec.reference > docs/configuration.md`.
+"""
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema of the jobs file, with all second names, for editors that complete and check YAML.
+
+    It cannot tell that a setting is given under two names, nor that a value fits the backbone; `weft config FILE` does.
+    """
+    defaults = _object(JobSpec)
+    del defaults["properties"]["name"]
+    run = _object(RunSpec)
+    run["properties"]["defaults"] = {"$ref": "#/$defs/defaults", "description": _named(RunSpec, "defaults").description}
+    run["allOf"] = [_one_of("base_model", RunSpec)]
+    run["required"] = ["jobs"]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Weft jobs file",
+        **run,
+        # A job's data may come from `defaults`, so only the name is required here.
+        "$defs": {
+            "job": _object(JobSpec) | {"required": ["name"]},
+            "defaults": defaults,
+            "adapter": _object(AdapterSpec),
+        },
+    }
+
+
+def _object(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    properties: dict[str, Any] = {}
+    for field, setting in zip(dataclasses.fields(cls), settings_of(cls), strict=True):
+        schema = _value_schema(hints[field.name], field)
+        properties[setting.name] = {**schema, "description": setting.description}
+        if not setting.is_required:
+            properties[setting.name]["default"] = _plain_default(field)
+        for alias in setting.aliases:
+            properties[alias] = {**schema, "description": f"Another name of {setting.name}."}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _plain_default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return {}
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+def _value_schema(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
+    if field.metadata["choices"]:
+        return {"enum": list(field.metadata["choices"])}
+    options: list[dict[str, Any]] = []
+    for kind in _kinds(hint):
+        options += [schema for schema in _kind_schemas(kind, field.metadata["rule"]) if schema not in options]
+    return options[0] if len(options) == 1 else {"anyOf": options}
+
+
+def _kind_schemas(kind: Any, rule: Rule | None) -> list[dict[str, Any]]:
+    """What is accepted for one type; numbers may be text, and a list of one item may be written without brackets."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (int, float):
+        number = {"type": "integer" if kind is int else "number", **_bounds(rule)}
+        return [number, {"type": "string", "pattern": _NUMBER}]
+    if origin is dict:
+        return [{"type": "object", "additionalProperties": {"anyOf": _kind_schemas(args[1], None)}}]
+    if origin is tuple:
+        items = _kind_schemas(args[0], None)
+        array = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
+        return [array] if dataclasses.is_dataclass(args[0]) else [array, *items]
+    if dataclasses.is_dataclass(kind):
+        return [{"$ref": "#/$defs/job" if kind is JobSpec else "#/$defs/adapter"}]
+    if kind is Any:
+        return [{}]
+    return [{"type": {str: "string", bool: "boolean", type(None): "null"}[kind]}]
+
+
+def _bounds(rule: Rule | None) -> dict[str, float]:
+    found = re.findall(r"(at least|above|below) (\S+)", rule.text) if rule else []
+    assert bool(found) == bool(rule), f"{rule} has no schema"
+    return {_BOUNDS[word]: json.loads(number) for word, number in found}
+
+
+def _one_of(name: str, cls: type) -> dict[str, Any]:
+    """Exactly one spelling of a required setting is given."""
+    return {"oneOf": [{"required": [spelling]} for spelling in (name, *_named(cls, name).aliases)]}
+
+
+def _named(cls: type, name: str) -> Setting:
+    return next(setting for setting in settings_of(cls) if setting.name == name)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,154 @@
+"""Jobs trained together equal, each, the same job trained alone by Hugging Face PEFT and torch.optim."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from peft.optimizers import create_loraplus_optimizer
+from tiny_models import Job, Outcome, finish, job_spec, random_backbone, random_data, random_model
+
+from weft.engine.engine import Engine
+from weft.engine.live_job import LiveJob
+from weft.engine.schedule import warmup_steps
+from weft.spec import JobSpec
+
+BOUND = 1e-5
+STEPS = 24
+CAPACITY = 40
+"""Below the tokens of most global batches, so that gradients add up over several microbatches."""
+
+Tensors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def jobs() -> list[Job]:
+    """Six jobs that differ in everything that may differ."""
+    attention = ["q_proj", "k_proj", "v_proj"]
+    pattern = {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 6}
+    settings: list[dict[str, Any]] = [
+        {"adapter": {"r": 4, "lora_alpha": 8}, "weight_decay": 0.1, "global_batch_size": 8},
+        {"adapter": {"r": 8, "use_rslora": True}, "lr_scheduler_type": "cosine", "warmup_steps": 0.2,
+         "max_grad_norm": 0.05},
+        {"adapter": {"rank_pattern": pattern, "alpha_pattern": {"v_proj": 3.0}}, "loraplus_lr_ratio": 8.0,
+         "weight_decay": 0.02, "warmup_steps": 3, "global_batch_size": 5},
+        {"adapter": {"r": 1, "target_modules": attention, "init_lora_weights": "gaussian"}, "max_grad_norm": 0,
+         "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4, "global_batch_size": 3},
+        {"adapter": {"r": 6, "init_lora_weights": "orthogonal", "layers_to_transform": [1]}, "adam_beta1": 0.8,
+         "adam_beta2": 0.95, "adam_epsilon": 1e-6, "lr_scheduler_type": "polynomial"},
+        {"adapter": {"r": 3, "lora_alpha": 1, "init_lora_weights": False, "exclude_modules": ["o_proj"]},
+         "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2, "global_batch_size": 6, "max_grad_norm": 0.5},
+    ]  # fmt: skip
+    return [
+        (job_spec(f"job{i}", max_steps=STEPS, seed=i, **s), random_data(i, num_samples=14 + i))
+        for i, s in enumerate(settings)
+    ]
+
+
+def peft_model(plain: Any, job: LiveJob, start: Tensors) -> Any:
+    """The plain model with PEFT's own LoRA, set to where our job started."""
+    adapter = job.spec.adapter
+    alpha = 2 * adapter.r if adapter.lora_alpha is None else adapter.lora_alpha
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.r,
+        lora_alpha=alpha,
+        target_modules=list(job.adapter.modules),
+        rank_pattern=adapter.rank_pattern,
+        alpha_pattern=adapter.alpha_pattern,
+        use_rslora=adapter.use_rslora,
+    )
+    model = peft.get_peft_model(copy.deepcopy(plain), config)
+    with torch.no_grad():
+        for path, (a_RD, b_OR) in start.items():
+            module = model.get_submodule(f"base_model.model.{path}")
+            module.lora_A["default"].weight.copy_(a_RD)
+            module.lora_B["default"].weight.copy_(b_OR)
+    return model
+
+
+def peft_optimizer(model: Any, spec: JobSpec) -> torch.optim.Optimizer:
+    options = {
+        "lr": spec.learning_rate,
+        "betas": (spec.adam_beta1, spec.adam_beta2),
+        "eps": spec.adam_epsilon,
+        "weight_decay": spec.weight_decay,
+    }
+    if spec.loraplus_lr_ratio is not None:
+        return create_loraplus_optimizer(
+            model, torch.optim.AdamW, loraplus_lr_ratio=spec.loraplus_lr_ratio,
+            loraplus_weight_decay=spec.weight_decay, **options,
+        )  # fmt: skip
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **options)
+
+
+def peft_loss(model: Any, job: LiveJob, step: int) -> torch.Tensor:
+    """Mean cross entropy over the supervised tokens of a global batch, run as one padded batch."""
+    samples = [job.data.train.samples[i] for i in job.order.batch(step)]
+    longest = max(s.length for s in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
+    for row, sample in enumerate(samples):
+        tokens = torch.from_numpy(sample.tokens.astype("int64"))
+        ids[row, : sample.length] = tokens
+        mask[row, : sample.length] = 1
+        labels[row, : sample.length] = torch.where(torch.from_numpy(sample.supervised.copy()), tokens, -100)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return total / sum(s.num_supervised for s in samples)
+
+
+def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, list[float]]:
+    """The job alone, as its owner would train it without Weft."""
+    spec = job.spec
+    model = peft_model(plain, job, start)
+    optimizer = peft_optimizer(model, spec)
+    schedule = transformers.get_scheduler(
+        spec.lr_scheduler_type, optimizer, warmup_steps(spec.warmup_steps, STEPS), STEPS
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    losses = []
+    for step in range(STEPS):
+        loss = peft_loss(model, job, step)
+        loss.backward()
+        if spec.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(trained, spec.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    modules = {path: model.get_submodule(f"base_model.model.{path}") for path in start}
+    return {
+        path: (m.lora_A["default"].weight.detach(), m.lora_B["default"].weight.detach()) for path, m in modules.items()
+    }, losses
+
+
+def largest_difference(mine: Tensors, other: Tensors) -> float:
+    """Of all weights, relative to the largest weight of the same matrix."""
+    return max(
+        float((x - y).abs().max() / y.abs().max())
+        for path in mine
+        for x, y in zip(mine[path], other[path], strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "gemma2"])
+def test_jobs_when_trained_together_then_each_equals_peft_alone(name):
+    plain = random_model(name)
+    plain.set_attn_implementation("eager")
+    engine = Engine(random_backbone(name), capacity=CAPACITY)
+    for spec, data in jobs():
+        engine.submit(spec, data)
+    starts = {job: live.adapter.tensors() for job, live in engine.jobs.items()}
+    outcomes: dict[str, Outcome] = finish(engine)
+    for job, live in engine.jobs.items():
+        expected, losses = train_with_peft(plain, live, starts[job])
+        assert len(outcomes[job].losses) == STEPS
+        assert outcomes[job].losses == pytest.approx(losses, rel=BOUND)
+        assert largest_difference(outcomes[job].adapter, expected) <= BOUND, job
+        assert largest_difference(outcomes[job].adapter, starts[job]) > 0.01, "the job learned nothing"

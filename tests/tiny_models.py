@@ -1,0 +1,213 @@
+"""Tiny random backbones of every family, random data for them, and jobs to train: fixtures shared by several folders."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from weft.backbone import attention
+from weft.backbone.backbone import Backbone
+from weft.data.dataset import Dataset, DataSummary, JobData
+from weft.data.sample import Sample
+from weft.engine.engine import Engine
+from weft.engine.events import EvalDone, Event, StepDone
+from weft.spec import AdapterSpec, JobSpec
+
+VOCABULARY = 61
+POSITIONS = 128
+SETTINGS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OPT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "init_std": 0.2,
+    "pad_token_id": 1,
+    "dropout": 0.0,
+}
+_NEOX = {k: v for k, v in SETTINGS.items() if k != "num_key_value_heads"}
+_GEMMA = {**SETTINGS, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SETTINGS),
+    "llama_bias": ("Llama", {**SETTINGS, "attention_bias": True, "mlp_bias": True}),
+    "llama_tied": ("Llama", {**SETTINGS, "tie_word_embeddings": True}),
+    "llama_odd": ("Llama", {**SETTINGS, "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3,
+                            "num_key_value_heads": 3}),
+    "llama_llama3": ("Llama", {**SETTINGS, "rope_parameters": _LLAMA3}),
+    "llama_yarn": ("Llama", {**SETTINGS, "rope_parameters": _YARN}),
+    "llama_linear": ("Llama", {**SETTINGS, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4,
+                                                              "factor": 2.0}}),
+    "llama_dynamic": ("Llama", {**SETTINGS, "max_position_embeddings": 32, "rope_parameters": _DYNAMIC}),
+    "mistral": ("Mistral", {**SETTINGS, "sliding_window": 4}),
+    "qwen2": ("Qwen2", SETTINGS),
+    "qwen2_sliding": ("Qwen2", {**SETTINGS, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {**SETTINGS, "head_dim": 12}),
+    "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3_text": ("Gemma3Text", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi3": ("Phi3", SETTINGS),
+    "phi3_longrope": ("Phi3", {**SETTINGS, "original_max_position_embeddings": 32, "rope_parameters": _LONGROPE}),
+    "opt": ("OPT", _OPT),
+    "opt_projected": ("OPT", {**_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
+    "gpt_neox": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.5}),
+    "gpt_neox_serial": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.25, "use_parallel_residual": False}),
+}
+"""Name of a tiny model to the transformers class it is of and its settings."""
+
+
+def random_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers model that attends as packed samples do; all biases and norms are random too."""
+    kind, settings = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**settings, **changes})
+    attention.register()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                # Transformers starts biases at zero and norms at one, which would hide a forgotten one.
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.1 if "norm" in path else 0.3))
+    return model.to(dtype).eval()
+
+
+def random_backbone(name: str = "llama", **options: Any) -> Backbone:
+    """A tiny random backbone whose tokenizer knows nothing but its end token."""
+    return Backbone(random_model(name, **options), SimpleNamespace(eos_token_id=None), name)
+
+
+def random_sample(rng: np.random.Generator, length: int, *, low: int = 3, high: int = VOCABULARY) -> Sample:
+    """A sample whose last token at least is supervised."""
+    supervised = rng.random(length) < 0.6
+    supervised[-1] = True
+    return Sample(rng.integers(low, high, length, dtype=np.int32), supervised)
+
+
+def dataset(samples: Sequence[Sample]) -> Dataset:
+    """Samples as if read from a file."""
+    lengths = [s.length for s in samples]
+    supervised = sum(s.num_supervised for s in samples)
+    summary = DataSummary(
+        ("random",), "tokens", len(samples), 0, 0, 0, max(lengths), len(samples), sum(lengths), supervised,
+        min(lengths), sum(lengths) / len(lengths), max(lengths),
+    )
+    return Dataset(tuple(samples), summary)
+
+
+def random_data(
+    seed: int, num_samples: int = 12, *, lengths: tuple[int, int] = (3, 20), num_eval: int = 0, high: int = VOCABULARY
+) -> JobData:
+    """Random samples to train on and, if asked for, to evaluate on."""
+    rng = np.random.default_rng(seed)
+    drawn = [random_sample(rng, int(rng.integers(*lengths)), high=high) for _ in range(num_samples + num_eval)]
+    return JobData(dataset(drawn[:num_samples]), dataset(drawn[num_samples:]) if num_eval else None)
+
+
+def job_spec(name: str, *, adapter: Mapping[str, Any] | None = None, **settings: Any) -> JobSpec:
+    """A small job; its data is given to `submit`, so the file name means nothing."""
+    defaults: dict[str, Any] = {"max_length": 24, "global_batch_size": 4, "learning_rate": 5e-3, "max_steps": 6}
+    return JobSpec(name, ("random",), adapter=AdapterSpec(**{"r": 4, **(adapter or {})}), **{**defaults, **settings})
+
+
+@dataclass
+class Outcome:
+    """What became of one job."""
+
+    adapter: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    state: str
+    reason: str | None
+    losses: list[float] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)
+
+
+Job = tuple[JobSpec, JobData]
+
+
+def train(
+    backbone: Backbone, jobs: Sequence[Job], *, capacity: int = 64, on_event: Callable[[Engine, Event], None] | None = None
+) -> dict[str, Outcome]:
+    """Trains jobs together and tells what became of each; `on_event` may use the engine while it runs."""
+    engine = Engine(backbone, capacity=capacity)
+    for spec, data in jobs:
+        engine.submit(spec, data)
+    return finish(engine, on_event)
+
+
+def finish(engine: Engine, on_event: Callable[[Engine, Event], None] | None = None) -> dict[str, Outcome]:
+    """Runs an engine to its end and tells what became of its jobs."""
+    losses: dict[str, list[float]] = {}
+    eval_losses: dict[str, list[float]] = {}
+    for event in engine.events():
+        if isinstance(event, StepDone):
+            losses.setdefault(event.job, []).append(event.loss)
+        elif isinstance(event, EvalDone):
+            eval_losses.setdefault(event.job, []).append(event.eval_loss)
+        if on_event is not None:
+            on_event(engine, event)
+    return {
+        name: Outcome(
+            job.adapter.tensors(), str(job.state), job.reason, losses.get(name, []), eval_losses.get(name, [])
+        )
+        for name, job in engine.jobs.items()
+    }
+
+
+def assert_same_bits(mine: Outcome, other: Outcome) -> None:
+    """Both jobs ended with the same adapter, to the bit, by way of the same losses."""
+    assert mine.losses == other.losses
+    assert mine.eval_losses == other.eval_losses
+    assert mine.state == other.state
+    assert mine.adapter.keys() == other.adapter.keys()
+    for path, (a_RD, b_OR) in mine.adapter.items():
+        assert torch.equal(a_RD, other.adapter[path][0]), path
+        assert torch.equal(b_OR, other.adapter[path][1]), path
+
+
+@contextlib.contextmanager
+def attending_eagerly(model: Any) -> Iterator[Any]:
+    """Lets a model use transformers' own attention for a while."""
+    model.set_attn_implementation("eager")
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(attention.NAME)
