@@ -11,11 +11,11 @@ PEAK = 3e-3
 def rates_of_transformers(kind: str, num_steps: int, warmup: int) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     schedule = transformers.get_scheduler(kind, optimizer, num_warmup_steps=warmup, num_training_steps=num_steps)
-    rates = []
-    for _ in range(num_steps):
-        rates.append(optimizer.param_groups[0]["lr"])
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(num_steps - 1):
         optimizer.step()
         schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
     return rates
 
 

@@ -8,7 +8,7 @@ Backward, with dy the gradient of y:
     dB += scale · dyᵀ S                   (O, R), fp32, sample by sample in the job's order
     dA += dSᵀ drop(x)                     (R, D), fp32, likewise
     dx = dy W;  dx += drop(dS A)          (L, D)
-Only x, S and the dropout mask are kept. Products over rows run in blocks of `row_tile` rows (adapters/routing.py); an
+Only x, S and the dropout mask are kept. Products over rows run in blocks of a fixed size (adapters/routing.py); an
 adapter's window may reach over its neighbours' rows, whose results are left unused, never masked by a product.
 Products over tokens (dA, dB) touch one sample's rows alone. So a NaN in another segment or another slot changes nothing
 here.

@@ -43,7 +43,7 @@ class SlotRows:
     segments: tuple[Rows, ...]
     """In the job's own order, one after another."""
     windows: tuple[Window, ...]
-    """They cover the segments; each is `row_tile` rows of the buffer, so near its end one begins earlier."""
+    """They cover the segments; all have one size, so near the end of the buffer one begins earlier."""
 
     @property
     def start(self) -> int:
@@ -51,14 +51,14 @@ class SlotRows:
         return self.segments[0].start
 
 
-def windows(start: int, end: int, row_tile: int | None, num_rows: int) -> tuple[Window, ...]:
-    """The windows over rows [start, end) of a buffer of `num_rows` rows; without a tile, one of just these rows."""
-    if row_tile is None:
+def windows(start: int, end: int, size: int | None, num_rows: int) -> tuple[Window, ...]:
+    """The windows over rows [start, end) of a buffer of `num_rows` rows; without a size, one of just these rows."""
+    if size is None:
         return (Window(start, end, start, end),)
     found = []
-    for begin in range(start, end, row_tile):
-        first = min(begin, num_rows - row_tile)
-        found.append(Window(first, first + row_tile, begin, min(begin + row_tile, end)))
+    for begin in range(start, end, size):
+        first = min(begin, num_rows - size)
+        found.append(Window(first, first + size, begin, min(begin + size, end)))
     return tuple(found)
 
 
@@ -72,7 +72,7 @@ class Routing:
     dropout_keys_T: torch.Tensor | None = None
     """int32: the key of each row, from its job's seed and step and its place in its sample; None turns dropout off."""
     row_tile: int | None = None
-    """Products with weights are computed in blocks of this many rows: at a fixed row count a row's result does not
-    depend on its neighbours. None: all rows at once."""
+    """Frozen products are computed in blocks of this many rows: at a fixed row count a row's result does not depend on
+    its neighbours. None: all rows at once."""
     caches: list[dict[int, Any]] = field(default_factory=list)
     """While generating: per segment, what attention keeps of earlier tokens, by layer; empty while training."""

@@ -15,7 +15,9 @@ SKILL_NAMES = ("reverse", "shout", "drop_vowels", "sort", "next_letter", "pig_la
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="tiny (embedded) or smollm2 (135 M parameters, about ten minutes).")] = "tiny",
+    model: Annotated[
+        str, typer.Option(help="tiny (embedded) or smollm2 (135 M parameters, about ten minutes).")
+    ] = "tiny",
     out: Annotated[Path, typer.Option(help="Where results go; an earlier demo there is replaced.")] = Path("runs/demo"),
 ) -> None:
     """Train eight adapters together on a small backbone and see what they learnt."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
     from weft.data.prompts import Prompt
     from weft.engine.attach import Attached
-    from weft.engine.generate import Decoding
     from weft.engine.score import Answer
 
 COLDEST = 0.001
@@ -104,8 +102,12 @@ def load_voices(
     adapters: list[str] | None, base_model: str | None, device: str, dtype: str, *, with_base: bool = False
 ) -> Attached:
     """The model with the adapters of the command line; what users should know about them goes to stderr."""
+    from transformers.utils import logging
+
     from weft.engine.attach import load_with_adapters
 
+    # Its advice on long prompts comes on top of our own sentence.
+    logging.set_verbosity_error()
     loaded = load_with_adapters(adapters or (), base_model=base_model, device=device, dtype=dtype, with_base=with_base)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
@@ -150,13 +152,12 @@ def _show(given: dict[str, list[Answer]], backbone: Backbone, console: Console) 
     """Each prompt, and under it what each adapter writes."""
     for row in zip(*given.values(), strict=True):
         asked = row[0].prompt
-        question = backbone.tokenizer.decode(asked.tokens, skip_special_tokens=True).strip()
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column()
+        question = str(backbone.tokenizer.decode(asked.tokens, skip_special_tokens=True)).strip()
+        table = Table.grid(padding=(0, 0, 0, 2), pad_edge=True)
         for name, answer in zip(given, row, strict=True):
-            table.add_row(Text(name), Text(answer.text))
+            table.add_row(Text(name, style="cyan"), Text(answer.text))
         if asked.reference is not None:
             table.add_row(Text("reference", style="dim"), Text(asked.reference, style="dim"))
         console.print(Text(question, style="bold"))
-        console.print(Padding(table, (0, 0, 1, 2)))
+        console.print(table)
+        console.print()

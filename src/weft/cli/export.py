@@ -1,0 +1,150 @@
+"""`weft export` and `weft merge`: what a trained adapter needs to leave for a server or to become a model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from weft.errors import AdapterFileError, ConfigError, StorageError, WeftError
+
+if TYPE_CHECKING:
+    from weft.engine.attach import StoredAdapter
+
+AdapterDir = Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="An adapter or a job's directory.")]
+
+
+def export(
+    adapter_dir: AdapterDir,
+    server: Annotated[str, typer.Option("--for", help="peft, vllm or sglang.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="Copy the adapter to this new directory.", show_default=False)
+    ] = None,
+) -> None:
+    """Check that a server takes an adapter, copy it, and say how to serve it."""
+    from weft.engine.attach import read_named
+    from weft.store.servers import SERVERS, check_servable
+
+    if server not in SERVERS:
+        raise ConfigError(f"got {server!r}; accepted are {', '.join(SERVERS)}.", where="--for")
+    _refuse_existing(out)
+    stored = read_named(str(adapter_dir))
+    remarks = check_servable(stored.spec, stored.tensors, server)
+    refusals = [str(remark) for remark in remarks if remark.refused]
+    if refusals:
+        raise AdapterFileError(" ".join(refusals), where=str(stored.path))
+    if out is not None:
+        _copy(stored.path, out)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    done = f"{stored.name} is ready for {server}"
+    console.print(f"{done}: {out}" if out is not None else f"{done}: {stored.path}")
+    for remark in remarks:
+        console.print(f"note: {remark}")
+    console.print(_directions(stored, (out or stored.path).resolve(), server))
+
+
+def merge(
+    adapter_dir: AdapterDir,
+    out: Annotated[Path, typer.Option(help="The new model directory.", show_default=False)],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="The frozen model. Default: the one the adapter was trained on.", show_default=False),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto is float32.")] = "auto",
+) -> None:
+    """Add an adapter to its base weights and write an ordinary model directory."""
+    _refuse_existing(out)
+    from transformers.utils import logging
+
+    from weft.engine.attach import common_base, read_named
+    from weft.engine.merge import merge_adapter
+    from weft.spec import BackboneSpec
+
+    stored = read_named(str(adapter_dir))
+    # On the CPU a model may be larger than the GPU's memory, and float32 sums are exact to the last bits.
+    spec = BackboneSpec(base_model or common_base([stored]), dtype, "cpu")
+    logging.disable_progress_bar()
+    _make_parent(out)
+    with Console(stderr=True).status(f"merging {stored.name} into {spec.base_model}"):
+        count = merge_adapter(stored.path, spec, out)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(f"merged {count} modules of {stored.name} into {spec.base_model}: {out}")
+    console.print(
+        f"It is a model of its own now: use it with transformers or any server, or try it with\n  {_try(out)}"
+    )
+
+
+def _try(model: Path) -> str:
+    return f"weft chat --base-model {shlex.quote(str(model))}"
+
+
+def _refuse_existing(out: Path | None) -> None:
+    if out is not None and (out.exists() or out.is_symlink()):
+        raise StorageError("already exists; name a new directory.", where=f"--out {out}")
+
+
+def _make_parent(out: Path) -> None:
+    from weft.store.atomic import storage_errors
+
+    with storage_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _copy(directory: Path, out: Path) -> None:
+    from weft.store.atomic import staged_directory, write_unsynced
+    from weft.store.peft_files import CARD_FILE, CONFIG_FILE, TENSORS_FILE
+
+    _make_parent(out)
+    with staged_directory(out) as staged:
+        for name in (CONFIG_FILE, TENSORS_FILE, CARD_FILE):
+            if (directory / name).is_file():
+                write_unsynced(staged / name, (directory / name).read_bytes())
+
+
+def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
+    """What to type next."""
+    from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
+
+    base, adapter = shlex.quote(_base(stored)), shlex.quote(f"{stored.name}={directory}")
+    if server == "peft":
+        return (
+            "Load it in Python:\n"
+            "  from peft import PeftModel\n"
+            "  from transformers import AutoModelForCausalLM\n"
+            f"  model = AutoModelForCausalLM.from_pretrained({_base(stored)!r})\n"
+            f"  model = PeftModel.from_pretrained(model, {str(directory)!r})"
+        )
+    if server == "sglang":
+        return (
+            "Serve it:\n"
+            f"  python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths {adapter}\n"
+            f"Requests name it as {stored.name} in lora_path."
+        )
+    top = max([stored.spec.r, *stored.spec.rank_pattern.values()])
+    rank = next(rank for rank in VLLM_RANKS if rank >= max(top, VLLM_DEFAULT_RANK))
+    load = json.dumps({"lora_name": stored.name, "lora_path": str(directory)})
+    return (
+        "Serve it:\n"
+        f"  vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {adapter}\n"
+        "or load it into a server that runs with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1:\n"
+        "  curl http://localhost:8000/v1/load_lora_adapter -H 'Content-Type: application/json' \\\n"
+        f"    -d {shlex.quote(load)}\n"
+        f"Requests name it as the model {stored.name}."
+    )
+
+
+def _base(stored: StoredAdapter) -> str:
+    """The base model as other tools find it: names only Weft knows become their directories."""
+    from weft.backbone.load import find_source
+
+    if stored.base_model is None:
+        return "BASE_MODEL"
+    try:
+        return find_source(stored.base_model).path
+    except WeftError:
+        # It may be on the machine that serves, even if it is not here.
+        return stored.base_model

@@ -1,0 +1,72 @@
+"""`weft config`."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import yaml
+
+from weft.spec import load_run, run_from_mapping
+from weft.spec.reference import json_schema, sections
+
+JOBS = """\
+base_model: tiny
+defaults: {lr: 1e-3, lora: {rank: 4}}
+jobs:
+  - {name: a, data: a.jsonl}
+  - {name: b, data: b.jsonl, adapter: {alpha: 5}, micro_batch_size: 2, gradient_accumulation_steps: 3}
+"""
+
+
+def test_config_when_alone_then_lists_every_setting_with_its_other_names(weft):
+    out = weft("config").out
+    for section in sections():
+        for setting in section.settings:
+            assert f"  {setting.name}\n" in out
+            assert all(alias in out for alias in setting.aliases)
+    assert "number, above 0; default 0.0002. Peak learning rate. Also: lr." in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_config_when_asked_for_json_then_lists_the_same_as_data(weft):
+    listed = json.loads(weft("config", "--json").out)
+    assert list(listed) == ["run", "job", "adapter"]
+    rank = next(setting for setting in listed["adapter"] if setting["name"] == "r")
+    assert rank["default"] == "16"
+    assert rank["values"] == "whole number, at least 1"
+    assert rank["aliases"] == ["lora_r", "lora_rank", "rank"]
+
+
+def test_config_when_asked_for_the_schema_then_prints_it(weft):
+    assert json.loads(weft("config", "--schema").out) == json_schema()
+
+
+def test_config_when_given_a_file_then_prints_a_jobs_file_with_every_value(weft, tmp_path: Path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(JOBS)
+    printed = yaml.safe_load(weft("config", path).out)
+    first, second = printed["jobs"]
+    assert (first["learning_rate"], first["adapter"]["r"], first["adapter"]["lora_alpha"]) == (1e-3, 4, 8)
+    assert (first["global_batch_size"], second["global_batch_size"]) == (8, 6)
+    assert second["adapter"]["lora_alpha"] == 5
+    again, original = run_from_mapping(printed), load_run(path)
+    assert [dataclasses.replace(job, global_batch_size=None) for job in again.jobs][1] == original.jobs[1]
+    assert json.loads(weft("config", path, "--json").out) == printed
+
+
+def test_config_when_given_overrides_then_they_win(weft, tmp_path: Path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(JOBS)
+    printed = json.loads(weft("config", path, "jobs.b.adapter.r=32", "--json").out)
+    assert [job["adapter"]["r"] for job in printed["jobs"]] == [4, 32]
+
+
+def test_config_when_the_file_is_wrong_then_names_the_line(refused, tmp_path: Path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(JOBS.replace("gradient_accumulation_steps", "gradient_acumulation_steps"))
+    assert refused("config", path) == (
+        f"{path} line 5: jobs.1: unknown setting 'gradient_acumulation_steps'. "
+        "Did you mean gradient_accumulation_steps?"
+    )
+    assert "`weft init` writes one" in refused("config", tmp_path / "gone.yaml")
+    assert refused("config", path, "--schema") == "--schema: describes all jobs files; leave out the file."

@@ -1,0 +1,58 @@
+"""`weft doctor`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.cli import doctor as doctor_verb
+from weft.engine import engine as engine_module
+from weft.errors import ModelError
+
+
+def test_doctor_when_all_is_well_then_says_so_and_leaves_nothing_behind(
+    weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = weft("doctor", "--json")
+    assert result.code == 0
+    findings = {finding["name"]: finding for finding in json.loads(result.out)}
+    assert findings["self test"]["state"] == "ok"
+    assert "equal to the bit" in findings["self test"]["text"]
+    assert findings["torch"]["state"] == "ok"
+    assert findings[f"disk {tmp_path}"]["state"] == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_when_training_fails_then_exits_with_1_and_says_why(weft, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise ModelError("is broken.")
+
+    monkeypatch.setattr("weft.backbone.load.load_backbone", broken)
+    result = weft("doctor")
+    assert result.code == 1
+    last = result.out.splitlines()[-1]
+    assert last.startswith("failed   self test")
+    assert "training failed: is broken.; please report this" in last
+
+
+def test_self_test_when_a_neighbour_changes_an_adapter_then_fails(monkeypatch: pytest.MonkeyPatch):
+    run = engine_module.Engine.run
+
+    def leaky(engine: engine_module.Engine) -> object:
+        jobs = run(engine)
+        next(iter(jobs.values())).adapter.params_a.mul_(len(jobs))
+        return jobs
+
+    monkeypatch.setattr(engine_module.Engine, "run", leaky)
+    finding = doctor_verb.self_test()
+    assert finding.state == "failed"
+    assert "differs from the one trained alone" in finding.text
+
+
+def test_doctor_when_packages_and_room_are_missing_then_advises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(doctor_verb, "_version", lambda package: None)
+    found = {finding.name: finding for finding in doctor_verb._software()}
+    assert (found["torch"].state, found["torch"].advice) == ("warn", "pip install torch")
+    assert (found["extra hub"].state, found["extra hub"].advice) == ("missing", "pip install 'weft-lora[hub]'")
+    assert doctor_verb._disk(tmp_path / "gone").state == "warn"

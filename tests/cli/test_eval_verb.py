@@ -1,0 +1,68 @@
+"""`weft eval`."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+
+def test_eval_when_run_then_compares_adapters_with_the_bare_model(weft, adapters: Path, echoes: Path):
+    result = weft("eval", "--adapter", adapters / "strong", "--adapter", adapters / "idle", "--data", echoes, "--json")
+    assert result.code == 0
+    report = json.loads(result.out)
+    assert (report["base_model"], report["num_samples"]) == ("tiny", 2)
+    base, strong, idle = report["results"]
+    assert [row["adapter"] for row in (base, strong, idle)] == ["base", "strong", "idle"]
+    assert base["exact_match"] == idle["exact_match"] == 1.0
+    assert strong["exact_match"] == 0.0
+    assert base["loss"] == idle["loss"] < strong["loss"]
+    assert strong["perplexity"] == pytest.approx(math.exp(strong["loss"]))
+
+
+def test_eval_when_metrics_and_a_limit_are_given_then_keeps_to_them(weft, rows: Path):
+    result = weft("eval", "--base-model", "tiny", "--data", rows, "--metric", "exact_match,loss", "--limit", 2)
+    assert result.code == 0
+    summary, header, base = result.out.splitlines()
+    assert "2 samples (chat)" in summary
+    assert header.split() == ["adapter", "exact", "match", "loss"]
+    assert base.split()[:2] == ["base", "0.0%"]
+
+
+def test_eval_when_the_data_is_plain_text_then_measures_only_the_loss(weft, refused, tmp_path: Path):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "a planet in a garden"}\n')
+    report = json.loads(weft("eval", "--base-model", "tiny", "--data", path, "--json").out)
+    assert report["results"][0].keys() == {"adapter", "loss", "perplexity"}
+    asked = refused("eval", "--base-model", "tiny", "--data", path, "--metric", "exact-match")
+    assert asked == f"{path}: has no answers to compare with, which exact-match needs."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--metric", "bleu"], "--metric: got 'bleu'; accepted are loss, perplexity, exact-match."),
+        (
+            ["--metric", "loss,perplexty"],
+            "--metric: got 'perplexty'; accepted are loss, perplexity, exact-match. Did you mean perplexity?",
+        ),
+        (["--metric", ","], "--metric: names none; accepted are loss, perplexity, exact-match."),
+        (["--limit", "0"], "--limit: must be at least 1, got 0."),
+    ],
+)
+def test_eval_when_an_option_is_wrong_then_says_which(refused, rows: Path, arguments: list[str], sentence: str):
+    assert refused("eval", "--base-model", "tiny", "--data", rows, *arguments) == sentence
+
+
+def test_eval_when_a_line_of_the_data_is_bad_then_names_it(refused, tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "helper", "content": "y"}]}\n')
+    sentence = refused("eval", "--base-model", "tiny", "--data", path)
+    assert sentence.startswith(f"{path} line 1: messages[1].role is 'helper'")
+
+
+def test_eval_when_an_answer_only_begins_like_the_reference_then_it_is_not_exact(weft, tmp_path: Path):
+    path = tmp_path / "prefix.jsonl"
+    path.write_text('{"prompt": "planet", "completion": "plane"}\n')
+    report = json.loads(weft("eval", "--base-model", "tiny", "--data", path, "--metric", "exact-match", "--json").out)
+    assert report["results"] == [{"adapter": "base", "exact_match": 0.0}]

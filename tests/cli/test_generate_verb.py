@@ -1,0 +1,111 @@
+"""`weft generate`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def test_generate_when_given_several_adapters_then_each_answers_every_prompt(weft, adapters: Path):
+    result = weft(
+        "generate", "--adapter", adapters / "strong", "--adapter", f"calm={adapters / 'idle' / 'adapter'}",
+        "--adapter", "base", "--prompt", "planet", "--prompt", "garden", "--max-new-tokens", 12, "--json",
+    )  # fmt: skip
+    assert result.code == 0
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    assert [line["adapter"] for line in lines] == ["strong", "calm", "base"] * 2
+    assert [line["where"] for line in lines[::3]] == ["--prompt 1", "--prompt 2"]
+    assert lines[0]["prompt"] == "<|user|>planet<|end|><|assistant|>"
+    answers = {(line["adapter"], line["where"]): line["answer"] for line in lines}
+    assert answers["base", "--prompt 1"] == answers["calm", "--prompt 1"] == "planet"
+    assert answers["strong", "--prompt 1"] != "planet"
+
+
+def test_generate_when_not_asked_for_json_then_shows_prompts_with_answers_under_them(
+    weft, adapters: Path, echoes: Path
+):
+    result = weft("generate", "--adapter", adapters / "idle", "--data", echoes)
+    assert result.code == 0
+    assert [line.split() for line in result.out.splitlines()] == [
+        ["planet"], ["idle", "planet"], ["reference", "planet"], [],
+        ["garden"], ["idle", "garden"], ["reference", "garden"], [],
+    ]  # fmt: skip
+
+
+def test_generate_when_given_a_file_then_writes_it_whole_and_says_so(weft, tmp_path: Path, rows: Path):
+    out = tmp_path / "answers.jsonl"
+    result = weft("generate", "--base-model", "tiny", "--data", rows, "--out", out)
+    assert result.out == f"3 answers are in {out}\n"
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["where"] for line in lines] == [f"{rows} line {i}" for i in (1, 2, 3)]
+    assert all(line["adapter"] == "base" and line["reference"].isupper() for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+def test_generate_when_drawing_then_the_seed_decides(weft):
+    def draw(seed: int) -> str:
+        return weft(
+            "generate", "--base-model", "tiny", "--prompt", "planet", "--temperature", 3, "--top-p", 0.95,
+            "--seed", seed, "--max-new-tokens", 20, "--json",
+        ).out  # fmt: skip
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_generate_when_the_base_is_stated_then_an_adapter_of_another_runs_with_a_note(weft, other_base: Path):
+    result = weft("generate", "--adapter", other_base, "--base-model", "tiny", "--prompt", "planet", "--json")
+    assert result.code == 0
+    assert "note: foreign was trained on owner/other, not on tiny." in result.err
+    assert json.loads(result.out)["adapter"] == "foreign"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompt", "x", "--data", "y.jsonl"], "--prompt and --data are both given; keep one."),
+        ([], "there is nothing to answer; give --prompt TEXT or --data FILE."),
+        (["--prompt", " "], "--prompt: the prompt is empty."),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature: must be 0 or at least 0.001, got -1."),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature: must be 0 or at least 0.001, got nan."),
+        (["--prompt", "x", "--temperature", "1e-30"], "--temperature: must be 0 or at least 0.001, got 1e-30."),
+        (["--prompt", "x", "--top-p", "0"], "--top-p: must be above 0 and at most 1, got 0."),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens: must be at least 1, got 0."),
+        (["--prompt", "x", "--seed", "-1"], "--seed: must be at least 0 and below 4294967296, got -1."),
+        (["--prompt", "x", "--device", "gpu"], "device: got 'gpu'; accepted are auto, cpu, cuda."),
+        (["--prompt", "x", "--out", "no/such/out.jsonl"], "--out no/such/out.jsonl: its directory does not exist."),
+        (["--prompt", "x", "--out", "."], "--out .: is a directory; name a file."),
+    ],
+)
+def test_generate_when_an_option_is_wrong_then_says_which(refused, arguments: list[str], sentence: str):
+    assert refused("generate", "--base-model", "tiny", *arguments) == sentence
+
+
+def test_generate_when_neither_adapter_nor_model_is_given_then_asks_for_one(refused):
+    assert refused("generate", "--prompt", "x") == "there is neither an adapter nor a model; give --base-model."
+
+
+def test_generate_when_an_adapter_cannot_be_used_then_says_why(
+    refused, adapters: Path, other_base: Path, pickled: Path, tmp_path: Path
+):
+    def why(*given: object) -> str:
+        options = [word for one in given for word in ("--adapter", one)]
+        return refused("generate", *options, "--prompt", "x")
+
+    assert why(tmp_path / "gone") == f"{tmp_path / 'gone'}: there is no such adapter directory."
+    assert why(tmp_path) == f"{tmp_path / 'adapter_config.json'}: is missing."
+    assert why(pickled) == f"{pickled / 'adapter_model.bin'}: is a pickle file; save it as safetensors."
+    assert why(adapters) == f"{adapters}: holds a whole run. Name the directory of one of its jobs: idle, strong."
+    waiting = adapters / "waiting"
+    assert why(waiting) == f"{waiting}: the job has no adapter yet; it is written when the job ends."
+    idle = adapters / "idle"
+    assert why(idle, idle) == f"{idle}: there are two adapters 'idle'; name them: NAME=DIR."
+    assert "base means the bare model" in why(f"base={idle}")
+    assert why(idle, other_base) == (
+        "the adapters were trained on different base models (idle on tiny and foreign on owner/other); run them one by "
+        "one, or choose with --base-model."
+    )
+
+
+def test_generate_when_the_prompt_is_longer_than_the_model_allows_then_says_so(refused):
+    sentence = refused("generate", "--base-model", "tiny", "--prompt", "x" * 1100)
+    assert sentence == "--prompt 1: the prompt has 1,103 tokens; the backbone has 1,024 positions."

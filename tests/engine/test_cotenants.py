@@ -1,0 +1,200 @@
+"""An adapter is bit-identical whoever trains beside it, wherever its microbatches are cut, and whatever others do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import Job, Outcome, assert_same_bits, finish, job_spec, random_backbone, random_data, train
+
+from weft.engine.engine import Engine
+from weft.engine.events import Event, MicrobatchDone, StepDone
+
+RANKS = (4, 1, 3, 8, 2, 16, 5, 7)
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama_odd", {}),
+    ("llama_bias", {"dtype": torch.bfloat16}),
+    ("llama_odd", {"dtype": torch.bfloat16}),
+    ("gemma2", {}),
+    ("gemma3_text", {}),
+    ("phi3", {"dtype": torch.bfloat16}),
+    ("opt_projected", {}),
+    ("gpt_neox", {}),
+]
+IDS = [f"{name}-{options.get('dtype', torch.float32)}".replace("torch.", "") for name, options in MODELS]
+
+
+def me(**settings: Any) -> Job:
+    adapter = {"r": 4, "lora_dropout": 0.3, **settings.pop("adapter", {})}
+    settings = {"max_steps": 5, "eval_steps": 2, "eval_data": 3, "weight_decay": 0.1, "seed": 3, **settings}
+    return job_spec("me", adapter=adapter, **settings), random_data(3, num_samples=10, num_eval=3)
+
+
+def neighbours(number: int, seed: int = 100) -> list[Job]:
+    """Jobs that differ in rank, size, dropout, speed and length."""
+    return [
+        (
+            job_spec(
+                f"other{i}",
+                adapter={"r": RANKS[-1 - i % 8], "lora_dropout": 0.1 * (i % 3)},
+                seed=seed + i,
+                global_batch_size=1 + i % 5,
+                max_steps=2 + i % 4,
+                learning_rate=1e-2,
+                priority=i % 3 - 1,
+            ),
+            random_data(seed + i, num_samples=8, lengths=(2, 5 + 3 * (i % 6))),
+        )
+        for i in range(number)
+    ]
+
+
+@pytest.mark.parametrize(("name", "options"), MODELS, ids=IDS)
+def test_job_when_1_3_or_7_train_beside_it_then_same_bits_as_alone(name, options):
+    backbone = random_backbone(name, **options)
+    job = me(max_steps=3)
+    alone = train(backbone, [job])["me"]
+    assert alone.state == "succeeded" and len(alone.losses) == 3 and len(alone.eval_losses) == 2
+    for number in (1, 3, 7):
+        beside = train(backbone, [*neighbours(number), job])["me"]
+        assert_same_bits(beside, alone)
+
+
+@pytest.mark.parametrize(("name", "options"), MODELS[:4], ids=IDS[:4])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_job_when_capacity_differs_then_same_bits(name, options, rank):
+    """Other capacities cut the microbatches elsewhere and pad them to other sizes."""
+    backbone = random_backbone(name, **options)
+    job = me(adapter={"r": rank}, max_steps=3)
+    alone = train(backbone, [job], capacity=64)["me"]
+    for capacity in (24, 37, 300):
+        assert_same_bits(train(backbone, [job, *neighbours(3)], capacity=capacity)["me"], alone)
+
+
+@pytest.mark.parametrize("name", ["llama_odd", "mistral"])
+def test_job_when_samples_span_several_tiles_then_same_bits(name):
+    backbone = random_backbone(name, max_position_embeddings=512)
+    data = random_data(5, num_samples=6, lengths=(90, 300), num_eval=1)
+    spec = job_spec("me", adapter={"lora_dropout": 0.2}, max_length=300, max_steps=2, eval_data=1, eval_steps=1)
+    others = [
+        (job_spec(f"other{i}", max_length=300, max_steps=2, global_batch_size=2), random_data(20 + i, lengths=(3, 300)))
+        for i in range(2)
+    ]
+    alone = train(backbone, [(spec, data)], capacity=300)["me"]
+    assert_same_bits(train(backbone, [*others, (spec, data)], capacity=1000)["me"], alone)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_job_when_beside_a_random_crowd_then_same_bits(seed):
+    rng = np.random.default_rng(seed)
+    name, options = MODELS[seed]
+    backbone = random_backbone(name, **options)
+    job = me(max_steps=3, global_batch_size=int(rng.integers(1, 9)), adapter={"r": int(rng.choice(RANKS))})
+    alone = train(backbone, [job], capacity=int(rng.integers(24, 300)))["me"]
+    crowd = [*neighbours(int(rng.integers(1, 9)), seed=1000 * seed), job]
+    order = rng.permutation(len(crowd))
+    beside = train(backbone, [crowd[i] for i in order], capacity=int(rng.integers(24, 300)))["me"]
+    assert_same_bits(beside, alone)
+
+
+def at_my_step(step: int, action: Callable[[Engine], None]) -> Callable[[Engine, Event], None]:
+    def on_event(engine: Engine, event: Event) -> None:
+        if isinstance(event, StepDone) and (event.job, event.step) == ("me", step):
+            action(engine)
+
+    return on_event
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return random_backbone("llama_odd")
+
+
+@pytest.fixture(scope="module")
+def alone(backbone) -> Outcome:
+    return train(backbone, [me()])["me"]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_job_when_neighbours_join_late_then_same_bits(backbone, alone, step):
+    late = neighbours(5)
+
+    def join(engine: Engine) -> None:
+        for spec, data in late:
+            engine.submit(spec, data)
+
+    outcomes = train(backbone, [me()], on_event=at_my_step(step, join))
+    assert_same_bits(outcomes["me"], alone)
+    together = train(backbone, late)
+    for spec, _ in late:
+        assert_same_bits(outcomes[spec.name], together[spec.name])
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_job_when_neighbours_leave_then_same_bits(backbone, alone, step):
+    def leave(engine: Engine) -> None:
+        engine.cancel("other1")
+        engine.cancel("other3")
+
+    outcomes = train(backbone, [*neighbours(4), me(max_steps=5)], on_event=at_my_step(step, leave))
+    assert outcomes["other3"].state == "cancelled"
+    assert_same_bits(outcomes["me"], alone)
+
+
+def test_job_when_neighbours_pause_and_go_on_then_same_bits_for_all(backbone, alone):
+    others = neighbours(3)
+
+    def pause_and_resume(engine: Engine, event: Event) -> None:
+        at_my_step(1, lambda e: e.pause("other2"))(engine, event)
+        at_my_step(3, lambda e: e.resume("other2"))(engine, event)
+
+    outcomes = train(backbone, [me(), *others], on_event=pause_and_resume)
+    assert_same_bits(outcomes["me"], alone)
+    assert_same_bits(outcomes["other2"], train(backbone, [others[2]])["other2"])
+
+
+@pytest.mark.parametrize("capacity", [24, 64])
+@pytest.mark.parametrize("microbatch", [1, 2, 4])
+def test_job_when_paused_inside_a_global_batch_and_resumed_then_same_bits(backbone, alone, capacity, microbatch):
+    seen: list[Event] = []
+
+    def pause_then_resume(engine: Engine, event: Event) -> None:
+        if isinstance(event, MicrobatchDone) and "me" in event.job.split(", "):
+            seen.append(event)
+            if len(seen) == microbatch:
+                engine.pause("me")
+        if event.kind == "paused":
+            assert engine.jobs["me"].index == 0
+        if isinstance(event, StepDone) and event.job == "other3" and event.step == 5:
+            engine.resume("me")
+
+    outcomes = train(backbone, [me(), *neighbours(4)], capacity=capacity, on_event=pause_then_resume)
+    assert len(seen) > microbatch
+    assert_same_bits(outcomes["me"], alone)
+
+
+def test_job_when_paused_until_all_others_ended_then_same_bits(backbone, alone):
+    engine = Engine(backbone, capacity=50)
+    for spec, data in [me(), *neighbours(2)]:
+        engine.submit(spec, data)
+    first = finish(engine, at_my_step(2, lambda e: e.pause("me")))
+    assert first["me"].state == "paused" and first["other1"].state == "succeeded"
+    engine.resume("me")
+    second = finish(engine)["me"]
+    second.losses[:0], second.eval_losses[:0] = first["me"].losses, first["me"].eval_losses
+    assert_same_bits(second, alone)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 4}, {"learning_rate": 4.999e-3}, {"adapter": {"lora_dropout": 0.31}}, {"global_batch_size": 5}],
+    ids=["seed", "rate", "dropout", "batch"],
+)
+def test_job_when_its_own_settings_differ_then_other_bits(backbone, alone, change):
+    """The comparison notices the smallest of changes, so equality above means something."""
+    other = train(backbone, [me(**change)])["me"]
+    assert not all(torch.equal(b, alone.adapter[path][1]) for path, (_, b) in other.adapter.items())

@@ -1,0 +1,228 @@
+"""A job that goes wrong costs the others nothing: they end with the bits they would have had beside a healthy one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, Job, Outcome, assert_same_bits, job_spec, random_backbone, random_data, train
+
+from weft.engine.engine import Engine
+from weft.engine.events import Event, JobFailed, MicrobatchDone, StepDone
+from weft.engine.live_job import LiveJob
+
+STEPS = 6
+Damage = Callable[[LiveJob], None]
+
+
+def bad_job(**settings) -> Job:
+    """The one to be damaged; it alone uses the last word of the vocabulary."""
+    spec = job_spec("bad", adapter={"lora_dropout": 0.1}, **{"max_steps": STEPS, "learning_rate": 1e-3, **settings})
+    return spec, random_data(1, num_samples=9)
+
+
+def good_jobs() -> list[Job]:
+    return [
+        (
+            job_spec(f"good{i}", adapter={"r": 3 + i, "lora_dropout": 0.2 * i}, max_steps=STEPS - 2 + i, eval_data=2, seed=i),
+            random_data(10 + i, num_samples=9, num_eval=2, high=VOCABULARY - 1),
+        )
+        for i in range(2)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return random_backbone("llama_odd")
+
+
+@pytest.fixture(scope="module")
+def healthy(backbone) -> dict[str, Outcome]:
+    outcomes = train(backbone, all_jobs())
+    assert all(outcome.state == "succeeded" for outcome in outcomes.values())
+    return outcomes
+
+
+def all_jobs(**settings) -> list[Job]:
+    first, *others = good_jobs()
+    return [first, bad_job(**settings), *others]
+
+
+def train_damaged(
+    backbone, damage: Damage, step: int, jobs: list[Job] | None = None
+) -> tuple[dict[str, Outcome], list[Event]]:
+    """Damages the bad job after one of its steps; 0: before its first."""
+    events: list[Event] = []
+
+    def on_event(engine: Engine, event: Event) -> None:
+        events.append(event)
+        if event.job == "bad" and event.kind in ("step", "job_started") and event.step == step:
+            damage(engine.jobs["bad"])
+
+    return train(backbone, all_jobs() if jobs is None else jobs, on_event=on_event), events
+
+
+def assert_others_unharmed(outcomes: dict[str, Outcome], healthy: dict[str, Outcome]) -> None:
+    for spec, _ in good_jobs():
+        assert_same_bits(outcomes[spec.name], healthy[spec.name])
+
+
+def assert_failed(outcome: Outcome, events: list[Event], backbone) -> None:
+    """The job failed with a reason that names its step and learning rate, and left its slot."""
+    (failure,) = [event for event in events if isinstance(event, JobFailed)]
+    assert outcome.state == "failed"
+    assert outcome.reason == failure.reason
+    last = [event for event in events if isinstance(event, StepDone) and event.job == "bad"][-1]
+    assert f"(step {last.step}, learning rate {last.learning_rate:g})" in failure.reason
+    assert all(not linear.slots for linear in backbone.linears.values())
+
+
+def nan_in_a(job: LiveJob) -> None:
+    job.adapter.params_a[5] = math.nan
+
+
+def nan_in_b(job: LiveJob) -> None:
+    job.adapter.params_b[5] = math.nan
+
+
+def infinite_b(job: LiveJob) -> None:
+    job.adapter.params_b[5] = math.inf
+
+
+def nan_in_optimizer(side: int, moment: str) -> Damage:
+    def damage(job: LiveJob) -> None:
+        parameter = job.optimizer.param_groups[side]["params"][0]
+        if moment in job.optimizer.state[parameter]:
+            job.optimizer.state[parameter][moment][7] = math.nan
+
+    damage.__name__ = f"nan_in_{moment}_of_{'ab'[side]}"
+    return damage
+
+
+DAMAGES = [nan_in_a, nan_in_b, infinite_b, *(nan_in_optimizer(s, m) for s in (0, 1) for m in ("exp_avg", "exp_avg_sq"))]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_neighbours_when_a_job_turns_nan_then_unharmed_and_it_fails(backbone, healthy, damage, step):
+    outcomes, events = train_damaged(backbone, damage, step)
+    assert_others_unharmed(outcomes, healthy)
+    assert_failed(outcomes["bad"], events, backbone)
+
+
+@pytest.mark.parametrize("step", [STEPS - 2, STEPS - 1])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_job_when_it_turns_nan_in_its_last_steps_then_fails_instead_of_handing_out_nan(backbone, damage, step):
+    outcomes, events = train_damaged(backbone, damage, step, [bad_job()])
+    assert_failed(outcomes["bad"], events, backbone)
+
+
+@pytest.mark.parametrize("damage", [nan_in_a, nan_in_b], ids=lambda d: d.__name__)
+def test_neighbours_when_a_job_is_nan_from_the_start_then_unharmed_and_it_fails(backbone, healthy, damage):
+    outcomes, events = train_damaged(backbone, damage, 0)
+    assert_others_unharmed(outcomes, healthy)
+    assert_failed(outcomes["bad"], events, backbone)
+
+
+@pytest.mark.parametrize("rate", [1e10, 1e30])
+def test_neighbours_when_a_learning_rate_is_absurd_then_unharmed_and_it_fails(backbone, healthy, rate):
+    events: list[Event] = []
+    jobs = all_jobs(learning_rate=rate, max_grad_norm=0)
+    outcomes = train(backbone, jobs, on_event=lambda _, event: events.append(event))
+    assert_others_unharmed(outcomes, healthy)
+    assert_failed(outcomes["bad"], events, backbone)
+    assert f"learning rate {rate:g}" in outcomes["bad"].reason
+
+
+def spoil_gradient(backbone, spoil: Callable[[LiveJob], None], step: int, times: int) -> tuple[dict, list[Event]]:
+    """Changes the bad job's gradients in the middle of its global batches."""
+    events: list[Event] = []
+
+    def on_event(engine: Engine, event: Event) -> None:
+        events.append(event)
+        if isinstance(event, MicrobatchDone) and "bad" in event.job.split(", "):
+            job = engine.jobs["bad"]
+            if step <= job.step < step + times:
+                spoil(job)
+
+    return train(backbone, all_jobs(), on_event=on_event), events
+
+
+def nan_gradient(job: LiveJob) -> None:
+    job.adapter.grad_a[3] = math.nan
+
+
+def infinite_gradient(job: LiveJob) -> None:
+    job.adapter.grad_b[3] = math.inf
+
+
+def huge_gradient(job: LiveJob) -> None:
+    job.adapter.grad_a.mul_(1e6)
+    job.adapter.grad_b.mul_(1e6)
+
+
+@pytest.mark.parametrize("step", [0, 2, STEPS - 1])
+@pytest.mark.parametrize("spoil", [nan_gradient, infinite_gradient, huge_gradient], ids=lambda s: s.__name__)
+def test_neighbours_when_a_gradient_is_bad_once_then_unharmed(backbone, healthy, spoil, step):
+    outcomes, events = spoil_gradient(backbone, spoil, step, 1)
+    assert_others_unharmed(outcomes, healthy)
+    assert outcomes["bad"].state == "succeeded"
+    steps = [event for event in events if isinstance(event, StepDone) and event.job == "bad"]
+    assert [event.skipped for event in steps] == [event.step == step + 1 and spoil != huge_gradient for event in steps]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("spoil", [nan_gradient, infinite_gradient], ids=lambda s: s.__name__)
+def test_neighbours_when_gradients_are_bad_three_times_then_unharmed_and_it_fails(backbone, healthy, spoil, step):
+    outcomes, events = spoil_gradient(backbone, spoil, step, 3)
+    assert_others_unharmed(outcomes, healthy)
+    assert_failed(outcomes["bad"], events, backbone)
+
+
+def test_job_when_a_step_is_skipped_then_its_weights_and_moments_stay(backbone):
+    before: dict[int, list[torch.Tensor]] = {}
+
+    def remember(engine: Engine, event: Event) -> None:
+        if isinstance(event, StepDone):
+            job = engine.jobs["bad"]
+            before[event.step] = [t.clone() for name, t in sorted(job.tensors().items()) if not name.endswith("step")]
+        if isinstance(event, MicrobatchDone) and engine.jobs["bad"].step == 2:
+            nan_gradient(engine.jobs["bad"])
+
+    train(backbone, [bad_job()], on_event=remember)
+    assert all(torch.equal(x, y) for x, y in zip(before[2], before[3], strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(before[3], before[4], strict=True))
+
+
+def test_neighbours_when_the_backbone_is_nan_for_a_word_only_one_job_uses_then_only_that_job_fails(healthy):
+    damaged = random_backbone("llama_odd")
+    with torch.no_grad():
+        damaged.model.get_input_embeddings().weight[VOCABULARY - 1] = math.nan
+    events: list[Event] = []
+    assert any((VOCABULARY - 1) in sample.tokens for sample in bad_job()[1].train.samples)
+    outcomes = train(damaged, all_jobs(), on_event=lambda _, event: events.append(event))
+    assert_others_unharmed(outcomes, healthy)
+    skipped = [event.skipped for event in events if isinstance(event, StepDone) and event.job == "bad"]
+    assert any(skipped)
+    assert not any(event.skipped for event in events if isinstance(event, StepDone) and event.job != "bad")
+
+
+def test_jobs_when_padding_rows_are_nan_then_unharmed(healthy):
+    """Padding is made of word 0, which no sample has."""
+    damaged = random_backbone("llama_odd")
+    with torch.no_grad():
+        damaged.model.get_input_embeddings().weight[0] = math.nan
+    outcomes = train(damaged, all_jobs())
+    for name, outcome in outcomes.items():
+        assert_same_bits(outcome, healthy[name])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral", "opt"])
+def test_neighbours_when_a_job_is_nan_on_another_family_then_unharmed(family):
+    backbone = random_backbone(family)
+    healthy = train(backbone, all_jobs())
+    outcomes, events = train_damaged(backbone, nan_in_b, 1)
+    assert_others_unharmed(outcomes, healthy)
+    assert_failed(outcomes["bad"], events, backbone)

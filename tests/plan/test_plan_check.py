@@ -1,0 +1,214 @@
+"""A program that would train anything else than each job's own order is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from weft.plan.check import violations
+from weft.plan.pack import pack
+from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Limits, Microbatch, Program, Segment, Step
+
+CAPACITY = 16
+LIMITS = Limits(CAPACITY, 100)
+Place = tuple[int, int]
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[list[JobQueue], list[Instruction]]:
+    """Queues and the whole program for them."""
+    sizes = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=4)
+    queues = []
+    for i in range(draw(st.integers(1, 3))):
+        lists = draw(st.lists(sizes, min_size=1, max_size=3))
+        first = draw(st.integers(0, 2))
+        batches = [Batch(s, first if s == 0 else 0, tuple(lengths)) for s, lengths in enumerate(lists)]
+        queues.append(JobQueue(f"job{i}", tuple(batches), True))
+    return queues, list(pack(queues, LIMITS).instructions)
+
+
+def segments_of(instructions: list[Instruction]) -> list[Place]:
+    """(instruction, segment) of every segment."""
+    return [
+        (i, j)
+        for i, instruction in enumerate(instructions)
+        if isinstance(instruction, ForwardBackward)
+        for j in range(len(instruction.microbatch.segments))
+    ]
+
+
+def steps_of(instructions: list[Instruction]) -> list[int]:
+    return [i for i, instruction in enumerate(instructions) if isinstance(instruction, Step)]
+
+
+def segment_at(instructions: list[Instruction], place: Place) -> Segment:
+    instruction = instructions[place[0]]
+    assert isinstance(instruction, ForwardBackward)
+    return instruction.microbatch.segments[place[1]]
+
+
+def replaced(instructions: list[Instruction], place: Place, *segments: Segment) -> list[Instruction]:
+    """The program with other segments (or none) in one place; a microbatch left empty goes."""
+    i, j = place
+    old = instructions[i]
+    assert isinstance(old, ForwardBackward)
+    new = (*old.microbatch.segments[:j], *segments, *old.microbatch.segments[j + 1 :])
+    middle: list[Instruction] = [ForwardBackward(Microbatch(new))] if new else []
+    return [*instructions[:i], *middle, *instructions[i + 1 :]]
+
+
+def is_caught(queues: list[JobQueue], instructions: list[Instruction], limits: Limits = LIMITS) -> bool:
+    return bool(violations(Program(tuple(instructions)), queues, limits))
+
+
+@given(planned())
+def test_program_when_unchanged_then_accepted(plan):
+    assert not is_caught(*plan)
+
+
+@given(planned(), st.data())
+def test_program_when_cut_short_after_a_step_then_accepted(plan, data):
+    """A program may end anywhere, as long as no step that is due is missing."""
+    queues, instructions = plan
+    end = data.draw(st.sampled_from(steps_of(instructions))) + 1
+    rest = instructions[end:]
+    assume(not rest or isinstance(rest[0], ForwardBackward))
+    assert not is_caught(queues, instructions[:end])
+
+
+@given(planned(), st.data())
+def test_program_when_a_segment_is_dropped_then_caught(plan, data):
+    queues, instructions = plan
+    place = data.draw(st.sampled_from(segments_of(instructions)))
+    assert is_caught(queues, replaced(instructions, place))
+
+
+@given(planned(), st.data())
+def test_program_when_a_segment_comes_twice_then_caught(plan, data):
+    queues, instructions = plan
+    place = data.draw(st.sampled_from(segments_of(instructions)))
+    again = segment_at(instructions, place)
+    roomy = Limits(10 * CAPACITY)
+    assert is_caught(queues, replaced(instructions, place, again, again), roomy)
+
+
+@given(planned(), st.data())
+def test_program_when_two_segments_of_a_job_swap_then_caught(plan, data):
+    queues, instructions = plan
+    places = segments_of(instructions)
+    pairs = [
+        (p, q) for p in places for q in places if p < q and segment_at(instructions, p).job == segment_at(instructions, q).job
+    ]  # fmt: skip
+    assume(pairs)
+    p, q = data.draw(st.sampled_from(pairs))
+    first, second = segment_at(instructions, p), segment_at(instructions, q)
+    swapped = replaced(replaced(instructions, p, second), q, first)
+    assert is_caught(queues, swapped, Limits(10 * CAPACITY))
+
+
+@given(planned(), st.data())
+def test_program_when_a_step_is_dropped_then_caught(plan, data):
+    queues, instructions = plan
+    place = data.draw(st.sampled_from(steps_of(instructions)))
+    assert is_caught(queues, instructions[:place] + instructions[place + 1 :])
+
+
+@given(planned(), st.data())
+def test_program_when_a_step_comes_twice_then_caught(plan, data):
+    queues, instructions = plan
+    place = data.draw(st.sampled_from(steps_of(instructions)))
+    assert is_caught(queues, [*instructions[: place + 1], *instructions[place:]])
+
+
+@given(planned(), st.data())
+def test_program_when_a_step_comes_before_its_last_sample_then_caught(plan, data):
+    queues, instructions = plan
+    place = data.draw(st.sampled_from(steps_of(instructions)))
+    step = instructions[place]
+    assert isinstance(step, Step)
+    own = [i for i, j in segments_of(instructions[:place]) if segment_at(instructions, (i, j)).job == step.job]
+    earlier = data.draw(st.integers(0, max(own)))
+    rest = instructions[:place] + instructions[place + 1 :]
+    assert is_caught(queues, [*rest[:earlier], step, *rest[earlier:]])
+
+
+@given(planned(), st.data())
+def test_program_when_a_step_comes_after_the_next_global_batch_began_then_caught(plan, data):
+    queues, instructions = plan
+    late = [
+        (place, i + 1)
+        for place in steps_of(instructions)
+        for i, j in segments_of(instructions)
+        if i > place and segment_at(instructions, (i, j)).job == instructions[place].job
+    ]
+    assume(late)
+    place, later = data.draw(st.sampled_from(late))
+    step = instructions[place]
+    moved = [*instructions[:place], *instructions[place + 1 : later], step, *instructions[later:]]
+    assert is_caught(queues, moved)
+
+
+@given(planned(), st.data())
+def test_program_when_a_step_has_another_number_then_caught(plan, data):
+    queues, instructions = plan
+    place = data.draw(st.sampled_from(steps_of(instructions)))
+    step = instructions[place]
+    other = Step(step.job, step.step + data.draw(st.sampled_from([-1, 1, 7])))
+    assert is_caught(queues, [*instructions[:place], other, *instructions[place + 1 :]])
+
+
+@given(planned(), st.data())
+def test_program_when_a_microbatch_is_over_capacity_then_caught(plan, data):
+    queues, instructions = plan
+    fullest = max(i.microbatch.num_tokens for i in instructions if isinstance(i, ForwardBackward))
+    tight = Limits(fullest - 1) if fullest > 1 else Limits(0)
+    assert is_caught(queues, instructions, tight)
+
+
+@given(planned(), st.data())
+def test_program_when_a_segment_has_another_length_then_caught(plan, data):
+    queues, instructions = plan
+    place = data.draw(st.sampled_from(segments_of(instructions)))
+    segment = segment_at(instructions, place)
+    wrong = dataclasses.replace(segment, length=segment.length + data.draw(st.sampled_from([-1, 1])))
+    assert is_caught(queues, replaced(instructions, place, wrong), Limits(10 * CAPACITY))
+
+
+@given(planned(), st.data())
+def test_program_when_a_segment_belongs_to_another_job_then_caught(plan, data):
+    queues, instructions = plan
+    place = data.draw(st.sampled_from(segments_of(instructions)))
+    segment = segment_at(instructions, place)
+    names = [q.job for q in queues if q.job != segment.job]
+    stranger = dataclasses.replace(segment, job=data.draw(st.sampled_from(["stranger", *names])))
+    assert is_caught(queues, replaced(instructions, place, stranger))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        Step("stranger", 0),
+        ForwardBackward(Microbatch(())),
+        ForwardBackward(Microbatch((Segment("stranger", 0, 0, 1),))),
+        ForwardBackward(Microbatch((Segment("a", 1, 0, 1),))),
+    ],
+    ids=["strange step", "empty microbatch", "strange segment", "past the end"],
+)
+def test_program_when_it_holds_something_unasked_then_caught(extra):
+    queues = [JobQueue("a", (Batch(0, 0, (3,)),), True)]
+    whole = [ForwardBackward(Microbatch((Segment("a", 0, 0, 3),))), Step("a", 0)]
+    assert not is_caught(queues, whole)
+    assert is_caught(queues, [*whole, extra])
+    assert is_caught(queues, [extra, *whole])
+
+
+def test_program_when_a_due_step_is_ignored_then_caught():
+    queues = [JobQueue("a", (Batch(4, 2, ()), Batch(5, 0, (3,))), True)]
+    goes_on = [ForwardBackward(Microbatch((Segment("a", 5, 0, 3),))), Step("a", 5)]
+    assert not is_caught(queues, [Step("a", 4), *goes_on])
+    assert is_caught(queues, [])
+    assert is_caught(queues, goes_on)
+    assert is_caught(queues, [Step("a", 5)])

@@ -1,0 +1,145 @@
+"""Jobs files: YAML, defaults, overrides, and errors that name the line."""
+
+from pathlib import Path
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.spec import load_run, run_from_mapping
+from weft.spec.load import apply_override
+
+JOBS = """\
+base_model: tiny
+defaults:
+  learning_rate: 1e-3
+  lora: {rank: 4, alpha: 4}
+jobs:
+  - name: a
+    train_data: a.jsonl
+  - name: b
+    data: [b.jsonl, c.jsonl]
+    lr: 2e-3
+    adapter:
+      lora_r: 8
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "jobs.yaml"
+    file.write_text(JOBS)
+    return file
+
+
+def problem(path: Path, text: str, *overrides: str) -> str:
+    """The sentence about a file, without the file's directory."""
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, overrides)
+    return str(caught.value).replace(str(path), "jobs.yaml")
+
+
+def test_load_run_when_jobs_have_defaults_then_a_jobs_own_words_win(path: Path):
+    first, second = load_run(path).jobs
+    assert (first.learning_rate, first.adapter.r, first.adapter.lora_alpha) == (1e-3, 4, 4.0)
+    # The default says `rank` and `learning_rate`, the job says `lora_r` and `lr`: one setting each.
+    assert (second.learning_rate, second.adapter.r, second.adapter.lora_alpha) == (2e-3, 8, 4.0)
+    assert second.train_data == ("b.jsonl", "c.jsonl")
+
+
+def test_load_run_when_overridden_then_the_command_line_wins(path: Path):
+    run = load_run(path, ["jobs.0.adapter.r=32", "jobs.b.lr=5e-4", "defaults.seed=7", "capacity=4096"])
+    assert run.jobs[0].adapter.r == 32
+    assert run.jobs[0].adapter.lora_alpha == 4.0
+    assert run.jobs[1].learning_rate == 5e-4
+    assert [job.seed for job in run.jobs] == [7, 7]
+    assert run.capacity == 4096
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("lr: 2e-3", "learning_rate: -1", "jobs.yaml line 10: jobs.1.learning_rate: must be above 0, got -1.0."),
+        (
+            "lora_r: 8",
+            "lora_rr: 8",
+            "jobs.yaml line 11: jobs.1.adapter: unknown setting 'lora_rr'. Did you mean lora_r?",
+        ),
+        ("name: b", "name: A", "jobs.yaml line 8: jobs.1.name: 'A' is also the name of jobs.0; names must differ."),
+        ("lora: {rank: 4", "adapter: {r: 0", "jobs.yaml line 4: defaults.adapter.r: must be at least 1, got 0."),
+        (
+            "lora: {rank: 4",
+            "adapter: {rnak: 4",
+            "jobs.yaml line 4: defaults.adapter: unknown setting 'rnak'. Did you mean rank?",
+        ),
+        ("  - name: a\n    train", "  - train", "jobs.yaml line 6: jobs.0: name is missing."),
+        ("base_model: tiny\n", "", "jobs.yaml: base_model is missing."),
+        ("lr: 2e-3", "lr: 2e-3\n    lr: 1", "jobs.yaml line 11: jobs.1.lr is set twice, here and on line 10."),
+        ("base_model: tiny", "base_model: [tiny", "jobs.yaml line 2: is not valid YAML:"),
+    ],
+)
+def test_load_run_when_the_file_is_wrong_then_names_the_line(path: Path, old: str, new: str, sentence: str):
+    assert JOBS.count(old) == 1
+    assert problem(path, JOBS.replace(old, new)).startswith(sentence)
+
+
+def test_load_run_when_there_is_no_readable_file_then_says_so(tmp_path: Path):
+    def why(path: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_run(path)
+        return str(caught.value)
+
+    assert (
+        why(tmp_path / "gone") == f"{tmp_path / 'gone'}: there is no such file. `weft init` writes one to start from."
+    )
+    assert why(tmp_path) == f"{tmp_path}: is a directory, not a jobs file."
+    (tmp_path / "empty").write_text("# nothing\n")
+    assert why(tmp_path / "empty").startswith(f"{tmp_path / 'empty'}: the file is empty.")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "cannot be read" in why(tmp_path / "binary")
+    (tmp_path / "deep").write_text("[" * 5000)
+    assert why(tmp_path / "deep") == f"{tmp_path / 'deep'}: is nested too deeply."
+
+
+def test_load_run_when_yaml_asks_for_python_objects_then_refuses(path: Path):
+    assert "is not valid YAML" in problem(path, "base_model: !!python/object/apply:os.system [ls]\n" + JOBS[17:])
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("capacity", "'capacity' is not an override; write key=value"),
+        ("jobs.c.lr=1", "jobs.c: there is no item 'c'; there are 0 to 1 (a, b)."),
+        ("jobs.5.lr=1", "jobs.5: there is no item '5'"),
+        ("capacity=[", "the value of capacity is not valid: '['."),
+        ("jobs.0.lr=oops", "jobs.0.learning_rate: expected a number, got 'oops'."),
+    ],
+)
+def test_load_run_when_an_override_is_wrong_then_says_why(path: Path, override: str, sentence: str):
+    assert sentence in problem(path, JOBS, override)
+
+
+def test_apply_override_when_the_place_does_not_exist_then_makes_it():
+    tree: dict[str, object] = {"defaults": None}
+    apply_override(tree, "defaults.adapter.r=4")
+    assert tree == {"defaults": {"adapter": {"r": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ([], "expected settings such as base_model and jobs, got a list."),
+        ({"base_model": "tiny"}, "jobs: expected a list of jobs, got nothing."),
+        ({"base_model": "tiny", "jobs": []}, "jobs: there are no jobs; write at least one."),
+        ({"base_model": "tiny", "jobs": ["a"]}, "jobs.0: expected a mapping with name and train_data, got 'a'."),
+        ({"base_model": "tiny", "jobs": [], "defaults": 3}, "defaults: expected a mapping of job settings, got 3."),
+        (
+            {"base_model": "tiny", "jobs": [], "defaults": {"name": "x"}},
+            "defaults.name: a name cannot be a default: each job has its own.",
+        ),
+    ],
+)
+def test_run_from_mapping_when_the_shape_is_wrong_then_says_what_is_expected(tree: object, sentence: str):
+    with pytest.raises(ConfigError) as caught:
+        run_from_mapping(tree)
+    assert str(caught.value) == sentence

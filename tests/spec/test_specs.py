@@ -1,0 +1,97 @@
+"""What adapters, jobs and runs may be, beyond the limits of single settings."""
+
+import math
+from typing import Any
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.spec import AdapterSpec, JobSpec, RunSpec
+
+
+def job(**settings: Any) -> JobSpec:
+    return JobSpec(**{"name": "a", "train_data": "a.jsonl", **settings})
+
+
+def test_adapter_when_patterns_match_then_the_first_gives_rank_alpha_and_scale():
+    spec = AdapterSpec(
+        r=8, rank_pattern={"q_proj": 4, r"layers\.1\..*": 2}, alpha_pattern={"self_attn.q_proj": 3.0}, use_rslora=True
+    )
+    path = "model.layers.1.self_attn.q_proj"
+    assert (spec.rank_for(path), spec.alpha_for(path)) == (4, 3.0)
+    assert spec.scale_for(path) == 3.0 / math.sqrt(4)
+    assert spec.rank_for("model.layers.1.mlp.up_proj") == 2
+    # A key matches whole names only.
+    assert spec.rank_for("model.layers.0.xq_proj") == 8
+    assert spec.alpha_for("model.layers.0.mlp.up_proj") == 16.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"target_modules": []}, "target_modules: the list is empty; name modules or use all-linear."),
+        ({"target_modules": "("}, "target_modules: '(' is not a regular expression"),
+        ({"rank_pattern": {"[": 1}}, "rank_pattern: '[' is not a regular expression"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj: must be at least 1, got 0."),
+        ({"alpha_pattern": {"q_proj": "inf"}}, "alpha_pattern.q_proj: must be at least 0, got inf."),
+        ({"r": 3, "init_lora_weights": "orthogonal"}, "init_lora_weights: orthogonal needs even ranks."),
+        ({"method": "dora"}, "method: got 'dora'; accepted are lora."),
+    ],
+)
+def test_adapter_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as caught:
+        AdapterSpec(**settings)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({}, 8),
+        ({"global_batch_size": 3}, 3),
+        ({"per_device_train_batch_size": 4}, 4),
+        ({"gradient_accumulation_steps": 5}, 5),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 5, "global_batch_size": 20}, 20),
+    ],
+)
+def test_job_when_the_batch_is_stated_in_any_way_then_its_size_is_the_product(settings: dict[str, int], size: int):
+    assert job(**settings).batch_size == size
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up", "a b", "x" * 65, "é"])
+def test_job_when_its_name_is_no_directory_name_then_refuses(name: str):
+    with pytest.raises(ConfigError, match="is not a job name"):
+        job(name=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"train_data": []}, "train_data: no files; name at least one."),
+        ({"eval_data": 0}, "eval_data: got 0; accepted are a fraction"),
+        ({"eval_data": 1.5}, "eval_data: got 1.5; accepted are a fraction"),
+        ({"early_stopping_patience": 3}, "early_stopping_patience: needs eval_data to judge by."),
+        ({"global_batch_size": 8, "per_device_train_batch_size": 3}, "global_batch_size: global_batch_size is 8, but"),
+        ({"max_grad_norm": -1}, "max_grad_norm: must be at least 0, got -1.0."),
+    ],
+)
+def test_job_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as caught:
+        job(**settings)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"jobs": ()}, "jobs: there are no jobs; write at least one."),
+        ({"capacity": 512}, "jobs.0.max_length: max_length 1024 is above the run's capacity of 512 tokens"),
+        ({"report_to": ["excel"]}, "report_to: got excel; accepted are tensorboard, wandb, mlflow."),
+        ({"report_to": ["wandb", "wandb"]}, "report_to: got wandb, wandb;"),
+        ({"device": "tpu"}, "device: got 'tpu'; accepted are auto, cpu, cuda."),
+    ],
+)
+def test_run_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as caught:
+        RunSpec(**{"base_model": "tiny", "jobs": (job(),), **settings})
+    assert str(caught.value).startswith(sentence)
