@@ -63,6 +63,7 @@ def write_jobs(out: Path, model: str, skills: Sequence[str]) -> RunSpec:
         f"  global_batch_size: {size['batch']}",
         f"  learning_rate: {size['learning_rate']}",
         "  warmup_steps: 5",
+        "  eval_steps: 40",
         "  max_length: 128",
         "  adapter: {r: 8, lora_alpha: 16, target_modules: all-linear}",
         "jobs:",

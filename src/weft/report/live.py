@@ -176,10 +176,11 @@ def summary_table(rows: Sequence[JobData]) -> Table:
     table.add_column("state", no_wrap=True)
     for name in ("steps", "loss", "best eval", "tokens", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("adapter", overflow="fold")
+    has_remarks = any(job.remarks for job in rows)
+    if has_remarks:
+        table.add_column("remarks", overflow="fold")
     for job in rows:
         steps = f"{job.step}" if job.num_steps in (None, job.step) else f"{job.step}/{job.num_steps}"
-        outcome = "; ".join([*([job.adapter_path] if job.adapter_path else []), *job.remarks])
         table.add_row(
             Text(_one_line(job.name)),
             Text(_one_line(job.state), style=STATE_STYLES.get(job.state, "")),
@@ -188,7 +189,7 @@ def summary_table(rows: Sequence[JobData]) -> Table:
             readable.loss(job.best_eval_loss),
             readable.count(job.trained_tokens),
             readable.rate(job.tokens_per_s),
-            Text(_one_line(outcome or readable.NOTHING), style="" if job.adapter_path else "dim"),
+            *([Text(_one_line("; ".join(job.remarks)), style="dim")] if has_remarks else []),
         )
     return table
 
