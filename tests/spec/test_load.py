@@ -6,7 +6,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.spec import load_run, run_from_mapping
-from weft.spec.load import apply_override
+from weft.spec.load import apply_override, locate
 
 JOBS = """\
 base_model: tiny
@@ -63,15 +63,32 @@ def test_load_run_when_overridden_then_the_command_line_wins(path: Path):
         (
             "lora_r: 8",
             "lora_rr: 8",
-            "jobs.yaml line 11: jobs.1.adapter: unknown setting 'lora_rr'. Did you mean lora_r?",
+            "jobs.yaml line 12: jobs.1.adapter.lora_rr: unknown setting. Did you mean lora_r?",
         ),
         ("name: b", "name: A", "jobs.yaml line 8: jobs.1.name: 'A' is also the name of jobs.0; names must differ."),
         ("lora: {rank: 4", "adapter: {r: 0", "jobs.yaml line 4: defaults.adapter.r: must be at least 1, got 0."),
         (
             "lora: {rank: 4",
             "adapter: {rnak: 4",
-            "jobs.yaml line 4: defaults.adapter: unknown setting 'rnak'. Did you mean rank?",
+            "jobs.yaml line 4: defaults.adapter.rnak: unknown setting. Did you mean rank?",
         ),
+        # A second name of a setting stands on its own line, whatever the error calls the setting.
+        ("lr: 2e-3", "lr: -1", "jobs.yaml line 10: jobs.1.learning_rate: must be above 0, got -1.0."),
+        ("lora: {rank: 4", "lora: {rank: 0", "jobs.yaml line 4: defaults.adapter.r: must be at least 1, got 0."),
+        ("lora_r: 8", "lora_r: x", "jobs.yaml line 12: jobs.1.adapter.r: expected a whole number, got 'x'."),
+        (
+            "lora_r: 8",
+            "lora_r: 8\n      rank: 8",
+            "jobs.yaml line 13: jobs.1.adapter.rank: lora_r and rank are two names of one setting; keep one.",
+        ),
+        # What a job does not say itself stands in the defaults.
+        (
+            "learning_rate: 1e-3",
+            "cutoff_len: 4096",
+            "jobs.yaml line 3: jobs.0.max_length: max_length 4096 is above the run's capacity of 2048 tokens;",
+        ),
+        ("base_model: tiny", "base_model: 2024-02-30", "jobs.yaml: holds a value that means nothing: day is"),
+        ("base_model: tiny", "base_model: \x07", "jobs.yaml: is not valid YAML: unacceptable character #x0007:"),
         ("  - name: a\n    train", "  - train", "jobs.yaml line 6: jobs.0: name is missing."),
         ("base_model: tiny\n", "", "jobs.yaml: base_model is missing."),
         ("lr: 2e-3", "lr: 2e-3\n    lr: 1", "jobs.yaml line 11: jobs.1.lr is set twice, here and on line 10."),
@@ -80,7 +97,9 @@ def test_load_run_when_overridden_then_the_command_line_wins(path: Path):
 )
 def test_load_run_when_the_file_is_wrong_then_names_the_line(path: Path, old: str, new: str, sentence: str):
     assert JOBS.count(old) == 1
-    assert problem(path, JOBS.replace(old, new)).startswith(sentence)
+    found = problem(path, JOBS.replace(old, new))
+    assert found.startswith(sentence)
+    assert "\n" not in found
 
 
 def test_load_run_when_there_is_no_readable_file_then_says_so(tmp_path: Path):
@@ -109,14 +128,37 @@ def test_load_run_when_yaml_asks_for_python_objects_then_refuses(path: Path):
     ("override", "sentence"),
     [
         ("capacity", "'capacity' is not an override; write key=value"),
-        ("jobs.c.lr=1", "jobs.c: there is no item 'c'; there are 0 to 1 (a, b)."),
-        ("jobs.5.lr=1", "jobs.5: there is no item '5'"),
-        ("capacity=[", "the value of capacity is not valid: '['."),
-        ("jobs.0.lr=oops", "jobs.0.learning_rate: expected a number, got 'oops'."),
+        ("jobs.c.lr=1", "jobs.c.lr=1: jobs.c: there is no item 'c'; there are 0 to 1 (a, b)."),
+        ("jobs.5.lr=1", "jobs.5.lr=1: jobs.5: there is no item '5'"),
+        ("capacity=[", "capacity=[: the value of capacity is not valid: '['."),
+        ("capacity=2024-02-30", "capacity=2024-02-30: the value of capacity is not valid: '2024-02-30'."),
+        ("jobs..lr=1", "'jobs..lr=1' is not an override; write key=value"),
+        ("base_model.x=1", "base_model.x=1: base_model holds no settings."),
+        # The override is the place, not the line of the file it replaces.
+        ("jobs.0.lr=oops", "jobs.0.lr=oops: jobs.0.learning_rate: expected a number, got 'oops'."),
+        ("jobs.b.learning_rate=-1", "jobs.b.learning_rate=-1: jobs.1.learning_rate: must be above 0, got -1.0."),
+        ("jobs.b.lora={rank: 0}", "jobs.b.lora={rank: 0}: jobs.1.adapter.r: must be at least 1, got 0."),
+        ("defaults.max_length=9999", "defaults.max_length=9999: jobs.0.max_length: max_length 9999 is above"),
+        ("defalts.lr=1", "defalts.lr=1: defalts: unknown setting. Did you mean defaults?"),
+        ("jobs.0.lrr=1", "jobs.0.lrr=1: jobs.0.lrr: unknown setting."),
     ],
 )
 def test_load_run_when_an_override_is_wrong_then_says_why(path: Path, override: str, sentence: str):
-    assert sentence in problem(path, JOBS, override)
+    assert problem(path, JOBS, override).startswith(sentence)
+
+
+def test_load_run_when_an_override_uses_another_name_of_a_setting_then_it_wins(path: Path):
+    run = load_run(path, ["jobs.b.learning_rate=5e-4", "jobs.b.lora.r=16", "defaults.adapter.rank=2", "model=other"])
+    assert (run.base_model, run.jobs[0].adapter.r) == ("other", 2)
+    assert (run.jobs[1].learning_rate, run.jobs[1].adapter.r) == (5e-4, 16)
+
+
+def test_locate_when_a_setting_is_asked_for_then_names_its_line_or_override(path: Path):
+    assert locate("jobs.1.adapter.r", path) == f"{path} line 12: jobs.1.adapter.r"
+    assert locate("jobs.0.adapter.r", path) == f"{path} line 4: jobs.0.adapter.r"
+    assert locate("jobs.0.adapter.target_modules", path) == f"{path} line 6: jobs.0.adapter.target_modules"
+    assert locate("capacity", path) == f"{path}: capacity"
+    assert locate("jobs.1.adapter.r", path, ["jobs.b.lora.rank=64"]) == "jobs.b.lora.rank=64: jobs.1.adapter.r"
 
 
 def test_apply_override_when_the_place_does_not_exist_then_makes_it():

@@ -45,17 +45,22 @@ def setting(
 
 def at_least(low: float) -> Rule:
     """The value is `low` or more."""
-    return Rule(f"at least {low:g}", lambda v: v >= low)
+    return Rule(f"at least {_plain(low)}", lambda v: v >= low)
 
 
 def above(low: float) -> Rule:
     """The value is more than `low`."""
-    return Rule(f"above {low:g}", lambda v: v > low)
+    return Rule(f"above {_plain(low)}", lambda v: v > low)
 
 
 def between(low: float, high: float) -> Rule:
     """The value is in [low, high)."""
-    return Rule(f"at least {low:g} and below {high:g}", lambda v: low <= v < high)
+    return Rule(f"at least {_plain(low)} and below {_plain(high)}", lambda v: low <= v < high)
+
+
+def _plain(limit: float) -> str:
+    """A limit as people write it: 4294967296, not 4.29497e+09."""
+    return str(int(limit)) if float(limit).is_integer() else f"{limit:g}"
 
 
 def read(cls: type[T], values: Any, where: str = "") -> T:
@@ -70,7 +75,7 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
         name = names.get(str(key))
         place = join(where, str(key))
         if name is None:
-            raise _unknown_key(str(key), list(names), where)
+            raise _unknown_key(str(key), list(names), place)
         if name in spelled and spelled[name] != key:
             raise ConfigError(f"{spelled[name]} and {key} are two names of one setting; keep one.", where=place)
         spelled[name] = str(key)
@@ -217,7 +222,7 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
         raise ConfigError(f"got {describe(value)}; accepted are {accepted}.", where=where)
 
 
-def _unknown_key(key: str, names: list[str], where: str) -> ConfigError:
+def _unknown_key(key: str, names: list[str], place: str) -> ConfigError:
     guess = closest(key, names)
     hint = f"Did you mean {guess}?" if guess else "`weft config` lists all settings."
-    return ConfigError(f"unknown setting {key!r}.", where=where or None, hint=hint)
+    return ConfigError("unknown setting.", where=place or repr(key), hint=hint)

@@ -10,9 +10,16 @@ import yaml
 
 from weft.errors import ConfigError
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import describe, field_names, read
+from weft.spec.fields import describe, field_names, join, read
 from weft.spec.job import JobSpec
 from weft.spec.run import RunSpec
+
+_BELOW: Mapping[tuple[type, str], type] = {
+    (RunSpec, "jobs"): JobSpec,
+    (RunSpec, "defaults"): JobSpec,
+    (JobSpec, "adapter"): AdapterSpec,
+}
+"""What the settings inside a setting are."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -22,15 +29,23 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     """
     path = Path(path)
     tree, lines = _parse(path)
-    for override in overrides:
-        apply_override(tree, override)
+    given = {apply_override(tree, override): override for override in overrides}
     try:
         return run_from_mapping(tree)
     except ConfigError as error:
-        line = _line_of(error.where, lines)
-        place = f"{path} line {line}" if line else str(path)
-        where = f"{place}: {error.where}" if error.where else place
+        where = _place(error.where, path, lines, given)
         raise ConfigError(error.message, where=where, hint=error.hint) from None
+
+
+def locate(setting: str, path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Where a setting such as `jobs.0.adapter.r` was written, for mistakes that show only later.
+
+    `jobs.yaml line 7: jobs.0.adapter.r`, or the override that set it.
+    """
+    path = Path(path)
+    tree, lines = _parse(path)
+    given = {apply_override(tree, override): override for override in overrides}
+    return _place(setting, path, lines, given)
 
 
 def run_from_mapping(tree: Any) -> RunSpec:
@@ -45,7 +60,7 @@ def run_from_mapping(tree: Any) -> RunSpec:
         raise ConfigError("a name cannot be a default: each job has its own.", where="defaults.name")
     # Read the defaults once by themselves, so that a mistake there is reported there and not in the first job.
     alone = {"name": "defaults", "train_data": ["none"], "eval_data": 1}
-    read(JobSpec, _merge(alone, _canonical(defaults, JobSpec)), "defaults")
+    read(JobSpec, _merge(alone, _canonical(defaults, JobSpec, "defaults")), "defaults")
     jobs = values.get("jobs")
     if not isinstance(jobs, list):
         raise ConfigError(f"expected a list of jobs, got {describe(jobs)}.", where="jobs")
@@ -58,19 +73,22 @@ def _job(job: Any, defaults: Mapping[str, Any], index: int) -> JobSpec:
     if not isinstance(job, Mapping):
         raise ConfigError(f"expected a mapping with name and train_data, got {describe(job)}.", where=where)
     # Reading the job's own words first keeps an alias of a default from hiding a misspelt key.
-    own = _canonical(job, JobSpec)
-    return read(JobSpec, _merge(_canonical(defaults, JobSpec), own), where)
+    own = _canonical(job, JobSpec, where)
+    return read(JobSpec, _merge(_canonical(defaults, JobSpec, "defaults"), own), where)
 
 
-def _canonical(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
+def _canonical(values: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
     """The mapping under the fields' own names, so that a job's `lr` beats a default `learning_rate`."""
     names = field_names(cls)
     result: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
     for key, value in values.items():
-        name = names.get(str(key), str(key))
+        name, place = names.get(str(key), str(key)), join(where, str(key))
         if name in result:
-            raise ConfigError(f"{key} and {name} are two names of one setting; keep one.", where=str(key))
-        result[name] = _canonical(value, AdapterSpec) if name == "adapter" and isinstance(value, Mapping) else value
+            raise ConfigError(f"{spelled[name]} and {key} are two names of one setting; keep one.", where=place)
+        spelled[name] = str(key)
+        below = _BELOW.get((cls, name))
+        result[name] = _canonical(value, below, place) if below and isinstance(value, Mapping) else value
     return result
 
 
@@ -82,43 +100,46 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def apply_override(tree: Any, override: str) -> None:
-    """Sets `a.b.c=value` inside a tree of mappings and lists, in place; list items go by index or by name."""
+def apply_override(tree: Any, override: str) -> str:
+    """Sets `a.b.c=value` inside a tree of mappings and lists, in place; list items go by index or by name.
+
+    Returns the place that was set, in the settings' own names.
+    """
     path, equals, text = override.partition("=")
-    if not equals or not path:
+    keys = path.split(".")
+    if not equals or not all(keys):
         raise ConfigError(f"{override!r} is not an override; write key=value, e.g. jobs.0.adapter.r=32.")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"the value of {path} is not valid: {text!r}.", where=override) from None
-    keys = path.split(".")
-    node = tree
-    for depth, key in enumerate(keys[:-1]):
-        node = _child(node, key, ".".join(keys[: depth + 1]), override)
-    last = keys[-1]
-    if isinstance(node, list):
-        node[_index(node, last, path, override)] = value
-    elif isinstance(node, dict):
-        node[last] = value
-    else:
-        raise ConfigError(f"{'.'.join(keys[:-1])} holds no settings.", where=override)
+    node, place = tree, ""
+    for key in keys[:-1]:
+        known = _known_key(node, key, place, override)
+        place = join(place, str(known))
+        if isinstance(node, dict) and node.get(known) is None:
+            node[known] = {}
+        node = node[known]
+    last = _known_key(node, keys[-1], place, override)
+    node[last] = value
+    return _own_names(join(place, str(last)))
 
 
-def _child(node: Any, key: str, path: str, override: str) -> Any:
+def _known_key(node: Any, key: str, place: str, override: str) -> Any:
+    """The index of a list's item, or the name under which a mapping already has the setting."""
     if isinstance(node, list):
-        return node[_index(node, key, path, override)]
+        return _index(node, key, join(place, key), override)
     if isinstance(node, dict):
-        if not isinstance(node.get(key), dict | list):
-            node[key] = {}
-        return node[key]
-    raise ConfigError(f"{path} does not lead to a setting.", where=override)
+        own = _own_names(join(place, key))
+        return next((known for known in node if _own_names(join(place, str(known))) == own), key)
+    raise ConfigError(f"{place or 'the file'} holds no settings.", where=override)
 
 
 def _index(items: list[Any], key: str, path: str, override: str) -> int:
-    names = [item.get("name") for item in items if isinstance(item, dict)]
+    names = [item.get("name") if isinstance(item, dict) else None for item in items]
     if key in names:
         return names.index(key)
-    if key.isdigit() and int(key) < len(items):
+    if key.isdecimal() and int(key) < len(items):
         return int(key)
     known = ", ".join(str(n) for n in names)
     raise ConfigError(f"{path}: there is no item {key!r}; there are 0 to {len(items) - 1} ({known}).", where=override)
@@ -146,7 +167,11 @@ def _parse(path: Path) -> tuple[Any, dict[str, int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path} line {mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"is not valid YAML: {getattr(error, 'problem', error)}.", where=where) from None
+        found = " ".join(str(getattr(error, "problem", error)).split())
+        raise ConfigError(f"is not valid YAML: {found}.", where=where) from None
+    except ValueError as error:
+        # A date or a number that has the form of one and is none, such as 2024-02-30.
+        raise ConfigError(f"holds a value that means nothing: {error}.", where=str(path)) from None
     except RecursionError:
         raise ConfigError("is nested too deeply.", where=str(path)) from None
 
@@ -169,12 +194,31 @@ def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], path: st
             _collect_lines(item, place, lines, path)
 
 
-def _line_of(where: str | None, lines: Mapping[str, int]) -> int | None:
-    """The line of the deepest known part of a dotted path."""
-    parts = (where or "").split(".")
-    while parts:
-        line = lines.get(".".join(parts))
-        if line:
-            return line
-        parts.pop()
-    return None
+def _place(where: str | None, path: Path, lines: Mapping[str, int], overrides: Mapping[str, str]) -> str:
+    """What an error about a setting is said to be about: the override that set it, else the line of the file."""
+    if not where:
+        return str(path)
+    own = _own_names(where)
+    parts = own.split(".")
+    # What a job does not say itself was said in the defaults.
+    asked = [own, ".".join(["defaults", *parts[2:]])] if parts[0] == "jobs" and len(parts) > 2 else [own]
+    known = {_own_names(place): line for place, line in lines.items()}
+    for place, override in overrides.items():
+        is_new = own not in known and place.startswith(f"{own}.")
+        if is_new or any(f"{setting}.".startswith(f"{place}.") for setting in asked):
+            return f"{override}: {where}"
+    asked += [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]
+    line = next((known[setting] for setting in asked if setting in known), None)
+    return f"{path} line {line}: {where}" if line else f"{path}: {where}"
+
+
+def _own_names(place: str) -> str:
+    """A dotted path as errors write it: every second name replaced by the setting's own."""
+    cls: type | None = RunSpec
+    parts = []
+    for part in place.split("."):
+        if cls is not None and not part.isdecimal():
+            part = field_names(cls).get(part, part)
+            cls = _BELOW.get((cls, part))
+        parts.append(part)
+    return ".".join(parts)

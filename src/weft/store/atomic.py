@@ -128,6 +128,21 @@ def make_directory(path: Path) -> None:
             _durable("dir.fsync", sync, path.parent)
 
 
+def make_directories(path: Path, undo: contextlib.ExitStack) -> None:
+    """The directory and all above it exist; `undo` takes back those that are made now, if they are empty by then."""
+    with storage_errors(path):
+        missing = [place for place in (path, *path.parents) if not place.exists()]
+    for place in reversed(missing):
+        undo.callback(forget, place.rmdir)
+        make_directory(place)
+
+
+def forget(remove: Callable[[], object]) -> None:
+    """Takes back something that was made, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        remove()
+
+
 def remove_leftovers(directory: Path) -> None:
     """Undoes what a crash left unfinished directly inside a directory; nothing else may be writing there."""
     with storage_errors(directory):

@@ -20,7 +20,7 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ from weft import __version__, faults
 from weft.errors import StorageError
 from weft.spec.job import JOB_NAME
 from weft.store import json_text
-from weft.store.atomic import make_directory, remove_leftovers, storage_errors, write_file
+from weft.store.atomic import forget, make_directories, make_directory, remove_leftovers, storage_errors, write_file
 
 STATES = ("queued", "running", "paused", "succeeded", "failed", "cancelled")
 """What a job can be; the last three are final."""
@@ -39,12 +39,18 @@ _JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
 
 
 class RunDirectory:
-    """An open run directory, locked against other processes until it is closed."""
+    """An open run directory, locked against other processes until it is closed.
 
-    def __init__(self, path: Path, lock: int) -> None:
+    One that is closed before `write_run` is as it was found: what was made for the run is gone.
+    """
+
+    def __init__(self, path: Path, lock: int, undo: contextlib.ExitStack) -> None:
         self.path = path
         """The directory itself."""
         self._lock: int | None = lock
+        self._undo = undo
+        """What to take back, the lock last, while the directory holds no run."""
+        self._holds_run = (path / _RUN).exists()
 
     @classmethod
     def open(cls, path: str | Path, *, resume: bool) -> RunDirectory:
@@ -55,26 +61,31 @@ class RunDirectory:
             lock = _take_lock(root, undo) if (root / _LOCK).is_file() else None
             _refuse(root, resume)
             if lock is None:
-                _make_directories(root, undo)
+                make_directories(root, undo)
                 lock = _take_lock(root, undo)
                 # Another process may have come and gone since the first look.
                 _refuse(root, resume)
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
             _heal(root)
-            undo.pop_all()
-        return cls(root, lock)
+            return cls(root, lock, undo.pop_all())
 
     @staticmethod
     def check(path: str | Path, *, resume: bool) -> None:
         """Raises what `open` would raise for a directory in the wrong state, and changes nothing."""
-        _refuse(Path(path), resume)
+        root = Path(path)
+        with storage_errors(root), contextlib.ExitStack() as release:
+            if (root / _LOCK).is_file():
+                _take_lock(root, release)
+            _refuse(root, resume)
 
     def close(self) -> None:
         """Lets other processes have the directory."""
-        if self._lock is not None:
+        if self._lock is not None and self._holds_run:
             os.close(self._lock)
-            self._lock = None
+        elif self._lock is not None:
+            self._undo.close()
+        self._lock = None
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -97,6 +108,8 @@ class RunDirectory:
     def job_dir(self, name: str) -> Path:
         """The directory of one job, made when it is first asked for."""
         path = self._job_path(name)
+        if not self._holds_run and not path.exists():
+            self._undo.callback(forget, path.rmdir)
         make_directory(path)
         return path
 
@@ -111,6 +124,7 @@ class RunDirectory:
     def write_run(self, run: Mapping[str, Any]) -> None:
         """Records the resolved run and the library versions; from now on the directory holds a run."""
         _write_json(self.path / _RUN, {**run, "versions": library_versions()})
+        self._holds_run = True
 
     def read_run(self) -> dict[str, Any]:
         """What `write_run` recorded, with `versions`."""
@@ -121,7 +135,10 @@ class RunDirectory:
 
     def write_job(self, name: str, job: Mapping[str, Any]) -> None:
         """Records one resolved job."""
-        _write_json(self.job_dir(name) / _JOB, dict(job))
+        path = self.job_dir(name) / _JOB
+        if not self._holds_run and not path.exists():
+            self._undo.callback(forget, path.unlink)
+        _write_json(path, dict(job))
 
     def read_job(self, name: str) -> dict[str, Any] | None:
         """What `write_job` recorded, or None."""
@@ -198,13 +215,6 @@ def _refuse(root: Path, resume: bool) -> None:
         raise StorageError(f"{existing} is not writable.", where=str(root))
 
 
-def _make_directories(root: Path, undo: contextlib.ExitStack) -> None:
-    missing = [place for place in (root, *root.parents) if not place.exists()]
-    for place in reversed(missing):
-        undo.callback(_forget, place.rmdir)
-        make_directory(place)
-
-
 def _take_lock(root: Path, undo: contextlib.ExitStack) -> int:
     """Locks the directory against other processes; the lock ends with this process, however it ends."""
     path = root / _LOCK
@@ -220,7 +230,7 @@ def _take_lock(root: Path, undo: contextlib.ExitStack) -> int:
         # Its maker gave up and removed it between our open and our lock: we hold a lock nobody else would see.
         raise StorageError("is in use by another process.", where=str(root))
     if is_new:
-        undo.callback(_forget, path.unlink)
+        undo.callback(forget, path.unlink)
     return lock
 
 
@@ -237,11 +247,6 @@ def _places(root: Path) -> Iterator[Path]:
             yield job
             if (job / "checkpoints").is_dir():
                 yield job / "checkpoints"
-
-
-def _forget(remove: Callable[[], object]) -> None:
-    with contextlib.suppress(OSError):
-        remove()
 
 
 def _belongs(line: bytes, step: int) -> bool:

@@ -1,0 +1,90 @@
+"""The blocked loss and its hand-made gradient are those of torch, and no row depends on the others."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weft.backbone.loss import BLOCK, Head, cross_entropy
+
+D, V = 24, 83
+HEADS = {"plain": (False, None), "bias": (True, None), "cap": (False, 2.5), "bias and cap": (True, 1.5)}
+
+
+def head(kind: str, dtype: torch.dtype = torch.float64) -> Head:
+    generator = torch.Generator().manual_seed(1)
+    with_bias, softcap = HEADS[kind]
+    bias_V = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype) if with_bias else None
+    return Head(torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype), bias_V, softcap)
+
+
+def rows(number: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    hidden_ND = torch.randn(number, D, generator=generator, dtype=torch.float64).to(dtype)
+    targets_N = torch.randint(0, V, (number,), generator=generator)
+    return hidden_ND, targets_N, torch.rand(number, generator=generator) + 0.1
+
+
+def reference(hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor, head: Head):
+    """Losses and gradient by autograd in double precision."""
+    hidden_ND = hidden_ND.double().requires_grad_()
+    logits_NV = F.linear(hidden_ND, head.weight_VD.double(), None if head.bias_V is None else head.bias_V.double())
+    if head.softcap is not None:
+        logits_NV = torch.tanh(logits_NV / head.softcap) * head.softcap
+    losses_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
+    (losses_N * weights_N).sum().backward()
+    return losses_N.detach(), hidden_ND.grad
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("number", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+def test_loss_and_gradient_when_any_head_then_those_of_autograd(kind, number):
+    hidden_ND, targets_N, weights_N = rows(number, torch.float32)
+    single = head(kind, torch.float32)
+    losses_N, grad_ND = cross_entropy(hidden_ND, targets_N, weights_N, single)
+    expected_N, expected_ND = reference(hidden_ND, targets_N, weights_N, single)
+    torch.testing.assert_close(losses_N.double(), expected_N, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(grad_ND.double(), expected_ND, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_loss_when_no_weights_then_the_same_bits_without_a_gradient(kind):
+    hidden_ND, targets_N, weights_N = rows(150, torch.float32)
+    single = head(kind, torch.float32)
+    losses_N, grad_ND = cross_entropy(hidden_ND, targets_N, None, single)
+    assert grad_ND is None
+    assert torch.equal(losses_N, cross_entropy(hidden_ND, targets_N, weights_N, single)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", HEADS)
+def test_row_when_others_come_before_and_after_then_the_same_bits(kind, dtype):
+    """Wherever a row falls among the blocks, its loss and gradient stay."""
+    hidden_ND, targets_N, weights_N = rows(40, dtype)
+    small = head(kind, dtype)
+    losses_N, grad_ND = cross_entropy(hidden_ND, targets_N, weights_N, small)
+    for before, after in ((1, 0), (100, 0), (0, 200), (BLOCK + 3, 17)):
+        more = [rows(n, dtype) for n in (before, after)] if after else [rows(before, dtype)]
+        parts = [more[0], (hidden_ND, targets_N, weights_N), *more[1:]]
+        together = cross_entropy(*(torch.cat(column) for column in zip(*parts, strict=True)), small)
+        assert torch.equal(together[0][before : before + 40], losses_N)
+        assert torch.equal(together[1][before : before + 40], grad_ND)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_row_when_another_is_nan_then_the_same_bits(kind):
+    hidden_ND, targets_N, weights_N = rows(20, torch.float32)
+    small = head(kind, torch.float32)
+    losses_N, grad_ND = cross_entropy(hidden_ND, targets_N, weights_N, small)
+    spoiled_ND = hidden_ND.clone()
+    spoiled_ND[7] = float("nan")
+    others = [i for i in range(20) if i != 7]
+    spoiled = cross_entropy(spoiled_ND, targets_N, weights_N, small)
+    assert torch.equal(spoiled[0][others], losses_N[others])
+    assert torch.equal(spoiled[1][others], grad_ND[others])
+    assert spoiled[0][7].isnan() and spoiled[1][7].isnan().all()
+
+
+def test_loss_when_logits_are_huge_then_finite():
+    hidden_ND, targets_N, weights_N = rows(3, torch.float32)
+    losses_N, grad_ND = cross_entropy(hidden_ND * 1e4, targets_N, weights_N, head("plain", torch.float32))
+    assert losses_N.isfinite().all() and grad_ND.isfinite().all()
