@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_reference.py
 
 Trains four jobs on the embedded backbone on CPU and GPU in fp32, and a job alone and beside seven others on the GPU;
-then times one packed step of a random TinyLlama-1.1B shape in bf16 with 0, 1, 4 and 16 adapters.
+then times one packed step of a random TinyLlama-1.1B shape in bf16 with 1, 4 and 16 adapters, and PEFT beside it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in pairs)
 
 
-def step_times() -> None:
-    """Tokens per second of one packed step, TinyLlama-1.1B shape, 4,096 rows of 256-token samples."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def tinyllama() -> Any:
+    """The shape of TinyLlama-1.1B."""
+    from transformers import LlamaConfig
 
-    attention.register()
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
         num_hidden_layers=22,
@@ -61,8 +60,15 @@ def step_times() -> None:
         vocab_size=32000,
         max_position_embeddings=2048,
     )
+
+
+def step_times() -> None:
+    """Tokens per second of one packed step, TinyLlama-1.1B shape, 4,096 rows of 256-token samples."""
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(tinyllama(), dtype=torch.bfloat16, attn_implementation=attention.NAME)
     backbone = Backbone(model, None, "tinyllama-1.1b")  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     samples = [Sample(rng.integers(0, 32000, 256, dtype=np.int32), np.ones(256, dtype=bool)) for _ in range(16)]
@@ -82,6 +88,26 @@ def step_times() -> None:
         print(f"  {num_jobs:2d} adapters: {4096 / sorted(times)[4]:10,.0f} tokens/s, peak {peak:.1f} GiB")
         for slot in slots:
             backbone.detach(slot)
+
+
+def peft_times() -> None:
+    """Tokens per second of one PEFT step on the same shape: one adapter, a batch of 16 samples, and of one."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(tinyllama(), dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    for num_samples in (16, 1):
+        ids = torch.randint(0, 32000, (num_samples, 256), device="cuda")
+        times = []
+        for _ in range(8):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        print(f"  PEFT, one adapter, {num_samples} x 256: {num_samples * 256 / sorted(times)[4]:10,.0f} tokens/s")
 
 
 def main() -> None:
@@ -104,6 +130,7 @@ def main() -> None:
             )
     print("one packed step, TinyLlama-1.1B shape, bf16, 4,096 rows, r=16 on all linears:")
     step_times()
+    peft_times()
 
 
 if __name__ == "__main__":

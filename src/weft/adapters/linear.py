@@ -60,8 +60,10 @@ class SlotLinear(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         active = [(rows, self.slots[rows.slot]) for rows in self.routing.slots if rows.slot in self.slots]
         anchor = self.anchor if active else self.anchor.detach()
-        y_TO = _SlotLinearFunction.apply(x_TD, anchor, self.weight_OD, self.bias_O, active, self.routing)
-        return y_TO.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+        y_TO: torch.Tensor = _SlotLinearFunction.apply(  # type: ignore[no-untyped-call]
+            x_TD, anchor, self.weight_OD, self.bias_O, active, self.routing
+        )
+        return y_TO.view(*x.shape[:-1], self.out_features)
 
 
 def tiled_mm(x_TK: torch.Tensor, w_KN: torch.Tensor, row_tile: int | None) -> torch.Tensor:
@@ -134,14 +136,21 @@ def _accumulate(
     """Adds dA and dB sample by sample: a sum whose order no microbatch cut can change."""
     for sample in rows.segments:
         own = slice(sample.start - rows.start, sample.end - rows.start)
-        dy_LO = dy_TO[sample.start : sample.end].float()
-        lora.grad_b_OR.addmm_(dy_LO.t(), s_LR[own], alpha=lora.scale)
-        lora.grad_a_RD.addmm_(ds_LR[own].t(), x_LD[own])
+        _add_product(lora.grad_b_OR, dy_TO[sample.start : sample.end], s_LR[own], lora.scale)
+        _add_product(lora.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
+
+
+def _add_product(grad: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float) -> None:
+    """grad (M, N, fp32) += scale · leftᵀ right, summed in fp32."""
+    if left_LM.is_cuda and left_LM.dtype != torch.float32:
+        grad.add_(torch.mm(left_LM.t(), right_LN, out_dtype=torch.float32), alpha=scale)
+    else:
+        grad.addmm_(left_LM.t().float(), right_LN.float(), alpha=scale)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """All windows of a slot in one fp32 tensor."""
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).float()
+    """All windows of a slot in one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _keep(window: Window, lora: LoraWeights, routing: Routing, num_features: int) -> torch.Tensor | None:

@@ -67,6 +67,10 @@ class Routing:
     """The rows of the current microbatch, in order; rows beyond the last segment are padding."""
 
     segments: tuple[Rows, ...] = ()
+    bounds: torch.Tensor | None = None
+    """On a GPU: int32, the first row of each segment and, last, the end of the buffer; padding is a segment too."""
+    longest: int = 0
+    """Rows of the longest segment, padding included."""
     slots: tuple[SlotRows, ...] = ()
     """The rows that an adapter applies to; all others see the bare backbone."""
     dropout_keys_T: torch.Tensor | None = None

@@ -1,13 +1,16 @@
 """Attention inside segments: a packed microbatch attends as if each of its samples were alone.
 
-Each segment is attended by itself. A boolean block mask over the whole buffer would leak a neighbour's NaN (0 × NaN),
-and would make a row's result depend on the buffer's length.
+On a CPU each segment is attended by itself; on a GPU all go through one variable-length kernel where it applies. A
+boolean block mask over the whole buffer would leak a neighbour's NaN (0 × NaN), and would make a row's result depend on
+the buffer's length.
 
 Shape suffixes: H query heads, K key/value heads, T rows of the microbatch, L rows of a segment, M keys, C head size.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -40,6 +43,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each segment of the current routing; (1, T, H, C). Padding rows come out zero."""
     routing: Routing = module.weft_routing  # type: ignore[assignment]
+    if routing.bounds is not None and not routing.caches and softcap is None and _fits_kernel(query_1HTC):
+        return _varlen(query_1HTC, key_1KTC, value_1KTC, routing, scaling, sliding_window), None
     lengths = [rows.end - rows.start for rows in routing.segments]
     padding = query_1HTC.shape[2] - sum(lengths)
     sizes = [*lengths, padding] if padding else lengths
@@ -53,6 +58,49 @@ def packed_attention(
             key, value = _remember(routing.caches[place], module.layer_idx, key, value)  # type: ignore[arg-type]
         outputs.append(_attend(query, key, value, scaling, sliding_window, softcap))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _fits_kernel(query_1HTC: torch.Tensor) -> bool:
+    """The variable-length kernel takes half precision and head sizes of whole vectors."""
+    size = query_1HTC.shape[-1]
+    return query_1HTC.dtype != torch.float32 and size % 8 == 0 and size <= 256
+
+
+@functools.cache
+def _grouped_heads() -> dict[str, Any]:
+    """torch 2.11 lets queries share key heads unasked; later versions want to be told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def _varlen(
+    query_1HTC: torch.Tensor,
+    key_1KTC: torch.Tensor,
+    value_1KTC: torch.Tensor,
+    routing: Routing,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """All segments in one call of the GPU's variable-length kernel; (1, T, H, C)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert routing.bounds is not None
+    query, key, value = (x[0].transpose(0, 1) for x in (query_1HTC, key_1KTC, value_1KTC))
+    output = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        routing.bounds,
+        routing.bounds,
+        routing.longest,
+        routing.longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **_grouped_heads(),
+    )
+    assert isinstance(output, torch.Tensor)
+    return output[None]
 
 
 def _remember(

@@ -43,12 +43,12 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
-        return self.model.device  # type: ignore[no-any-return]
+        return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the frozen weights."""
-        return self.model.dtype  # type: ignore[no-any-return]
+        return self.model.dtype
 
     @property
     def max_positions(self) -> int:
@@ -119,6 +119,7 @@ class Backbone:
     def _hidden(self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None) -> torch.Tensor:
         """Last hidden states (T, D), after the final norm."""
         self.routing.segments, self.routing.slots = batch.segments, batch.slots
+        self.routing.bounds, self.routing.longest = batch.bounds, batch.longest
         self.routing.dropout_keys_T = batch.dropout_keys_T
         self.routing.row_tile = row_tile
         self.routing.caches = caches or []

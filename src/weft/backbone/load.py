@@ -108,7 +108,7 @@ def load_plain_model(spec: BackboneSpec, **options: Any) -> Any:
     device = choose_device(spec)
     with _quiet(), _readable(source):
         _check_family(AutoConfig.from_pretrained(source.path, **_gguf(source)), source)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
             source.path,
             dtype=choose_dtype(spec, device),
             use_safetensors=None if source.gguf_file else True,

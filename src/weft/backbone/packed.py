@@ -41,6 +41,10 @@ class PackedBatch:
     input_ids_T: torch.Tensor
     positions_T: torch.Tensor
     segments: tuple[Rows, ...]
+    bounds: torch.Tensor | None
+    """On a GPU: int32, where each segment begins and, last, where the buffer ends; padding is a segment too."""
+    longest: int
+    """Rows of the longest segment, padding included."""
     slots: tuple[SlotRows, ...]
     dropout_keys_T: torch.Tensor | None
     supervised_N: torch.Tensor
@@ -59,7 +63,8 @@ class PackedBatch:
 def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.device) -> PackedBatch:
     """One sample after another in one buffer, padded to whole tiles.
 
-    On a GPU only frozen products are tiled: its adapter products run over a slot's own rows (equal to rounding there).
+    On a GPU only frozen products are tiled; a slot's adapter products and gradients run over all its rows at once,
+    since small products would leave it idle. There, results with other neighbours are equal to rounding.
     """
     lengths = [p.sample.length for p in placed]
     starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
@@ -80,6 +85,7 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         counts.append(len(predicted))
     segments = tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False))
     window = ADAPTER_WINDOW if row_tile is not None and device.type == "cpu" else None
+    edges = starts if starts[-1] == num_rows else [*starts, num_rows]
     drops = any(item.dropout_key is not None for item in placed)
 
     def tensor(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
@@ -89,7 +95,9 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         torch.from_numpy(ids).to(device),
         torch.from_numpy(positions).to(device),
         segments,
-        _slot_rows(placed, segments, window, num_rows),
+        torch.tensor(edges, dtype=torch.int32, device=device) if device.type == "cuda" else None,
+        max(end - start for start, end in itertools.pairwise(edges)),
+        _slot_rows(placed, segments, window, num_rows, per_sample=device.type == "cpu"),
         torch.from_numpy(keys).to(device) if drops else None,
         tensor(rows, np.int64),
         tensor(targets, np.int64),
@@ -99,12 +107,15 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
 
 
 def _slot_rows(
-    placed: Sequence[Placed], segments: Sequence[Rows], window: int | None, num_rows: int
+    placed: Sequence[Placed], segments: Sequence[Rows], window: int | None, num_rows: int, *, per_sample: bool
 ) -> tuple[SlotRows, ...]:
-    """Neighbouring segments of one slot, together."""
+    """Neighbouring segments of one slot, together; as one segment unless gradients are summed `per_sample`."""
     found = []
     for slot, group in itertools.groupby(zip(placed, segments, strict=True), key=lambda pair: pair[0].slot):
         if slot is not None:
             own = tuple(segment for _, segment in group)
-            found.append(SlotRows(slot, own, windows(own[0].start, own[-1].end, window, num_rows)))
+            whole = Rows(own[0].start, own[-1].end)
+            found.append(
+                SlotRows(slot, own if per_sample else (whole,), windows(whole.start, whole.end, window, num_rows))
+            )
     return tuple(found)

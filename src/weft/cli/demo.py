@@ -11,30 +11,31 @@ from rich.table import Table
 
 from weft.errors import ConfigError
 
-SKILL_NAMES = ("reverse", "shout", "drop_vowels", "sort", "next_letter", "pig_latin", "add", "acronym")
-
 
 def demo(
     model: Annotated[
-        str, typer.Option(help="tiny (embedded) or smollm2 (135 M parameters, about ten minutes).")
+        str, typer.Option(help="tiny (embedded) or smollm2 (135 M parameters, about five minutes).")
     ] = "tiny",
     out: Annotated[Path, typer.Option(help="Where results go; an earlier demo there is replaced.")] = Path("runs/demo"),
 ) -> None:
-    """Train eight adapters together on a small backbone and see what they learnt."""
-    if model not in ("tiny", "smollm2"):
-        raise ConfigError(f"got {model!r}; accepted are tiny and smollm2.", where="--model")
+    """Train several adapters together on a small backbone and see what they learnt."""
+    from weft.backbone.load import find_source
     from weft.cli.watch import conclude, follow
     from weft.demo import run as steps
     from weft.engine.train import prepare_run
     from weft.report.page import ReportExtra, Skill
 
+    if model not in steps.MODELS:
+        raise ConfigError(f"got {model!r}; accepted are {' and '.join(steps.MODELS)}.", where="--model")
+    find_source(model)
     console = Console()
+    num_skills = len(steps.MODELS[model].skills)
     with steps.open_demo(out) as directory:
-        with console.status(f"loading {model} and writing {len(SKILL_NAMES)} small data sets"):
-            spec = steps.write_jobs(out, model, SKILL_NAMES)
+        with console.status(f"loading {model} and writing {num_skills} small data sets"):
+            spec = steps.write_jobs(out, model)
             run = prepare_run(spec, base_dir=out)
             before = steps.ask(run, out, trained=False)
-        console.print(f"{len(SKILL_NAMES)} adapters learn {len(SKILL_NAMES)} skills together on one frozen {model}")
+        console.print(f"{num_skills} adapters learn {num_skills} skills together on one frozen {model}")
         states, stopped = follow(run, directory, console)
         if stopped or set(states.values()) != {"succeeded"}:
             conclude(out, console)
@@ -57,7 +58,7 @@ def demo(
         f"{speed.factor:.1f}x (each job alone for {steps.SOLO_STEPS} steps)",
         highlight=False,
     )
-    console.print(f"try       weft chat --adapter {out}/reverse", highlight=False)
+    console.print(f"try       weft chat --adapter {out}/{next(iter(before))}", highlight=False)
 
 
 def _skills(before: dict[str, float], after: dict[str, float]) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,7 @@ from weft.errors import ConfigError, DataError, StorageError
 from weft.plan.check import violations
 from weft.plan.pack import pack
 from weft.plan.types import ForwardBackward, Limits, Planner, Step
-from weft.spec import BackboneSpec, JobSpec
+from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.store.peft_files import read_adapter
 from weft.store.run_dir import RunDirectory
 
@@ -83,10 +83,15 @@ class Engine:
         if data is None:
             data = load_job_data(spec, self.backbone.tokenizer, Path(base_dir))
         self._check_samples(spec, data)
-        adapter = self.backbone.new_adapter(spec.adapter, spec.seed)
-        if spec.init_adapter is not None:
+        if spec.init_adapter is None:
+            adapter = self.backbone.new_adapter(spec.adapter, spec.seed)
+        else:
             path = Path(base_dir) / spec.init_adapter
-            adapter.load(read_adapter(path)[1], str(path))
+            stored, tensors, _ = read_adapter(path)
+            if spec.adapter == AdapterSpec():
+                spec = replace(spec, adapter=stored)
+            adapter = self.backbone.new_adapter(spec.adapter, spec.seed)
+            adapter.load(tensors, str(path))
         job = LiveJob(spec, data, adapter)
         self.jobs[spec.name] = job
         self._commands.append(_Command("start", spec.name))

@@ -34,7 +34,7 @@ class JobSpec:
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"))
-    """A PEFT adapter directory to continue from; its rank and targets must be those of `adapter`."""
+    """A PEFT adapter directory to continue from. `adapter` may be left out; if given, rank and targets must match."""
 
     learning_rate: float = setting(2e-4, aliases=("lr",), rule=above(0))
     """Peak learning rate."""
@@ -101,7 +101,7 @@ class JobSpec:
             )
         if self.name.lower() in RESERVED_NAMES:
             raise ConfigError(f"{self.name!r} is a name the run directory uses itself.", where="name")
-        if not self.train_data:
+        if not self.train_data or not all(self.train_data):
             raise ConfigError("no files; name at least one.", where="train_data")
         if isinstance(self.eval_data, float | int) and not isinstance(self.eval_data, bool):
             self._check_eval_amount(self.eval_data)

@@ -1,0 +1,47 @@
+"""A job goes on from an adapter directory, with the shape it was trained in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import job_spec, random_backbone, random_data
+
+from weft.engine.engine import Engine
+from weft.errors import AdapterFileError
+from weft.spec import AdapterSpec
+from weft.store.peft_files import write_adapter
+
+STORED = AdapterSpec(r=3, lora_alpha=5, target_modules=("q_proj", "down_proj"), init_lora_weights=False)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """An adapter directory for the tiny Llama, written as PEFT does."""
+    tensors = random_backbone().new_adapter(STORED, seed=9).tensors()
+    write_adapter(tmp_path / "old", STORED, tensors, base_model="random", target_names=["down_proj", "q_proj"])
+    return tmp_path / "old"
+
+
+def test_job_when_it_names_only_a_directory_then_takes_over_shape_and_weights(stored):
+    engine = Engine(random_backbone(), capacity=64)
+    spec = job_spec("next", init_adapter=str(stored), max_steps=2)
+    object.__setattr__(spec, "adapter", AdapterSpec())
+    engine.submit(spec, random_data(0))
+    job = engine.jobs["next"]
+    assert job.spec.adapter.r == 3
+    expected = random_backbone().new_adapter(STORED, seed=9).tensors()
+    found = job.adapter.tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(a, b) for path in found for a, b in zip(found[path], expected[path], strict=True))
+    engine.run()
+    assert job.state == "succeeded"
+
+
+def test_job_when_its_own_rank_differs_from_the_directory_then_says_so(stored):
+    engine = Engine(random_backbone(), capacity=64)
+    spec = job_spec("next", adapter={"r": 4, "target_modules": ["q_proj", "down_proj"]}, init_adapter=str(stored))
+    with pytest.raises(AdapterFileError, match="expected"):
+        engine.submit(spec, random_data(0))
+    assert not engine.jobs
