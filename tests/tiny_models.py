@@ -1,4 +1,4 @@
-"""Tiny random backbones of every family, random data for them, and jobs to train: fixtures shared by several folders."""
+"""Tiny random backbones of every family, random data for them, and jobs to train; shared by several folders."""
 
 from __future__ import annotations
 
@@ -71,12 +71,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SETTINGS),
     "llama_bias": ("Llama", {**SETTINGS, "attention_bias": True, "mlp_bias": True}),
     "llama_tied": ("Llama", {**SETTINGS, "tie_word_embeddings": True}),
-    "llama_odd": ("Llama", {**SETTINGS, "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3,
-                            "num_key_value_heads": 3}),
+    "llama_odd": (
+        "Llama",
+        {**SETTINGS, "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, "num_key_value_heads": 3},
+    ),
     "llama_llama3": ("Llama", {**SETTINGS, "rope_parameters": _LLAMA3}),
     "llama_yarn": ("Llama", {**SETTINGS, "rope_parameters": _YARN}),
-    "llama_linear": ("Llama", {**SETTINGS, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4,
-                                                              "factor": 2.0}}),
+    "llama_linear": (
+        "Llama",
+        {**SETTINGS, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "llama_dynamic": ("Llama", {**SETTINGS, "max_position_embeddings": 32, "rope_parameters": _DYNAMIC}),
     "mistral": ("Mistral", {**SETTINGS, "sliding_window": 4}),
     "qwen2": ("Qwen2", SETTINGS),
@@ -92,6 +96,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox_serial": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.25, "use_parallel_residual": False}),
 }
 """Name of a tiny model to the transformers class it is of and its settings."""
+
+
+Job = tuple[JobSpec, JobData]
 
 
 def random_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
@@ -128,8 +135,19 @@ def dataset(samples: Sequence[Sample]) -> Dataset:
     lengths = [s.length for s in samples]
     supervised = sum(s.num_supervised for s in samples)
     summary = DataSummary(
-        ("random",), "tokens", len(samples), 0, 0, 0, max(lengths), len(samples), sum(lengths), supervised,
-        min(lengths), sum(lengths) / len(lengths), max(lengths),
+        ("random",),
+        "tokens",
+        len(samples),
+        0,
+        0,
+        0,
+        max(lengths),
+        len(samples),
+        sum(lengths),
+        supervised,
+        min(lengths),
+        sum(lengths) / len(lengths),
+        max(lengths),
     )
     return Dataset(tuple(samples), summary)
 
@@ -149,6 +167,27 @@ def job_spec(name: str, *, adapter: Mapping[str, Any] | None = None, **settings:
     return JobSpec(name, ("random",), adapter=AdapterSpec(**{"r": 4, **(adapter or {})}), **{**defaults, **settings})
 
 
+def small_job(name: str, seed: int = 0, **settings: Any) -> Job:
+    """A job with dropout on a handful of samples."""
+    return job_spec(name, seed=seed, adapter={"lora_dropout": 0.1}, **settings), random_data(seed, num_samples=7)
+
+
+def submit(engine: Engine, *jobs: Job) -> None:
+    """Hands jobs to an engine."""
+    for spec, data in jobs:
+        engine.submit(spec, data)
+
+
+def taken_slots(backbone: Backbone) -> set[int]:
+    """Slots that an adapter sits on."""
+    return {slot for linear in backbone.linears.values() for slot in linear.slots}
+
+
+def flat(adapter: Mapping[str, tuple[Any, Any]]) -> list[Any]:
+    """The tensors of an adapter, one after another."""
+    return [tensor for pair in adapter.values() for tensor in pair]
+
+
 @dataclass
 class Outcome:
     """What became of one job."""
@@ -160,16 +199,16 @@ class Outcome:
     eval_losses: list[float] = field(default_factory=list)
 
 
-Job = tuple[JobSpec, JobData]
-
-
 def train(
-    backbone: Backbone, jobs: Sequence[Job], *, capacity: int = 64, on_event: Callable[[Engine, Event], None] | None = None
+    backbone: Backbone,
+    jobs: Sequence[Job],
+    *,
+    capacity: int = 64,
+    on_event: Callable[[Engine, Event], None] | None = None,
 ) -> dict[str, Outcome]:
     """Trains jobs together and tells what became of each; `on_event` may use the engine while it runs."""
     engine = Engine(backbone, capacity=capacity)
-    for spec, data in jobs:
-        engine.submit(spec, data)
+    submit(engine, *jobs)
     return finish(engine, on_event)
 
 

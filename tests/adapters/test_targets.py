@@ -6,7 +6,14 @@ from weft.adapters.targets import choose_modules, leaf_names
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
 
-LEAVES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+LEAVES = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 PATHS = [f"model.layers.{layer}.{leaf}" for layer in range(12) for leaf in LEAVES]
 
 

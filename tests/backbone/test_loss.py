@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from weft.backbone.loss import BLOCK, Head, cross_entropy
 
-D, V = 24, 83
+D, V = 128, 83
 HEADS = {"plain": (False, None), "bias": (True, None), "cap": (False, 2.5), "bias and cap": (True, 1.5)}
 
 
@@ -42,8 +42,8 @@ def test_loss_and_gradient_when_any_head_then_those_of_autograd(kind, number):
     single = head(kind, torch.float32)
     losses_N, grad_ND = cross_entropy(hidden_ND, targets_N, weights_N, single)
     expected_N, expected_ND = reference(hidden_ND, targets_N, weights_N, single)
-    torch.testing.assert_close(losses_N.double(), expected_N, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(grad_ND.double(), expected_ND, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(losses_N.double(), expected_N, rtol=5e-6, atol=5e-6)
+    torch.testing.assert_close(grad_ND.double(), expected_ND, rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -57,17 +57,18 @@ def test_loss_when_no_weights_then_the_same_bits_without_a_gradient(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", HEADS)
-def test_row_when_others_come_before_and_after_then_the_same_bits(kind, dtype):
-    """Wherever a row falls among the blocks, its loss and gradient stay."""
-    hidden_ND, targets_N, weights_N = rows(40, dtype)
+@pytest.mark.parametrize("number", [1, 5, 40])
+def test_row_when_others_come_before_and_after_then_the_same_bits(kind, dtype, number):
+    """Wherever a row falls among the blocks, and however few there are, its loss and gradient stay."""
+    hidden_ND, targets_N, weights_N = rows(number, dtype)
     small = head(kind, dtype)
     losses_N, grad_ND = cross_entropy(hidden_ND, targets_N, weights_N, small)
     for before, after in ((1, 0), (100, 0), (0, 200), (BLOCK + 3, 17)):
         more = [rows(n, dtype) for n in (before, after)] if after else [rows(before, dtype)]
         parts = [more[0], (hidden_ND, targets_N, weights_N), *more[1:]]
         together = cross_entropy(*(torch.cat(column) for column in zip(*parts, strict=True)), small)
-        assert torch.equal(together[0][before : before + 40], losses_N)
-        assert torch.equal(together[1][before : before + 40], grad_ND)
+        assert torch.equal(together[0][before : before + number], losses_N)
+        assert torch.equal(together[1][before : before + number], grad_ND)
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tiny_adapters import LEAVES, tiny_tensors
+from tiny_adapters import LEAVES, SHOUTING, tiny_tensors
 
 from weft.cli.main import main
 from weft.demo.skills import SKILLS
@@ -82,6 +82,15 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "waiting").mkdir()
     (run / "waiting" / "job.json").write_text("{}")
     return run
+
+
+@pytest.fixture(scope="session")
+def templated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter without effect that was trained with a chat template of its own."""
+    path = tmp_path_factory.mktemp("templated") / "shouting"
+    spec = AdapterSpec(r=4, target_modules=tuple(LEAVES))
+    write_adapter(path, spec, tiny_tensors(0.0), base_model="tiny", target_names=LEAVES, chat_template=SHOUTING)
+    return path
 
 
 @pytest.fixture(scope="session")

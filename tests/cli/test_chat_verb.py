@@ -37,6 +37,20 @@ def test_chat_when_the_conversation_outgrows_the_model_then_ends_with_a_sentence
     assert "the conversation has 1,119 tokens; the model has 1,024 positions. /reset starts anew." in result.err
 
 
+def test_chat_when_an_adapter_has_its_own_chat_template_then_it_is_used_for_that_adapter_only(
+    weft, adapters: Path, templated: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = []
+
+    def remember(messages, tokenizer, *, chat_template):
+        asked.append(prompt_of_chat(messages, tokenizer, chat_template=chat_template))
+        return asked[-1]
+
+    monkeypatch.setattr("weft.data.prompts.prompt_of_chat", remember)
+    weft("chat", "--adapter", templated, "--adapter", adapters / "idle", typed="a\n/adapter idle\nb\n")
+    assert [prompt.text for prompt in asked] == ["[USER] a<|end|>[ASSISTANT] ", "<|user|>b<|end|><|assistant|>"]
+
+
 def test_chat_when_options_are_wrong_then_says_which(refused, adapters: Path):
     assert refused("chat", "--adapter", adapters / "idle", "--top-p", 2).startswith("--top-p: must be above 0")
     assert refused("chat") == "there is neither an adapter nor a model; give --base-model."

@@ -20,6 +20,16 @@ def test_eval_when_run_then_compares_adapters_with_the_bare_model(weft, adapters
     assert strong["perplexity"] == pytest.approx(math.exp(strong["loss"]))
 
 
+def test_eval_when_an_adapter_has_its_own_chat_template_then_it_is_measured_with_it(
+    weft, adapters: Path, templated: Path, echoes: Path
+):
+    """Neither adapter changes the model, so what they read is all that differs."""
+    result = weft("eval", "--adapter", templated, "--adapter", adapters / "idle", "--data", echoes, "--json")
+    base, shouting, idle = json.loads(result.out)["results"]
+    assert base["loss"] == idle["loss"] != shouting["loss"]
+    assert base["exact_match"] == idle["exact_match"] == 1.0
+
+
 def test_eval_when_metrics_and_a_limit_are_given_then_keeps_to_them(weft, rows: Path):
     result = weft("eval", "--base-model", "tiny", "--data", rows, "--metric", "exact_match,loss", "--limit", 2)
     assert result.code == 0

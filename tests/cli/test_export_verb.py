@@ -1,13 +1,15 @@
 """`weft export` and `weft merge`."""
 
 import json
+import os
 import shlex
+import stat
 from pathlib import Path
 
 import pytest
-from tiny_adapters import LEAVES, plain_logits, tiny_tensors
+from tiny_adapters import LEAVES, SHOUTING, plain_logits, tiny_tensors
 
-from weft.backbone.load import TINY
+from weft.backbone.load import TINY, load_tokenizer
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
 from weft.engine.attach import load_with_adapters
@@ -102,6 +104,61 @@ def test_merge_when_the_input_is_wrong_then_says_so_and_writes_nothing(
     assert "no such model directory" in refused("merge", adapters / "idle", "--out", out, "--base-model", "./gone")
     assert not out.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_merge_when_the_modules_of_adapter_and_model_differ_then_says_which_and_writes_nothing(refused, tmp_path: Path):
+    spec = AdapterSpec(r=4, target_modules=tuple(LEAVES))
+    fewer, more = tiny_tensors(0.1), tiny_tensors(0.1)
+    fewer.pop("model.layers.5.self_attn.q_proj")
+    more["model.layers.6.self_attn.q_proj"] = more["model.layers.5.self_attn.q_proj"]
+    other = dict(tiny_tensors(0.1))
+    other["model.layers.0.self_attn.v_proj"] = other["model.layers.0.self_attn.q_proj"]
+    out = tmp_path / "new" / "merged"
+    for name, tensors, sentence in (
+        (
+            "fewer",
+            fewer,
+            "has no weights for model.layers.5.self_attn.q_proj of base_model tiny, which its config targets.",
+        ),
+        ("more", more, "model.layers.6.self_attn.q_proj is not a linear module of base_model tiny."),
+        (
+            "other",
+            other,
+            "model.layers.0.self_attn.v_proj is for a module of 192 x 192; in base_model tiny it is 64 x 192.",
+        ),
+    ):
+        write_adapter(tmp_path / name, spec, tensors, base_model="tiny", target_names=LEAVES)
+        assert refused("merge", tmp_path / name, "--out", out) == f"{tmp_path / name}: {sentence}"
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_merge_when_done_then_others_may_read_the_files_as_far_as_the_umask_lets_them(
+    weft, adapters: Path, tmp_path: Path, umask: int, mode: int
+):
+    before = os.umask(umask)
+    try:
+        weft("merge", adapters / "idle", "--out", tmp_path / "merged")
+    finally:
+        assert os.umask(before) == umask
+    files = list((tmp_path / "merged").iterdir())
+    assert "model.safetensors" in [file.name for file in files]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {mode}
+
+
+def test_merge_when_the_adapter_has_its_own_chat_template_then_the_model_has_it_too(
+    weft, templated: Path, tmp_path: Path
+):
+    weft("merge", templated, "--out", tmp_path / "merged")
+    assert load_tokenizer(str(tmp_path / "merged")).chat_template == SHOUTING
+
+
+def test_export_when_the_adapter_has_its_own_chat_template_then_it_goes_along(weft, templated: Path, tmp_path: Path):
+    out = tmp_path / "copy"
+    for server in ("vllm", "sglang"):
+        assert f"--chat-template {templated}/chat_template.jinja" in weft("export", templated, "--for", server).out
+    weft("export", templated, "--for", "peft", "--out", out)
+    assert (out / "chat_template.jinja").read_text() == SHOUTING
 
 
 @pytest.mark.parametrize("verb", ["export", "merge"])

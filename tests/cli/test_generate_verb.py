@@ -1,9 +1,11 @@
 """`weft generate`."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from tiny_adapters import SHOUTING
 
 
 def test_generate_when_given_several_adapters_then_each_answers_every_prompt(weft, adapters: Path):
@@ -50,6 +52,55 @@ def test_generate_when_drawing_then_the_seed_decides(weft):
         ).out  # fmt: skip
 
     assert draw(1) == draw(1) != draw(2)
+
+
+def test_generate_when_drawing_then_an_adapters_answers_do_not_depend_on_the_others(weft, adapters: Path):
+    def draw(*names: str) -> list[str]:
+        voices = [word for name in names for word in ("--adapter", adapters / name if name != "base" else name)]
+        lines = weft(
+            "generate", *voices, "--prompt", "planet", "--prompt", "planet", "--temperature", 3,
+            "--max-new-tokens", 12, "--json",
+        ).out.splitlines()  # fmt: skip
+        return [record["answer"] for line in lines if (record := json.loads(line))["adapter"] == "strong"]
+
+    alone = draw("strong")
+    assert draw("base", "idle", "strong") == draw("strong", "base") == alone
+    assert alone[0] != alone[1], "a voice's own prompts draw independently"
+
+
+def test_generate_when_a_job_had_its_own_chat_template_then_its_adapter_is_asked_with_it(
+    weft, rows: Path, tmp_path: Path
+):
+    jobs = {
+        "base_model": "tiny",
+        "defaults": {"train_data": str(rows), "max_length": 64, "max_steps": 1, "adapter": {"r": 2}},
+        "jobs": [{"name": "own", "chat_template": SHOUTING}, {"name": "plain"}],
+    }
+    (tmp_path / "jobs.yaml").write_text(json.dumps(jobs))
+    assert weft("train", tmp_path / "jobs.yaml", "--out", tmp_path / "run").code == 0
+    own, plain = tmp_path / "run" / "own", tmp_path / "run" / "plain"
+    assert (own / "adapter" / "chat_template.jinja").read_text() == SHOUTING
+    assert not (plain / "adapter" / "chat_template.jinja").exists()
+    result = weft(
+        "generate", "--adapter", own, "--adapter", plain, "--adapter", "base", "--prompt", "planet", "--json"
+    )  # fmt: skip
+    prompts = [json.loads(line)["prompt"] for line in result.out.splitlines()]
+    ordinary = "<|user|>planet<|end|><|assistant|>"
+    assert prompts == ["[USER] planet<|end|>[ASSISTANT] ", ordinary, ordinary]
+
+
+def test_generate_when_an_adapters_chat_template_is_broken_then_names_its_file(
+    refused, templated: Path, tmp_path: Path
+):
+    broken = shutil.copytree(templated, tmp_path / "broken")
+    for text, sentence in (
+        ("{{ messages", "is not a valid Jinja template: unexpected end of template"),
+        ("chatml", "'chatml' is not a Jinja template"),
+        (b"\xff", "is not UTF-8 text."),
+    ):
+        (broken / "chat_template.jinja").write_bytes(text if isinstance(text, bytes) else text.encode())
+        said = refused("generate", "--adapter", broken, "--prompt", "x")
+        assert said.startswith(f"{broken}/chat_template.jinja: {sentence}")
 
 
 def test_generate_when_the_base_is_stated_then_an_adapter_of_another_runs_with_a_note(weft, other_base: Path):

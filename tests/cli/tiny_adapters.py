@@ -10,6 +10,11 @@ from weft.store.peft_files import Pair
 
 LEAVES = ["q_proj", "v_proj"]
 LAYERS = 6
+SHOUTING = (
+    "{% for message in messages %}[{{ message.role | upper }}] {{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[ASSISTANT] {% endif %}"
+)
+"""A chat template that is not the embedded backbone's."""
 
 
 def tiny_tensors(strength: float, *, rank: int = 4) -> dict[str, Pair]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -34,6 +35,21 @@ class SlowTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def test_tokenise_when_a_text_is_longer_than_the_model_allows_then_transformers_keeps_quiet(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Our own sentence says what is done about it."""
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 4
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(tokenise_prompt(bare("far too long", ""), tokenizer)) == 12
+    assert one(bare("far too", " long"), tokenizer).length == 13
+    assert one(bare("far too", " long"), SlowTokenizer(tokenizer)).length == 13
+    assert caplog.records == []
+    tokenizer.encode("far too long")
+    assert caplog.records, "the warning is still there to be kept quiet"
 
 
 def test_tokens_when_chat_is_tokenised_then_are_those_of_the_whole_text(tokenizer: PreTrainedTokenizerFast):

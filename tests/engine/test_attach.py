@@ -16,7 +16,9 @@ from weft.store.peft_files import write_adapter
 
 @pytest.fixture
 def backbone() -> Backbone:
-    return random_backbone()
+    made = random_backbone()
+    made.tokenizer.chat_template = None
+    return made
 
 
 def written(backbone: Backbone, path: Path, *, base_model: str = "llama", **settings: object) -> Path:
@@ -100,6 +102,22 @@ def test_load_with_adapters_when_the_base_has_moved_then_says_how_to_name_it(bac
     with pytest.raises(ModelError) as caught:
         load_with_adapters([str(path)], base_model="./new/place")
     assert caught.value.hint is None
+
+
+def test_load_with_adapters_when_some_bring_chat_templates_then_each_keeps_its_own(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attach, "load_backbone", lambda spec: backbone)
+    monkeypatch.setattr(attach, "check_template", lambda template, tokenizer: None)
+    plain, own = written(backbone, tmp_path / "plain"), written(backbone, tmp_path / "own")
+    (own / "chat_template.jinja").write_text("{{ 1 }}")
+    asked = [str(plain), str(own), "base"]
+    # The backbone has no template of its own, so it reads chats as the adapter does.
+    assert load_with_adapters(asked, base_model=None).chat_templates == {
+        "plain": None, "own": "{{ 1 }}", "base": "{{ 1 }}"
+    }  # fmt: skip
+    backbone.tokenizer.chat_template = "{{ 2 }}"
+    assert load_with_adapters(asked, base_model=None).chat_templates["base"] is None
 
 
 def test_load_with_adapters_when_the_base_is_among_them_then_keeps_the_order(

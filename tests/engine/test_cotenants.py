@@ -75,6 +75,15 @@ def test_job_when_capacity_differs_then_same_bits(name, options, rank):
         assert_same_bits(train(backbone, [job, *neighbours(3)], capacity=capacity)["me"], alone)
 
 
+def test_job_when_the_model_is_wide_enough_for_row_counts_to_matter_then_same_bits():
+    """From about 500 features on, a bfloat16 product over 128 rows and one over 384 differ in their last bits."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "initializer_range": 0.05}
+    backbone = random_backbone("llama", dtype=torch.bfloat16, **sizes)
+    job = job_spec("me", max_length=120, max_steps=2), random_data(3, num_samples=8, lengths=(80, 120))
+    alone = train(backbone, [job], capacity=128)["me"]
+    assert_same_bits(train(backbone, [job, *neighbours(3)], capacity=512)["me"], alone)
+
+
 @pytest.mark.parametrize("name", ["llama_odd", "mistral"])
 def test_job_when_samples_span_several_tiles_then_same_bits(name):
     backbone = random_backbone(name, max_position_embeddings=512)

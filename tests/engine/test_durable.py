@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +174,21 @@ def test_resume_when_data_changed_then_that_job_fails_and_the_others_end_the_sam
         failed = [event for event in engine.events() if isinstance(event, JobFailed)]
     assert [event.job for event in failed] == ["drops"]
     assert "train_data" in failed[0].reason
+    kept = {name: data for name, data in files(undisturbed).items() if not name.startswith("drops")}
+    assert {name: data for name, data in files(path).items() if not name.startswith("drops")} == kept
+
+
+def test_resume_when_the_rank_changed_then_that_job_fails_and_the_others_end_the_same(backbone, undisturbed, tmp_path):
+    path = tmp_path / "run"
+    run_until(backbone, path, 30)
+    engine = Engine(random_backbone("llama_odd"), capacity=48)
+    with open_dir(path) as directory:
+        engine.keep_in(directory)
+        for spec, data in jobs():
+            other = dataclasses.replace(spec, adapter=dataclasses.replace(spec.adapter, r=7))
+            engine.submit(other if spec.name == "drops" else spec, data)
+        failed = [event.job for event in engine.events() if isinstance(event, JobFailed)]
+    assert failed == ["drops"]
     kept = {name: data for name, data in files(undisturbed).items() if not name.startswith("drops")}
     assert {name: data for name, data in files(path).items() if not name.startswith("drops")} == kept
 

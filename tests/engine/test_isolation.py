@@ -26,11 +26,13 @@ def bad_job(**settings) -> Job:
 def good_jobs() -> list[Job]:
     return [
         (
-            job_spec(f"good{i}", adapter={"r": 3 + i, "lora_dropout": 0.2 * i}, max_steps=STEPS - 2 + i, eval_data=2, seed=i),
+            job_spec(
+                f"good{i}", adapter={"r": 3 + i, "lora_dropout": 0.2 * i}, max_steps=STEPS - 2 + i, eval_data=2, seed=i
+            ),
             random_data(10 + i, num_samples=9, num_eval=2, high=VOCABULARY - 1),
         )
         for i in range(2)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")

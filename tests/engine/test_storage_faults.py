@@ -170,6 +170,17 @@ def test_job_when_a_checkpoint_cannot_be_written_then_pauses_with_the_reason_and
         assert files(directory.path, "evals") == expected["evals"]
 
 
+@pytest.mark.parametrize("point", ["dir.make", "file.write", "file.rename"])
+def test_jobs_when_the_start_of_one_cannot_be_recorded_then_the_others_train(backbone, undisturbed, tmp_path, point):
+    expected, _ = undisturbed
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = start(backbone, directory)
+        faults.arm(moment_of(point, 1))
+        engine.run()
+        assert engine.jobs["saves"].state == "succeeded"
+    assert files(tmp_path / "run", "saves") == expected["saves"]
+
+
 @pytest.mark.parametrize("action", ["cancel", "fail"])
 def test_neighbours_when_the_end_of_a_job_cannot_be_recorded_then_go_on(backbone, undisturbed, tmp_path, action):
     expected, _ = undisturbed
@@ -182,7 +193,11 @@ def test_neighbours_when_the_end_of_a_job_cannot_be_recorded_then_go_on(backbone
                     engine.cancel("third")
                 else:
                     engine.jobs["third"].adapter.params_a.fill_(float("nan"))
-            if isinstance(event, StepDone) and event.job == "third" and engine.jobs["third"].adapter.params_a[0].isnan():
+            if (
+                isinstance(event, StepDone)
+                and event.job == "third"
+                and engine.jobs["third"].adapter.params_a[0].isnan()
+            ):
                 faults.arm(moment_of("file.write", 1))
             if event.kind == "checkpoint" and event.job == "saves" and event.step == 1 and action == "cancel":
                 faults.arm(moment_of("file.write", 1))

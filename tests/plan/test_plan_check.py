@@ -98,10 +98,8 @@ def test_program_when_a_segment_comes_twice_then_caught(plan, data):
 @given(planned(), st.data())
 def test_program_when_two_segments_of_a_job_swap_then_caught(plan, data):
     queues, instructions = plan
-    places = segments_of(instructions)
-    pairs = [
-        (p, q) for p in places for q in places if p < q and segment_at(instructions, p).job == segment_at(instructions, q).job
-    ]  # fmt: skip
+    owned = [(place, segment_at(instructions, place).job) for place in segments_of(instructions)]
+    pairs = [(p, q) for p, mine in owned for q, other in owned if p < q and mine == other]
     assume(pairs)
     p, q = data.draw(st.sampled_from(pairs))
     first, second = segment_at(instructions, p), segment_at(instructions, q)

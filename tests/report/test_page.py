@@ -139,6 +139,6 @@ def test_write_report_when_plotly_is_missing_then_it_says_what_to_install(
 def test_write_report_when_it_cannot_be_written_then_one_sentence_says_so(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"jobs": ["lost"]})
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(StorageError, match=r"report\.html: cannot be written"):
+    with pytest.raises(StorageError, match=r"report\.html: a directory is in the way"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html.tmp").exists()

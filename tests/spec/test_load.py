@@ -139,7 +139,7 @@ def test_load_run_when_yaml_asks_for_python_objects_then_refuses(path: Path):
         ("jobs.b.learning_rate=-1", "jobs.b.learning_rate=-1: jobs.1.learning_rate: must be above 0, got -1.0."),
         ("jobs.b.lora={rank: 0}", "jobs.b.lora={rank: 0}: jobs.1.adapter.r: must be at least 1, got 0."),
         ("defaults.max_length=9999", "defaults.max_length=9999: jobs.0.max_length: max_length 9999 is above"),
-        ("defalts.lr=1", "defalts.lr=1: defalts: unknown setting. Did you mean defaults?"),
+        ("deflaults.lr=1", "deflaults.lr=1: deflaults: unknown setting. Did you mean defaults?"),
         ("jobs.0.lrr=1", "jobs.0.lrr=1: jobs.0.lrr: unknown setting."),
     ],
 )

@@ -12,7 +12,16 @@ from weft.faults import FaultPlan
 from weft.spec import AdapterSpec
 from weft.store.atomic import remove_leftovers
 from weft.store.peft_config import DEFAULTS, is_target
-from weft.store.peft_files import CARD_FILE, CONFIG_FILE, MAX_HEADER_BYTES, TENSORS_FILE, read_adapter, write_adapter
+from weft.store.peft_files import (
+    CARD_FILE,
+    CONFIG_FILE,
+    MAX_HEADER_BYTES,
+    TEMPLATE_FILE,
+    TENSORS_FILE,
+    read_adapter,
+    read_chat_template,
+    write_adapter,
+)
 
 SPEC = AdapterSpec(r=2, lora_alpha=4, target_modules=("q_proj", "v_proj"), rank_pattern={"v_proj": 3})
 PATHS = [f"model.layers.{i}.self_attn.{n}" for i in range(2) for n in ("q_proj", "v_proj")]
@@ -374,3 +383,19 @@ def test_write_adapter_when_the_disk_is_full_then_the_old_adapter_stays(tmp_path
     with pytest.raises(StorageError, match="the disk is full"):
         write(tmp_path / "a", seed=2)
     assert files(tmp_path) == before
+
+
+def test_chat_template_when_written_then_it_is_read_back_and_gone_with_the_next_adapter(tmp_path):
+    spec = AdapterSpec(r=2, target_modules=("q_proj",))
+    pair = {"q_proj": (torch.ones(2, 3), torch.ones(3, 2))}
+    for template in ("{{ messages[0].content }} – ü\n", None):
+        write_adapter(tmp_path / "a", spec, pair, base_model="tiny", target_names=["q_proj"], chat_template=template)
+        assert read_chat_template(tmp_path / "a") == template
+        assert (tmp_path / "a" / TEMPLATE_FILE).exists() == (template is not None)
+
+
+def test_chat_template_when_it_cannot_be_one_then_says_so(tmp_path):
+    for data, sentence in ((b"x" * (MAX_HEADER_BYTES + 1), "at most 1048576 are read"), (b"\xff", "is not UTF-8 text")):
+        (tmp_path / TEMPLATE_FILE).write_bytes(data)
+        with pytest.raises(AdapterFileError, match=sentence):
+            read_chat_template(tmp_path)

@@ -60,9 +60,64 @@ def test_open_when_there_is_no_run_then_resume_says_so_and_leaves_nothing(tmp_pa
     assert files(tmp_path) == before
 
 
-def test_open_when_a_start_died_before_run_json_then_it_can_be_started_again(tmp_path):
-    RunDirectory.open(tmp_path / "x", resume=False).close()
+@pytest.mark.faults
+def test_open_when_a_start_died_before_run_json_then_it_can_be_started_again(tmp_path, in_child):
+    def dies():
+        RunDirectory.open(tmp_path / "x", resume=False).write_job("a", {})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.WIFSIGNALED(in_child(dies))
     start(tmp_path / "x")
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_close_when_no_run_was_written_then_the_place_is_as_it_was_found(tmp_path, files, made):
+    if made:
+        (tmp_path / "x" / "a").mkdir(parents=True)
+        (tmp_path / "x" / "mine").write_text("mine")
+    before = files(tmp_path)
+    with RunDirectory.open(tmp_path / "x", resume=False) as run:
+        run.write_job("a", {"name": "a"})
+        run.write_job("b", {"name": "b"})
+    assert files(tmp_path) == before
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("action", ["raise", "enospc"])
+def test_start_when_any_operation_fails_then_nothing_is_left_of_it(tmp_path, files, action):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").write_text("mine")
+    before = files(tmp_path)
+    for n in range(1, 100):
+        faults.arm(FaultPlan(action, n))
+        try:
+            with RunDirectory.open(tmp_path / "runs" / "x", resume=False) as run:
+                run.write_job("a", {"name": "a"})
+                run.write_run({"base_model": "tiny"})
+        except StorageError:
+            assert files(tmp_path) == before
+        else:
+            break
+        finally:
+            faults.disarm()
+    assert n == 27, "two directories made, two files written"
+    assert (tmp_path / "runs" / "x" / "a" / "job.json").is_file()
+
+
+def test_check_when_the_directory_is_in_use_then_says_so_and_changes_nothing(tmp_path, files):
+    RunDirectory.check(tmp_path / "x", resume=False)
+    assert files(tmp_path) == {}
+    with RunDirectory.open(tmp_path / "x", resume=False) as run:
+        run.write_run({})
+        with pytest.raises(StorageError, match=f"is in use by process {os.getpid()}"):
+            RunDirectory.check(tmp_path / "x", resume=False)
+    before = files(tmp_path)
+    with pytest.raises(StorageError, match="already holds a run"):
+        RunDirectory.check(tmp_path / "x", resume=False)
+    RunDirectory.check(tmp_path / "x", resume=True)
+    assert files(tmp_path) == before
+    with pytest.raises(StorageError, match="the name is too long"):
+        RunDirectory.check(tmp_path / ("x" * 300), resume=False)
 
 
 @pytest.mark.parametrize("path", ["file", "file/x", "file/x/y"])

@@ -46,10 +46,11 @@ class Adapter:
         """Modules: path and (out, in) of every adapted linear, in the backbone's order."""
         self.spec = spec
         for path, shape in modules.items():
-            if spec.rank_for(path) > min(shape):
+            rank = spec.rank_for(path)
+            if rank > min(shape):
                 raise ConfigError(
-                    f"rank {spec.rank_for(path)} is above the smaller side of {path} ({shape[0]} x {shape[1]}).",
-                    where="adapter.r",
+                    f"rank {rank} is above the smaller side of {path} ({shape[0]} x {shape[1]}).",
+                    where="adapter.r" if rank == spec.r else "adapter.rank_pattern",
                 )
         sizes_a = [spec.rank_for(path) * shape[1] for path, shape in modules.items()]
         sizes_b = [spec.rank_for(path) * shape[0] for path, shape in modules.items()]

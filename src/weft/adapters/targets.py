@@ -33,8 +33,20 @@ def choose_modules(spec: AdapterSpec, paths: Sequence[str]) -> list[str]:
     if spec.layers_to_transform is not None:
         chosen = _in_layers(chosen, spec.layers_to_transform)
     if not chosen:
-        raise ConfigError("no linear module of the backbone matches.", where="adapter.target_modules")
+        raise _nothing_chosen(spec, paths)
     return chosen
+
+
+def _nothing_chosen(spec: AdapterSpec, paths: Sequence[str]) -> ConfigError:
+    found = "no linear module of the backbone matches"
+    if isinstance(spec.target_modules, str) and not any(_matches(spec.target_modules, p) for p in paths):
+        return ConfigError(
+            f"{found} {spec.target_modules!r}; one text is a regular expression over whole paths such as {paths[0]}, "
+            "names go in a list.",
+            where="adapter.target_modules",
+        )
+    limit = "exclude_modules" if spec.exclude_modules is not None else "layers_to_transform"
+    return ConfigError(f"{found} target_modules once {limit} is applied.", where=f"adapter.{limit}")
 
 
 def leaf_names(chosen: Iterable[str], paths: Iterable[str]) -> list[str] | None:

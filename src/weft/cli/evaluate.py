@@ -15,6 +15,7 @@ from weft.cli.generate import Adapters, BaseModel, Device, Dtype, load_voices
 from weft.errors import ConfigError, DataError, closest
 
 if TYPE_CHECKING:
+    from weft.backbone.backbone import Backbone
     from weft.data.dataset import Dataset
     from weft.data.prompts import Prompt
     from weft.engine.attach import Attached
@@ -46,19 +47,23 @@ def evaluate(
     status = Console(stderr=True).status
     with status("loading the model"):
         loaded = load_voices(adapter, base_model, device, dtype, with_base=True)
-        dataset = _samples(data, loaded, limit)
-        prompts = _prompts(data, loaded, limit, dataset, stated=chosen) if _wants_answers(chosen) else []
+        datasets = loaded.by_template(lambda template: _samples(data, loaded.backbone, limit, template))
+        first = next(iter(datasets.values()))
+        prompts: dict[str, list[Prompt]] = {}
+        if _wants_answers(chosen, first):
+            stated = chosen is not None
+            prompts = loaded.by_template(lambda template: _prompts(data, loaded.backbone, limit, template, stated))
     results: dict[str, dict[str, float]] = {name: {} for name in loaded.slots}
     with status("evaluating"):
         if chosen is None or {"loss", "perplexity"} & set(chosen):
-            _add_losses(results, loaded, dataset)
-        if prompts:
+            _add_losses(results, loaded, datasets)
+        if any(prompts.values()):
             _add_exact_match(results, loaded, prompts)
-    shown = [m for m in chosen or METRICS if m != "exact-match" or prompts]
+    shown = [m for m in chosen or METRICS if m != "exact-match" or any(prompts.values())]
     if as_json:
-        typer.echo(_as_json(data, dataset, loaded, results, shown), nl=False)
+        typer.echo(_as_json(data, first, loaded, results, shown), nl=False)
     else:
-        _show(data, dataset, results, shown, Console())
+        _show(data, first, results, shown, Console())
 
 
 def _metrics(text: str | None) -> list[str] | None:
@@ -78,50 +83,53 @@ def _metrics(text: str | None) -> list[str] | None:
     return list(dict.fromkeys(chosen))
 
 
-def _wants_answers(chosen: list[str] | None) -> bool:
-    return chosen is None or "exact-match" in chosen
+def _wants_answers(chosen: list[str] | None, dataset: Dataset) -> bool:
+    """Exact match is asked for by name, or nothing is and the data may have answers."""
+    return "exact-match" in chosen if chosen is not None else dataset.summary.format not in ("text", "tokens")
 
 
-def _samples(data: str, loaded: Attached, limit: int | None) -> Dataset:
+def _samples(data: str, backbone: Backbone, limit: int | None, chat_template: str | None) -> Dataset:
     from weft.data.dataset import load_dataset
 
-    backbone = loaded.backbone
-    dataset = load_dataset([data], backbone.tokenizer, max_length=backbone.max_positions, base_dir=Path())
+    dataset = load_dataset(
+        [data],
+        backbone.tokenizer,
+        max_length=backbone.max_positions,
+        chat_template=chat_template,
+        base_dir=Path(),
+    )
     return dataset if limit is None else dataset.subset(range(min(limit, len(dataset.samples))))
 
 
-def _prompts(
-    data: str, loaded: Attached, limit: int | None, dataset: Dataset, *, stated: list[str] | None
-) -> list[Prompt]:
+def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: str | None, stated: bool) -> list[Prompt]:
     """Rows with an answer to compare with. None at all is an error only if exact match was asked for by name."""
     from weft.data.prompts import load_prompts
 
-    if stated is None and dataset.summary.format in ("text", "tokens"):
-        return []
-    prompts = load_prompts(data, loaded.backbone.tokenizer, base_dir=Path())[:limit]
+    prompts = load_prompts(data, backbone.tokenizer, chat_template=chat_template, base_dir=Path())[:limit]
     answered = [prompt for prompt in prompts if prompt.reference is not None]
-    if stated is not None and not answered:
+    if stated and not answered:
         raise DataError("has no answers to compare with, which exact-match needs.", where=data)
     return answered
 
 
-def _add_losses(results: dict[str, dict[str, float]], loaded: Attached, dataset: Dataset) -> None:
+def _add_losses(results: dict[str, dict[str, float]], loaded: Attached, datasets: dict[str, Dataset]) -> None:
     from weft.engine.evaluate import mean_losses
 
-    capacity = max(CAPACITY, dataset.summary.max_length)
-    asked = [(slot, dataset.samples) for slot in loaded.slots.values()]
+    capacity = max(CAPACITY, *(dataset.summary.max_length for dataset in datasets.values()))
+    asked = [(slot, datasets[name].samples) for name, slot in loaded.slots.items()]
     losses = mean_losses(loaded.backbone, asked, capacity, loaded.backbone.row_tile(capacity))
     for name, loss in zip(loaded.slots, losses, strict=True):
         results[name] |= {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
-def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: list[Prompt]) -> None:
+def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: dict[str, list[Prompt]]) -> None:
     from weft.engine.generate import Decoding
     from weft.engine.score import answers, exact_match
 
     encode = loaded.backbone.tokenizer.encode
-    longest = max(len(encode(prompt.reference or "", add_special_tokens=False)) for prompt in prompts)
-    asked = {name: (slot, prompts) for name, slot in loaded.slots.items()}
+    references = {prompt.reference or "" for asked in prompts.values() for prompt in asked}
+    longest = max(len(encode(reference, add_special_tokens=False, verbose=False)) for reference in references)
+    asked = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
     for name, given in answers(loaded.backbone, asked, Decoding(longest + SPARE_TOKENS)).items():
         results[name]["exact-match"] = exact_match(given)
 

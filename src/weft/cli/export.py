@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from pathlib import Path
@@ -68,9 +69,8 @@ def merge(
     # On the CPU a model may be larger than the GPU's memory, and float32 sums are exact to the last bits.
     spec = BackboneSpec(base_model or common_base([stored]), dtype, "cpu")
     logging.disable_progress_bar()
-    _make_parent(out)
     with Console(stderr=True).status(f"merging {stored.name} into {spec.base_model}"):
-        count = merge_adapter(stored.path, spec, out)
+        count = merge_adapter(stored, spec, out)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"merged {count} modules of {stored.name} into {spec.base_model}: {out}")
     console.print(
@@ -83,33 +83,37 @@ def _try(model: Path) -> str:
 
 
 def _refuse_existing(out: Path | None) -> None:
-    if out is not None and (out.exists() or out.is_symlink()):
+    from weft.store.atomic import storage_errors
+
+    if out is None:
+        return
+    with storage_errors(out):
+        exists = out.exists() or out.is_symlink()
+    if exists:
         raise StorageError("already exists; name a new directory.", where=f"--out {out}")
 
 
-def _make_parent(out: Path) -> None:
-    from weft.store.atomic import storage_errors
-
-    with storage_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-
-
 def _copy(directory: Path, out: Path) -> None:
-    from weft.store.atomic import staged_directory, write_unsynced
-    from weft.store.peft_files import CARD_FILE, CONFIG_FILE, TENSORS_FILE
+    from weft.store.atomic import make_directories, staged_directory, write_unsynced
+    from weft.store.peft_files import CARD_FILE, CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE
 
-    _make_parent(out)
-    with staged_directory(out) as staged:
-        for name in (CONFIG_FILE, TENSORS_FILE, CARD_FILE):
-            if (directory / name).is_file():
-                write_unsynced(staged / name, (directory / name).read_bytes())
+    with contextlib.ExitStack() as undo:
+        make_directories(out.parent, undo)
+        with staged_directory(out) as staged:
+            for name in (CONFIG_FILE, TENSORS_FILE, CARD_FILE, TEMPLATE_FILE):
+                if (directory / name).is_file():
+                    write_unsynced(staged / name, (directory / name).read_bytes())
+        undo.pop_all()
 
 
 def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     """What to type next."""
+    from weft.store.peft_files import TEMPLATE_FILE
     from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
 
     base, adapter = shlex.quote(_base(stored)), shlex.quote(f"{stored.name}={directory}")
+    # A server has one template for all it serves.
+    chats = f" --chat-template {shlex.quote(str(directory / TEMPLATE_FILE))}" if stored.chat_template else ""
     if server == "peft":
         return (
             "Load it in Python:\n"
@@ -121,7 +125,7 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     if server == "sglang":
         return (
             "Serve it:\n"
-            f"  python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths {adapter}\n"
+            f"  python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths {adapter}{chats}\n"
             f"Requests name it as {stored.name} in lora_path."
         )
     top = max([stored.spec.r, *stored.spec.rank_pattern.values()])
@@ -129,7 +133,7 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     load = json.dumps({"lora_name": stored.name, "lora_path": str(directory)})
     return (
         "Serve it:\n"
-        f"  vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {adapter}\n"
+        f"  vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {adapter}{chats}\n"
         "or load it into a server that runs with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1:\n"
         "  curl http://localhost:8000/v1/load_lora_adapter -H 'Content-Type: application/json' \\\n"
         f"    -d {shlex.quote(load)}\n"

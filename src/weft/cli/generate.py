@@ -71,10 +71,11 @@ def generate(
 
     with Console(stderr=True).status("loading the model"):
         loaded = load_voices(adapter, base_model, device, dtype)
-        prompts = _prompts(prompt or [], data, loaded.backbone)
+        prompts = loaded.by_template(lambda template: _prompts(prompt or [], data, loaded.backbone, template))
+        asked = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
     decoding = Decoding(max_new_tokens, temperature, top_p, seed)
-    with Console(stderr=True).status(f"writing {len(prompts) * len(loaded.slots):,} answers"):
-        given = answers(loaded.backbone, {name: (slot, prompts) for name, slot in loaded.slots.items()}, decoding)
+    with Console(stderr=True).status(f"writing {sum(map(len, prompts.values())):,} answers"):
+        given = answers(loaded.backbone, asked, decoding)
     lines = "".join(_json_lines(given))
     if out is not None:
         write_file(out, lines)
@@ -102,12 +103,8 @@ def load_voices(
     adapters: list[str] | None, base_model: str | None, device: str, dtype: str, *, with_base: bool = False
 ) -> Attached:
     """The model with the adapters of the command line; what users should know about them goes to stderr."""
-    from transformers.utils import logging
-
     from weft.engine.attach import load_with_adapters
 
-    # Its advice on long prompts comes on top of our own sentence.
-    logging.set_verbosity_error()
     loaded = load_with_adapters(adapters or (), base_model=base_model, device=device, dtype=dtype, with_base=with_base)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
@@ -123,12 +120,12 @@ def _check_prompts(typed: list[str], data: str | None) -> None:
         raise ConfigError("the prompt is empty.", where="--prompt")
 
 
-def _prompts(typed: list[str], data: str | None, backbone: Backbone) -> list[Prompt]:
+def _prompts(typed: list[str], data: str | None, backbone: Backbone, chat_template: str | None) -> list[Prompt]:
     from weft.data.prompts import load_prompts, prompt_of
 
     if data is not None:
-        return load_prompts(data, backbone.tokenizer, base_dir=Path())
-    made = [prompt_of(text, backbone.tokenizer) for text in typed]
+        return load_prompts(data, backbone.tokenizer, chat_template=chat_template, base_dir=Path())
+    made = [prompt_of(text, backbone.tokenizer, chat_template=chat_template) for text in typed]
     return [dataclasses.replace(item, where=f"--prompt {i}") for i, item in enumerate(made, 1)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from pathlib import Path
@@ -63,19 +64,22 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
     """Write a commented jobs file that runs as it is, and two small data files for it."""
-    from weft.store.atomic import storage_errors, write_file
+    from weft.store.atomic import forget, make_directories, storage_errors, write_file
 
     data = {file.parent / "data" / f"{name}.jsonl": _rows(name) for name in SKILLS}
     shown = shlex.quote(str(file))
     texts = {**data, file: JOBS_FILE.format(file=shown)}
-    if not force:
-        for path in texts:
-            if path.exists():
-                raise StorageError("already exists.", where=str(path), hint="Use --force to replace it.")
-    for path, text in texts.items():
-        with storage_errors(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, text)
+    with storage_errors(file):
+        existing = [path for path in texts if path.exists()]
+    if existing and not force:
+        raise StorageError("already exists.", where=str(existing[0]), hint="Use --force to replace it.")
+    with contextlib.ExitStack() as undo:
+        for path, text in texts.items():
+            make_directories(path.parent, undo)
+            if path not in existing:
+                undo.callback(forget, path.unlink)
+            write_file(path, text)
+        undo.pop_all()
     examples = " and ".join(str(path) for path in data)
     typer.echo(f"wrote {file}, and example data for it: {examples}")
     typer.echo(f"next: weft train {shown}")

@@ -63,13 +63,15 @@ def main() -> None:
     """Runs the command line."""
     # Threads that wait by spinning slow each other down tenfold as soon as anything else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    plan = os.environ.get("WEFT_FAULTS")
-    if plan:
-        faults.arm(faults.parse(plan))
     try:
+        plan = os.environ.get("WEFT_FAULTS")
+        if plan:
+            faults.arm(faults.parse(plan))
         app()
     except WeftError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False, style="red")
+        # One line even where a file name or a library's own words bring several.
+        sentence = " ".join(str(error).split("\n"))
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {sentence}", markup=False, style="red")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

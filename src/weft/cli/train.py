@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from weft.errors import StorageError
 from weft.spec import RunSpec, load_run
+from weft.spec.load import locate
 
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
@@ -30,36 +32,53 @@ def train(
     """Train all jobs of a file together on one backbone."""
     spec = load_run(jobs_file, overrides or ())
     directory = out or Path(spec.output_dir)
+    order = Order(spec, jobs_file, tuple(overrides or ()), keep_going)
     console = Console()
     if dry_run:
-        _show_plan(_prepare(spec, jobs_file, console, keep_going), console)
+        _show_plan(_prepare(order, console), console)
         return
-    raise typer.Exit(_train(spec, jobs_file, directory, console, resume=resume, keep_going=keep_going))
+    raise typer.Exit(_train(order, directory, console, resume=resume))
 
 
-def _train(spec: RunSpec, jobs_file: Path, out: Path, console: Console, *, resume: bool, keep_going: bool) -> int:
+@dataclass(frozen=True)
+class Order:
+    """What was asked for on the command line."""
+
+    spec: RunSpec
+    jobs_file: Path
+    overrides: tuple[str, ...]
+    keep_going: bool
+
+    def locate(self, setting: str) -> str:
+        """Where a setting was written, for mistakes that show only later."""
+        return locate(setting, self.jobs_file, self.overrides)
+
+
+def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
     """Runs or resumes; returns the exit code."""
     from weft.cli.watch import conclude, follow
-    from weft.engine.train import finished_jobs
+    from weft.engine.train import check_same_data, finished_jobs
     from weft.store.run_dir import RunDirectory
 
     RunDirectory.check(out, resume=resume)
     if resume:
         with RunDirectory.open(out, resume=True) as directory:
-            finished = finished_jobs(spec, directory)
-            if len(finished) == len(spec.jobs):
+            finished = finished_jobs(order.spec, directory, locate=order.locate)
+            if len(finished) == len(order.spec.jobs):
                 console.print("nothing to resume: every job has ended")
                 conclude(out, console)
                 return 0
-            run = _prepare(spec, jobs_file, console, keep_going, finished)
+            run = _prepare(order, console, finished)
+            check_same_data(run, directory)
             states, stopped = follow(run, directory, console)
     else:
-        run = _prepare(spec, jobs_file, console, keep_going)
+        run = _prepare(order, console)
         with RunDirectory.open(out, resume=False) as directory:
             states, stopped = follow(run, directory, console)
     conclude(out, console)
     if stopped and "paused" in states.values():
-        console.print(f"stopped; go on with: weft train {jobs_file} --out {out} --resume", markup=False, soft_wrap=True)
+        again = f"weft train {order.jobs_file} --out {out} --resume"
+        console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     if paused:
@@ -67,13 +86,21 @@ def _train(spec: RunSpec, jobs_file: Path, out: Path, console: Console, *, resum
     return 1 if "failed" in states.values() else 0
 
 
-def _prepare(
-    spec: RunSpec, jobs_file: Path, console: Console, keep_going: bool, finished: frozenset[str] = frozenset()
-) -> PreparedRun:
+def _prepare(order: Order, console: Console, finished: frozenset[str] = frozenset()) -> PreparedRun:
     from weft.engine.train import prepare_run
+    from weft.report.trackers import open_trackers
 
+    spec = order.spec
     with console.status("loading the backbone and the data"):
-        run = prepare_run(spec, base_dir=jobs_file.parent, keep_going=keep_going, skip=finished, where=str(jobs_file))
+        # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
+        open_trackers(spec.report_to, Path(), "")
+        run = prepare_run(
+            spec,
+            base_dir=order.jobs_file.parent,
+            keep_going=order.keep_going,
+            skip=finished,
+            locate=order.locate,
+        )
     backbone = run.engine.backbone
     dtype = str(backbone.dtype).removeprefix("torch.")
     console.print(f"backbone  {spec.base_model} on {backbone.device}, {dtype}", markup=False, highlight=False)

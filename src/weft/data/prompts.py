@@ -52,10 +52,12 @@ def prompt_of(text: str, tokenizer: Tokenizer, *, chat_template: str | None = No
     return _prompt(question, Renderer(tokenizer, chat_template), "the prompt")
 
 
-def prompt_of_chat(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -> Prompt:
+def prompt_of_chat(
+    messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, *, chat_template: str | None = None
+) -> Prompt:
     """The prompt for the next turn of a chat of `role` and `content`; without a template, the turns joined."""
     turns = tuple(Turn(message["role"], message["content"]) for message in messages)
-    return _prompt(Conversation(turns, is_chat=False), Renderer(tokenizer), "the chat")
+    return _prompt(Conversation(turns, is_chat=False), Renderer(tokenizer, chat_template), "the chat")
 
 
 def _prompt(form: Form, renderer: Renderer, where: str) -> Prompt:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,13 +64,20 @@ class Tokenizer(Protocol):
         """Token ids and offsets of many texts."""
         ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, **options: Any) -> list[int]:
         """Token ids of one text."""
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
         """The conversation as text."""
         ...
+
+
+def check_template(chat_template: str, tokenizer: Tokenizer) -> None:
+    """Raises a ConfigError if the text is no chat template, whatever the conversation."""
+    # A template may refuse this one, so only what is wrong with the template itself counts.
+    with contextlib.suppress(DataError):
+        Renderer(tokenizer, chat_template).render_prompt(Conversation((Turn("user", "?"),)), "chat_template")
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,8 @@ class Renderer:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                f"is not a valid Jinja template: {error.message} (line {error.lineno}).", where="chat_template"
+                f"is not a valid Jinja template: {(error.message or '').rstrip('.')} (line {error.lineno}).",
+                where="chat_template",
             ) from None
         except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
             said = str(error).rstrip(".")

@@ -39,7 +39,7 @@ def tokenise(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Sam
 
 def tokenise_prompt(rendered: Rendered, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     """The token ids the model is given before it writes."""
-    ids = tokenizer.encode(rendered.text, add_special_tokens=False)
+    ids = _encode(rendered.text, tokenizer)
     bos = leading_bos(tokenizer)
     return np.array(bos + ids if rendered.is_bare and ids[:1] != bos else ids, dtype=np.int32)
 
@@ -64,6 +64,11 @@ def leading_bos(tokenizer: Tokenizer) -> list[int]:
     bos = [tokenizer.bos_token_id]
     alone = tokenizer.encode("a", add_special_tokens=False)
     return bos if tokenizer.encode("a", add_special_tokens=True)[:1] == bos != alone[:1] else []
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids without any special ones; not verbose, because transformers has advice on texts of any length."""
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
 def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[bool]]]:
@@ -104,7 +109,7 @@ def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[list[int], lis
     done = 0
     for start, end in (*item.spans, (len(item.text), len(item.text))):
         for piece, trained in ((item.text[done:start], False), (item.text[start:end], True)):
-            tokens = tokenizer.encode(piece, add_special_tokens=False) if piece else []
+            tokens = _encode(piece, tokenizer) if piece else []
             ids += tokens
             mask += [trained] * len(tokens)
         done = end

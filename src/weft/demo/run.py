@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from weft.engine.score import answers, exact_match
 from weft.engine.train import PreparedRun
 from weft.errors import StorageError
 from weft.spec import RunSpec, run_from_mapping
-from weft.store.atomic import write_file
+from weft.store.atomic import forget, storage_errors, write_file
 from weft.store.run_dir import RunDirectory
 
 
@@ -60,7 +61,8 @@ def open_demo(out: Path) -> RunDirectory:
         with RunDirectory.open(out, resume=True) as earlier:
             if earlier.read_run().get("run_name") != "demo":
                 raise StorageError("holds a run that is not a demo; give another --out.", where=str(out))
-        shutil.rmtree(out)
+        with storage_errors(out):
+            shutil.rmtree(out)
     return RunDirectory.open(out, resume=False)
 
 
@@ -82,13 +84,17 @@ def write_jobs(out: Path, model: str) -> RunSpec:
         "  adapter: {r: 8, lora_alpha: 16, target_modules: all-linear}",
         "jobs:",
     ]
-    for name in size.skills:
-        folder = out / "data" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        write_skill(folder, name, train=size.steps * size.batch, held=size.held)
-        files = f"train_data: data/{name}/train.jsonl, eval_data: data/{name}/eval.jsonl"
-        lines.append(f"  - {{name: {name}, {files}}}  # {SKILLS[name].description}")
-    write_file(out / "jobs.yaml", "\n".join(lines) + "\n")
+    with contextlib.ExitStack() as undo:
+        if not (out / "data").exists():
+            undo.callback(shutil.rmtree, out / "data", ignore_errors=True)
+        for name in size.skills:
+            write_skill(out / "data" / name, name, train=size.steps * size.batch, held=size.held)
+            files = f"train_data: data/{name}/train.jsonl, eval_data: data/{name}/eval.jsonl"
+            lines.append(f"  - {{name: {name}, {files}}}  # {SKILLS[name].description}")
+        if not (out / "jobs.yaml").exists():
+            undo.callback(forget, (out / "jobs.yaml").unlink)
+        write_file(out / "jobs.yaml", "\n".join(lines) + "\n")
+        undo.pop_all()
     import yaml
 
     return run_from_mapping(yaml.safe_load("\n".join(lines)))

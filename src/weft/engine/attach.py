@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from weft.adapters.lora import Adapter
+from weft.adapters.lora import Adapter, Shape
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
+from weft.data.template import check_template
 from weft.errors import AdapterFileError, ConfigError, ModelError
 from weft.spec import AdapterSpec, BackboneSpec
 from weft.store.peft_config import is_target
-from weft.store.peft_files import CONFIG_FILE, Pair, read_adapter
+from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, Pair, read_adapter, read_chat_template
 
+T = TypeVar("T")
 BASE = "base"
 """What the bare backbone is called among adapters."""
 
@@ -28,6 +31,8 @@ class StoredAdapter:
     tensors: dict[str, Pair]
     base_model: str | None
     """What it was trained on, as its config says."""
+    chat_template: str | None = None
+    """What it was trained with instead of the base model's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +42,15 @@ class Attached:
     backbone: Backbone
     slots: dict[str, int | None]
     """Slot by name, in the order asked for; None is the bare backbone."""
+    chat_templates: dict[str, str | None] = field(default_factory=dict)
+    """By the same names, the template to use instead of the tokenizer's."""
     notes: tuple[str, ...] = ()
     """What a user should know."""
+
+    def by_template(self, read: Callable[[str | None], T]) -> dict[str, T]:
+        """By name, what `read` makes of the name's chat template: each reads data as it was trained to."""
+        made = {template: read(template) for template in dict.fromkeys(self.chat_templates.values())}
+        return {name: made[template] for name, template in self.chat_templates.items()}
 
 
 def adapter_dir(path: Path) -> Path:
@@ -66,34 +78,38 @@ def read_named(text: str) -> StoredAdapter:
     whole = path.resolve()
     name = name or (whole.parent.name if whole.name == "adapter" else whole.name)
     base_model = config.get("base_model_name_or_path")
-    return StoredAdapter(name, path, spec, tensors, base_model if isinstance(base_model, str) else None)
+    stated = base_model if isinstance(base_model, str) else None
+    return StoredAdapter(name, path, spec, tensors, stated, read_chat_template(path))
+
+
+def check_fit(stored: StoredAdapter, linears: Mapping[str, Shape], base_model: str) -> None:
+    """AdapterFileError says why an adapter does not fit a model with these linear modules (path to out and in)."""
+    where = str(stored.path)
+    for path, (a_RD, b_OR) in stored.tensors.items():
+        if path not in linears:
+            raise AdapterFileError(f"{path} is not a linear module of base_model {base_model}.", where=where)
+        if (b_OR.shape[0], a_RD.shape[1]) != linears[path]:
+            raise AdapterFileError(
+                f"{path} is for a module of {b_OR.shape[0]} x {a_RD.shape[1]}; in base_model {base_model} it is "
+                f"{linears[path][0]} x {linears[path][1]}.",
+                where=where,
+            )
+    for path in linears:
+        if path not in stored.tensors and is_target(stored.spec, path):
+            raise AdapterFileError(
+                f"has no weights for {path} of base_model {base_model}, which its config targets.", where=where
+            )
 
 
 def attach_adapter(backbone: Backbone, stored: StoredAdapter) -> int:
     """Puts an adapter on a free slot and returns the slot; AdapterFileError says why it does not fit the backbone."""
-    where = str(stored.path)
-    shapes = {}
-    for path, (a_RD, b_OR) in stored.tensors.items():
-        linear = backbone.linears.get(path)
-        if linear is None:
-            raise AdapterFileError(f"{path} is not a linear module of base_model {backbone.name}.", where=where)
-        shapes[path] = (linear.out_features, linear.in_features)
-        if (b_OR.shape[0], a_RD.shape[1]) != shapes[path]:
-            raise AdapterFileError(
-                f"{path} is for a module of {b_OR.shape[0]} x {a_RD.shape[1]}; in base_model {backbone.name} it is "
-                f"{shapes[path][0]} x {shapes[path][1]}.",
-                where=where,
-            )
-    for path in backbone.linears:
-        if path not in shapes and is_target(stored.spec, path):
-            raise AdapterFileError(
-                f"has no weights for {path} of base_model {backbone.name}, which its config targets.", where=where
-            )
+    linears = {path: (linear.out_features, linear.in_features) for path, linear in backbone.linears.items()}
+    check_fit(stored, linears, backbone.name)
     try:
-        adapter = Adapter(stored.spec, shapes, 0, backbone.device)
+        adapter = Adapter(stored.spec, {path: linears[path] for path in stored.tensors}, 0, backbone.device)
     except ConfigError as error:
-        raise AdapterFileError(error.message, where=where) from None
-    adapter.load(stored.tensors, where)
+        raise AdapterFileError(error.message, where=str(stored.path)) from None
+    adapter.load(stored.tensors, str(stored.path))
     return backbone.attach(adapter)
 
 
@@ -124,7 +140,7 @@ def load_with_adapters(
         for adapter in adapters
         if adapter.base_model not in (None, backbone.name)
     )
-    return Attached(backbone, slots, notes)
+    return Attached(backbone, slots, _chat_templates(stored, backbone), notes)
 
 
 def common_base(adapters: Sequence[StoredAdapter]) -> str:
@@ -140,6 +156,23 @@ def common_base(adapters: Sequence[StoredAdapter]) -> str:
         found = "the adapter's config names no base model" if adapters else "there is neither an adapter nor a model"
         raise ConfigError(f"{found}; give --base-model.")
     return next(iter(named))
+
+
+def _chat_templates(stored: Mapping[str, StoredAdapter | None], backbone: Backbone) -> dict[str, str | None]:
+    """The templates by name; one that is not Jinja is an error of the adapter that brings it."""
+    templates: dict[str, str | None] = {}
+    for name, adapter in stored.items():
+        templates[name] = adapter.chat_template if adapter else None
+        if adapter is None or adapter.chat_template is None:
+            continue
+        try:
+            check_template(adapter.chat_template, backbone.tokenizer)
+        except ConfigError as error:
+            raise AdapterFileError(error.message, where=str(adapter.path / TEMPLATE_FILE)) from None
+    if BASE in templates and not backbone.tokenizer.chat_template:
+        # A base model that knows no chats reads them as the adapters do: the comparison is about the weights.
+        templates[BASE] = next((template for template in templates.values() if template is not None), None)
+    return templates
 
 
 def _load(spec: BackboneSpec, *, stated: bool) -> Backbone:

@@ -15,6 +15,7 @@ from typing import Literal
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.data.dataset import JobData, load_job_data
+from weft.engine.attach import adapter_dir
 from weft.engine.evaluate import mean_losses
 from weft.engine.events import (
     EvalDone,
@@ -25,6 +26,7 @@ from weft.engine.events import (
     JobResumed,
     JobStarted,
     JobSucceeded,
+    JobWarning,
     MicrobatchDone,
     StepDone,
 )
@@ -32,7 +34,7 @@ from weft.engine.keeper import Keeper
 from weft.engine.live_job import JobState, LiveJob
 from weft.engine.step import run_microbatch
 from weft.engine.timeline import Timeline
-from weft.errors import ConfigError, DataError, StorageError
+from weft.errors import CheckpointError, ConfigError, DataError, StorageError
 from weft.plan.check import violations
 from weft.plan.pack import pack
 from weft.plan.types import ForwardBackward, Limits, Planner, Step
@@ -86,7 +88,7 @@ class Engine:
         if spec.init_adapter is None:
             adapter = self.backbone.new_adapter(spec.adapter, spec.seed)
         else:
-            path = Path(base_dir) / spec.init_adapter
+            path = adapter_dir(Path(base_dir) / spec.init_adapter)
             stored, tensors, _ = read_adapter(path)
             if spec.adapter == AdapterSpec():
                 spec = replace(spec, adapter=stored)
@@ -125,22 +127,33 @@ class Engine:
     def events(self) -> Iterator[Event]:
         """Trains, and yields what happens as it happens; ends when no job can go on."""
         while not self._stopping:
-            yield from self._obey()
-            running = [job for job in self.jobs.values() if job.state is JobState.RUNNING]
+            while self._commands:
+                # Done before it is told: a reader that leaves here must not leave half a command behind.
+                yield from list(self._obey(self._commands.popleft()))
+            for job in self._running():
+                if job.settled_step != job.step:
+                    yield from self._settle(job)
+            running = self._running()
             if running:
                 yield from self._execute(running)
             elif not self._commands:
                 break
         if self._stopping:
             self._stopping = False
-            for job in self.jobs.values():
-                if job.state is JobState.RUNNING:
-                    yield from self._pause(job, "the run was stopped")
-        self._keeper.write_timeline(self.timeline)
+            for job in self._running():
+                yield from list(self._pause(job, "the run was stopped"))
+        try:
+            self._keeper.write_timeline(self.timeline)
+        except StorageError as error:
+            yield JobWarning("timeline", str(error))
 
     def adapter_of(self, name: str) -> dict[str, tuple[object, object]]:
         """(A, B) of a job by module path, as they are now."""
         return dict(self._job(name).adapter.tensors())
+
+    def _running(self) -> list[LiveJob]:
+        # A copy at once: other threads may submit while we look.
+        return [job for job in list(self.jobs.values()) if job.state is JobState.RUNNING]
 
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Plans the next stretch and runs it, until its end or until something changes who trains."""
@@ -184,23 +197,36 @@ class Engine:
             self.timeline.now(),
             result.skipped,
         )
+        self._keeper.note_step(job, event)
+        job.diverged = job.divergence(result)
         yield event
-        if reason := job.divergence(result):
-            yield self._fail(job, reason)
+        yield from self._settle(job)
+
+    def _settle(self, job: LiveJob) -> Iterator[Event]:
+        """Does what the last step left to do: metrics, evaluation, checkpoint, and the end of the job.
+
+        A disk that is full pauses the job; once resumed, it goes on with what was not done.
+        """
+        if job.diverged:
+            remarks = self._leave(job, JobState.FAILED, job.diverged)
+            yield from [*remarks, JobFailed(job.spec.name, job.step, job.diverged)]
             return
         try:
-            self._keeper.log_step(job, event)
+            self._keeper.flush(job)
             if job.is_eval_due():
                 yield self._evaluate(job)
+                self._keeper.flush(job)
             if job.is_save_due():
                 with self.timeline.span("checkpoint", jobs={job.spec.name: 0}):
                     saved = list(self._keeper.save(job, self.timeline.now()))
+                job.saved_step = job.step
                 yield from saved
             if job.is_complete:
-                yield self._finish(job)
+                yield from self._finish(job)
+            job.settled_step = job.step
         except StorageError as error:
             # The weights in memory are good; what cannot go on is writing. The neighbours may write elsewhere.
-            yield from self._pause(job, str(error), save=False)
+            yield from list(self._pause(job, str(error), save=False))
 
     def _evaluate(self, job: LiveJob) -> Event:
         assert job.data.eval is not None
@@ -210,26 +236,28 @@ class Engine:
         is_best = job.record_eval(loss)
         runtime = self.timeline.spans[-1].duration_s
         event = EvalDone(job.spec.name, job.step, job.epoch, loss, runtime, is_best, self.timeline.now())
-        self._keeper.log_eval(job, event)
+        self._keeper.note_eval(job, event)
         return event
 
-    def _finish(self, job: LiveJob) -> Event:
+    def _finish(self, job: LiveJob) -> list[Event]:
         job.use_best()
         adapter_dir = self._keeper.write_adapter(job)
-        self._leave(job, JobState.SUCCEEDED)
-        return JobSucceeded(job.spec.name, job.step, adapter_dir, job.stopped_early)
+        remarks = self._leave(job, JobState.SUCCEEDED)
+        job.settled_step = job.step
+        return [*remarks, JobSucceeded(job.spec.name, job.step, adapter_dir, job.stopped_early)]
 
-    def _fail(self, job: LiveJob, reason: str) -> Event:
-        self._leave(job, JobState.FAILED, reason)
-        return JobFailed(job.spec.name, job.step, reason)
-
-    def _leave(self, job: LiveJob, state: JobState, reason: str | None = None) -> None:
-        """The job's slot becomes free for others."""
+    def _leave(self, job: LiveJob, state: JobState, reason: str | None = None) -> list[Event]:
+        """The job's slot becomes free for others; what cannot be written about that is only a warning."""
         if job.slot is not None:
             self.backbone.detach(job.slot)
             job.slot = None
         job.state, job.reason = state, reason
-        self._keeper.write_status(job, self.timeline.now())
+        try:
+            self._keeper.flush(job)
+            self._keeper.write_status(job, self.timeline.now())
+        except StorageError as error:
+            return [JobWarning(job.spec.name, f"its end could not be recorded: {error}")]
+        return []
 
     def _pause(self, job: LiveJob, reason: str | None, *, save: bool = True) -> Iterator[Event]:
         job.state, job.reason = JobState.PAUSED, reason
@@ -242,38 +270,41 @@ class Engine:
             job.reason = str(error)
         yield JobPaused(job.spec.name, job.step, job.reason)
 
-    def _obey(self) -> Iterator[Event]:
-        """Carries out what users asked for since the last step boundary."""
-        while self._commands:
-            command = self._commands.popleft()
-            job = self.jobs[command.job]
-            if command.action == "start":
-                yield from self._start(job)
-            elif job.state.is_final:
-                continue
-            elif command.action == "cancel":
-                self._leave(job, JobState.CANCELLED, "cancelled")
-                yield JobCancelled(job.spec.name, job.step)
-            elif command.action == "pause" and job.state is JobState.RUNNING:
-                yield from self._pause(job, None)
-            elif command.action == "resume" and job.state is JobState.PAUSED:
-                job.state, job.reason = JobState.RUNNING, None
-                yield JobResumed(job.spec.name, job.step)
+    def _obey(self, command: _Command) -> Iterator[Event]:
+        """Carries out what a user asked for."""
+        job = self.jobs[command.job]
+        if job.state.is_final:
+            return
+        if command.action == "start" or (command.action == "resume" and job.slot is None):
+            yield from self._start(job)
+        elif command.action == "cancel":
+            yield from self._leave(job, JobState.CANCELLED, "cancelled")
+            yield JobCancelled(job.spec.name, job.step)
+        elif command.action == "pause" and job.state is JobState.RUNNING:
+            yield from self._pause(job, None)
+        elif command.action == "resume" and job.state is JobState.PAUSED:
+            job.state, job.reason = JobState.RUNNING, None
+            yield JobResumed(job.spec.name, job.step)
 
     def _start(self, job: LiveJob) -> Iterator[Event]:
+        """Gives the job a slot, and its state from the run directory."""
         try:
-            warnings = list(self._keeper.open(job))
-        except (StorageError, DataError) as error:
-            yield self._fail(job, str(error))
+            yield from self._keeper.open(job)
+            job.state, job.reason = JobState.RUNNING, None
+            self._keeper.write_status(job, self.timeline.now())
+        except StorageError as error:
+            job.state, job.reason = JobState.PAUSED, str(error)
+            yield JobPaused(job.spec.name, job.step, job.reason)
             return
-        yield from warnings
+        except (DataError, CheckpointError) as error:
+            yield from self._leave(job, JobState.FAILED, str(error))
+            yield JobFailed(job.spec.name, job.step, str(error))
+            return
         self.timeline.offset_s = max(self.timeline.offset_s, self._keeper.elapsed_s(job))
         job.slot = self.backbone.attach(job.adapter)
-        job.state = JobState.RUNNING
+        # A job restored at its end still has to write its adapter.
+        job.settled_step = -1 if job.is_complete else job.step
         yield JobStarted(job.spec.name, job.step, job.num_steps)
-        self._keeper.write_status(job, self.timeline.now())
-        if job.is_complete:
-            yield self._finish(job)
 
     def _command(self, action: Literal["cancel", "pause", "resume"], name: str) -> None:
         self._job(name)
@@ -290,9 +321,16 @@ class Engine:
                 raise ConfigError(f"max_length {spec.max_length} is above the {what} ({limit}).", where="max_length")
 
     def _check_samples(self, spec: JobSpec, data: JobData) -> None:
-        samples = [*data.train.samples, *(data.eval.samples if data.eval else ())]
-        longest = max((s.length for s in samples), default=0)
-        if longest > self.limits.capacity:
-            raise DataError(
-                f"a sample of {longest} tokens does not fit the capacity of {self.limits.capacity}.", where=spec.name
-            )
+        """Refuses here what would raise inside a microbatch and take the neighbours with it."""
+        longest = min(self.limits.capacity, self.backbone.max_positions)
+        vocabulary = self.backbone.vocabulary
+        for sample in [*data.train.samples, *(data.eval.samples if data.eval else ())]:
+            if sample.length > longest:
+                found = f"a sample of {sample.length} tokens is above the {longest} that fit the capacity and backbone"
+            elif not sample.num_supervised:
+                found = "a sample has no supervised token"
+            elif sample.tokens.min() < 0 or sample.tokens.max() >= vocabulary:
+                found = f"a sample has a token outside 0 to {vocabulary - 1}, which is all the backbone knows"
+            else:
+                continue
+            raise DataError(f"{found}.", where=spec.name)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.adapters.dropout import mix
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
@@ -23,6 +24,8 @@ class Request:
 
     tokens: Sequence[int]
     slot: int | None = None
+    seed: int = 0
+    """Together with the decoding's seed, what its draws depend on."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,14 @@ def generate(
 ) -> list[list[int]]:
     """New tokens of every request, up to but without the end token; `on_token(which, token)` hears each as it comes.
 
-    A sequence's draws depend on its own place in `requests` and the seed, not on the others.
+    A sequence's draws depend on its own seed and the decoding's, not on the others or its place among them.
     """
     ends = end_tokens(backbone)
     results: list[list[int]] = []
     for start in range(0, len(requests), BATCH):
         group = [
-            _Sequence(request, torch.Generator().manual_seed(decoding.seed + start + i))
-            for i, request in enumerate(requests[start : start + BATCH])
+            _Sequence(request, torch.Generator().manual_seed(mix(decoding.seed, request.seed)))
+            for request in requests[start : start + BATCH]
         ]
         for which, token in _decode(backbone, group, decoding, ends):
             if on_token is not None:

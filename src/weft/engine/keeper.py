@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 import weft
 from weft.adapters.targets import leaf_names
 from weft.backbone.backbone import Backbone
+from weft.data.dataset import JobData
 from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning, StepDone
 from weft.engine.live_job import LiveJob
 from weft.engine.timeline import Timeline
-from weft.errors import DataError
+from weft.errors import CheckpointError, DataError
 from weft.store.atomic import write_file
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from weft.store.peft_files import write_adapter
@@ -29,6 +31,8 @@ class Keeper:
         self.backbone = backbone
         self.environment = {**environment(backbone), **limits}
         self._elapsed: dict[str, float] = {}
+        self._unwritten: dict[str, deque[dict[str, Any]]] = {}
+        """Metrics that are not on disk yet, by job, oldest first."""
 
     def open(self, job: LiveJob) -> Iterator[Event]:
         """Restores a job from its newest good checkpoint, if it has one; says what was wrong with newer ones."""
@@ -41,12 +45,15 @@ class Keeper:
         if checkpoint is None:
             self.run_dir.truncate_metrics(name, 0)
             return
-        if checkpoint.state["data"] != job.data.train.fingerprint:
-            raise DataError("train_data is not what the checkpoint was trained on; start a new run.", where=name)
+        check_data(checkpoint, job.data, name)
+        shapes = {name: tensor.shape for name, tensor in job.tensors().items() if name.startswith("params")}
+        if any(checkpoint.tensors[name].shape != shape for name, shape in shapes.items()):
+            raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)
         changed = [k for k, v in self.environment.items() if checkpoint.environment.get(k) != v]
         if changed:
             was = ", ".join(f"{k} {checkpoint.environment.get(k)} -> {self.environment[k]}" for k in changed)
             yield JobWarning(name, f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
+        self._unwritten.pop(name, None)
         job.restore(checkpoint.step, checkpoint.tensors, checkpoint.state)
         self._elapsed[name] = checkpoint.state["elapsed_s"]
         self.run_dir.truncate_metrics(name, checkpoint.step)
@@ -66,8 +73,8 @@ class Keeper:
         self.write_status(job, elapsed_s)
         yield CheckpointSaved(job.spec.name, job.step)
 
-    def log_step(self, job: LiveJob, event: StepDone) -> None:
-        """Appends a training line to metrics.jsonl."""
+    def note_step(self, job: LiveJob, event: StepDone) -> None:
+        """Keeps a training line for metrics.jsonl; `flush` writes it."""
         if self.run_dir is None or (event.step % job.spec.logging_steps and event.step != event.num_steps):
             return
         record = {
@@ -79,14 +86,23 @@ class Keeper:
             "num_tokens": event.num_tokens,
             "time": event.seconds,
         }
-        self.run_dir.append_metrics(job.spec.name, {**record, "skipped": True} if event.skipped else record)
+        self._note(job, {**record, "skipped": True} if event.skipped else record)
 
-    def log_eval(self, job: LiveJob, event: EvalDone) -> None:
-        """Appends an evaluation line to metrics.jsonl."""
+    def note_eval(self, job: LiveJob, event: EvalDone) -> None:
+        """Keeps an evaluation line for metrics.jsonl; `flush` writes it."""
+        record = {"step": event.step, "epoch": event.epoch, "eval_loss": event.eval_loss}
+        self._note(job, record | {"eval_runtime": event.eval_runtime, "time": event.seconds})
+
+    def flush(self, job: LiveJob) -> None:
+        """Writes the lines kept so far; those that cannot be written stay for the next time."""
+        lines = self._unwritten.get(job.spec.name)
+        while self.run_dir is not None and lines:
+            self.run_dir.append_metrics(job.spec.name, lines[0])
+            lines.popleft()
+
+    def _note(self, job: LiveJob, record: dict[str, Any]) -> None:
         if self.run_dir is not None:
-            record = {"step": event.step, "epoch": event.epoch, "eval_loss": event.eval_loss}
-            timing = {"eval_runtime": event.eval_runtime, "time": event.seconds}
-            self.run_dir.append_metrics(job.spec.name, record | timing)
+            self._unwritten.setdefault(job.spec.name, deque()).append(record)
 
     def write_status(self, job: LiveJob, elapsed_s: float) -> None:
         """Says on disk where the job stands."""
@@ -116,6 +132,7 @@ class Keeper:
             job.adapter.tensors(),
             base_model=self.backbone.name,
             target_names=leaf_names(chosen, self.backbone.linears) or chosen,
+            chat_template=job.spec.chat_template,
         )
         return str(directory)
 
@@ -123,6 +140,12 @@ class Keeper:
         """Writes timeline.json for the report and for Perfetto."""
         if self.run_dir is not None:
             write_file(self.run_dir.timeline_path, timeline.to_json())
+
+
+def check_data(checkpoint: Checkpoint, data: JobData, where: str) -> None:
+    """Refuses training data that is not what a checkpoint was trained on."""
+    if checkpoint.state["data"] != data.train.fingerprint:
+        raise DataError("train_data is not what the checkpoint was trained on; start a new run.", where=where)
 
 
 def environment(backbone: Backbone) -> dict[str, Any]:

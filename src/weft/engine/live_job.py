@@ -84,6 +84,12 @@ class LiveJob:
         self.evals_since_best = 0
         self.best_params: tuple[torch.Tensor, torch.Tensor] | None = None
         self.stopped_early = False
+        self.diverged: str | None = None
+        """Why the job cannot go on, once it cannot."""
+        self.settled_step = 0
+        """The last step after which everything due is done: metrics, evaluation, checkpoint, adapter."""
+        self.evaluated_step = 0
+        self.saved_step = 0
         self._batch: list[Sample] = []
         self._batch_step = -1
         self._loss_sum = 0.0
@@ -159,22 +165,23 @@ class LiveJob:
                 f"diverged: loss {result.loss:g} and gradient norm {result.grad_norm:g}, not finite {MAX_SKIPPED} "
                 f"steps in a row {advice}"
             )
-        largest = max(float(p.abs().max()) for p in (self.adapter.params_a, self.adapter.params_b))
+        largest = float(torch.stack([p.abs().max() for p in (self.adapter.params_a, self.adapter.params_b)]).max())
         return None if largest <= LARGEST_WEIGHT else f"diverged: an adapter weight of size {largest:g} {advice}"
 
     def is_eval_due(self) -> bool:
-        """An evaluation belongs after the step just taken."""
-        if self.data.eval is None:
+        """An evaluation belongs after the last step and is not done yet."""
+        if self.data.eval is None or self.evaluated_step == self.step:
             return False
         every = self.spec.eval_steps or self.order.steps_per_epoch
         return self.step % every == 0 or self.step == self.num_steps
 
     def is_save_due(self) -> bool:
-        """A checkpoint belongs after the step just taken."""
-        return self.step % self.spec.save_steps == 0 or self.is_complete
+        """A checkpoint belongs after the last step and is not written yet."""
+        return self.saved_step != self.step and (self.step % self.spec.save_steps == 0 or self.is_complete)
 
     def record_eval(self, eval_loss: float) -> bool:
         """Notes an evaluation; True if it is the best so far. Stops the job when patience runs out."""
+        self.evaluated_step = self.step
         is_best = math.isfinite(eval_loss) and (self.best_eval is None or eval_loss < self.best_eval)
         if is_best:
             self.best_eval, self.evals_since_best = eval_loss, 0
@@ -217,6 +224,7 @@ class LiveJob:
     def restore(self, step: int, tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> None:
         """Goes back to a step boundary described by `tensors` and `counters`."""
         self.step, self._batch_step = step, -1
+        self.evaluated_step = self.saved_step = self.settled_step = step
         self.rewind()
         self.adapter.params_a.copy_(tensors["params_a"])
         self.adapter.params_b.copy_(tensors["params_b"])

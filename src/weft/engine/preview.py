@@ -96,10 +96,9 @@ def _job_preview(job: LiveJob) -> JobPreview:
 
 
 def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int]:
-    """Seconds and saved bytes of one microbatch, with every job put back as it was."""
-    names = {s.job for s in microbatch.segments}
-    jobs = {name: engine.jobs[name] for name in names}
-    slots = {name: engine.backbone.attach(job.adapter) for name, job in jobs.items()}
+    """Seconds and saved bytes of one microbatch, run by stand-ins for its jobs."""
+    backbone = engine.backbone
+    jobs = {name: _stand_in(engine, name) for name in {s.job for s in microbatch.segments}}
     saved: dict[int, int] = {}
 
     def remember(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,16 +111,23 @@ def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int]:
         for _ in range(2):
             for name, job in jobs.items():
                 first = min((s for s in microbatch.segments if s.job == name), key=lambda s: s.index)
-                job.slot, job.step, job.index = slots[name], first.step, first.index
+                job.step, job.index = first.step, first.index
             start = time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-                run_microbatch(engine.backbone, jobs, microbatch, engine.row_tile)
-            if engine.backbone.device.type == "cuda":
+                run_microbatch(backbone, jobs, microbatch, engine.row_tile)
+            if backbone.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
     finally:
-        for name, job in jobs.items():
-            engine.backbone.detach(slots[name])
-            job.slot, job.step = None, 0
-            job.rewind()
+        for job in jobs.values():
+            assert job.slot is not None
+            backbone.detach(job.slot)
     return seconds, sum(saved.values())
+
+
+def _stand_in(engine: Engine, name: str) -> LiveJob:
+    """A job with the same data and an adapter of the same shape, on a slot of its own."""
+    job = engine.jobs[name]
+    twin = LiveJob(job.spec, job.data, engine.backbone.new_adapter(job.spec.adapter, job.spec.seed))
+    twin.slot = engine.backbone.attach(twin.adapter)
+    return twin

@@ -27,17 +27,20 @@ class Answer:
 def answers(
     backbone: Backbone, asked: Mapping[str, tuple[int | None, Sequence[Prompt]]], decoding: Decoding
 ) -> dict[str, list[Answer]]:
-    """Per name: the answers of a slot's adapter (None: the bare backbone) to its prompts, all decoded together."""
-    flat = [(name, slot, prompt) for name, (slot, prompts) in asked.items() for prompt in prompts]
-    for _, _, prompt in flat:
+    """Per name: the answers of a slot's adapter (None: the bare backbone) to its prompts, all decoded together.
+
+    A prompt's place among its own name's prompts is its seed, so nobody's draws depend on who else is asked.
+    """
+    flat = [(name, slot, i, prompt) for name, (slot, prompts) in asked.items() for i, prompt in enumerate(prompts)]
+    for _, _, _, prompt in flat:
         if len(prompt.tokens) >= backbone.max_positions:
             raise DataError(
                 f"the prompt has {len(prompt.tokens):,} tokens; the backbone has {backbone.max_positions:,} positions.",
                 where=prompt.where,
             )
-    written = generate(backbone, [Request(prompt.tokens.tolist(), slot) for _, slot, prompt in flat], decoding)
+    written = generate(backbone, [Request(prompt.tokens.tolist(), slot, i) for _, slot, i, prompt in flat], decoding)
     results: dict[str, list[Answer]] = {name: [] for name in asked}
-    for (name, _, prompt), tokens in zip(flat, written, strict=True):
+    for (name, _, _, prompt), tokens in zip(flat, written, strict=True):
         results[name].append(Answer(prompt, str(backbone.tokenizer.decode(tokens, skip_special_tokens=True))))
     return results
 

@@ -14,12 +14,16 @@ from weft.backbone.load import load_backbone
 from weft.data.dataset import JobData, load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
+from weft.engine.keeper import check_data
 from weft.engine.live_job import JobState
 from weft.errors import ConfigError, WeftError
 from weft.spec import JobSpec, RunSpec
+from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory
 
 OnEvent = Callable[[Event], None]
+Locate = Callable[[str], str]
+"""Where a setting such as `jobs.0.adapter.r` was written."""
 
 
 @dataclass
@@ -39,12 +43,12 @@ def prepare_run(
     base_dir: Path,
     keep_going: bool = False,
     skip: frozenset[str] = frozenset(),
-    where: str | None = None,
+    locate: Locate = str,
 ) -> PreparedRun:
     """Loads and checks everything and writes nothing.
 
     A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
-    are left out. `where` names the jobs file in errors.
+    are left out.
     """
     engine = Engine(load_backbone(spec.backbone), capacity=spec.capacity)
     run = PreparedRun(spec, engine)
@@ -56,8 +60,8 @@ def prepare_run(
             engine.submit(job, run.data[job.name], base_dir=base_dir)
         except ConfigError as error:
             # What does not fit the backbone is a mistake in the file, found late.
-            field = f"jobs.{place}.{error.where}"
-            raise ConfigError(error.message, where=f"{where}: {field}" if where else field, hint=error.hint) from None
+            setting = f"jobs.{place}.{error.where}" if error.where else f"jobs.{place}"
+            raise ConfigError(error.message, where=locate(setting), hint=error.hint) from None
         except WeftError as error:
             if not keep_going:
                 raise
@@ -86,7 +90,9 @@ def execute_run(
 
 
 def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
-    """Records the resolved run and every job, as they are trained."""
+    """Records every job and the resolved run, as they are trained; the run last, because with it the run exists."""
+    for job in run.spec.jobs:
+        directory.write_job(job.name, job_settings(job))
     backbone = run.engine.backbone
     directory.write_run(
         {
@@ -99,8 +105,6 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
             "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
     )
-    for job in run.spec.jobs:
-        directory.write_job(job.name, job_settings(job))
 
 
 def job_settings(job: JobSpec) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def job_settings(job: JobSpec) -> dict[str, Any]:
     return settings
 
 
-def finished_jobs(spec: RunSpec, directory: RunDirectory) -> frozenset[str]:
+def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str) -> frozenset[str]:
     """Jobs of a resumed run that need no more work; settings that changed since are an error."""
     recorded = directory.read_run()
     names = [job.name for job in spec.jobs]
@@ -118,23 +122,31 @@ def finished_jobs(spec: RunSpec, directory: RunDirectory) -> frozenset[str]:
             raise ConfigError(
                 f"the run in {directory.path} has {recorded.get(setting)}, this file has {now}; a resumed run keeps "
                 "its settings.",
-                where=setting,
+                where=locate(setting),
             )
     done = set()
     for place, job in enumerate(spec.jobs):
-        _check_unchanged(job, directory.read_job(job.name), f"jobs.{place}")
+        _check_unchanged(job, directory.read_job(job.name), f"jobs.{place}", locate)
         status = directory.read_status(job.name) or {}
         if status.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
             done.add(job.name)
     return frozenset(done)
 
 
-def _check_unchanged(job: JobSpec, recorded: dict[str, Any] | None, where: str) -> None:
+def check_same_data(run: PreparedRun, directory: RunDirectory) -> None:
+    """Refuses to resume jobs on other data than their checkpoints were trained on, before anything is changed."""
+    for name, data in run.data.items():
+        checkpoint, _ = latest_checkpoint(directory.checkpoints_dir(name))
+        if checkpoint is not None:
+            check_data(checkpoint, data, name)
+
+
+def _check_unchanged(job: JobSpec, recorded: dict[str, Any] | None, where: str, locate: Locate) -> None:
     if recorded is None:
         return
     for setting, now in job_settings(job).items():
         if recorded.get(setting) != now:
             raise ConfigError(
                 f"was {json.dumps(recorded.get(setting))} and is {json.dumps(now)}; a resumed job keeps its settings.",
-                where=f"{where}.{setting}",
+                where=locate(f"{where}.{setting}"),
             )

@@ -4,14 +4,15 @@ Problem: given the next global batches of every job, choose cut points such that
 job's samples keep their order, and a job's global batch b+1 starts only after its step b. Fill the microbatches, and
 share each one fairly between the jobs of one priority.
 
-Method: greedy, one microbatch after another, O(samples + microbatches × jobs log jobs). First every job, in order of
-priority and then of least service, takes samples up to an equal share of the capacity, but at least one; then whoever
-still has samples of the same global batch fills what is left. Order is never changed, so every plan trains the same
-bits.
+Method: greedy, one microbatch after another, O(samples + microbatches × jobs log jobs). Priorities take their turn from
+the highest down. Within one, every job, who had least first, takes samples up to an equal share of what is free, but at
+least one; then whoever still has samples of the same global batch fills the rest. Order is never changed, so every plan
+trains the same bits.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -83,14 +84,21 @@ def _fill(cursors: list[_Cursor], capacity: int) -> Microbatch:
         key=lambda c: (-c.queue.priority, c.served_tokens, c.queue.job),
     )
     free = capacity
-    share = capacity // max(1, len(waiting))
-    for limit in (share, capacity):
-        for cursor in waiting:
+    # A job of lower priority gets what those above it leave.
+    for _, group in itertools.groupby(waiting, key=lambda c: c.queue.priority):
+        free = _serve(list(group), free)
+    segments = tuple(s for c in waiting for s in c.taken)
+    assert segments, "a sample is longer than the capacity; the engine refuses such jobs"
+    return Microbatch(segments)
+
+
+def _serve(equals: list[_Cursor], free: int) -> int:
+    """Lets jobs of one priority take samples, first up to equal shares, then whatever fits; returns what is left."""
+    for limit in (free // len(equals), free):
+        for cursor in equals:
             while (length := cursor.next_length()) is not None and length <= free:
                 if cursor.taken and cursor.taken_tokens + length > limit:
                     break
                 cursor.take()
                 free -= length
-    segments = tuple(s for c in waiting for s in c.taken)
-    assert segments, "a sample is longer than the capacity; the engine refuses such jobs"
-    return Microbatch(segments)
+    return free

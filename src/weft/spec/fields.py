@@ -18,6 +18,8 @@ from weft.errors import ConfigError, closest
 
 T = TypeVar("T")
 REQUIRED: Any = dataclasses.MISSING
+LARGEST = 2**63 - 1
+"""Whole numbers beyond it mean nothing to the libraries below."""
 
 
 @dataclass(frozen=True)
@@ -185,16 +187,21 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
     if hint is bool and isinstance(value, bool):
         return value
     if hint is str and isinstance(value, str):
+        if "\0" in value:
+            raise ConfigError(f"{describe(value)} holds a NUL character.", where=where)
         return value
     if hint in (int, float) and not isinstance(value, bool):
         number = _number(value)
-        if isinstance(number, int) and abs(number) > 2**63:
-            number = math.inf
+        # Whole numbers first: one of a thousand digits has no float to ask.
+        is_exact = isinstance(number, int) or (hint is int and number is not None and math.isfinite(number))
+        if number is not None and is_exact and abs(number) > LARGEST:
+            raise ConfigError(f"{describe(value)} is too large.", where=where)
         if number is not None and hint is float:
             return float(number)
         if number is not None and math.isfinite(number) and float(number).is_integer():
             return int(number)
-    raise ConfigError(f"expected a {type_name(hint)}, got {describe(value)}.", where=where)
+    article = "a " if hint in (int, float) else ""
+    raise ConfigError(f"expected {article}{type_name(hint)}, got {describe(value)}.", where=where)
 
 
 def _number(value: Any) -> float | int | None:

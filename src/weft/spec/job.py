@@ -103,6 +103,8 @@ class JobSpec:
             raise ConfigError(f"{self.name!r} is a name the run directory uses itself.", where="name")
         if not self.train_data or not all(self.train_data):
             raise ConfigError("no files; name at least one.", where="train_data")
+        if isinstance(self.eval_data, tuple) and not (self.eval_data and all(self.eval_data)):
+            raise ConfigError("no files; name at least one, or leave it out.", where="eval_data")
         if isinstance(self.eval_data, float | int) and not isinstance(self.eval_data, bool):
             self._check_eval_amount(self.eval_data)
         if self.early_stopping_patience and self.eval_data is None:

@@ -167,7 +167,8 @@ def _parse(path: Path) -> tuple[Any, dict[str, int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path} line {mark.line + 1}" if mark else str(path)
-        found = " ".join(str(getattr(error, "problem", error)).split())
+        said = (getattr(error, "context", None), getattr(error, "problem", error))
+        found = " ".join(", ".join(str(part) for part in said if part).split())
         raise ConfigError(f"is not valid YAML: {found}.", where=where) from None
     except ValueError as error:
         # A date or a number that has the form of one and is none, such as 2024-02-30.

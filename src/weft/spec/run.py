@@ -52,6 +52,8 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         validate(self)
+        if not self.output_dir:
+            raise ConfigError("is empty; name a directory.", where="output_dir")
         if not self.jobs:
             raise ConfigError("there are no jobs; write at least one.", where="jobs")
         first: dict[str, int] = {}

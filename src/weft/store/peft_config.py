@@ -147,8 +147,6 @@ def spec_of(config: Mapping[str, Any], module_paths: Collection[str], *, where: 
         spec = read(AdapterSpec, values)
     except ConfigError as error:
         raise AdapterFileError(error.message, where=f"{where}: {error.where}" if error.where else where) from None
-    except OverflowError:
-        raise AdapterFileError("a number is too large.", where=where) from None
     if isinstance(spec.target_modules, tuple):
         # PEFT writes a set, in another order each time.
         spec = dataclasses.replace(spec, target_modules=tuple(sorted(spec.target_modules)))

@@ -2,6 +2,7 @@
 
     adapter_config.json         the LoraConfig, see peft_config
     adapter_model.safetensors   base_model.model.<module path>.lora_A.weight (r, in) and .lora_B.weight (out, r)
+    chat_template.jinja         the job's own chat template, if it had one
     README.md                   a short model card
 
 Reading trusts nothing: safetensors only, a bounded header, exact names, shapes that fit the config, finite numbers.
@@ -30,8 +31,10 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 CARD_FILE = "README.md"
+TEMPLATE_FILE = "chat_template.jinja"
+"""The name transformers knows; a tokenizer loaded from the directory takes it as its own."""
 MAX_HEADER_BYTES = 1 << 20
-"""Longest safetensors header, and longest config, that is read. A LoRA on all linears of 80 layers takes 150 KB."""
+"""Longest safetensors header, config and template that is read. A LoRA on all linears of 80 layers takes 150 KB."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A (r, in) and B (out, r) of one module."""
@@ -51,18 +54,26 @@ class AdapterFiles:
 
 
 def write_adapter(
-    directory: Path, spec: AdapterSpec, tensors: Mapping[str, Pair], *, base_model: str, target_names: list[str]
+    directory: Path,
+    spec: AdapterSpec,
+    tensors: Mapping[str, Pair],
+    *,
+    base_model: str,
+    target_names: list[str],
+    chat_template: str | None = None,
 ) -> None:
     """The directory holds the whole adapter once this returns; an adapter that was there before is replaced.
 
     `tensors` maps module paths to (A, B). `target_names` becomes target_modules: full paths, or leaf names where these
-    mean no other module of the backbone.
+    mean no other module of the backbone. `chat_template` is what the adapter was trained with instead of the base's.
     """
     files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names)
     with staged_directory(directory) as staged:
         write_unsynced(staged / CONFIG_FILE, json_text.dump(files.config))
         write_unsynced(staged / TENSORS_FILE, save(files.tensors, metadata={"format": "pt"}))
         write_unsynced(staged / CARD_FILE, _model_card(spec, base_model))
+        if chat_template is not None:
+            write_unsynced(staged / TEMPLATE_FILE, chat_template)
 
 
 def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, Pair], dict[str, Any]]:
@@ -73,6 +84,20 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, Pair], dict[st
     for path, (a_RD, b_OR) in pairs.items():
         _check_pair(spec, path, a_RD, b_OR, where=str(directory / TENSORS_FILE))
     return spec, pairs, files.config
+
+
+def read_chat_template(directory: Path) -> str | None:
+    """The chat template an adapter was trained with, or None if it was the base model's."""
+    path = directory / TEMPLATE_FILE
+    if not path.exists():
+        return None
+    data = _read(directory, TEMPLATE_FILE)
+    if len(data) > MAX_HEADER_BYTES:
+        raise AdapterFileError(f"has {len(data)} bytes; at most {MAX_HEADER_BYTES} are read.", where=str(path))
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise AdapterFileError("is not UTF-8 text.", where=str(path)) from None
 
 
 def adapter_files(

@@ -123,7 +123,7 @@ class RunDirectory:
 
     def write_run(self, run: Mapping[str, Any]) -> None:
         """Records the resolved run and the library versions; from now on the directory holds a run."""
-        _write_json(self.path / _RUN, {**run, "versions": library_versions()})
+        self._write_new(self.path / _RUN, {**run, "versions": library_versions()})
         self._holds_run = True
 
     def read_run(self) -> dict[str, Any]:
@@ -135,10 +135,7 @@ class RunDirectory:
 
     def write_job(self, name: str, job: Mapping[str, Any]) -> None:
         """Records one resolved job."""
-        path = self.job_dir(name) / _JOB
-        if not self._holds_run and not path.exists():
-            self._undo.callback(forget, path.unlink)
-        _write_json(path, dict(job))
+        self._write_new(self.job_dir(name) / _JOB, dict(job))
 
     def read_job(self, name: str) -> dict[str, Any] | None:
         """What `write_job` recorded, or None."""
@@ -181,6 +178,12 @@ class RunDirectory:
         new = b"".join(line for line in old.splitlines(keepends=True) if _belongs(line, step))
         if new != old:
             write_file(path, new)
+
+    def _write_new(self, path: Path, value: dict[str, Any]) -> None:
+        """Writes a file that goes again if the run never comes to be."""
+        if not self._holds_run and not path.exists():
+            self._undo.callback(forget, path.unlink)
+        _write_json(path, value)
 
     def _job_path(self, name: str) -> Path:
         if not JOB_NAME.fullmatch(name) or name in (_RUN, _TIMELINE, _REPORT):

@@ -1,0 +1,52 @@
+"""Evaluation losses are those of transformers, whatever shares their microbatches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import attending_eagerly, random_backbone, random_model, random_sample
+
+from weft.data.sample import Sample
+from weft.engine.evaluate import mean_losses
+from weft.spec import AdapterSpec
+
+
+def samples(seed: int, number: int = 7) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    return [random_sample(rng, int(rng.integers(2, 20))) for _ in range(number)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt"])
+def test_mean_losses_when_bare_then_those_of_transformers(name):
+    backbone = random_backbone(name)
+    (mine,) = mean_losses(backbone, [(None, samples(0))], 64, 128)
+    total, count = 0.0, 0
+    with attending_eagerly(random_model(name)) as model, torch.no_grad():
+        for sample in samples(0):
+            ids = torch.from_numpy(sample.tokens.astype(np.int64))
+            rows = torch.from_numpy(sample.supervised.copy())[1:]
+            logits = model(ids[None]).logits[0, :-1]
+            total += F.cross_entropy(logits[rows], ids[1:][rows], reduction="sum").item()
+            count += int(rows.sum())
+    assert mine == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mean_losses_when_evaluated_together_or_apart_then_the_same_bits(dtype):
+    backbone = random_backbone("llama_odd", dtype=dtype)
+    adapters = [backbone.new_adapter(AdapterSpec(r=r, init_lora_weights=False, lora_dropout=0.5), r) for r in (1, 3, 8)]
+    requests = [(backbone.attach(adapter), samples(i)) for i, adapter in enumerate(adapters)]
+    requests.append((None, samples(9)))
+    alone = [mean_losses(backbone, [request], 24, 128)[0] for request in requests]
+    assert len(set(alone)) == 4
+    for capacity in (20, 33, 300):
+        assert mean_losses(backbone, requests, capacity, 128) == alone
+    assert mean_losses(backbone, requests[::-1], 50, 128) == alone[::-1]
+
+
+def test_mean_losses_when_nothing_is_supervised_then_nan():
+    silent = Sample(np.array([3, 4, 5]), np.zeros(3, dtype=bool))
+    silent_loss, other = mean_losses(random_backbone("llama"), [(None, [silent]), (None, samples(0))], 64, 128)
+    assert math.isnan(silent_loss) and math.isfinite(other)
