@@ -46,13 +46,13 @@ def test_windows_when_any_then_they_cover_each_slots_rows_once_and_have_one_size
     rng = np.random.default_rng(0)
     batch = pack_samples([Placed(random_sample(rng, length), slot) for length, slot in drawn], tile, CPU)
     covered: dict[int, list[int]] = {}
+    sizes: set[int] = set()
     for run in batch.slots:
         for window in run.windows:
-            covered.setdefault(run.slot, []).extend(range(window.start, window.end))
-            assert 0 <= window.first <= window.start < window.end <= window.last <= len(batch.input_ids_T)
-            computed = list(range(window.first, window.last))
-            assert computed[window.own] == list(range(window.start, window.end))
-    sizes = {window.last - window.first for run in batch.slots for window in run.windows}
+            buffer = list(range(len(batch.input_ids_T)))
+            covered.setdefault(run.slot, []).extend(buffer[window.own])
+            assert buffer[window.computed][window.inside] == buffer[window.own]
+            sizes.add(len(buffer[window.computed]))
     assert tile is None or len(sizes) <= 1
     for slot in (0, 1):
         pairs = zip(drawn, batch.segments, strict=True)

@@ -94,13 +94,13 @@ class _SlotLinearFunction(torch.autograd.Function):
         kept: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
         for rows, lora in active:
             a_RD, b_OR = lora.compute(x_TD.dtype)
+            a_DR, b_RO = a_RD.t(), b_OR.t()
             kept.append([])
             for window in rows.windows:
                 keep_LD = _keep(window, lora, routing, x_TD.shape[1])
-                s_LR = _dropped(x_TD[window.first : window.last], keep_LD, lora) @ a_RD.t()
-                z_LO = s_LR @ b_OR.t()
-                y_TO[window.start : window.end].add_(z_LO[window.own], alpha=lora.scale)
-                kept[-1].append((s_LR[window.own], keep_LD))
+                s_LR = _dropped(x_TD[window.computed], keep_LD, lora).mm(a_DR)
+                y_TO[window.own].add_(s_LR.mm(b_RO)[window.inside], alpha=lora.scale)
+                kept[-1].append((s_LR[window.inside], keep_LD))
         ctx.save_for_backward(x_TD if active else None, weight_OD)
         ctx.active, ctx.kept, ctx.row_tile = active, kept, routing.row_tile
         return y_TO
@@ -114,12 +114,11 @@ class _SlotLinearFunction(torch.autograd.Function):
             a_RD, b_OR = lora.compute(dy_TO.dtype)
             inputs, gradients = [], []
             for window, (_, keep_LD) in zip(rows.windows, kept, strict=True):
-                ds_LR = (dy_TO[window.first : window.last] @ b_OR).mul_(lora.scale)
-                inputs.append(_dropped(x_TD[window.first : window.last], keep_LD, lora)[window.own])
-                gradients.append(ds_LR[window.own])
+                ds_LR = dy_TO[window.computed].mm(b_OR).mul_(lora.scale)
+                inputs.append(_dropped(x_TD[window.computed], keep_LD, lora)[window.inside])
+                gradients.append(ds_LR[window.inside])
                 if dx_TD is not None:
-                    dx_LD = _dropped(ds_LR @ a_RD, keep_LD, lora)
-                    dx_TD[window.start : window.end] += dx_LD[window.own]
+                    dx_TD[window.own].add_(_dropped(ds_LR.mm(a_RD), keep_LD, lora)[window.inside])
             shrunk = [s_LR for s_LR, _ in kept]
             _accumulate(rows, lora, _joined(inputs), _joined(shrunk), _joined(gradients), dy_TO)
         return dx_TD, None, None, None, None, None
@@ -134,15 +133,19 @@ def _accumulate(
     dy_TO: torch.Tensor,
 ) -> None:
     """Adds dA and dB sample by sample: a sum whose order no microbatch cut can change."""
-    for sample in rows.segments:
-        own = slice(sample.start - rows.start, sample.end - rows.start)
-        _add_product(lora.grad_b_OR, dy_TO[sample.start : sample.end], s_LR[own], lora.scale)
-        _add_product(lora.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
+    for sample in rows.samples:
+        dy_LO, own = dy_TO[sample.buffer], sample.slot
+        if dy_TO.dtype is torch.float32:
+            lora.grad_b_OR.addmm_(dy_LO.t(), s_LR[own], alpha=lora.scale)
+            lora.grad_a_RD.addmm_(ds_LR[own].t(), x_LD[own])
+        else:
+            _add_product(lora.grad_b_OR, dy_LO, s_LR[own], lora.scale)
+            _add_product(lora.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
 
 
 def _add_product(grad: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float) -> None:
-    """grad (M, N, fp32) += scale · leftᵀ right, summed in fp32."""
-    if left_LM.is_cuda and left_LM.dtype != torch.float32:
+    """grad (M, N, fp32) += scale · leftᵀ right of half-precision factors, summed in fp32."""
+    if left_LM.is_cuda:
         grad.add_(torch.mm(left_LM.t(), right_LN, out_dtype=torch.float32), alpha=scale)
     else:
         grad.addmm_(left_LM.t().float(), right_LN.float(), alpha=scale)
@@ -157,7 +160,7 @@ def _keep(window: Window, lora: LoraWeights, routing: Routing, num_features: int
     """The dropout mask of a window on this module; None where nothing is dropped."""
     if lora.dropout == 0 or routing.dropout_keys_T is None:
         return None
-    return keep_mask(routing.dropout_keys_T[window.first : window.last], lora.key, num_features, lora.dropout)
+    return keep_mask(routing.dropout_keys_T[window.computed], lora.key, num_features, lora.dropout)
 
 
 def _dropped(x_LD: torch.Tensor, keep_LD: torch.Tensor | None, lora: LoraWeights) -> torch.Tensor:

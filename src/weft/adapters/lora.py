@@ -36,6 +36,8 @@ class LoraWeights:
 
     def compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B in the type of the activations."""
+        if dtype is torch.float32:
+            return self.a_RD, self.b_OR
         return self.a_RD.to(dtype), self.b_OR.to(dtype)
 
 

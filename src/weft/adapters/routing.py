@@ -6,6 +6,7 @@ jobs come and go by changing this table and the slots, never the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +23,22 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The rows [start, end) of one slot, and the rows [first, last) of the buffer to compute for them."""
+    """Some rows of one slot, and the rows of the buffer to compute for them."""
 
-    first: int
-    last: int
-    start: int
-    end: int
+    computed: slice
+    """Rows of the buffer."""
+    own: slice
+    """The slot's rows, among those of the buffer."""
+    inside: slice
+    """The slot's rows, among those computed."""
 
-    @property
-    def own(self) -> slice:
-        """The slot's rows among those computed."""
-        return slice(self.start - self.first, self.end - self.first)
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The rows of one sample: among those of the buffer, and among those of its slot."""
+
+    buffer: slice
+    slot: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +46,24 @@ class SlotRows:
     """Neighbouring segments of one slot."""
 
     slot: int
-    segments: tuple[Rows, ...]
-    """In the job's own order, one after another."""
+    samples: tuple[Sampled, ...]
+    """What gradients are summed by, in the job's own order."""
     windows: tuple[Window, ...]
-    """They cover the segments; all have one size, so near the end of the buffer one begins earlier."""
-
-    @property
-    def start(self) -> int:
-        """First row."""
-        return self.segments[0].start
+    """They cover the samples; all have one size, so near the end of the buffer one begins earlier."""
 
 
-def windows(start: int, end: int, size: int | None, num_rows: int) -> tuple[Window, ...]:
-    """The windows over rows [start, end) of a buffer of `num_rows` rows; without a size, one of just these rows."""
-    if size is None:
-        return (Window(start, end, start, end),)
-    found = []
-    for begin in range(start, end, size):
-        first = min(begin, num_rows - size)
-        found.append(Window(first, first + size, begin, min(begin + size, end)))
-    return tuple(found)
+def slot_rows(slot: int, segments: Sequence[Rows], window: int | None, num_rows: int) -> SlotRows:
+    """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of just them."""
+    start, end = segments[0].start, segments[-1].end
+    samples = tuple(Sampled(slice(s.start, s.end), slice(s.start - start, s.end - start)) for s in segments)
+    if window is None:
+        whole = slice(start, end)
+        return SlotRows(slot, samples, (Window(whole, whole, slice(0, end - start)),))
+    windows = []
+    for begin in range(start, end, window):
+        first, last = min(begin, num_rows - window), min(begin + window, end)
+        windows.append(Window(slice(first, first + window), slice(begin, last), slice(begin - first, last - first)))
+    return SlotRows(slot, samples, tuple(windows))
 
 
 @dataclass

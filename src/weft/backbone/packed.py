@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from weft.adapters.dropout import row_keys
-from weft.adapters.routing import Rows, SlotRows, windows
+from weft.adapters.routing import Rows, SlotRows, slot_rows
 from weft.data.sample import Sample
 
 ADAPTER_WINDOW = 64
@@ -113,9 +113,7 @@ def _slot_rows(
     found = []
     for slot, group in itertools.groupby(zip(placed, segments, strict=True), key=lambda pair: pair[0].slot):
         if slot is not None:
-            own = tuple(segment for _, segment in group)
-            whole = Rows(own[0].start, own[-1].end)
-            found.append(
-                SlotRows(slot, own if per_sample else (whole,), windows(whole.start, whole.end, window, num_rows))
-            )
+            own = [segment for _, segment in group]
+            summed = own if per_sample else [Rows(own[0].start, own[-1].end)]
+            found.append(slot_rows(slot, summed, window, num_rows))
     return tuple(found)
