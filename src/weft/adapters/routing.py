@@ -53,7 +53,7 @@ class SlotRows:
 
 
 def slot_rows(slot: int, segments: Sequence[Rows], window: int | None, num_rows: int) -> SlotRows:
-    """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of just them."""
+    """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of them all."""
     start, end = segments[0].start, segments[-1].end
     samples = tuple(Sampled(slice(s.start, s.end), slice(s.start - start, s.end - start)) for s in segments)
     if window is None:
