@@ -1,0 +1,52 @@
+"""What the README and the quick start tell people to type works as written."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from weft.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def commands(page: str) -> list[list[str]]:
+    """The `weft` commands of a page's shell blocks, in order."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("weft ")]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def python_example() -> str:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_page_when_its_commands_are_typed_in_order_then_each_works(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    typed = commands(page)
+    assert len(typed) >= 4
+    for words in typed:
+        # Fewer steps than the file says: the promise is that it works, not how well it learns.
+        extra = ["defaults.max_steps=4"] if words[:2] == ["weft", "train"] else []
+        monkeypatch.setattr("sys.argv", [*words, *extra])
+        monkeypatch.setattr("sys.stdin", io.StringIO("planet\n"))
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code, f"{shlex.join(words)} ended with {end.value.code}: {capsys.readouterr()}"
+
+
+@pytest.mark.slow
+def test_readme_when_its_python_is_run_then_it_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["weft", "init"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    exec(compile(python_example().replace("max_steps=60", "max_steps=3"), "README.md", "exec"), {})
+    assert "shout 3" in capsys.readouterr().out
