@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +60,8 @@ def demo(
         f"{speed.factor:.1f}x (each job alone for {steps.SOLO_STEPS} steps)",
         highlight=False,
     )
-    console.print(f"try       weft chat --adapter {out}/{next(iter(before))}", highlight=False)
+    weft = "weft" if shutil.which("weft") else sys.argv[0]
+    console.print(f"try       {weft} chat --adapter {out}/{next(iter(before))}", highlight=False)
 
 
 def _skills(before: dict[str, float], after: dict[str, float]) -> Table:

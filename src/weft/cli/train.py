@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from weft.spec.load import locate
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import PreparedRun
+    from weft.store.run_dir import RunDirectory
 
 
 def train(
@@ -35,6 +37,9 @@ def train(
     order = Order(spec, jobs_file, tuple(overrides or ()), keep_going)
     console = Console()
     if dry_run:
+        from weft.store.run_dir import RunDirectory
+
+        RunDirectory.check(directory, resume=resume)
         _show_plan(_prepare(order, console), console)
         return
     raise typer.Exit(_train(order, directory, console, resume=resume))
@@ -67,23 +72,31 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
             if len(finished) == len(order.spec.jobs):
                 console.print("nothing to resume: every job has ended")
                 conclude(out, console)
-                return 0
+                return _failures(order, directory)
             run = _prepare(order, console, finished)
             check_same_data(run, directory)
             states, stopped = follow(run, directory, console)
+            code = _failures(order, directory)
     else:
         run = _prepare(order, console)
         with RunDirectory.open(out, resume=False) as directory:
             states, stopped = follow(run, directory, console)
+            code = _failures(order, directory)
     conclude(out, console)
     if stopped and "paused" in states.values():
-        again = f"weft train {order.jobs_file} --out {out} --resume"
+        again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), "--resume"])
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     if paused:
         raise StorageError(f"{paused[0].reason} Free some space and go on with --resume.", where=paused[0].spec.name)
-    return 1 if "failed" in states.values() else 0
+    return code
+
+
+def _failures(order: Order, directory: RunDirectory) -> int:
+    """The exit code of a run in which nothing else went wrong: 1 if a job failed, now or before a resume."""
+    states = [(directory.read_status(job.name) or {}).get("state") for job in order.spec.jobs]
+    return 1 if "failed" in states else 0
 
 
 def _prepare(order: Order, console: Console, finished: frozenset[str] = frozenset()) -> PreparedRun:

@@ -98,9 +98,13 @@ class Engine:
         self.jobs[spec.name] = job
         self._commands.append(_Command("start", spec.name))
 
-    def keep_in(self, run_dir: RunDirectory) -> None:
+    def keep_in(self, directory: RunDirectory | Path | str) -> None:
         """Writes metrics, checkpoints and adapters there, and goes on from what is there; call it before `events`."""
-        self._keeper.run_dir = run_dir
+        if not isinstance(directory, RunDirectory):
+            path = Path(directory)
+            directory = RunDirectory.open(path, resume=(path / "run.json").exists())
+            directory.write_run({"run_name": path.resolve().name, "base_model": self.backbone.name, "jobs": []})
+        self._keeper.run_dir = directory
 
     def cancel(self, name: str) -> None:
         """Takes a job off; its slot is free at the next step boundary."""

@@ -19,6 +19,9 @@ from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Program
 _NUMBERS_PER_PARAMETER = 4
 """An adapter's weight, its gradient, and AdamW's two moments, all fp32."""
 
+PLANNED_SAMPLES = 20_000
+"""Samples of each job that are really planned; longer runs are extended from there."""
+
 
 @dataclass(frozen=True)
 class JobPreview:
@@ -59,39 +62,45 @@ class Preview:
 def preview(engine: Engine) -> Preview:
     """Plans the whole run of the submitted jobs and tries its fullest microbatch; changes no job."""
     jobs = list(engine.jobs.values())
-    program = plan_all(jobs, engine.limits)
-    microbatches = program.microbatches
+    shares = tuple(_job_preview(job) for job in jobs)
+    microbatches = plan_beginning(jobs, engine.limits).microbatches
     fullest = max(microbatches, key=lambda m: m.num_tokens)
     seconds, activation_bytes = _try(engine, fullest)
-    num_tokens = sum(m.num_tokens for m in microbatches)
+    num_tokens = sum(share.num_tokens for share in shares)
+    # A long run goes on as it begins.
+    factor = num_tokens / sum(m.num_tokens for m in microbatches)
     num_parameters = sum(job.adapter.num_parameters for job in jobs)
     model = engine.backbone.model
     return Preview(
-        tuple(_job_preview(job) for job in jobs),
-        len(microbatches),
+        shares,
+        round(len(microbatches) * factor),
         num_tokens,
         engine.limits.capacity,
         sum(p.numel() * p.element_size() for p in model.parameters()),
         num_parameters * 4 * _NUMBERS_PER_PARAMETER,
         activation_bytes,
-        seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),
+        factor * seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),
     )
 
 
-def plan_all(jobs: list[LiveJob], limits: Limits) -> Program:
-    """The program of all jobs from start to end."""
+def plan_beginning(jobs: list[LiveJob], limits: Limits) -> Program:
+    """The program of all jobs from the start, as far as `PLANNED_SAMPLES` samples of each go."""
     queues = []
     for job in jobs:
-        lengths = [[job.data.train.samples[i].length for i in job.order.batch(s)] for s in range(job.num_steps)]
+        last = min(job.num_steps, max(1, PLANNED_SAMPLES // job.order.batch_size))
+        lengths = [[job.data.train.samples[i].length for i in job.order.batch(step)] for step in range(last)]
         batches = tuple(Batch(step, 0, tuple(batch)) for step, batch in enumerate(lengths))
         queues.append(JobQueue(job.spec.name, batches, True, job.spec.priority))
-    return pack(
-        queues, Limits(limits.capacity, max_microbatches=sum(len(b.lengths) for q in queues for b in q.batches))
-    )
+    num_samples = sum(len(b.lengths) for q in queues for b in q.batches)
+    return pack(queues, Limits(limits.capacity, max_microbatches=num_samples))
 
 
 def _job_preview(job: LiveJob) -> JobPreview:
-    num_tokens = sum(job.data.train.samples[i].length for s in range(job.num_steps) for i in job.order.batch(s))
+    samples, order = job.data.train.samples, job.order
+    num_epochs, rest = divmod(job.num_steps, order.steps_per_epoch)
+    num_tokens = num_epochs * sum(s.length for s in samples)
+    for step in range(job.num_steps - rest, job.num_steps):
+        num_tokens += sum(samples[i].length for i in order.batch(step))
     return JobPreview(job.spec.name, job.num_steps, num_tokens, job.adapter.num_parameters)
 
 

@@ -77,7 +77,7 @@ def execute_run(
     """Trains all jobs of a prepared run into a directory; returns how each ended."""
     write_settings(run, directory)
     for name, error in run.failed.items():
-        directory.write_status(name, "failed", reason=str(error))
+        directory.write_status(name, "failed", reason=str(error), can_retry=True)
         on_event(JobFailed(name, 0, str(error)))
     engine = run.engine
     engine.keep_in(directory)
@@ -114,7 +114,10 @@ def job_settings(job: JobSpec) -> dict[str, Any]:
 
 
 def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str) -> frozenset[str]:
-    """Jobs of a resumed run that need no more work; settings that changed since are an error."""
+    """Jobs of a resumed run that need no more work; settings that changed since are an error.
+
+    A job that failed before it could start, such as one set aside for its data, gets another try.
+    """
     recorded = directory.read_run()
     names = [job.name for job in spec.jobs]
     for setting, now in (("base_model", spec.base_model), ("capacity", spec.capacity), ("jobs", names)):
@@ -128,7 +131,8 @@ def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = st
     for place, job in enumerate(spec.jobs):
         _check_unchanged(job, directory.read_job(job.name), f"jobs.{place}", locate)
         status = directory.read_status(job.name) or {}
-        if status.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
+        is_final = status.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+        if is_final and not status.get("can_retry"):
             done.add(job.name)
     return frozenset(done)
 
