@@ -89,4 +89,5 @@ def conclude(directory: Path, console: Console, extra: ReportExtra | None = None
         console.print(f"report    {write_report(directory, extra=extra)}", markup=False, soft_wrap=True)
     except MissingExtraError as error:
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
-    console.print(f"adapters  {directory}/<job>/adapter/", markup=False, soft_wrap=True)
+    if any(directory.glob("*/adapter")):
+        console.print(f"adapters  {directory}/<job>/adapter/", markup=False, soft_wrap=True)

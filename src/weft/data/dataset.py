@@ -56,7 +56,7 @@ class DataSummary:
         """One line for people."""
         lengths = f"lengths {self.min_length:,} to {self.max_length:,}, mean {self.mean_length:,.0f}"
         parts = [
-            f"{self.num_samples:,} samples ({self.format})",
+            f"{self.num_samples:,} sample{'s' * (self.num_samples != 1)} ({self.format})",
             f"{self.num_tokens:,} tokens, {self.num_supervised_tokens:,} supervised, {lengths}",
         ]
         if self.num_truncated:
