@@ -211,7 +211,7 @@ def test_load_when_the_path_is_a_file_then_asks_for_the_directory(sound):
         find_source(str(sound / WEIGHTS))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_load_when_cuda_is_asked_for_and_absent_then_refused():
+def test_load_when_cuda_is_asked_for_and_absent_then_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match="torch sees no GPU"):
         load_backbone(BackboneSpec("tiny", device="cuda"))

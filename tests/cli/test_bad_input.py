@@ -142,8 +142,8 @@ def test_cases_when_counted_then_are_many_and_different():
     assert len({(case.edit, case.text, case.args, tuple(case.files.items())) for case in CASES}) == len(CASES)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_train_when_there_is_no_gpu_to_train_on_then_says_so(mistake: Mistake):
+def test_train_when_there_is_no_gpu_to_train_on_then_says_so(mistake: Mistake, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert mistake("train", "jobs.yaml", "device=cuda") == (
         "device: cuda is asked for, but torch sees no GPU; use cpu or auto."
     )

@@ -118,7 +118,7 @@ def test_txt_when_it_has_no_blank_line_then_lines_are_rows(write: Write, tmp_pat
 
 
 def test_parquet_when_read_then_rows_keep_lists_and_objects(tmp_path: Path):
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 1}]}]
@@ -129,7 +129,6 @@ def test_parquet_when_read_then_rows_keep_lists_and_objects(tmp_path: Path):
 
 
 def test_parquet_when_damaged_then_says_so(write: Write, tmp_path: Path):
-    pytest.importorskip("pyarrow")
     assert error_of(write("x.parquet", b"PAR1 not really"), tmp_path).startswith("x.parquet: is not a parquet file")
 
 

@@ -100,12 +100,10 @@ def test_save_when_state_would_not_come_back_then_refuses_and_writes_nothing(tmp
     assert files(tmp_path) == {}
 
 
-def test_save_when_more_than_keep_then_the_oldest_go_and_pinned_stay(tmp_path):
-    for step in (10, 20, 30, 40, 50):
-        save_checkpoint(tmp_path, checkpoint(step), keep=2, pinned=(20,))
-    assert steps(tmp_path) == [20, 40, 50]
-    save_checkpoint(tmp_path, checkpoint(60), keep=2, pinned=(50,))
-    assert steps(tmp_path) == [50, 60], "a pinned step among the newest counts as one of them"
+def test_save_when_more_than_keep_then_the_oldest_go(tmp_path):
+    for step in (10, 20, 30, 40):
+        save_checkpoint(tmp_path, checkpoint(step), keep=2)
+    assert steps(tmp_path) == [30, 40]
 
 
 def test_save_when_a_newer_or_damaged_one_lies_around_then_it_never_pushes_out_a_sound_one(tmp_path):

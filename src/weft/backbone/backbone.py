@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CPU_ROW_TILE = 128
-"""Rows per frozen product on a CPU. Of 32, 64, 128 and 256 rows, 128 is the smallest within about 10 % of one product
-over all rows (1,024 rows, 192 to 2,048 features, two cores of a Xeon with AVX-512)."""
+"""Rows per frozen product on a CPU: smaller blocks are slower, larger ones leave more rows empty in a small microbatch;
+`benchmarks/cpu_blocks.py` measures what blocks cost."""
 
 
 class Backbone:

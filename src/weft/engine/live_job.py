@@ -108,7 +108,7 @@ class LiveJob:
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
-        return self.step / self.order.steps_per_epoch
+        return self.order.epoch_of(self.step)
 
     def queue(self) -> JobQueue:
         """The job's next global batches, for a planner."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,8 @@ class Checkpoint:
     """What the bits depend on: library versions, device, plan; also plain JSON data."""
 
 
-def save_checkpoint(directory: Path, checkpoint: Checkpoint, *, keep: int, pinned: Collection[int] = ()) -> Path:
-    """Writes the checkpoint, then removes older ones except the newest `keep` and the pinned steps.
+def save_checkpoint(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Writes the checkpoint, then removes older ones except the newest `keep`.
 
     A crash leaves the earlier checkpoints, or the new one as well; never less. One of the same step is replaced.
     """
@@ -67,7 +66,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, *, keep: int, pinne
             write_unsynced(staged / TENSORS_FILE, payload)
             write_unsynced(staged / STATE_FILE, text)
         faults.point("checkpoint.prune")
-        _prune(directory, checkpoint.step, keep, pinned)
+        _prune(directory, checkpoint.step, keep)
     return path
 
 
@@ -168,7 +167,7 @@ def _steps(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in named if match)
 
 
-def _prune(directory: Path, newest: int, keep: int, pinned: Collection[int]) -> None:
+def _prune(directory: Path, newest: int, keep: int) -> None:
     """Removes sound checkpoints below the `keep` newest.
 
     The one just written counts first. Newer ones are there only because they were rejected at a resume, and damaged
@@ -180,7 +179,7 @@ def _prune(directory: Path, newest: int, keep: int, pinned: Collection[int]) -> 
             continue
         if kept < keep:
             kept += 1
-        elif step not in pinned:
+        else:
             remove_directory(path)
 
 
