@@ -1,5 +1,10 @@
 """Fixtures and settings of all tests."""
 
+import os
+
+# Kernels run in Triton's interpreter; it must be chosen before anything imports triton.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import pytest
 import torch
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from weft.backbone import attention
 from weft.backbone.backbone import Backbone
+from weft.backbone.fused.memory import Memory
 from weft.data.dataset import Dataset, DataSummary, JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
@@ -118,9 +119,13 @@ def random_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, see
     return model.to(dtype).eval()
 
 
-def random_backbone(name: str = "llama", **options: Any) -> Backbone:
+def random_backbone(
+    name: str = "llama", *, kernels: str = "reference", memory: Memory | None = None, **options: Any
+) -> Backbone:
     """A tiny random backbone whose tokenizer knows nothing but its end token."""
-    return Backbone(random_model(name, **options), SimpleNamespace(eos_token_id=None), name)
+    backbone = Backbone(random_model(name, **options), SimpleNamespace(eos_token_id=None), name)
+    backbone.use_kernels(kernels, memory)
+    return backbone
 
 
 def random_sample(rng: np.random.Generator, length: int, *, low: int = 3, high: int = VOCABULARY) -> Sample:

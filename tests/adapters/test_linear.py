@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tiny_models import random_sample
 from torch import nn
 
-from weft.adapters.dropout import keep_mask, row_keys
+from weft.kernels.dropout import keep_mask, row_keys
 from weft.adapters.linear import SlotLinear, tiled_mm
 from weft.adapters.lora import Adapter
 from weft.adapters.routing import Routing

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import random_sample
 
-from weft.adapters.dropout import row_keys
+from weft.kernels.dropout import row_keys
 from weft.backbone.packed import Placed, pack_samples
 
 CPU = torch.device("cpu")

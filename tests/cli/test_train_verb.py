@@ -64,3 +64,13 @@ def test_dry_run_when_the_output_directory_holds_a_run_then_says_so(weft, tmp_pa
     assert weft("train", "jobs.yaml", "--out", "out").code == 0
     refused = weft("train", "jobs.yaml", "--out", "out", "--dry-run")
     assert refused.code == 2 and "already holds a run" in refused.err
+
+
+def test_train_when_memory_is_limited_on_a_cpu_then_says_that_it_limits_nothing(weft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    found = weft("train", "jobs.yaml", "device=cpu", "--dry-run", "--memory-limit", "40GB")
+    assert found.code == 0 and "memory_limit 40GB is for GPUs; on a cpu it limits nothing." in found.out
+    wrong = weft("train", "jobs.yaml", "--memory-limit", "lots")
+    assert wrong.code == 2
+    assert "memory_limit=lots: memory_limit: got lots; write a size such as 40GB" in " ".join(wrong.err.split())

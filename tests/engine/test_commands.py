@@ -112,7 +112,7 @@ def test_commands_when_given_between_events_then_take_effect_at_the_next_boundar
         if isinstance(event, StepDone) and event.job == "b" and event.step == 2:
             engine.pause("a")
             engine.pause("a")
-        if isinstance(event, StepDone) and event.job == "b" and event.step == 5:
+        if isinstance(event, StepDone) and event.job == "b" and event.step == 4:
             engine.resume("a")
             engine.cancel("c")
     between = order[order.index("paused a") + 1 : order.index("resumed a")]

@@ -24,8 +24,10 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"dtype": torch.bfloat16}),
     ("opt_projected", {}),
     ("gpt_neox", {}),
+    ("llama_odd", {"kernels": "fused"}),
+    ("qwen3", {"kernels": "fused", "dtype": torch.bfloat16}),
 ]
-IDS = [f"{name}-{options.get('dtype', torch.float32)}".replace("torch.", "") for name, options in MODELS]
+IDS = ["-".join([name, *(str(value).removeprefix("torch.") for value in options.values())]) for name, options in MODELS]
 
 
 def me(**settings: Any) -> Job:

@@ -137,11 +137,14 @@ def largest_difference(mine: Tensors, other: Tensors) -> float:
     )
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "gemma2"])
-def test_jobs_when_trained_together_then_each_equals_peft_alone(name):
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("llama_bias", "reference"), ("gemma2", "reference"), ("llama_bias", "fused"), ("mistral", "fused")],
+)
+def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):
     plain = random_model(name)
     plain.set_attn_implementation("eager")
-    engine = Engine(random_backbone(name), capacity=CAPACITY)
+    engine = Engine(random_backbone(name, kernels=kernels), capacity=CAPACITY)
     for spec, data in jobs():
         engine.submit(spec, data)
     starts = {job: live.adapter.tensors() for job, live in engine.jobs.items()}

@@ -95,9 +95,9 @@ def infinite_b(job: LiveJob) -> None:
 
 def nan_in_optimizer(side: int, moment: str) -> Damage:
     def damage(job: LiveJob) -> None:
-        parameter = job.optimizer.param_groups[side]["params"][0]
-        if moment in job.optimizer.state[parameter]:
-            job.optimizer.state[parameter][moment][7] = math.nan
+        state = job.optimizer.states[side]
+        if moment in state:
+            state[moment][7] = math.nan
 
     damage.__name__ = f"nan_in_{moment}_of_{'ab'[side]}"
     return damage

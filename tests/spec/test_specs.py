@@ -7,6 +7,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec, JobSpec, RunSpec
+from weft.spec.run import memory_fraction
 
 
 def job(**settings: Any) -> JobSpec:
@@ -89,9 +90,25 @@ def test_job_when_settings_do_not_go_together_then_says_why(settings: dict[str, 
         ({"report_to": ["excel"]}, "report_to: got excel; accepted are tensorboard, wandb, mlflow."),
         ({"report_to": ["wandb", "wandb"]}, "report_to: got wandb, wandb;"),
         ({"device": "tpu"}, "device: got 'tpu'; accepted are auto, cpu, cuda."),
+        ({"memory_limit": "40XB"}, "memory_limit: got 40XB; write a size such as 40GB or 512MiB, or a share such as"),
+        ({"memory_limit": "much"}, "memory_limit: got much; write a size"),
+        ({"memory_limit": 40}, "memory_limit: got 40.0; write a size"),
+        ({"memory_limit": 0}, "memory_limit: got 0.0; write a size"),
+        ({"memory_limit": "-1GB"}, "memory_limit: got -1GB; write a size"),
+        ({"memory_limit": "0GB"}, "memory_limit: got 0GB; write a size"),
     ],
 )
 def test_run_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
     with pytest.raises(ConfigError) as caught:
         RunSpec(**{"base_model": "tiny", "jobs": (job(),), **settings})
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("limit", "share"),
+    [("40GB", 0.5), ("10 gb", 0.125), ("20000MB", 0.25), ("8GiB", 0.1073741824), (0.3, 0.3), ("1", 1), ("90GB", 1)],
+)
+def test_memory_limit_when_written_in_any_way_then_is_a_share_of_the_gpu(limit: Any, share: float):
+    spec = RunSpec("tiny", (job(),), memory_limit=limit)
+    assert spec.memory_limit is not None
+    assert memory_fraction(spec.memory_limit, 80 * 10**9) == pytest.approx(share)

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.adapters.dropout import drop, keep_mask
+from weft.adapters.frozen import Dense, FrozenWeight
+from weft.adapters.frozen import tiled_mm as tiled_mm
 from weft.adapters.lora import LoraWeights
 from weft.adapters.routing import Routing, SlotRows, Window
+from weft.kernels.dropout import drop, keep_mask
 
 
 class SlotLinear(nn.Module):
@@ -33,7 +35,8 @@ class SlotLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, routing: Routing, anchor: torch.Tensor) -> None:
         super().__init__()
-        self.weight_OD = nn.Parameter(linear.weight.detach(), requires_grad=False)
+        self.frozen: FrozenWeight = Dense.of(linear.weight)
+        """W, however it is stored; a loader may put a quantised one in its place."""
         self.bias_O = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
         self.routing = routing
         self.anchor = anchor
@@ -43,17 +46,17 @@ class SlotLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The frozen weight, under the name transformers looks for."""
-        return self.weight_OD
+        return self.frozen.dense()
 
     @property
     def in_features(self) -> int:
         """D."""
-        return self.weight_OD.shape[1]
+        return self.frozen.shape[1]
 
     @property
     def out_features(self) -> int:
         """O."""
-        return self.weight_OD.shape[0]
+        return self.frozen.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X (..., D) to (..., O); the leading dimensions together are the rows of the microbatch."""
@@ -61,20 +64,9 @@ class SlotLinear(nn.Module):
         active = [(rows, self.slots[rows.slot]) for rows in self.routing.slots if rows.slot in self.slots]
         anchor = self.anchor if active else self.anchor.detach()
         y_TO: torch.Tensor = _SlotLinearFunction.apply(  # type: ignore[no-untyped-call]
-            x_TD, anchor, self.weight_OD, self.bias_O, active, self.routing
+            x_TD, anchor, self.frozen, self.bias_O, active, self.routing
         )
         return y_TO.view(*x.shape[:-1], self.out_features)
-
-
-def tiled_mm(x_TK: torch.Tensor, w_KN: torch.Tensor, row_tile: int | None) -> torch.Tensor:
-    """X W in blocks of `row_tile` rows; T is a multiple of it."""
-    if row_tile is None or x_TK.shape[0] == row_tile:
-        return torch.mm(x_TK, w_KN)
-    assert x_TK.shape[0] % row_tile == 0, "rows are padded to whole tiles before they get here"
-    y_TN = x_TK.new_empty(x_TK.shape[0], w_KN.shape[1])
-    for start in range(0, x_TK.shape[0], row_tile):
-        torch.mm(x_TK[start : start + row_tile], w_KN, out=y_TN[start : start + row_tile])
-    return y_TN
 
 
 class _SlotLinearFunction(torch.autograd.Function):
@@ -83,12 +75,12 @@ class _SlotLinearFunction(torch.autograd.Function):
         ctx: Any,
         x_TD: torch.Tensor,
         anchor: torch.Tensor,
-        weight_OD: torch.Tensor,
+        frozen: FrozenWeight,
         bias_O: torch.Tensor | None,
         active: list[tuple[SlotRows, LoraWeights]],
         routing: Routing,
     ) -> torch.Tensor:
-        y_TO = tiled_mm(x_TD, weight_OD.t(), routing.row_tile)
+        y_TO = frozen.product(x_TD, routing.row_tile)
         if bias_O is not None:
             y_TO += bias_O
         kept: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
@@ -101,15 +93,16 @@ class _SlotLinearFunction(torch.autograd.Function):
                 s_LR = _dropped(x_TD[window.computed], keep_LD, lora).mm(a_DR)
                 y_TO[window.own].add_(s_LR.mm(b_RO)[window.inside], alpha=lora.scale)
                 kept[-1].append((s_LR[window.inside], keep_LD))
-        ctx.save_for_backward(x_TD if active else None, weight_OD)
-        ctx.active, ctx.kept, ctx.row_tile = active, kept, routing.row_tile
+        # The weight is among the saved so that autograd refuses one that was changed in between.
+        ctx.save_for_backward(x_TD if active else None, *frozen.stored.values())
+        ctx.frozen, ctx.active, ctx.kept, ctx.row_tile = frozen, active, kept, routing.row_tile
         return y_TO
 
     @staticmethod
     def backward(ctx: Any, dy_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TD, weight_OD = ctx.saved_tensors
+        x_TD = ctx.saved_tensors[0]
         dy_TO = dy_TO.contiguous()
-        dx_TD = tiled_mm(dy_TO, weight_OD, ctx.row_tile) if ctx.needs_input_grad[0] else None
+        dx_TD = ctx.frozen.input_gradient(dy_TO, ctx.row_tile) if ctx.needs_input_grad[0] else None
         for (rows, lora), kept in zip(ctx.active, ctx.kept, strict=True):
             a_RD, b_OR = lora.compute(dy_TO.dtype)
             inputs, gradients = [], []

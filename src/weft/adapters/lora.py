@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.adapters.dropout import mix, module_key
 from weft.errors import AdapterFileError, ConfigError
+from weft.kernels.dropout import mix, module_key
 from weft.spec import AdapterSpec
 
 Shape = tuple[int, int]
@@ -80,7 +80,13 @@ class Adapter:
                 spec.lora_dropout,
                 module_key(path),
             )
+        self.version = 0
+        """Counts the changes of the weights, for those who keep a copy."""
         self._initialise(seed)
+
+    def changed(self) -> None:
+        """To be called after the weights were written to."""
+        self.version += 1
 
     @property
     def num_parameters(self) -> int:
@@ -111,6 +117,7 @@ class Adapter:
                 )
             mine.a_RD.copy_(a)
             mine.b_OR.copy_(b)
+        self.changed()
 
     def _initialise(self, seed: int) -> None:
         """PEFT's starting values, drawn per module from the job's seed: no module's depends on the others."""

@@ -44,7 +44,8 @@ def packed_attention(
     """Causal attention within each segment of the current routing; (1, T, H, C). Padding rows come out zero."""
     routing: Routing = module.weft_routing  # type: ignore[assignment]
     if routing.bounds is not None and not routing.caches and softcap is None and _fits_kernel(query_1HTC):
-        return _varlen(query_1HTC, key_1KTC, value_1KTC, routing, scaling, sliding_window), None
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query_1HTC, key_1KTC, value_1KTC))
+        return varlen(q, k, v, routing.bounds, routing.longest, scaling, sliding_window)[None], None
     lengths = [rows.end - rows.start for rows in routing.segments]
     padding = query_1HTC.shape[2] - sum(lengths)
     sizes = [*lengths, padding] if padding else lengths
@@ -56,7 +57,7 @@ def packed_attention(
             continue
         if routing.caches:
             key, value = _remember(routing.caches[place], module.layer_idx, key, value)  # type: ignore[arg-type]
-        outputs.append(_attend(query, key, value, scaling, sliding_window, softcap))
+        outputs.append(attend(query, key, value, scaling, sliding_window, softcap))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -74,33 +75,32 @@ def _grouped_heads() -> dict[str, Any]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def _varlen(
-    query_1HTC: torch.Tensor,
-    key_1KTC: torch.Tensor,
-    value_1KTC: torch.Tensor,
-    routing: Routing,
+def varlen(
+    query_THC: torch.Tensor,
+    key_TKC: torch.Tensor,
+    value_TKC: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """All segments in one call of the GPU's variable-length kernel; (1, T, H, C)."""
+    """All segments in one call of the GPU's variable-length kernel; (T, H, C)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    assert routing.bounds is not None
-    query, key, value = (x[0].transpose(0, 1) for x in (query_1HTC, key_1KTC, value_1KTC))
     output = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        routing.bounds,
-        routing.bounds,
-        routing.longest,
-        routing.longest,
+        query_THC,
+        key_TKC,
+        value_TKC,
+        bounds,
+        bounds,
+        longest,
+        longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **_grouped_heads(),
     )
     assert isinstance(output, torch.Tensor)
-    return output[None]
+    return output
 
 
 def _remember(
@@ -114,7 +114,7 @@ def _remember(
     return key_1KLC, value_1KLC
 
 
-def _attend(
+def attend(
     query_1HLC: torch.Tensor,
     key_1KMC: torch.Tensor,
     value_1KMC: torch.Tensor,

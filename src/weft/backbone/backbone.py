@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -13,8 +12,14 @@ from weft.adapters.linear import SlotLinear
 from weft.adapters.lora import Adapter
 from weft.adapters.routing import Routing
 from weft.adapters.targets import choose_modules
+from weft.backbone.fused.memory import Memory
+from weft.backbone.fused.model import fuse, why_not
+from weft.backbone.fused.runner import FusedRunner
 from weft.backbone.loss import Head, cross_entropy
 from weft.backbone.packed import PackedBatch
+from weft.backbone.running import Running
+from weft.errors import ModelError
+from weft.kernels.launch import has_triton
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 CPU_ROW_TILE = 128
 """Rows per frozen product on a CPU: smaller blocks are slower, larger ones leave more rows empty in a small microbatch;
 `benchmarks/cpu_blocks.py` measures what blocks cost."""
+GPU_ROW_TILE = 2048
+"""The same for the fused step on a GPU: large enough to fill it, small enough that half a microbatch costs half."""
 
 
 class Backbone:
@@ -36,6 +43,10 @@ class Backbone:
         self.routing = Routing()
         self.linears: dict[str, SlotLinear] = {}
         """Every linear but the output head, by path."""
+        self.fused: FusedRunner | None = None
+        """The fast path, where it runs."""
+        self.kernels = "reference: as loaded"
+        """Which path runs, and why."""
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         self._num_slots = 0
         self._install()
@@ -68,9 +79,29 @@ class Backbone:
         limited = [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
         return min([longest, *(int(kind.get("original_max_position_embeddings") or longest) for kind in limited)])
 
+    def use_kernels(self, choice: str, memory: Memory | None = None) -> None:
+        """Chooses the path: `reference`, `fused`, or `auto` for fused where it is the faster one and fits the model.
+
+        To be called before adapters are attached.
+        """
+        assert not any(linear.slots for linear in self.linears.values()), "adapters are attached already"
+        obstacle = why_not(self.model, self.linears)
+        if choice == "auto":
+            obstacle = obstacle or why_slow(self.device, self.dtype)
+        if choice == "reference" or (choice == "auto" and obstacle):
+            self.fused = None
+            self.kernels = "reference: asked for" if choice == "reference" else f"reference: {obstacle}"
+            return
+        if obstacle:
+            raise ModelError(f"the fused kernels do not fit: {obstacle}; use auto or reference.", where="kernels")
+        self.fused = FusedRunner(fuse(self.model, self.linears), list(self.linears), self.head, memory or Memory())
+        self.kernels = "fused: " + ("Triton and captured graphs" if self.device.type == "cuda" else "plain torch twins")
+
     def row_tile(self, capacity: int) -> int:
         """Rows every frozen product is computed in, a fact of the device and never of the batch's contents."""
-        return CPU_ROW_TILE if self.device.type == "cpu" else capacity
+        if self.device.type == "cpu":
+            return CPU_ROW_TILE
+        return capacity if self.fused is None else min(-(-capacity // 64) * 64, GPU_ROW_TILE)
 
     def new_adapter(self, spec: AdapterSpec, seed: int) -> Adapter:
         """A fresh adapter for this backbone; it trains once attached."""
@@ -80,18 +111,29 @@ class Backbone:
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""
-        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        if self.fused is not None:
+            slot = self.fused.attach(adapter)
+        else:
+            slot, self._num_slots = self._num_slots, self._num_slots + 1
         for path, weights in adapter.modules.items():
             self.linears[path].slots[slot] = weights
         return slot
 
     def detach(self, slot: int) -> None:
         """Frees a slot."""
+        if self.fused is not None:
+            self.fused.detach(slot)
         for linear in self.linears.values():
             linear.slots.pop(slot, None)
 
     def forward_backward(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
         """Runs a microbatch; adds to every attached adapter's gradients; returns each segment's summed loss."""
+        return self.launch(batch, row_tile).losses()
+
+    def launch(self, batch: PackedBatch, row_tile: int | None) -> Running:
+        """Starts a microbatch, which adds to every attached adapter's gradients; a GPU works on after this returns."""
+        if self.fused is not None:
+            return self.fused.launch(batch, row_tile)
         hidden_TD = self._hidden(batch, row_tile)
         rows_ND = hidden_TD.detach()[batch.supervised_N]
         losses_N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, self.head)
@@ -100,13 +142,15 @@ class Backbone:
         grad_TD[batch.supervised_N] = grad_ND
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
-        return _sums(losses_N, batch.counts)
+        return Running(losses_N, batch.counts)
 
     @torch.no_grad()
     def losses(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
         """Each segment's summed loss, without gradients."""
+        if self.fused is not None:
+            return self.fused.losses(batch, row_tile).losses()
         rows_ND = self._hidden(batch, row_tile)[batch.supervised_N]
-        return _sums(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts)
+        return Running(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts).losses()
 
     @torch.no_grad()
     def logits(
@@ -151,8 +195,12 @@ class Backbone:
             object.__setattr__(module, "weft_routing", self.routing)
 
 
-def _sums(losses_N: torch.Tensor, counts: tuple[int, ...]) -> list[float]:
-    """Sum per segment, each over its own rows only."""
-    losses = losses_N.cpu().double().numpy()
-    ends = np.cumsum(counts).tolist()
-    return [float(losses[end - count : end].sum()) for count, end in zip(counts, ends, strict=True)]
+def why_slow(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the fused step would not be the faster one on a device; None if it is."""
+    if device.type != "cuda":
+        return "a CPU has no launches to save"
+    if dtype is torch.float32:
+        return "float32 weights; the kernels are made for bfloat16"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than Ampere"
+    return None if has_triton() else "Triton is not installed"

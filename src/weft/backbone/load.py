@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from weft.adapters.frozen import quantise
 from weft.backbone import attention
 from weft.backbone.backbone import Backbone
+from weft.backbone.fused.memory import Memory
 from weft.backbone.selfcheck import check_packing
 from weft.errors import MissingExtraError, ModelError
 from weft.spec import BackboneSpec
@@ -94,7 +96,9 @@ def load_tokenizer(base_model: str) -> Any:
 def load_backbone(spec: BackboneSpec) -> Backbone:
     """The frozen model, ready for adapters."""
     attention.register()
-    model = load_plain_model(spec, attn_implementation=attention.NAME)
+    device = choose_device(spec)
+    # A model to be quantised goes to its device linear by linear: dense it may not fit there.
+    model = _read_model(spec, attn_implementation=attention.NAME).to("cpu" if spec.quantize != "none" else device)
     backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model)
     if not backbone.linears:
         raise ModelError("has no linear modules to adapt.", where=f"base_model {spec.base_model}")
@@ -102,22 +106,51 @@ def load_backbone(spec: BackboneSpec) -> Backbone:
     if family not in TESTED_FAMILIES:
         with _readable(find_source(spec.base_model), f"{family} models do not run on packed samples"):
             check_packing(backbone)
+    if spec.quantize != "none":
+        _quantise_linears(backbone, spec.quantize, device)
+    backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
+    if backbone.fused is None and (spec.recompute != "none" or spec.offload):
+        setting = "offload" if spec.recompute == "none" else "recompute"
+        raise ModelError(f"only the fused kernels have it, and here runs {backbone.kernels}.", where=setting)
     return backbone
 
 
-def load_plain_model(spec: BackboneSpec, **options: Any) -> Any:
-    """The transformers model itself, on its device, without slots."""
+def _quantise_linears(backbone: Backbone, kind: str, device: torch.device) -> None:
+    """Stores every linear but the head in fewer bits and moves all to the device, where at most one is ever dense."""
+    anchor = torch.zeros((), device=device, requires_grad=True)
+    num_weights = sum(linear.in_features * linear.out_features for linear in backbone.linears.values())
+    copies = _fp8_copies(num_weights, device)
+    for linear in backbone.linears.values():
+        linear.frozen = quantise(linear.weight.to(device), kind, copies=copies)
+        linear.anchor = anchor
+    model: Any = backbone.model
+    model.to(device)
+
+
+def _fp8_copies(num_weights: int, device: torch.device) -> int:
+    """Copies of FP8 weights a device has room for, decided by its size and never by what is free: bits depend on it."""
+    if device.type != "cuda":
+        return 2
+    return 2 if 2 * num_weights <= torch.cuda.get_device_properties(device).total_memory // 2 else 1
+
+
+def load_plain_model(spec: BackboneSpec) -> Any:
+    """The transformers model itself, on its device, without slots, never quantised."""
+    return _read_model(spec).to(choose_device(spec))
+
+
+def _read_model(spec: BackboneSpec, **options: Any) -> Any:
+    """The transformers model of a directory or a Hub name, on the CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = find_source(spec.base_model)
-    device = choose_device(spec)
     with _quiet(), _readable(source, "config.json cannot be loaded"):
         config = AutoConfig.from_pretrained(source.path, **_gguf(source))
     _check_family(config, source)
     with _quiet(), _readable(source, f"the {config.model_type} model cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
-            dtype=choose_dtype(spec, device),
+            dtype=choose_dtype(spec, choose_device(spec)),
             use_safetensors=None if source.gguf_file else True,
             # Found below, with their names; transformers would only point to a report.
             ignore_mismatched_sizes=True,
@@ -127,7 +160,7 @@ def load_plain_model(spec: BackboneSpec, **options: Any) -> Any:
         )
     model, found = loaded
     _check_weights(found, source)
-    return model.to(device)
+    return model
 
 
 def _check_directory(path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Packed tensors of one microbatch, made from samples and where they go.
+"""One microbatch, made from samples and where they go: arrays on the host, tensors once something asks for them.
 
 Row i of a segment holds token i and predicts token i + 1. Shape suffixes: T rows, N supervised rows.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.adapters.dropout import row_keys
 from weft.adapters.routing import Rows, SlotRows, slot_rows
 from weft.data.sample import Sample
+from weft.kernels.dropout import row_keys
 
 ADAPTER_WINDOW = 64
 """Rows per adapter product on a CPU; it divides the tile of frozen products. Fixed, so that no row's result depends on
@@ -34,38 +35,106 @@ class Placed:
     """Position of its first token; above 0 when earlier tokens are cached."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """What the backbone needs to run one microbatch."""
 
-    input_ids_T: torch.Tensor
-    positions_T: torch.Tensor
+    device: torch.device
+    ids: np.ndarray
+    positions: np.ndarray
+    keys: np.ndarray
+    """int32 dropout keys of the rows."""
+    drops: bool
+    """Whether dropout applies at all: it does not in evaluation."""
     segments: tuple[Rows, ...]
-    bounds: torch.Tensor | None
-    """On a GPU: int32, where each segment begins and, last, where the buffer ends; padding is a segment too."""
-    longest: int
-    """Rows of the longest segment, padding included."""
-    slots: tuple[SlotRows, ...]
-    dropout_keys_T: torch.Tensor | None
-    supervised_N: torch.Tensor
+    segment_slots: tuple[int | None, ...]
+    is_tiled: bool
+    supervised: np.ndarray
     """Rows that predict a supervised token."""
-    targets_N: torch.Tensor
-    weights_N: torch.Tensor
+    targets: np.ndarray
+    weights: np.ndarray
     counts: tuple[int, ...]
-    """Supervised rows of each segment; they lie in segment order in the N-long tensors."""
+    """Supervised rows of each segment; they lie in segment order in the N-long arrays."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, padding included."""
+        return len(self.ids)
 
     @property
     def num_tokens(self) -> int:
         """Rows that hold a token."""
         return self.segments[-1].end if self.segments else 0
 
+    @functools.cached_property
+    def input_ids_T(self) -> torch.Tensor:
+        """The tokens."""
+        return self._tensor(self.ids)
+
+    @functools.cached_property
+    def positions_T(self) -> torch.Tensor:
+        """The tokens' places in their samples."""
+        return self._tensor(self.positions)
+
+    @functools.cached_property
+    def dropout_keys_T(self) -> torch.Tensor | None:
+        """The rows' dropout keys, where dropout applies."""
+        return self._tensor(self.keys) if self.drops else None
+
+    @functools.cached_property
+    def supervised_N(self) -> torch.Tensor:
+        """Rows that predict a supervised token."""
+        return self._tensor(self.supervised)
+
+    @functools.cached_property
+    def targets_N(self) -> torch.Tensor:
+        """The tokens they predict."""
+        return self._tensor(self.targets)
+
+    @functools.cached_property
+    def weights_N(self) -> torch.Tensor:
+        """What each counts in its job's loss."""
+        return self._tensor(self.weights)
+
+    @functools.cached_property
+    def bounds(self) -> torch.Tensor | None:
+        """On a GPU: int32, where each segment begins and, last, where the buffer ends; padding is a segment too."""
+        return self._tensor(np.array(self._edges, dtype=np.int32)) if self.device.type == "cuda" else None
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest segment, padding included."""
+        return max(end - start for start, end in itertools.pairwise(self._edges))
+
+    @functools.cached_property
+    def slots(self) -> tuple[SlotRows, ...]:
+        """Neighbouring segments of one slot, together.
+
+        On a GPU only frozen products are tiled; a slot's adapter products and gradients run over all its rows at once,
+        since small products would leave it idle. There, results with other neighbours are equal to rounding.
+        """
+        on_cpu = self.device.type == "cpu"
+        window = ADAPTER_WINDOW if self.is_tiled and on_cpu else None
+        found = []
+        pairs = zip(self.segment_slots, self.segments, strict=True)
+        for slot, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            if slot is not None:
+                own = [segment for _, segment in group]
+                summed = own if on_cpu else [Rows(own[0].start, own[-1].end)]
+                found.append(slot_rows(slot, summed, window, self.num_rows))
+        return tuple(found)
+
+    @property
+    def _edges(self) -> list[int]:
+        edges = [0, *(segment.end for segment in self.segments)]
+        return edges if edges[-1] == self.num_rows else [*edges, self.num_rows]
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
 
 def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.device) -> PackedBatch:
-    """One sample after another in one buffer, padded to whole tiles.
-
-    On a GPU only frozen products are tiled; a slot's adapter products and gradients run over all its rows at once,
-    since small products would leave it idle. There, results with other neighbours are equal to rounding.
-    """
+    """One sample after another in one buffer, padded to whole tiles."""
     lengths = [p.sample.length for p in placed]
     starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     num_rows = starts[-1] if row_tile is None else -(-starts[-1] // row_tile) * row_tile
@@ -83,37 +152,17 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         targets.append(item.sample.tokens[predicted])
         weights.append(np.full(len(predicted), item.weight, dtype=np.float32))
         counts.append(len(predicted))
-    segments = tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False))
-    window = ADAPTER_WINDOW if row_tile is not None and device.type == "cpu" else None
-    edges = starts if starts[-1] == num_rows else [*starts, num_rows]
-    drops = any(item.dropout_key is not None for item in placed)
-
-    def tensor(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device)
-
     return PackedBatch(
-        torch.from_numpy(ids).to(device),
-        torch.from_numpy(positions).to(device),
-        segments,
-        torch.tensor(edges, dtype=torch.int32, device=device) if device.type == "cuda" else None,
-        max(end - start for start, end in itertools.pairwise(edges)),
-        _slot_rows(placed, segments, window, num_rows, per_sample=device.type == "cpu"),
-        torch.from_numpy(keys).to(device) if drops else None,
-        tensor(rows, np.int64),
-        tensor(targets, np.int64),
-        tensor(weights, np.float32),
+        device,
+        ids,
+        positions,
+        keys,
+        any(item.dropout_key is not None for item in placed),
+        tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False)),
+        tuple(item.slot for item in placed),
+        row_tile is not None,
+        np.concatenate(rows).astype(np.int64),
+        np.concatenate(targets).astype(np.int64),
+        np.concatenate(weights).astype(np.float32),
         tuple(counts),
     )
-
-
-def _slot_rows(
-    placed: Sequence[Placed], segments: Sequence[Rows], window: int | None, num_rows: int, *, per_sample: bool
-) -> tuple[SlotRows, ...]:
-    """Neighbouring segments of one slot, together; as one segment unless gradients are summed `per_sample`."""
-    found = []
-    for slot, group in itertools.groupby(zip(placed, segments, strict=True), key=lambda pair: pair[0].slot):
-        if slot is not None:
-            own = [segment for _, segment in group]
-            summed = own if per_sample else [Rows(own[0].start, own[-1].end)]
-            found.append(slot_rows(slot, summed, window, num_rows))
-    return tuple(found)

@@ -43,6 +43,7 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "logs to TensorBoard"),
     "wandb": ("wandb", "logs to Weights & Biases"),
     "mlflow": ("mlflow", "logs to MLflow"),
+    "bench": ("matplotlib", "draws the figures of `weft bench`"),
 }
 STYLES = {"ok": "green", "warn": "yellow", "missing": "dim", "failed": "bold red"}
 GIB = 2**30
@@ -117,8 +118,24 @@ def _machine() -> Iterator[Finding]:
     advice = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down" if crowded else ""
     yield Finding("threads", "warn" if crowded else "ok", f"{threads} threads on {cores} cores", advice)
     yield _memory()
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    yield Finding("compute", "ok", f"plain torch, attention segment by segment, {dtype} weights, float32 adapters")
+    yield _kernels()
+
+
+def _kernels() -> Finding:
+    """Which path `kernels: auto` takes here, and why."""
+    import torch
+
+    from weft.backbone.backbone import why_slow
+    from weft.backbone.fused.model import FAMILIES
+
+    has_gpu = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if has_gpu else (torch.device("cpu"), torch.float32)
+    obstacle = why_slow(device, dtype)
+    if obstacle:
+        advice = "pip install triton" if "Triton" in obstacle else ""
+        return Finding("kernels", "warn" if advice else "ok", f"reference (plain torch): {obstacle}", advice)
+    text = f"fused (Triton {_version('triton')}, captured graphs) for {', '.join(FAMILIES)}; reference for other models"
+    return Finding("kernels", "ok", text)
 
 
 def _memory() -> Finding:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from weft import __version__, faults
+from weft.cli.bench import bench
 from weft.cli.chat import chat
 from weft.cli.config import config
 from weft.cli.demo import demo
@@ -44,6 +45,7 @@ for verb, name in (
     (doctor, "doctor"),
 ):
     app.command(name)(verb)
+app.add_typer(bench, name="bench")
 
 
 def _show_version(value: bool) -> None:

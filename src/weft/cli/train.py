@@ -30,11 +30,17 @@ def train(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Train the other jobs when one has bad data.")
     ] = False,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Most GPU memory to take, such as 40GB or 0.5; short for memory_limit=…")
+    ] = None,
+    kernels: Annotated[str | None, typer.Option(help="auto, fused or reference; short for kernels=…")] = None,
 ) -> None:
     """Train all jobs of a file together on one backbone."""
-    spec = load_run(jobs_file, overrides or ())
+    short = {"memory_limit": memory_limit, "kernels": kernels}
+    changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
+    spec = load_run(jobs_file, changes)
     directory = out or Path(spec.output_dir)
-    order = Order(spec, jobs_file, tuple(overrides or ()), keep_going)
+    order = Order(spec, jobs_file, changes, keep_going)
     console = Console()
     if dry_run:
         from weft.store.run_dir import RunDirectory
@@ -100,6 +106,7 @@ def _failures(order: Order, directory: RunDirectory) -> int:
 
 
 def _prepare(order: Order, console: Console, finished: frozenset[str] = frozenset()) -> PreparedRun:
+    from weft.adapters.frozen import describe
     from weft.engine.train import prepare_run
     from weft.report.trackers import open_trackers
 
@@ -116,7 +123,11 @@ def _prepare(order: Order, console: Console, finished: frozenset[str] = frozense
         )
     backbone = run.engine.backbone
     dtype = str(backbone.dtype).removeprefix("torch.")
-    console.print(f"backbone  {spec.base_model} on {backbone.device}, {dtype}", markup=False, highlight=False)
+    stored = describe(linear.frozen for linear in backbone.linears.values()) if spec.quantize != "none" else dtype
+    console.print(f"backbone  {spec.base_model} on {backbone.device}, {stored}", markup=False, highlight=False)
+    console.print(f"kernels   {backbone.kernels}", markup=False, highlight=False)
+    for note in run.notes:
+        console.print(f"note      {note}", markup=False, highlight=False, soft_wrap=True)
     for name, data in run.data.items():
         console.print(
             f"data      {name}: {data.train.summary.describe()}", markup=False, highlight=False, soft_wrap=True

@@ -6,16 +6,19 @@ at the next step boundary. The backbone is never reloaded and no other job notic
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
-from weft.data.dataset import JobData, load_job_data
-from weft.engine.attach import adapter_dir
+from weft.data.dataset import JobData
+from weft.engine.admit import admit
 from weft.engine.evaluate import mean_losses
 from weft.engine.events import (
     EvalDone,
@@ -27,19 +30,17 @@ from weft.engine.events import (
     JobStarted,
     JobSucceeded,
     JobWarning,
-    MicrobatchDone,
     StepDone,
 )
 from weft.engine.keeper import Keeper
 from weft.engine.live_job import JobState, LiveJob
-from weft.engine.step import run_microbatch
+from weft.engine.memory import OUT_OF_MEMORY, TOO_LONG, Room, release_memory
+from weft.engine.stretch import Plans, Stretch
 from weft.engine.timeline import Timeline
 from weft.errors import CheckpointError, ConfigError, DataError, StorageError
-from weft.plan.check import violations
 from weft.plan.pack import pack
-from weft.plan.types import ForwardBackward, Limits, Planner, Step
-from weft.spec import AdapterSpec, BackboneSpec, JobSpec
-from weft.store.peft_files import read_adapter
+from weft.plan.types import Limits, Planner
+from weft.spec import BackboneSpec, JobSpec
 from weft.store.run_dir import RunDirectory
 
 
@@ -65,14 +66,25 @@ class Engine:
         if isinstance(backbone, str):
             backbone = BackboneSpec(backbone)
         self.backbone = load_backbone(backbone) if isinstance(backbone, BackboneSpec) else backbone
-        self.limits = Limits(capacity)
-        self.row_tile = self.backbone.row_tile(capacity)
         self.jobs: dict[str, LiveJob] = {}
         self.timeline = Timeline()
-        self._planner = planner
-        self._keeper = Keeper(self.backbone, {"capacity": capacity, "row_tile": self.row_tile})
+        self._room = Room(self.backbone, capacity, self.jobs)
+        self._plans = Plans(planner, self.timeline)
+        self._keeper = Keeper(self.backbone, self._room)
         self._commands: deque[_Command] = deque()
+        self._untold: deque[Event] = deque()
+        """Steps that are done and not yet told."""
         self._stopping = False
+
+    @property
+    def limits(self) -> Limits:
+        """What a microbatch may hold now."""
+        return self._room.limits
+
+    @property
+    def row_tile(self) -> int:
+        """Rows every frozen product is computed in now."""
+        return self._room.row_tile
 
     def submit(self, spec: JobSpec, data: JobData | None = None, *, base_dir: Path | str = ".") -> None:
         """Adds a job. Bad data or an adapter that does not fit raises here and changes nothing for the others.
@@ -81,20 +93,7 @@ class Engine:
         """
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
-        self._check_length(spec)
-        if data is None:
-            data = load_job_data(spec, self.backbone.tokenizer, Path(base_dir))
-        self._check_samples(spec, data)
-        if spec.init_adapter is None:
-            adapter = self.backbone.new_adapter(spec.adapter, spec.seed)
-        else:
-            path = adapter_dir(Path(base_dir) / spec.init_adapter)
-            stored, tensors, _ = read_adapter(path)
-            if spec.adapter == AdapterSpec():
-                spec = replace(spec, adapter=stored)
-            adapter = self.backbone.new_adapter(spec.adapter, spec.seed)
-            adapter.load(tensors, str(path))
-        job = LiveJob(spec, data, adapter)
+        job = admit(spec, data, self.backbone, self.limits.capacity, Path(base_dir))
         self.jobs[spec.name] = job
         self._commands.append(_Command("start", spec.name))
 
@@ -130,6 +129,7 @@ class Engine:
 
     def events(self) -> Iterator[Event]:
         """Trains, and yields what happens as it happens; ends when no job can go on."""
+        yield from self._tell()
         while not self._stopping:
             while self._commands:
                 # Done before it is told: a reader that leaves here must not leave half a command behind.
@@ -161,50 +161,50 @@ class Engine:
 
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Plans the next stretch and runs it, until its end or until something changes who trains."""
-        queues = [job.queue() for job in running]
-        with self.timeline.span("plan"):
-            program = self._planner(queues, self.limits)
-        problems = violations(program, queues, self.limits)
-        assert program.instructions and not problems, problems
-        for instruction in program.instructions:
-            if isinstance(instruction, ForwardBackward):
-                yield self._forward_backward(instruction)
-            else:
-                yield from self._step(instruction)
-            if self._stopping or self._commands or any(job.state is not JobState.RUNNING for job in running):
+        stretch = Stretch(self.backbone, running, self._plans, self.limits, self.row_tile, self.timeline)
+        while names := stretch.next_jobs():
+            done: list[Event] | None = None
+            with contextlib.suppress(torch.OutOfMemoryError):
+                done = stretch.advance()
+            if done is None:
+                # Not in a handler, which would hold on to the tensors of what failed.
+                yield from self._make_room(names)
+                return
+            for event in done:
+                if isinstance(event, StepDone):
+                    self._keeper.note_step(self.jobs[event.job], event)
+            self._untold.extend(done)
+            yield from self._tell()
+            is_settled = all(job.state is JobState.RUNNING and job.settled_step == job.step for job in running)
+            if self._stopping or self._commands or not is_settled:
                 return
 
-    def _forward_backward(self, instruction: ForwardBackward) -> Event:
-        microbatch = instruction.microbatch
-        shares: dict[str, int] = {}
-        for segment in microbatch.segments:
-            shares[segment.job] = shares.get(segment.job, 0) + segment.length
-        with self.timeline.span("forward_backward", tokens=microbatch.num_tokens, jobs=shares) as args:
-            args["rows"] = run_microbatch(self.backbone, self.jobs, microbatch, self.row_tile)
-        duration = self.timeline.spans[-1].duration_s
-        return MicrobatchDone(", ".join(shares), microbatch.num_tokens, args["rows"], duration)
+    def _tell(self) -> Iterator[Event]:
+        """Tells what has been done, and settles each step once it is told."""
+        while self._untold:
+            event = self._untold.popleft()
+            yield event
+            if isinstance(event, StepDone) and self.jobs[event.job].state is JobState.RUNNING:
+                yield from self._settle(self.jobs[event.job])
 
-    def _step(self, instruction: Step) -> Iterator[Event]:
-        job = self.jobs[instruction.job]
-        with self.timeline.span("step", jobs={job.spec.name: 0}):
-            result = job.take_step()
-        event = StepDone(
-            job.spec.name,
-            job.step,
-            job.num_steps,
-            job.epoch,
-            result.loss,
-            result.grad_norm,
-            result.learning_rate,
-            result.tokens,
-            job.num_tokens,
-            self.timeline.now(),
-            result.skipped,
-        )
-        self._keeper.note_step(job, event)
-        job.diverged = job.divergence(result)
-        yield event
-        yield from self._settle(job)
+    def _make_room(self, names: Sequence[str]) -> list[Event]:
+        """After the memory ran out: smaller microbatches; the jobs concerned go on from their last step.
+
+        Jobs with a sample that fills a whole microbatch are in the way of smaller ones, so they fail.
+        """
+        for name in names:
+            self.jobs[name].rewind()
+        release_memory(self.backbone)
+        events: list[Event] = []
+        before = self.limits.capacity
+        if not self._room.shrink():
+            for job in self._room.holders():
+                reason = TOO_LONG.format(tokens=job.longest)
+                events += [*self._leave(job, JobState.FAILED, reason), JobFailed(job.spec.name, job.step, reason)]
+            self._room.shrink()
+        if self._running() and self.limits.capacity < before:
+            events.append(JobWarning(", ".join(names), OUT_OF_MEMORY.format(before=before, now=self.limits.capacity)))
+        return events
 
     def _settle(self, job: LiveJob) -> Iterator[Event]:
         """Does what the last step left to do: metrics, evaluation, checkpoint, and the end of the job.
@@ -215,6 +215,7 @@ class Engine:
             remarks = self._leave(job, JobState.FAILED, job.diverged)
             yield from [*remarks, JobFailed(job.spec.name, job.step, job.diverged)]
             return
+        has_room = True
         try:
             self._keeper.flush(job)
             if job.is_eval_due():
@@ -231,6 +232,11 @@ class Engine:
         except StorageError as error:
             # The weights in memory are good; what cannot go on is writing. The neighbours may write elsewhere.
             yield from list(self._pause(job, str(error), save=False))
+        except torch.OutOfMemoryError:
+            has_room = False
+        if not has_room:
+            # The job is not settled, so the evaluation is tried again.
+            yield from self._make_room([job.spec.name])
 
     def _evaluate(self, job: LiveJob) -> Event:
         assert job.data.eval is not None
@@ -293,6 +299,8 @@ class Engine:
     def _start(self, job: LiveJob) -> Iterator[Event]:
         """Gives the job a slot, and its state from the run directory."""
         try:
+            if job.longest > self.limits.capacity:
+                raise DataError(f"a sample of {job.longest} tokens is above the capacity of {self.limits.capacity}.")
             yield from self._keeper.open(job)
             job.state, job.reason = JobState.RUNNING, None
             self._keeper.write_status(job, self.timeline.now())
@@ -318,23 +326,3 @@ class Engine:
         if name not in self.jobs:
             raise ConfigError(f"there is no job {name!r}; there are {', '.join(self.jobs) or 'none'}.")
         return self.jobs[name]
-
-    def _check_length(self, spec: JobSpec) -> None:
-        for limit, what in ((self.limits.capacity, "capacity"), (self.backbone.max_positions, "backbone's positions")):
-            if spec.max_length > limit:
-                raise ConfigError(f"max_length {spec.max_length} is above the {what} ({limit}).", where="max_length")
-
-    def _check_samples(self, spec: JobSpec, data: JobData) -> None:
-        """Refuses here what would raise inside a microbatch and take the neighbours with it."""
-        longest = min(self.limits.capacity, self.backbone.max_positions)
-        vocabulary = self.backbone.vocabulary
-        for sample in [*data.train.samples, *(data.eval.samples if data.eval else ())]:
-            if sample.length > longest:
-                found = f"a sample of {sample.length} tokens is above the {longest} that fit the capacity and backbone"
-            elif not sample.num_supervised:
-                found = "a sample has no supervised token"
-            elif sample.tokens.min() < 0 or sample.tokens.max() >= vocabulary:
-                found = f"a sample has a token outside 0 to {vocabulary - 1}, which is all the backbone knows"
-            else:
-                continue
-            raise DataError(f"{found}.", where=spec.name)

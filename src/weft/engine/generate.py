@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.adapters.dropout import mix
+from weft.kernels.dropout import mix
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample

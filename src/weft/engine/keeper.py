@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import weft
+from weft.adapters.frozen import quantisation
 from weft.adapters.targets import leaf_names
 from weft.backbone.backbone import Backbone
 from weft.data.dataset import JobData
 from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning, StepDone
 from weft.engine.live_job import LiveJob
+from weft.engine.memory import Room
 from weft.engine.timeline import Timeline
 from weft.errors import CheckpointError, DataError
 from weft.store.atomic import write_file
@@ -26,13 +28,19 @@ from weft.store.run_dir import RunDirectory
 class Keeper:
     """Writes what must outlive the process, job by job."""
 
-    def __init__(self, backbone: Backbone, limits: Mapping[str, int]) -> None:
+    def __init__(self, backbone: Backbone, room: Room) -> None:
         self.run_dir: RunDirectory | None = None
         self.backbone = backbone
-        self.environment = {**environment(backbone), **limits}
+        self.room = room
+        self._environment = environment(backbone)
         self._elapsed: dict[str, float] = {}
         self._unwritten: dict[str, deque[dict[str, Any]]] = {}
         """Metrics that are not on disk yet, by job, oldest first."""
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What besides a job decides the bits of its result now."""
+        return {**self._environment, **self.room.conditions()}
 
     def open(self, job: LiveJob) -> Iterator[Event]:
         """Restores a job from its newest good checkpoint, if it has one; says what was wrong with newer ones."""
@@ -49,9 +57,19 @@ class Keeper:
         shapes = {name: tensor.shape for name, tensor in job.tensors().items() if name.startswith("params")}
         if any(checkpoint.tensors[name].shape != shape for name, shape in shapes.items()):
             raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)
-        changed = [k for k, v in self.environment.items() if checkpoint.environment.get(k) != v]
+        # A checkpoint that does not say so was trained on weights as they are.
+        before = {"quantize": "none", **checkpoint.environment}
+        if before["quantize"] != self.environment["quantize"]:
+            raise CheckpointError(
+                f"the checkpoint was trained with quantize {before['quantize']}, the backbone is loaded with "
+                f"{self.environment['quantize']}; a resumed job keeps its backbone.",
+                where=name,
+            )
+        if self.room.adopt(checkpoint.state.get("asked_capacity"), checkpoint.environment.get("capacity")):
+            yield JobWarning(name, f"goes on with a capacity of {self.room.capacity}: more ran out of memory before")
+        changed = [k for k, v in self.environment.items() if before.get(k) != v]
         if changed:
-            was = ", ".join(f"{k} {checkpoint.environment.get(k)} -> {self.environment[k]}" for k in changed)
+            was = ", ".join(f"{k} {before.get(k)} -> {self.environment[k]}" for k in changed)
             yield JobWarning(name, f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
         self._unwritten.pop(name, None)
         job.restore(checkpoint.step, checkpoint.tensors, checkpoint.state)
@@ -66,9 +84,8 @@ class Keeper:
         """Writes a checkpoint at a step boundary."""
         if self.run_dir is None:
             return
-        checkpoint = Checkpoint(
-            job.step, job.tensors(), {**job.counters(), "elapsed_s": elapsed_s}, dict(self.environment)
-        )
+        state = {**job.counters(), "elapsed_s": elapsed_s, "asked_capacity": self.room.asked}
+        checkpoint = Checkpoint(job.step, job.tensors(), state, self.environment)
         save_checkpoint(self.run_dir.checkpoints_dir(job.spec.name), checkpoint, keep=job.spec.save_total_limit)
         self.write_status(job, elapsed_s)
         yield CheckpointSaved(job.spec.name, job.step)
@@ -157,4 +174,5 @@ def environment(backbone: Backbone) -> dict[str, Any]:
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads() if backbone.device.type == "cpu" else 0,
         "base_model": backbone.name,
+        "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
     }

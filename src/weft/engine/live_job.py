@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weft.adapters.dropout import mix
 from weft.adapters.lora import Adapter
 from weft.backbone.packed import Placed
 from weft.data.dataset import JobData
 from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
+from weft.engine.optimizer import Optimizer, step_together
 from weft.engine.schedule import learning_rate, warmup_steps
-from weft.plan.types import Batch, JobQueue, Segment
+from weft.kernels.adamw import Updated
+from weft.kernels.dropout import mix
+from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Segment
 from weft.spec import JobSpec
 
 PLANNED_BATCHES = 8
@@ -54,6 +57,15 @@ class StepResult:
     skipped: bool
 
 
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples between two optimizer steps."""
+
+    samples: tuple[Sample, ...]
+    num_supervised: int
+    num_tokens: int
+
+
 class LiveJob:
     """One job's whole training state."""
 
@@ -72,6 +84,8 @@ class LiveJob:
             seed=spec.seed,
             shuffle=spec.shuffle,
         )
+        self.longest = max(s.length for s in [*data.train.samples, *(data.eval.samples if data.eval else ())])
+        """Tokens of the longest sample, evaluation included."""
         self.step = 0
         """Optimizer steps done."""
         self.index = 0
@@ -90,10 +104,10 @@ class LiveJob:
         """The last step after which everything due is done: metrics, evaluation, checkpoint, adapter."""
         self.evaluated_step = 0
         self.saved_step = 0
-        self._batch: list[Sample] = []
-        self._batch_step = -1
+        self._batches: dict[int, GlobalBatch] = {}
+        """Global batches at hand, by step: the current one, and the next if it has been asked for."""
         self._loss_sum = 0.0
-        self.optimizer = self._make_optimizer()
+        self.optimizer = Optimizer(adapter, spec)
 
     @property
     def num_steps(self) -> int:
@@ -112,25 +126,29 @@ class LiveJob:
 
     def queue(self) -> JobQueue:
         """The job's next global batches, for a planner."""
-        last = min(self.num_steps, self.step + PLANNED_BATCHES)
-        batches = []
-        for step in range(self.step, last):
-            lengths = [self.data.train.samples[i].length for i in self.order.batch(step)]
-            first = self.index if step == self.step else 0
-            batches.append(Batch(step, first, tuple(lengths[first:])))
-        return JobQueue(self.spec.name, tuple(batches), last == self.num_steps, self.spec.priority, self.num_tokens)
+        return self._queue(self.step, self.index, self.num_tokens)
+
+    def queue_after(self, instructions: Sequence[Instruction]) -> JobQueue | None:
+        """The queue once these have run too, if nothing comes in between; None if the job has ended then."""
+        step, index, num_tokens = self.step, self.index, self.num_tokens
+        for instruction in instructions:
+            if isinstance(instruction, ForwardBackward):
+                index += sum(segment.job == self.spec.name for segment in instruction.microbatch.segments)
+            elif instruction.job == self.spec.name:
+                num_tokens += self._batch(step).num_tokens
+                step, index = step + 1, 0
+        return self._queue(step, index, num_tokens) if step < self.num_steps else None
 
     def place(self, segment: Segment) -> Placed:
-        """The sample of a segment with all the backbone needs to know of it."""
-        self._load_batch(segment.step)
-        assert segment.index == self.index, "samples run in the job's own order"
-        self.index += 1
-        weight = 1.0 / sum(s.num_supervised for s in self._batch)
+        """The sample of a segment with all the backbone needs to know of it; changes nothing."""
+        batch = self._batch(segment.step)
         key = mix(self.spec.seed, segment.step, segment.index)
-        return Placed(self._batch[segment.index], self.slot, weight, key)
+        return Placed(batch.samples[segment.index], self.slot, 1.0 / batch.num_supervised, key)
 
-    def add_loss(self, loss_sum: float) -> None:
-        """Counts one sample's summed loss towards the current global batch; samples come in the job's order."""
+    def add_loss(self, segment: Segment, loss_sum: float) -> None:
+        """Counts one sample, which has run, and its summed loss towards the current global batch."""
+        assert (segment.step, segment.index) == (self.step, self.index), "samples run in the job's own order"
+        self.index += 1
         self._loss_sum += loss_sum
 
     def rewind(self) -> None:
@@ -138,26 +156,27 @@ class LiveJob:
         self.index, self._loss_sum = 0, 0.0
         self.adapter.zero_grad()
 
-    def take_step(self) -> StepResult:
-        """Clips and applies the gradients of a complete global batch; skips them if anything is not finite."""
-        self._load_batch(self.step)
-        assert self.index == len(self._batch), "a step needs its whole global batch"
-        loss = self._loss_sum / sum(s.num_supervised for s in self._batch)
-        norm = self._grad_norm()
-        rate = self._set_learning_rate()
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))
-        if not skipped:
-            self._clip(norm)
-            self.optimizer.step()
-        self.adapter.zero_grad()
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        self.num_skipped += skipped
-        tokens = sum(s.length for s in self._batch)
-        self.step, self.index, self._loss_sum = self.step + 1, 0, 0.0
-        self.num_tokens += tokens
-        return StepResult(loss, norm, rate, tokens, skipped)
+    def prepare_step(self) -> tuple[float, float]:
+        """Loss and learning rate of the step that is due."""
+        batch = self._batch(self.step)
+        assert self.index == len(batch.samples), "a step needs its whole global batch"
+        warmup = warmup_steps(self.spec.warmup_steps, self.num_steps)
+        rate = learning_rate(self.spec.lr_scheduler_type, self.spec.learning_rate, self.step, self.num_steps, warmup)
+        self.optimizer.set_rate(rate)
+        return self._loss_sum / batch.num_supervised, rate
 
-    def divergence(self, result: StepResult) -> str | None:
+    def finish_step(self, loss: float, rate: float, updated: Updated) -> StepResult:
+        """Counts a step that has been taken, or skipped because something was not finite."""
+        batch = self._batches.pop(self.step)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if updated.skipped else 0
+        self.num_skipped += updated.skipped
+        self.step, self.index, self._loss_sum = self.step + 1, 0, 0.0
+        self.num_tokens += batch.num_tokens
+        result = StepResult(loss, updated.grad_norm, rate, batch.num_tokens, updated.skipped)
+        self.diverged = self._divergence(result, updated.largest)
+        return result
+
+    def _divergence(self, result: StepResult, largest: float) -> str | None:
         """Why the job cannot go on after this step, if it cannot."""
         advice = f"(step {self.step}, learning rate {result.learning_rate:g}); try a lower learning_rate."
         if self.skipped_in_a_row >= MAX_SKIPPED:
@@ -165,7 +184,6 @@ class LiveJob:
                 f"diverged: loss {result.loss:g} and gradient norm {result.grad_norm:g}, not finite {MAX_SKIPPED} "
                 f"steps in a row {advice}"
             )
-        largest = float(torch.stack([p.abs().max() for p in (self.adapter.params_a, self.adapter.params_b)]).max())
         return None if largest <= LARGEST_WEIGHT else f"diverged: an adapter weight of size {largest:g} {advice}"
 
     def is_eval_due(self) -> bool:
@@ -199,12 +217,11 @@ class LiveJob:
         if self.best_params is not None:
             self.adapter.params_a.copy_(self.best_params[0])
             self.adapter.params_b.copy_(self.best_params[1])
+            self.adapter.changed()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything of the job that is a tensor."""
-        named = {"params_a": self.adapter.params_a, "params_b": self.adapter.params_b}
-        for name, param in zip(("a", "b"), self._params(), strict=True):
-            named.update({f"optimizer_{name}.{k}": v for k, v in self.optimizer.state[param].items()})
+        named = {"params_a": self.adapter.params_a, "params_b": self.adapter.params_b, **self.optimizer.tensors()}
         if self.best_params is not None:
             named["best_a"], named["best_b"] = self.best_params
         return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
@@ -223,18 +240,13 @@ class LiveJob:
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> None:
         """Goes back to a step boundary described by `tensors` and `counters`."""
-        self.step, self._batch_step = step, -1
+        self.step, self._batches = step, {}
         self.evaluated_step = self.saved_step = self.settled_step = step
         self.rewind()
         self.adapter.params_a.copy_(tensors["params_a"])
         self.adapter.params_b.copy_(tensors["params_b"])
-        for name, param in zip(("a", "b"), self._params(), strict=True):
-            prefix = f"optimizer_{name}."
-            state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            if state:
-                # AdamW keeps its step count on the CPU; the moments live with the parameters.
-                moved = {k: v if k == "step" else v.to(param.device) for k, v in state.items()}
-                self.optimizer.state[param] = moved
+        self.adapter.changed()
+        self.optimizer.restore(tensors)
         if "best_a" in tensors:
             device = self.adapter.params_a.device
             self.best_params = (tensors["best_a"].to(device), tensors["best_b"].to(device))
@@ -245,51 +257,25 @@ class LiveJob:
         self.evals_since_best = counters["evals_since_best"]
         self.stopped_early = counters["stopped_early"]
 
-    def _params(self) -> tuple[torch.Tensor, torch.Tensor]:
-        group_a, group_b = self.optimizer.param_groups
-        return group_a["params"][0], group_b["params"][0]
+    def _queue(self, first_step: int, first_index: int, num_tokens: int) -> JobQueue:
+        last = min(self.num_steps, first_step + PLANNED_BATCHES)
+        batches = []
+        for step in range(first_step, last):
+            lengths = [self.data.train.samples[i].length for i in self.order.batch(step)]
+            first = first_index if step == first_step else 0
+            batches.append(Batch(step, first, tuple(lengths[first:])))
+        return JobQueue(self.spec.name, tuple(batches), last == self.num_steps, self.spec.priority, num_tokens)
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        groups = []
-        for params, grad in (
-            (self.adapter.params_a, self.adapter.grad_a),
-            (self.adapter.params_b, self.adapter.grad_b),
-        ):
-            # The optimizer's parameter is the flat buffer itself, so its steps show in every module's view.
-            parameter = torch.nn.Parameter(params, requires_grad=True)
-            parameter.grad = grad
-            groups.append({"params": [parameter]})
-        return torch.optim.AdamW(
-            groups,
-            lr=self.spec.learning_rate,
-            betas=(self.spec.adam_beta1, self.spec.adam_beta2),
-            eps=self.spec.adam_epsilon,
-            weight_decay=self.spec.weight_decay,
-            foreach=False,
-            fused=True,
-        )
+    def _batch(self, step: int) -> GlobalBatch:
+        if step not in self._batches:
+            samples = tuple(self.data.train.samples[i] for i in self.order.batch(step))
+            tokens = sum(s.length for s in samples)
+            self._batches[step] = GlobalBatch(samples, sum(s.num_supervised for s in samples), tokens)
+        return self._batches[step]
 
-    def _set_learning_rate(self) -> float:
-        warmup = warmup_steps(self.spec.warmup_steps, self.num_steps)
-        rate = learning_rate(self.spec.lr_scheduler_type, self.spec.learning_rate, self.step, self.num_steps, warmup)
-        group_a, group_b = self.optimizer.param_groups
-        group_a["lr"], group_b["lr"] = rate, rate * (self.spec.loraplus_lr_ratio or 1.0)
-        return rate
 
-    def _grad_norm(self) -> float:
-        norms = torch.stack([self.adapter.grad_a.norm(), self.adapter.grad_b.norm()])
-        return float(norms.norm())
-
-    def _clip(self, norm: float) -> None:
-        if not self.spec.max_grad_norm:
-            return
-        factor = self.spec.max_grad_norm / (norm + 1e-6)
-        if factor < 1:
-            self.adapter.grad_a.mul_(factor)
-            self.adapter.grad_b.mul_(factor)
-
-    def _load_batch(self, step: int) -> None:
-        if step != self._batch_step:
-            assert step == self.step, "global batches run in order"
-            self._batch = [self.data.train.samples[i] for i in self.order.batch(step)]
-            self._batch_step = step
+def take_steps(jobs: Sequence[LiveJob]) -> list[StepResult]:
+    """Clips and applies the gradients of complete global batches, each job's as if alone; skips what is not finite."""
+    due = [job.prepare_step() for job in jobs]
+    updates = step_together([job.optimizer for job in jobs], [loss for loss, _ in due])
+    return [job.finish_step(loss, rate, updated) for job, (loss, rate), updated in zip(jobs, due, updates, strict=True)]

@@ -6,13 +6,15 @@ Memory and time are measured on one real microbatch, the fullest of the plan, an
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
-from weft.engine.step import run_microbatch
+from weft.engine.step import prepare
+from weft.errors import ConfigError
 from weft.plan.pack import pack
 from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Program
 
@@ -44,7 +46,7 @@ class Preview:
     backbone_bytes: int
     adapter_bytes: int
     activation_bytes: int
-    """Kept between forward and backward by the fullest microbatch."""
+    """Taken by the fullest microbatch: on a CPU what is kept between forward and backward, on a GPU at the peak."""
     seconds: float
     """Estimated training time, without evaluation and checkpoints."""
 
@@ -105,9 +107,33 @@ def _job_preview(job: LiveJob) -> JobPreview:
 
 
 def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int]:
-    """Seconds and saved bytes of one microbatch, run by stand-ins for its jobs."""
+    """Seconds and bytes of one microbatch, run by stand-ins for its jobs."""
     backbone = engine.backbone
     jobs = {name: _stand_in(engine, name) for name in {s.job for s in microbatch.segments}}
+    measure = _peak_bytes if backbone.device.type == "cuda" else _saved_bytes
+
+    def run() -> None:
+        batch = prepare(backbone, jobs, microbatch, engine.row_tile)
+        backbone.launch(batch, engine.row_tile).losses()
+
+    try:
+        run()
+        start = time.perf_counter()
+        activation_bytes = measure(run)
+        return time.perf_counter() - start, activation_bytes
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"a microbatch of {engine.limits.capacity} tokens does not fit the GPU's memory; lower capacity.",
+            where="capacity",
+        ) from None
+    finally:
+        for job in jobs.values():
+            assert job.slot is not None
+            backbone.detach(job.slot)
+
+
+def _saved_bytes(run: Callable[[], None]) -> int:
+    """Bytes that autograd keeps for the backward pass."""
     saved: dict[int, int] = {}
 
     def remember(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,23 +141,18 @@ def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int]:
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    seconds = 0.0
-    try:
-        for _ in range(2):
-            for name, job in jobs.items():
-                first = min((s for s in microbatch.segments if s.job == name), key=lambda s: s.index)
-                job.step, job.index = first.step, first.index
-            start = time.perf_counter()
-            with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-                run_microbatch(backbone, jobs, microbatch, engine.row_tile)
-            if backbone.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-    finally:
-        for job in jobs.values():
-            assert job.slot is not None
-            backbone.detach(job.slot)
-    return seconds, sum(saved.values())
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        run()
+    return sum(saved.values())
+
+
+def _peak_bytes(run: Callable[[], None]) -> int:
+    """Bytes a GPU holds at most while it runs, above what it held before."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _stand_in(engine: Engine, name: str) -> LiveJob:

@@ -8,19 +8,30 @@ Step(job)          → that job alone is checked, clipped, stepped
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from weft.backbone.backbone import Backbone
-from weft.backbone.packed import pack_samples
+from weft.backbone.packed import PackedBatch, pack_samples
 from weft.engine.live_job import LiveJob
 from weft.plan.types import Microbatch
 
 
-def run_microbatch(backbone: Backbone, jobs: Mapping[str, LiveJob], microbatch: Microbatch, row_tile: int) -> int:
-    """Adds every segment's loss and gradients to its job; returns the rows computed."""
+def prepare(backbone: Backbone, jobs: Mapping[str, LiveJob], microbatch: Microbatch, row_tile: int) -> PackedBatch:
+    """One buffer with every segment's sample. Changes no job, so it may be made early and thrown away."""
     placed = [jobs[segment.job].place(segment) for segment in microbatch.segments]
-    batch = pack_samples(placed, row_tile, backbone.device)
-    losses = backbone.forward_backward(batch, row_tile)
-    for segment, loss in zip(microbatch.segments, losses, strict=True):
-        jobs[segment.job].add_loss(loss)
-    return len(batch.input_ids_T)
+    return pack_samples(placed, row_tile, backbone.device)
+
+
+def run_microbatch(
+    backbone: Backbone,
+    jobs: Mapping[str, LiveJob],
+    microbatch: Microbatch,
+    batch: PackedBatch,
+    row_tile: int,
+    meanwhile: Callable[[], None],
+) -> None:
+    """Adds every segment's loss and gradients to its job; a GPU works while `meanwhile` runs."""
+    running = backbone.launch(batch, row_tile)
+    meanwhile()
+    for segment, loss in zip(microbatch.segments, running.losses(), strict=True):
+        jobs[segment.job].add_loss(segment, loss)

@@ -46,7 +46,7 @@ class Timeline:
 
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""
-        lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "plan": 5}
+        lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "plan": 5, "prepare": 6}
         events = [
             {
                 "name": span.name,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.backbone.load import load_backbone
 from weft.data.dataset import JobData, load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
 from weft.engine.keeper import check_data
 from weft.engine.live_job import JobState
+from weft.engine.memory import load_within
 from weft.errors import ConfigError, WeftError
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
@@ -35,6 +35,8 @@ class PreparedRun:
     data: dict[str, JobData] = field(default_factory=dict)
     failed: dict[str, WeftError] = field(default_factory=dict)
     """Jobs that cannot start, and why."""
+    notes: tuple[str, ...] = ()
+    """What a user should know."""
 
 
 def prepare_run(
@@ -50,8 +52,9 @@ def prepare_run(
     A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
     are left out.
     """
-    engine = Engine(load_backbone(spec.backbone), capacity=spec.capacity)
-    run = PreparedRun(spec, engine)
+    backbone, notes = load_within(spec.backbone, spec.memory_limit)
+    engine = Engine(backbone, capacity=spec.capacity)
+    run = PreparedRun(spec, engine, notes=notes)
     for place, job in enumerate(spec.jobs):
         if job.name in skip:
             continue
@@ -100,6 +103,7 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
             "base_model": run.spec.base_model,
             "device": str(backbone.device),
             "dtype": str(backbone.dtype).removeprefix("torch."),
+            "quantize": run.spec.quantize,
             "capacity": run.spec.capacity,
             "jobs": [job.name for job in run.spec.jobs],
             "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -118,9 +122,9 @@ def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = st
 
     A job that failed before it could start, such as one set aside for its data, gets another try.
     """
-    recorded = directory.read_run()
-    names = [job.name for job in spec.jobs]
-    for setting, now in (("base_model", spec.base_model), ("capacity", spec.capacity), ("jobs", names)):
+    recorded = {"quantize": "none", **directory.read_run()}
+    now_set = {name: getattr(spec, name) for name in ("base_model", "quantize", "capacity")}
+    for setting, now in (now_set | {"jobs": [job.name for job in spec.jobs]}).items():
         if recorded.get(setting) != now:
             raise ConfigError(
                 f"the run in {directory.path} has {recorded.get(setting)}, this file has {now}; a resumed run keeps "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import Any
 
 from weft.errors import ConfigError
@@ -10,6 +11,23 @@ from weft.spec.fields import at_least, setting, validate
 from weft.spec.job import JobSpec
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
+QUANTISATIONS = ("none", "fp8", "nf4", "int8")
+KERNELS = ("auto", "fused", "reference")
+RECOMPUTE = ("none", "mlp", "full")
+_UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+
+
+def memory_fraction(limit: float | str, total_bytes: int) -> float:
+    """The share of `total_bytes` that a memory_limit such as `40GB` or 0.5 allows; all of it if the limit is above."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([A-Za-z]*)", str(limit).strip())
+    number, unit = (float(found[1]), found[2].upper()) if found else (0.0, "")
+    if number > 0 and unit in _UNITS:
+        return min(1.0, number * _UNITS[unit] / total_bytes)
+    if 0 < number <= 1 and not unit:
+        return number
+    raise ConfigError(
+        f"got {limit}; write a size such as 40GB or 512MiB, or a share such as 0.5.", where="memory_limit"
+    )
 
 
 @dataclass(frozen=True)
@@ -22,6 +40,17 @@ class BackboneSpec:
     """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """Where to train. auto: a GPU if there is one."""
+    quantize: str = setting("none", aliases=("quantization",), choices=QUANTISATIONS)
+    """Stores the frozen linears in fewer bits: fp8 (8, fastest where the GPU multiplies it), int8 (8) or nf4 (4).
+    Adapters, embeddings and the output head stay as they are."""
+    kernels: str = setting("auto", choices=KERNELS)
+    """How the step runs: fused (hand-written kernels and captured graphs), reference (plain torch, any model), or auto:
+    fused where a GPU and the model allow it."""
+    recompute: str = setting("none", choices=RECOMPUTE)
+    """What the fused step makes again on the way back to save memory: none (norms and activations only), mlp (also the
+    widest product of each layer) or full (each layer anew). Results stay the same to the bit."""
+    offload: bool = setting(False)
+    """Keeps what the fused step needs for the way back in the machine's memory instead of the GPU's. Slower."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -43,8 +72,21 @@ class RunSpec:
     """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """Where to train. auto: a GPU if there is one."""
+    quantize: str = setting("none", aliases=("quantization",), choices=QUANTISATIONS)
+    """Stores the frozen linears in fewer bits: fp8 (8, fastest where the GPU multiplies it), int8 (8) or nf4 (4).
+    Adapters, embeddings and the output head stay as they are."""
+    kernels: str = setting("auto", choices=KERNELS)
+    """How the step runs: fused (hand-written kernels and captured graphs), reference (plain torch, any model), or auto:
+    fused where a GPU and the model allow it."""
+    recompute: str = setting("none", choices=RECOMPUTE)
+    """What the fused step makes again on the way back to save memory: none (norms and activations only), mlp (also the
+    widest product of each layer) or full (each layer anew). Results stay the same to the bit."""
+    offload: bool = setting(False)
+    """Keeps what the fused step needs for the way back in the machine's memory instead of the GPU's. Slower."""
     capacity: int = setting(2048, aliases=("microbatch_tokens",), rule=at_least(2))
     """Most tokens of one microbatch, over all jobs; no sample may be longer."""
+    memory_limit: float | str | None = setting(None)
+    """Most GPU memory to take: a size such as 40GB or 512MiB, or a share of the GPU such as 0.5. Default: all of it."""
     report_to: tuple[str, ...] = setting((), aliases=("loggers",))
     """Trackers that get every metric besides metrics.jsonl: tensorboard, wandb, mlflow."""
     run_name: str | None = setting(None)
@@ -72,6 +114,8 @@ class RunSpec:
                     "lower max_length or raise capacity.",
                     where=f"jobs.{i}.max_length",
                 )
+        if self.memory_limit is not None:
+            memory_fraction(self.memory_limit, 1)
         if len(set(self.report_to)) != len(self.report_to) or not set(self.report_to) <= set(TRACKERS):
             raise ConfigError(
                 f"got {', '.join(self.report_to)}; accepted are {', '.join(TRACKERS)}.", where="report_to"
@@ -80,4 +124,4 @@ class RunSpec:
     @property
     def backbone(self) -> BackboneSpec:
         """The part that says which model to load."""
-        return BackboneSpec(self.base_model, self.dtype, self.device)
+        return BackboneSpec(**{field.name: getattr(self, field.name) for field in fields(BackboneSpec)})

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from weft.adapters.dropout import drop, keep_mask, mix, module_key, row_keys
+from weft.kernels.dropout import drop, keep_mask, mix, module_key, row_keys
 
 FEATURES = 192
 MODULE = module_key("model.layers.0.self_attn.q_proj")

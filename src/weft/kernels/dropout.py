@@ -42,6 +42,11 @@ def row_keys(sample_key: int, num_rows: int) -> npt.NDArray[np.int32]:
     return (x ^ (x >> np.uint32(16))).view(np.int32)
 
 
+def module_seed(module: int) -> int:
+    """Seed of a module's feature keys."""
+    return mix(module, 0x27D4EB2F)
+
+
 def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float) -> torch.Tensor:
     """Bool [L, num_features]: True where an input is kept, with probability 1 - p."""
     bits_LD = row_keys_L[:, None] ^ _feature_keys(module, num_features, row_keys_L.device)[None, :]
@@ -62,4 +67,4 @@ def drop(x_LD: torch.Tensor, keep_LD: torch.Tensor, p: float) -> torch.Tensor:
 
 @lru_cache(maxsize=8192)
 def _feature_keys(module: int, num_features: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(row_keys(mix(module, 0x27D4EB2F), num_features).copy()).to(device)
+    return torch.from_numpy(row_keys(module_seed(module), num_features).copy()).to(device)

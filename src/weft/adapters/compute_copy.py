@@ -1,0 +1,60 @@
+"""An adapter's weights as kernels read them: in the type of the activations, ranks padded, B times the scale.
+
+The fp32 masters stay in the adapter; this copy follows them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.adapters.lora import Adapter
+from weft.kernels.tables import Entry, padded
+
+
+class ComputeCopy:
+    """A and scale · B of one adapter, module after module in two flat buffers."""
+
+    def __init__(self, adapter: Adapter, dtype: torch.dtype) -> None:
+        self._adapter = adapter
+        self._version = -1
+        modules = adapter.modules.values()
+        sizes_a = [padded(w.a_RD.shape[0]) * w.a_RD.shape[1] for w in modules]
+        sizes_b = [padded(w.a_RD.shape[0]) * w.b_OR.shape[0] for w in modules]
+        device = adapter.params_a.device
+        self._a = torch.zeros(sum(sizes_a), dtype=dtype, device=device)
+        self._b = torch.zeros(sum(sizes_b), dtype=dtype, device=device)
+        self.entries: dict[str, Entry] = {}
+        """By module path."""
+        for (path, w), a, b in zip(
+            adapter.modules.items(), self._a.split(sizes_a), self._b.split(sizes_b), strict=True
+        ):
+            rank = w.a_RD.shape[0]
+            self.entries[path] = Entry(
+                rank,
+                a.view(padded(rank), -1),
+                b.view(-1, padded(rank)),
+                w.grad_a_RD,
+                w.grad_b_OR,
+                w.scale,
+                w.dropout,
+                w.key,
+            )
+        scales = {entry.scale for entry in self.entries.values()}
+        aligned = all(entry.rank % 8 == 0 for entry in self.entries.values())
+        self._scale = scales.pop() if aligned and len(scales) == 1 else None
+        """The one scale of all modules, if the copy is laid out as the masters are: it then follows in two calls."""
+        self.follow()
+
+    def follow(self) -> None:
+        """Copies the masters if they have changed."""
+        if self._version == self._adapter.version:
+            return
+        self._version = self._adapter.version
+        if self._scale is not None:
+            self._a.copy_(self._adapter.params_a)
+            torch.mul(self._adapter.params_b, self._scale, out=self._b)
+            return
+        for path, w in self._adapter.modules.items():
+            entry = self.entries[path]
+            entry.a_PD[: entry.rank].copy_(w.a_RD)
+            entry.b_OP[:, : entry.rank].copy_(w.b_OR * w.scale)

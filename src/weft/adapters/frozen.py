@@ -1,0 +1,277 @@
+"""The frozen weight W (O, D) of a linear, however it is stored: y = x Wᵀ forward, dx = dy W backward.
+
+| kind | bits per weight | forward | backward |
+|---|---|---|---|
+| none | those of the model | x Wᵀ | dy W |
+| fp8, two copies | 16 | 8-bit floats, both sides scaled by row | the same |
+| fp8, one copy | 8 | the same | dy W with W made dense |
+| int8 | 8 | x Wᵀ with W made dense | dy W likewise |
+| nf4 | 4.5 | likewise | likewise |
+
+The adapters beside it always see x and dy as they are. On a CPU the FP8 products are emulated: both sides are rounded
+as on a GPU and multiplied in fp32. GPUs without FP8 arithmetic take the weight dense and round nothing else.
+
+Products over rows run in blocks of `row_tile` rows where one is given: at a fixed row count a row's result does not
+depend on its neighbours. Rounding to FP8 looks at one row at a time, so that holds for every kind, and a NaN in
+another row changes nothing.
+
+Shape suffixes: T rows, K columns of a factor, N columns of a product, D in, O out, G blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from weft.errors import ConfigError
+from weft.kernels.fp8 import dequantise, has_fp8, quantise_rows
+from weft.kernels.int8 import quantise_int8
+from weft.kernels.nf4 import Nf4 as Nf4Codes
+from weft.kernels.nf4 import dequantise_nf4, quantise_nf4
+
+FP8_MULTIPLE = 16
+"""Both dimensions of an FP8 product's weight are multiples of it; other weights stay dense."""
+
+
+def tiled_mm(x_TK: torch.Tensor, w_KN: torch.Tensor, row_tile: int | None) -> torch.Tensor:
+    """X W in blocks of `row_tile` rows; T is a multiple of it."""
+    if row_tile is None or x_TK.shape[0] == row_tile:
+        return torch.mm(x_TK, w_KN)
+    assert x_TK.shape[0] % row_tile == 0, "rows are padded to whole tiles before they get here"
+    y_TN = x_TK.new_empty(x_TK.shape[0], w_KN.shape[1])
+    for start in range(0, x_TK.shape[0], row_tile):
+        torch.mm(x_TK[start : start + row_tile], w_KN, out=y_TN[start : start + row_tile])
+    return y_TN
+
+
+class FrozenWeight(nn.Module):
+    """A weight (O, D) that never changes; a kind says how it is stored and, if it can do better, how it multiplies."""
+
+    kind: ClassVar[str]
+    out_dims: ClassVar[Mapping[str, int]]
+    """The stored tensors, and which of their dimensions counts the outputs."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], num_in: int, dtype: torch.dtype) -> None:
+        """Takes what another weight of its kind stores; use `quantise` to make one."""
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+        name = next(iter(tensors))
+        self.shape = (tensors[name].shape[self.out_dims[name]], num_in)
+        self.dtype = dtype
+        """Type of the dense weight and of the activations."""
+
+    def dense(self) -> torch.Tensor:
+        """W (O, D) in the type of the activations."""
+        raise NotImplementedError
+
+    def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
+        """X Wᵀ, (T, O)."""
+        return tiled_mm(x_TD, self.dense().t(), row_tile)
+
+    def input_gradient(self, dy_TO: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
+        """dY W, (T, D)."""
+        return tiled_mm(dy_TO, self.dense(), row_tile)
+
+    def part(self, start: int, stop: int) -> FrozenWeight:
+        """The weight of the outputs [start, stop), sharing this one's storage."""
+        assert 0 <= start < stop <= self.shape[0]
+        cut = {name: t.narrow(self.out_dims[name], start, stop - start) for name, t in self.stored.items()}
+        return type(self)(cut, self.shape[1], self.dtype)
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """What it keeps, by name."""
+        return {name: tensor for name, tensor in self._parameters.items() if tensor is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what it keeps."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
+
+
+class Dense(FrozenWeight):
+    """The weight itself."""
+
+    kind = "none"
+    out_dims: ClassVar[Mapping[str, int]] = {"weight_OD": 0}
+    weight_OD: nn.Parameter
+
+    @classmethod
+    def of(cls, weight_OD: torch.Tensor) -> Dense:
+        """The weight as it is."""
+        return cls({"weight_OD": weight_OD}, weight_OD.shape[1], weight_OD.dtype)
+
+    def dense(self) -> torch.Tensor:
+        """W (O, D)."""
+        return self.weight_OD
+
+
+class Int8(FrozenWeight):
+    """Eight-bit whole numbers, one scale per output."""
+
+    kind = "int8"
+    out_dims: ClassVar[Mapping[str, int]] = {"q_OD": 0, "scale_O": 0}
+    q_OD: nn.Parameter
+    scale_O: nn.Parameter
+
+    @classmethod
+    def of(cls, weight_OD: torch.Tensor) -> Int8:
+        """The nearest such weight."""
+        q_OD, scale_O = quantise_int8(weight_OD)
+        return cls({"q_OD": q_OD, "scale_O": scale_O}, weight_OD.shape[1], weight_OD.dtype)
+
+    def dense(self) -> torch.Tensor:
+        """W (O, D) in the type of the activations."""
+        return dequantise(self.q_OD, self.scale_O, self.dtype)
+
+
+class Nf4(FrozenWeight):
+    """Four-bit codes of QLoRA's levels, one scale per 64 weights."""
+
+    kind = "nf4"
+    out_dims: ClassVar[Mapping[str, int]] = {"codes": 0, "absmax_OG": 0}
+    codes: nn.Parameter
+    absmax_OG: nn.Parameter
+
+    @classmethod
+    def of(cls, weight_OD: torch.Tensor) -> Nf4:
+        """The nearest such weight."""
+        found = quantise_nf4(weight_OD)
+        return cls({"codes": found.codes, "absmax_OG": found.absmax_OG}, weight_OD.shape[1], weight_OD.dtype)
+
+    def dense(self) -> torch.Tensor:
+        """W (O, D) in the type of the activations."""
+        return dequantise_nf4(Nf4Codes(self.codes, self.absmax_OG, self.shape), self.dtype)
+
+
+class Fp8(FrozenWeight):
+    """Eight-bit floats, one scale per output, multiplied as such: forward always, backward with a second copy."""
+
+    kind = "fp8"
+    out_dims: ClassVar[Mapping[str, int]] = {"w8_OD": 0, "scale_O": 0, "w8_DO": 1}
+    w8_OD: nn.Parameter
+    scale_O: nn.Parameter
+    w8_DO: nn.Parameter
+    """Only with two copies: the same numbers transposed, since an FP8 product reads both factors along its sums."""
+
+    @classmethod
+    def of(cls, weight_OD: torch.Tensor, copies: int) -> Fp8:
+        """The nearest such weight."""
+        w8_OD, scale_O = quantise_rows(weight_OD)
+        tensors = {"w8_OD": w8_OD, "scale_O": scale_O}
+        if copies == 2:
+            tensors["w8_DO"] = w8_OD.t().contiguous()
+        return cls(tensors, weight_OD.shape[1], weight_OD.dtype)
+
+    @property
+    def copies(self) -> int:
+        """2 if the backward multiplies 8-bit floats too, else 1."""
+        return 2 if "w8_DO" in self.stored else 1
+
+    def dense(self) -> torch.Tensor:
+        """W (O, D) in the type of the activations."""
+        return dequantise(self.w8_OD, self.scale_O, self.dtype)
+
+    def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
+        """X Wᵀ, (T, O), with x rounded to 8-bit floats row by row."""
+        if not _multiplies_fp8(x_TD.device):
+            return super().product(x_TD, row_tile)
+        return self.product_of_rounded(*quantise_rows(x_TD), row_tile)
+
+    def product_of_rounded(
+        self, x8_TD: torch.Tensor, scale_T: torch.Tensor, row_tile: int | None = None
+    ) -> torch.Tensor:
+        """X Wᵀ, (T, O), for an x that its producer has already rounded: x ≈ x8 · scale."""
+        return _scaled_mm(x8_TD, scale_T, self.w8_OD, self.scale_O, row_tile).to(self.dtype)
+
+    def input_gradient(self, dy_TO: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
+        """dY W, (T, D); with two copies dy is rounded to 8-bit floats row by row."""
+        if self.copies == 1 or not _multiplies_fp8(dy_TO.device):
+            return super().input_gradient(dy_TO, row_tile)
+        d8_TO, scale_T = quantise_rows(dy_TO, self.scale_O)
+        ones_D = _ones(self.shape[1], dy_TO.device)
+        return _scaled_mm(d8_TO, scale_T, self.w8_DO, ones_D, row_tile).to(self.dtype)
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Whether FP8 products are computed, or emulated, on a device."""
+    return device.type == "cpu" or has_fp8(device)
+
+
+@lru_cache(maxsize=256)
+def _ones(number: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(number, device=device)
+
+
+def _scaled_mm(
+    x8_TK: torch.Tensor, scale_T: torch.Tensor, w8_NK: torch.Tensor, scale_N: torch.Tensor, row_tile: int | None
+) -> torch.Tensor:
+    """(x8 · scale_T) (w8 · scale_N)ᵀ, (T, N): bf16 from a GPU's FP8 product, else its values in fp32."""
+    if not x8_TK.is_cuda:
+        return tiled_mm(x8_TK.float(), w8_NK.float().t(), row_tile) * scale_T[:, None] * scale_N
+    y_TN: torch.Tensor = torch._scaled_mm(
+        x8_TK,
+        # A part of the transposed copy is not in one piece; whole weights are, and are not copied here.
+        w8_NK.contiguous().t(),
+        scale_a=scale_T[:, None],
+        scale_b=scale_N[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return y_TN
+
+
+def _fp8_if_it_fits(weight_OD: torch.Tensor, copies: int) -> FrozenWeight:
+    fits = all(size % FP8_MULTIPLE == 0 for size in weight_OD.shape)
+    return Fp8.of(weight_OD, copies) if fits else Dense.of(weight_OD)
+
+
+KINDS: dict[str, Callable[[torch.Tensor, int], FrozenWeight]] = {
+    "none": lambda weight_OD, _: Dense.of(weight_OD),
+    "fp8": _fp8_if_it_fits,
+    "nf4": lambda weight_OD, _: Nf4.of(weight_OD),
+    "int8": lambda weight_OD, _: Int8.of(weight_OD),
+}
+"""How each kind is made of a dense weight and, for FP8, a number of copies."""
+
+
+@torch.no_grad()
+def quantise(weight_OD: torch.Tensor, kind: str, *, copies: int = 2) -> FrozenWeight:
+    """The weight stored as `kind`, on its device; one whose shape FP8 products do not take stays dense.
+
+    `copies` concerns FP8 alone: 2 makes the backward FP8 as well, 1 needs half the memory.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"got {kind!r}; accepted are {', '.join(KINDS)}.", where="quantize")
+    return KINDS[kind](weight_OD, copies)
+
+
+def join(weights: Sequence[FrozenWeight]) -> FrozenWeight:
+    """One weight with the outputs of several of a kind, in order; the numbers stay as they are."""
+    first = weights[0]
+    assert all(type(w) is type(first) and w.shape[1] == first.shape[1] for w in weights)
+    stacked = {name: torch.cat([w.stored[name] for w in weights], first.out_dims[name]) for name in first.stored}
+    return type(first)(stacked, first.shape[1], first.dtype)
+
+
+def quantisation(weights: Iterable[FrozenWeight]) -> str:
+    """How a backbone's weights are stored, in the word of the setting `quantize`."""
+    return next((weight.kind for weight in weights if weight.kind != Dense.kind), Dense.kind)
+
+
+def describe(weights: Iterable[FrozenWeight]) -> str:
+    """How weights are stored, in words: `fp8 (7.0 GB in 222 linears), 2 linears dense (0.1 GB)`."""
+    weights = list(weights)
+    kept = [weight for weight in weights if isinstance(weight, Dense)]
+    stored = [weight for weight in weights if not isinstance(weight, Dense)]
+    size = {id(group): sum(w.num_bytes for w in group) / 1e9 for group in (kept, stored)}
+    dense = f"{len(kept)} linears dense ({size[id(kept)]:.1f} GB)"
+    if not stored:
+        return dense
+    text = f"{quantisation(stored)} ({size[id(stored)]:.1f} GB in {len(stored)} linears)"
+    return f"{text}, {dense}" if kept else text

@@ -1,0 +1,57 @@
+"""A step captured once and replayed for every microbatch of its shape.
+
+The graph holds addresses, and all that differs between microbatches lies behind them: the input buffer, the slot
+table, the adapters' weights. So jobs come and go without a new capture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.backbone.fused.inputs import Inputs, InputShape
+from weft.backbone.fused.memory import Memory
+from weft.backbone.fused.model import FusedModel
+from weft.backbone.fused.step import run_backward, run_forward
+from weft.kernels.tables import SlotTable
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Two graphs with the loss in between, which runs over as many rows as there are supervised ones."""
+
+    inputs: Inputs
+    hidden_TD: torch.Tensor
+    """Written by `forward`."""
+    grad_TD: torch.Tensor
+    """Read by `backward`."""
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+
+
+def capture(
+    model: FusedModel, shape: InputShape, table: SlotTable, row_tile: int | None, memory: Memory, pool: Any
+) -> Captured:
+    """Captures the step for microbatches of a shape; `pool` is memory that other captured graphs may use too."""
+    device = model.embedding_VD.device
+    # With empty tables no row has an owner, so the runs below add to no gradient.
+    buffer = torch.zeros(shape.layout["end"][0], dtype=torch.int32, device=device)
+    inputs = Inputs(shape, buffer)
+    grad_TD = torch.zeros(shape.num_rows, model.embedding_VD.shape[1], dtype=model.embedding_VD.dtype, device=device)
+    arguments = (model, inputs, table, row_tile, memory)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # Once in the open: kernels are compiled and libraries set up, which must not happen inside a capture.
+        run_backward(run_forward(*arguments, needs_grad=True), grad_TD)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward, pool=pool, stream=stream):
+        passed = run_forward(*arguments, needs_grad=True)
+    with torch.cuda.graph(backward, pool=pool, stream=stream):
+        run_backward(passed, grad_TD)
+    return Captured(inputs, passed.hidden_TD, grad_TD, forward, backward)

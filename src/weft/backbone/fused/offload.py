@@ -1,0 +1,78 @@
+"""Keeps what a backward needs in the machine's own memory while the GPU works on other layers.
+
+Copies run on a stream of their own: out while the next layers run forward, back one layer before it is needed. On a
+CPU there is nothing to move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from weft.backbone.fused.layer import Kept
+
+OFFLOADED = ("x_TD", "raw_qkv_TE", "mid_TD", "gu_TJ")
+"""The large tensors nothing else refers to; attention keeps its own."""
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A layer's kept tensors, the large ones elsewhere."""
+
+    kept: Kept
+    host: dict[str, torch.Tensor]
+    device: dict[str, torch.Tensor]
+    """On their way back."""
+
+    def with_large(self, tensors: dict[str, torch.Tensor]) -> Kept:
+        """What was kept, with these in the large ones' places."""
+        kept: Kept = replace(self.kept, **tensors)  # type: ignore[arg-type]
+        return kept
+
+
+class Offload:
+    """The traffic of one microbatch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def store(self, kept: Kept) -> Parked:
+        """Starts moving a layer's tensors out."""
+        if self._stream is None:
+            return Parked(kept, {}, {})
+        self._stream.wait_stream(torch.cuda.current_stream())
+        host = {}
+        with torch.cuda.stream(self._stream):
+            for name in _large(kept):
+                tensor = getattr(kept, name)
+                host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host[name].copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
+        # What stands in for them is never read.
+        stub = Parked(kept, host, {}).with_large({name: torch.empty(0) for name in host})
+        return Parked(stub, host, {})
+
+    def fetch(self, parked: Parked, following: Parked | None) -> Kept:
+        """A layer's tensors back on the device; starts on those of the layer that comes after it."""
+        if self._stream is None:
+            return parked.kept
+        self._start(parked)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        for tensor in parked.device.values():
+            tensor.record_stream(torch.cuda.current_stream())
+        if following is not None:
+            self._start(following)
+        return parked.with_large(parked.device)
+
+    def _start(self, parked: Parked) -> None:
+        assert self._stream is not None
+        if parked.device:
+            return
+        with torch.cuda.stream(self._stream):
+            for name, tensor in parked.host.items():
+                parked.device[name] = tensor.to(self._stream.device, non_blocking=True)
+
+
+def _large(kept: Kept) -> list[str]:
+    return [f.name for f in fields(kept) if f.name in OFFLOADED and getattr(kept, f.name) is not None]

@@ -1,0 +1,141 @@
+"""Runs microbatches through the fused step: captured graphs on a GPU, line by line elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.adapters.compute_copy import ComputeCopy
+from weft.adapters.lora import Adapter
+from weft.backbone.fused.graph import Captured, capture
+from weft.backbone.fused.inputs import Inputs, InputShape, input_array, input_shape, spans_of
+from weft.backbone.fused.memory import Memory
+from weft.backbone.fused.model import FusedModel
+from weft.backbone.fused.step import LOSS_ROWS, Passed, run_backward, run_forward, run_loss
+from weft.backbone.fused.tiles import tile_for
+from weft.backbone.loss import BLOCK, Head
+from weft.backbone.packed import PackedBatch
+from weft.backbone.running import Running
+from weft.kernels.tables import SlotTable
+
+MAX_GRAPHS = 8
+"""Captured graphs kept; they share their memory, so each costs little beyond the time to capture it."""
+
+
+class FusedRunner:
+    """A fused model with its slots."""
+
+    def __init__(self, model: FusedModel, modules: Sequence[str], head: Head, memory: Memory) -> None:
+        """`modules`: paths of the model's linears, in order."""
+        self.table = SlotTable(model.sites, model.embedding_VD.device)
+        self._model = model
+        self._memory = memory
+        self._head = head
+        self._modules = {path: index for index, path in enumerate(modules)}
+        self._copies: dict[int, ComputeCopy] = {}
+        self._graphs: dict[tuple[InputShape, int | None, int], Captured] = {}
+        self._pool: Any = None
+        self._device = model.embedding_VD.device
+
+    def attach(self, adapter: Adapter) -> int:
+        """Puts an adapter on a free slot and returns the slot."""
+        copy = ComputeCopy(adapter, self._model.embedding_VD.dtype)
+        slot = self.table.put({self._modules[path]: entry for path, entry in copy.entries.items()})
+        self._copies[slot] = copy
+        return slot
+
+    def detach(self, slot: int) -> None:
+        """Frees a slot."""
+        self.table.remove(slot)
+        del self._copies[slot]
+
+    def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> Running:
+        """Starts a microbatch forward and back; adds to every attached adapter's gradients.
+
+        Without adapters there is nothing to go back for; `through` goes all the same, to measure what it costs.
+        """
+        shape, goes_back = input_shape(batch), through or any(slot is not None for slot in batch.segment_slots)
+        rows_N, targets_N, weights_N = self._supervised(batch)
+        if not self._is_captured:
+            passed = self._pass(batch, shape, row_tile, needs_grad=goes_back)
+            losses_N, grad_ND = self._loss(passed.hidden_TD[rows_N], targets_N, weights_N)
+            if goes_back:
+                run_backward(passed, torch.zeros_like(passed.hidden_TD).index_copy_(0, rows_N, grad_ND))
+            return Running(losses_N, batch.counts)
+        captured = self._replay(batch, shape, row_tile)
+        losses_N, grad_ND = self._loss(captured.hidden_TD[rows_N], targets_N, weights_N)
+        if goes_back:
+            captured.grad_TD.zero_().index_copy_(0, rows_N, grad_ND)
+            captured.backward.replay()
+        return Running(losses_N, batch.counts)
+
+    def losses(self, batch: PackedBatch, row_tile: int | None) -> Running:
+        """Starts a microbatch forward only."""
+        shape = input_shape(batch)
+        rows_N, targets_N, _ = self._supervised(batch)
+        if self._is_captured:
+            hidden_TD = self._replay(batch, shape, row_tile).hidden_TD
+        else:
+            hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
+        block = LOSS_ROWS if self._device.type == "cuda" else BLOCK
+        return Running(run_loss(hidden_TD[rows_N], targets_N, None, self._head, block)[0], batch.counts)
+
+    def forget(self) -> None:
+        """Gives captured graphs and their memory back."""
+        self._graphs.clear()
+        self._pool = None
+
+    @property
+    def _is_captured(self) -> bool:
+        # Copies to the machine's memory are timed by streams of their own, which no graph holds.
+        return self._device.type == "cuda" and not self._memory.offload
+
+    def _pass(self, batch: PackedBatch, shape: InputShape, row_tile: int | None, *, needs_grad: bool) -> Passed:
+        self._follow(batch)
+        inputs = Inputs(shape, torch.from_numpy(input_array(batch, shape)).to(self._device), spans_of(batch))
+        tile = tile_for(self._model, shape.num_rows, row_tile)
+        return run_forward(self._model, inputs, self.table, tile, self._memory, needs_grad=needs_grad)
+
+    def _replay(self, batch: PackedBatch, shape: InputShape, row_tile: int | None) -> Captured:
+        self._follow(batch)
+        captured = self._graph(shape, row_tile)
+        captured.inputs.buffer.copy_(torch.from_numpy(input_array(batch, shape)).pin_memory(), non_blocking=True)
+        captured.forward.replay()
+        return captured
+
+    def _graph(self, shape: InputShape, row_tile: int | None) -> Captured:
+        key = (shape, row_tile, self.table.version)
+        if key not in self._graphs:
+            if any(version != self.table.version for *_, version in self._graphs):
+                self.forget()
+            while len(self._graphs) >= MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            tile = tile_for(self._model, shape.num_rows, row_tile)
+            self._graphs[key] = capture(self._model, shape, self.table, tile, self._memory, self._pool)
+        self._graphs[key] = self._graphs.pop(key)  # the last used goes last
+        return self._graphs[key]
+
+    def _follow(self, batch: PackedBatch) -> None:
+        for slot in dict.fromkeys(batch.segment_slots):
+            if slot is not None:
+                self._copies[slot].follow()
+
+    def _supervised(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows of the loss, their targets and weights, in one transfer."""
+        numbers = np.stack([batch.supervised, batch.targets, batch.weights.view(np.int32)]).astype(np.int32)
+        sent = torch.from_numpy(numbers)
+        if self._device.type == "cuda":
+            sent = sent.pin_memory().to(self._device, non_blocking=True)
+        return sent[0].long(), sent[1].long(), sent[2].view(torch.float32)
+
+    def _loss(
+        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        block = LOSS_ROWS if self._device.type == "cuda" else BLOCK
+        losses_N, grad_ND = run_loss(hidden_ND, targets_N, weights_N, self._head, block)
+        assert grad_ND is not None
+        return losses_N, grad_ND

@@ -1,0 +1,103 @@
+"""The fused step: a whole microbatch forward and back, adding to every adapter's gradients.
+
+The same lines run on a GPU over Triton kernels and on a CPU over their plain twins. Shape suffixes: T rows, D hidden
+size, N supervised rows, B rows of a block of the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from weft.backbone.fused.inputs import Inputs
+from weft.backbone.fused.layer import Context, Kept, Stream, backward, forward
+from weft.backbone.fused.memory import Memory
+from weft.backbone.fused.model import FusedModel
+from weft.backbone.fused.offload import Offload, Parked
+from weft.backbone.loss import Head
+from weft.kernels.cross_entropy import cross_entropy_rows
+from weft.kernels.rms_norm import add_norm, norm_grad
+from weft.kernels.tables import SlotTable
+
+LOSS_ROWS = 1024
+"""Rows of logits that exist at once on a GPU; fixed, so that a row's result does not depend on how many there are."""
+
+
+@dataclass
+class Passed:
+    """A forward pass on its way back."""
+
+    context: Context
+    hidden_TD: torch.Tensor
+    """After the last norm."""
+    last_TD: torch.Tensor
+    """Before the last norm."""
+    kept: list[Kept] = field(default_factory=list)
+    """Layer by layer; with `offload` they are in `parked` instead."""
+    parked: list[Parked] = field(default_factory=list)
+    offload: Offload | None = None
+
+    def take_last(self) -> Kept:
+        """What the last layer kept; its memory is free as soon as that layer is done."""
+        if self.offload is None:
+            return self.kept.pop()
+        last = self.parked.pop()
+        return self.offload.fetch(last, self.parked[-1] if self.parked else None)
+
+
+@torch.no_grad()
+def run_forward(
+    model: FusedModel, inputs: Inputs, table: SlotTable, row_tile: int | None, memory: Memory, *, needs_grad: bool
+) -> Passed:
+    """The hidden states of a microbatch, and with `needs_grad` what its backward needs."""
+    angles_TF = inputs.part("positions").float()[:, None] * model.frequencies_F
+    cos_TF, sin_TF = angles_TF.cos() * model.rotary_scale, angles_TF.sin() * model.rotary_scale
+    context = Context(model, inputs, table, cos_TF, sin_TF, row_tile, memory.recompute, needs_grad)
+    stream = Stream(F.embedding(inputs.part("ids"), model.embedding_VD))
+    offload = Offload(stream.x_TD.device) if memory.offload and needs_grad else None
+    kept: list[Kept] = []
+    parked: list[Parked] = []
+    for layer in model.layers:
+        stream, saved = forward(layer, stream, context)
+        if offload is not None:
+            parked.append(offload.store(saved))
+        elif needs_grad:
+            kept.append(saved)
+    last_TD, hidden_TD = add_norm(stream.x_TD, stream.y_TD, model.norm_D, model.eps)
+    return Passed(context, hidden_TD, last_TD, kept, parked, offload)
+
+
+@torch.no_grad()
+def run_backward(passed: Passed, grad_TD: torch.Tensor) -> None:
+    """From the gradient of the hidden states back to the first layer; adds to every adapter's gradients."""
+    model = passed.context.model
+    dx_TD, _ = norm_grad(passed.last_TD, model.norm_D, model.eps, grad_TD, None, False)
+    for index in reversed(range(len(model.layers))):
+        before = backward(model.layers[index], passed.take_last(), dx_TD, passed.context, is_first=index == 0)
+        if before is not None:
+            dx_TD = before
+
+
+@torch.no_grad()
+def run_loss(
+    hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None, head: Head, block: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Loss of every supervised row (fp32, unweighted) and, given weights, the gradient of the weighted sum."""
+    num_rows = hidden_ND.shape[0]
+    losses_N = torch.empty(num_rows, device=hidden_ND.device)
+    grad_ND = None if weights_N is None else torch.empty_like(hidden_ND)
+    for start in range(0, num_rows, block):
+        end = min(start + block, num_rows)
+        fill = block - (end - start)
+        rows_BD = F.pad(hidden_ND[start:end], (0, 0, 0, fill))
+        logits_BV = rows_BD @ head.weight_VD.t()
+        if head.bias_V is not None:
+            logits_BV += head.bias_V
+        weights_B = None if weights_N is None else F.pad(weights_N[start:end], (0, fill))
+        targets_B = F.pad(targets_N[start:end], (0, fill))
+        losses_N[start:end] = cross_entropy_rows(logits_BV, targets_B, weights_B, head.softcap)[: end - start]
+        if grad_ND is not None:
+            grad_ND[start:end] = (logits_BV @ head.weight_VD)[: end - start]
+    return losses_N, grad_ND

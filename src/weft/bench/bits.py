@@ -1,0 +1,77 @@
+"""Whether a neighbour changes a job's bits: gradients of one job alone, beside 3 and 31 others, and beside NaN.
+
+The job's sample stands first when alone and last beside others, in microbatches of one capacity. Counted are the
+numbers of its gradients that are not equal to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from weft.adapters.lora import Adapter
+from weft.backbone.backbone import Backbone
+from weft.backbone.packed import Placed, pack_samples
+from weft.bench.clock import Measured, peak_gb, release
+from weft.bench.regimes import Run, Workload
+from weft.bench.samples import packed_samples
+from weft.errors import ModelError
+from weft.kernels.dropout import mix
+from weft.spec import AdapterSpec
+
+DROPOUT = 0.1
+
+
+def measure_bits(backbone: Backbone, run: Run) -> Measured:
+    """Differences from the job alone, by neighbourhood; 0 everywhere is the promise."""
+    release(backbone.device)
+    workload = run.workload
+    most = len(workload.ranks) - 1
+    alone, num_tokens = _gradients(backbone, workload, 0)
+    found = {f"beside_{n}": _gradients(backbone, workload, n)[0] for n in sorted({min(3, most), most})}
+    found["beside_nan"] = _gradients(backbone, workload, most, poison=True)[0]
+    differing = {f"differing_{name}": float(_num_differing(alone, grads)) for name, grads in found.items()}
+    detail = ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in differing.items())
+    total = sum(differing.values())
+    text = f"of {alone.numel():,} numbers {detail}"
+    return Measured(
+        num_tokens, workload.capacity, 1.0, peak_gb(backbone.device), text, {"differing": total, **differing}
+    )
+
+
+def _num_differing(one: torch.Tensor, other: torch.Tensor) -> int:
+    return int((one.view(torch.int32) != other.view(torch.int32)).sum())
+
+
+def _gradients(
+    backbone: Backbone, workload: Workload, num_neighbours: int, *, poison: bool = False
+) -> tuple[torch.Tensor, int]:
+    """All gradients of the first job of the workload after one microbatch, and the tokens in it."""
+    samples = packed_samples(workload, backbone.vocabulary)
+    row_tile = backbone.row_tile(workload.capacity)
+    slots: list[int] = []
+    placed: list[Placed] = []
+    try:
+        # The job itself comes last.
+        for job in reversed(range(num_neighbours + 1)):
+            adapter = _adapter(backbone, workload, job)
+            if poison and job:
+                adapter.params_b.fill_(torch.nan)
+                adapter.changed()
+            slots.append(backbone.attach(adapter))
+            placed += [Placed(s, slots[-1], 1e-3, mix(job, 0, i)) for i, s in enumerate(samples[job])]
+        batch = pack_samples(placed, row_tile, backbone.device)
+        losses = backbone.forward_backward(batch, row_tile)
+        if poison and math.isfinite(losses[0]):
+            raise ModelError("the planted NaN did not reach its own job's loss.", where="bench step")
+        return torch.cat([adapter.grad_a, adapter.grad_b]), batch.num_tokens
+    finally:
+        for slot in slots:
+            backbone.detach(slot)
+
+
+def _adapter(backbone: Backbone, workload: Workload, job: int) -> Adapter:
+    """With a random B: a B of zeros would hide every difference in the gradient of A."""
+    spec = AdapterSpec(r=workload.ranks[job], lora_dropout=DROPOUT, init_lora_weights=False)
+    return backbone.new_adapter(spec, job)

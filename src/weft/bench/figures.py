@@ -1,0 +1,81 @@
+"""A figure: one measured number with its target, and how people read it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.StrEnum):
+    """What a figure says."""
+
+    SPEEDUP = "speedup"
+    """Tokens per second over the peer's; more is better."""
+    OVERHEAD = "overhead"
+    """Time per token over the peer's, less one; less is better."""
+    TIME_RATIO = "time ratio"
+    """Time over the frozen product's; less is better."""
+    PEAK_GB = "peak GB"
+    """Peak memory in 10⁹ bytes; less is better."""
+    DIFFERENCES = "differences"
+    """Numbers that are not equal to the bit; less is better."""
+    TOKENS_PER_S = "tokens/s"
+    """Tokens per second; more is better."""
+
+    @property
+    def less_is_better(self) -> bool:
+        """The target is an upper bound."""
+        return self in (Kind.OVERHEAD, Kind.TIME_RATIO, Kind.PEAK_GB, Kind.DIFFERENCES)
+
+    def shown(self, value: float) -> str:
+        """A value as people read it."""
+        return {
+            Kind.SPEEDUP: f"{value:.2f}x",
+            Kind.OVERHEAD: f"{value:+.1%}",
+            Kind.TIME_RATIO: f"{value:.3f}",
+            Kind.PEAK_GB: f"{value:.1f} GB",
+            Kind.DIFFERENCES: f"{value:,.0f} differ",
+            Kind.TOKENS_PER_S: f"{value:,.0f} tokens/s",
+        }[self]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number."""
+
+    key: str
+    value: float
+    kind: Kind
+    target: float | None = None
+    tokens_per_s: float | None = None
+    """The speed behind it."""
+    peer_tokens_per_s: float | None = None
+    detail: str = ""
+    """What is worth knowing beside it."""
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is reached; None without one."""
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.kind.less_is_better else self.value >= self.target
+
+    @property
+    def shown(self) -> str:
+        """The value as people read it."""
+        return self.kind.shown(self.value)
+
+    @property
+    def shown_target(self) -> str:
+        """The target as people read it; empty without one."""
+        if self.target is None:
+            return ""
+        return f"{'≤' if self.kind.less_is_better else '≥'} {self.kind.shown(self.target)}"
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        verdict = {True: ", met", False: ", NOT met", None: ""}[self.is_met]
+        target = f" (target {self.shown_target}{verdict})" if self.target is not None else ""
+        detail = f"; {self.detail}" if self.detail else ""
+        return f"{self.key} = {self.shown}{target}{detail}"

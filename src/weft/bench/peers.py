@@ -1,0 +1,169 @@
+"""What people run today, at its best: Hugging Face PEFT, PEFT with Liger's kernels, and the bare transformers model.
+
+The peers get every doubt: adapter weights in the model's own type (no casts), one fused AdamW, no gradient clipping, no
+reading of the loss, and the batch size that serves them best. Tokens of padding do not count, as nobody trains on them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.bench.clock import Effort, Measured, median_s, peak_gb, release
+from weft.bench.regimes import Program, Run
+from weft.bench.samples import padded_batch
+from weft.bench.shapes import Shape, build
+
+RANK = 16
+ENOUGH_GAIN = 1.01
+"""A larger batch that gives less than this much more ends the search."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A peer cannot run here."""
+
+    reason: str
+
+
+def measure_peers(
+    shape: Shape, runs: Sequence[Run], dtype: torch.dtype, device: torch.device, effort: Effort
+) -> Iterator[tuple[Run, Measured | Missing]]:
+    """Each run's result as it comes; a model is built once for all runs that can share it."""
+    plain = [run for run in runs if run.program in (Program.HF_FROZEN, Program.PEFT_BEST, Program.PEFT_SOLO)]
+    # Before the adapters are put in.
+    plain.sort(key=lambda run: run.program is not Program.HF_FROZEN)
+    if plain:
+        yield from _measure_on(build(shape, dtype, device, "sdpa"), plain, device, effort)
+    release(device)
+    liger = [run for run in runs if run.program is Program.LIGER_BEST]
+    if not liger:
+        return
+    reason = _no_liger(device)
+    if reason:
+        yield from ((run, Missing(reason)) for run in liger)
+        return
+    model = build(shape, dtype, device, "sdpa")
+    with liger_kernels(model):
+        yield from _measure_on(model, liger, device, effort)
+    del model
+    release(device)
+
+
+def _no_liger(device: torch.device) -> str | None:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed (pip install 'weft-lora[bench]')"
+    return None if device.type == "cuda" else "Liger's kernels need a GPU"
+
+
+def _measure_on(
+    model: Any, runs: Sequence[Run], device: torch.device, effort: Effort
+) -> Iterator[tuple[Run, Measured]]:
+    adapted: Any = None
+    for run in runs:
+        if run.program is Program.HF_FROZEN:
+            yield run, best_batch(frozen_steps(model), run, model.config.vocab_size, device, effort)
+            continue
+        adapted = adapted or with_adapter(model, run.workload.dropout)
+        sizes = (1,) if run.program is Program.PEFT_SOLO else effort.batch_sizes
+        yield run, best_batch(adapter_steps(adapted), run, model.config.vocab_size, device, effort, sizes)
+
+
+Step = Callable[[dict[str, torch.Tensor]], None]
+"""Trains on one batch."""
+
+
+def frozen_steps(model: Any) -> Step:
+    """Forward, and the gradient back to the embeddings, without any adapter."""
+    model.train()
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        rest = {name: value for name, value in batch.items() if name != "input_ids"}
+        embeds = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
+        model(inputs_embeds=embeds, **rest).loss.backward()
+
+    return step
+
+
+def with_adapter(model: Any, dropout: float) -> Any:
+    """The model with one LoRA adapter on all linears but the head."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, lora_dropout=dropout, target_modules="all-linear")
+    return get_peft_model(model, config, autocast_adapter_dtype=False).train()
+
+
+def adapter_steps(model: Any) -> Step:
+    """Forward, backward and optimizer step of the model's adapter."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def best_batch(
+    step: Step,
+    run: Run,
+    vocabulary: int,
+    device: torch.device,
+    effort: Effort,
+    sizes: Sequence[int] | None = None,
+) -> Measured:
+    """The fastest of the batch sizes, tried upward until memory ends or nothing is gained."""
+    best: Measured | None = None
+    for size in sizes or effort.batch_sizes:
+        release(device)
+        try:
+            found = _at_size(step, run, size, vocabulary, device, effort)
+        except torch.OutOfMemoryError:
+            if best is None:
+                raise
+            break
+        if best is not None and found.tokens_per_s < ENOUGH_GAIN * best.tokens_per_s:
+            best = max(best, found, key=lambda measured: measured.tokens_per_s)
+            break
+        best = found
+    release(device)
+    assert best is not None, "there is a batch size to try"
+    return best
+
+
+def _at_size(step: Step, run: Run, size: int, vocabulary: int, device: torch.device, effort: Effort) -> Measured:
+    """Totals over a few batches, each timed by itself: batches of different lengths differ in padding."""
+    shortest, longest = run.workload.lengths
+    tokens = rows = 0
+    seconds = 0.0
+    for number in range(1 if shortest == longest else effort.num_batches):
+        batch, real = padded_batch(run.workload.lengths, size, number, vocabulary, device)
+        # Later batches meet a warm program; only the allocator has to see their sizes.
+        warmups = effort.warmups if number == 0 else 1
+        seconds += median_s(lambda batch=batch: step(batch), device, warmups=warmups, repeats=effort.repeats)  # type: ignore[misc]
+        tokens, rows = tokens + real, rows + batch["input_ids"].numel()
+    return Measured(tokens, rows, seconds, peak_gb(device), f"batch {size}")
+
+
+@contextmanager
+def liger_kernels(model: Any) -> Iterator[None]:
+    """Liger's kernels in this model; what Liger changes in transformers itself is put back at the end."""
+    from liger_kernel.transformers import (  # type: ignore[import-not-found,unused-ignore]
+        _apply_liger_kernel_to_instance,
+    )
+
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    try:
+        _apply_liger_kernel_to_instance(model=model)
+        yield
+    finally:
+        vars(module).update(before)

@@ -1,0 +1,200 @@
+"""What is measured, as data: workloads, the programs that run them, and the figures made of two such runs.
+
+A figure compares a run of Weft with a run of a peer on the same shape and the same kind of samples. The targets are for
+one NVIDIA H200. On a shape without targets of its own the same comparisons are made, and their keys begin with the
+shape's name.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from weft.bench.figures import Kind
+from weft.errors import ConfigError, closest
+
+MAIN_SHAPE = "llama-3.1-8b"
+MIXED_RANKS = (8,) * 16 + (16,) * 8 + (32,) * 4 + (64,) * 2 + (128, 256)
+"""Ranks of 32 jobs, each size together as wide as any other but the largest."""
+
+
+class Program(enum.StrEnum):
+    """What runs a workload."""
+
+    WEFT = "weft"
+    WEFT_FROZEN = "weft_frozen"
+    """Weft's own stack without adapters: forward, and the gradient back to the embeddings."""
+    WEFT_BITS = "weft_bits"
+    """Weft's gradients of one job alone and beside the others, compared bit by bit."""
+    HF_FROZEN = "hf_frozen"
+    """The transformers model without adapters, likewise; best batch."""
+    PEFT_BEST = "peft_best"
+    """One adapter, right-padded batches of the best size."""
+    LIGER_BEST = "peft_liger_best"
+    """The same with Liger's kernels."""
+    PEFT_SOLO = "peft_solo"
+    """One job after another, one sample per step."""
+    ROOFLINE = "roofline"
+    """Matrix products alone, forward in FP8 and backward in bf16, at the rates this device reaches."""
+
+
+OURS = (Program.WEFT, Program.WEFT_FROZEN, Program.WEFT_BITS)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Jobs and their samples, as one microbatch."""
+
+    ranks: tuple[int, ...]
+    lengths: tuple[int, int]
+    """Shortest and longest sample; between them all are equally likely."""
+    capacity: int
+    """Rows of the microbatch."""
+    dropout: float = 0.0
+
+    @property
+    def lengths_text(self) -> str:
+        """The lengths in a few characters, for names."""
+        shortest, longest = self.lengths
+        return f"{longest}" if shortest == longest else f"{shortest}to{longest}"
+
+    @property
+    def jobs_text(self) -> str:
+        """The jobs in a few characters, for names."""
+        return f"{len(self.ranks)}{'_mixed' if len(set(self.ranks)) > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How Weft keeps weights and activations."""
+
+    quantize: str = "none"
+    recompute: Literal["none", "mlp", "full"] = "none"
+    """What is made again on the way back."""
+
+
+BF16, FP8 = Storage(), Storage("fp8")
+FP8_RECOMPUTED = Storage("fp8", "mlp")
+"""For a model whose activations would not fit beside its weights."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement: a program on a workload."""
+
+    program: Program
+    workload: Workload
+    storage: Storage = BF16
+
+    @property
+    def key(self) -> str:
+        """Its name among the figures."""
+        if self.program is Program.ROOFLINE:
+            return str(self.program)
+        if self.program not in OURS:
+            # Peers train one job, however many there are.
+            return f"{self.program}_{self.workload.lengths_text}"
+        stored = "" if self.storage.quantize == "none" else f"_{self.storage.quantize}"
+        return f"{self.program}{stored}_{self.workload.jobs_text}_of_{self.workload.lengths_text}"
+
+
+@dataclass(frozen=True)
+class Regime:
+    """One figure of the report."""
+
+    key: str
+    ours: Run
+    kind: Kind
+    peer: Run | None = None
+    target: float | None = None
+    """For tokens/s: the part of the peer's that must be reached."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """What must be measured for it."""
+        return (self.ours,) if self.peer is None else (self.peer, self.ours)
+
+
+FOUR = Workload((16,) * 4, (512, 1024), 8192)
+SWEEP16 = Workload((16,) * 16, (512, 512), 8192)
+SWEEP32 = Workload((16,) * 32, (256, 256), 8192)
+MIXED32 = Workload(MIXED_RANKS, (256, 256), 8192)
+TINY16 = Workload((16,) * 16, (256, 256), 4096)
+TINY4 = Workload((16,) * 4, (512, 512), 8192)
+HUGE4 = Workload((16,) * 4, (512, 1024), 4096)
+HANDFUL = Workload((4, 8), (24, 48), 128)
+FEW = Workload((4,) * 4, (32, 32), 128)
+
+
+def _step(key: str, storage: Storage, peer: Program, target: float | None, workload: Workload = FOUR) -> Regime:
+    return Regime(key, Run(Program.WEFT, workload, storage), Kind.SPEEDUP, Run(peer, workload), target)
+
+
+def _overhead(key: str, workload: Workload, target: float) -> Regime:
+    frozen = Run(Program.WEFT_FROZEN, workload)
+    return Regime(key, Run(Program.WEFT, workload), Kind.OVERHEAD, frozen, target)
+
+
+MAIN = (
+    _step("step_bf16_vs_peft", BF16, Program.PEFT_BEST, 2.0),
+    _step("step_bf16_vs_liger", BF16, Program.LIGER_BEST, 1.7),
+    _step("step_bf16_vs_hf_frozen", BF16, Program.HF_FROZEN, None),
+    _step("sweep16_bf16", BF16, Program.PEFT_SOLO, 7.0, SWEEP16),
+    _step("sweep32", BF16, Program.PEFT_SOLO, 13.0, SWEEP32),
+    _overhead("overhead4", FOUR, 0.06),
+    _overhead("overhead32", MIXED32, 0.10),
+    Regime("peak_gb_8192", Run(Program.WEFT, FOUR), Kind.PEAK_GB, None, 45.0),
+    Regime("bits_differing", Run(Program.WEFT_BITS, SWEEP32), Kind.DIFFERENCES, None, 0.0),
+    _step("step_fp8_vs_peft", FP8, Program.PEFT_BEST, 3.0),
+    _step("step_fp8_vs_liger", FP8, Program.LIGER_BEST, 2.5),
+    _step("sweep16_fp8", FP8, Program.PEFT_SOLO, 9.0, SWEEP16),
+)
+REGIMES: dict[str, tuple[Regime, ...]] = {
+    MAIN_SHAPE: MAIN,
+    "tinyllama-1.1b": (
+        _step("tiny16", BF16, Program.PEFT_SOLO, 42.0, TINY16),
+        _step("tiny4", BF16, Program.PEFT_BEST, 2.5, TINY4),
+    ),
+    "llama-3.1-70b": (
+        Regime(
+            "fits_70b_tok_s",
+            Run(Program.WEFT, HUGE4, FP8_RECOMPUTED),
+            Kind.TOKENS_PER_S,
+            Run(Program.ROOFLINE, HUGE4),
+            0.6,
+        ),
+    ),
+    "tiny": (
+        Regime("tiny.step_vs_peft", Run(Program.WEFT, HANDFUL), Kind.SPEEDUP, Run(Program.PEFT_BEST, HANDFUL), None),
+        Regime("tiny.sweep4", Run(Program.WEFT, FEW), Kind.SPEEDUP, Run(Program.PEFT_SOLO, FEW), None),
+        Regime("tiny.bits_differing", Run(Program.WEFT_BITS, FEW), Kind.DIFFERENCES, None, 0.0),
+        Regime("tiny.overhead2", Run(Program.WEFT, HANDFUL), Kind.OVERHEAD, Run(Program.WEFT_FROZEN, HANDFUL), None),
+    ),
+}
+"""Figures by shape; `regimes_of` answers for the shapes without a row."""
+
+
+def regimes_of(shape: str) -> tuple[Regime, ...]:
+    """The figures of a shape; one without targets of its own gets the main comparisons."""
+    if shape in REGIMES:
+        return REGIMES[shape]
+    return tuple(replace(regime, key=f"{shape}.{regime.key}", target=None) for regime in MAIN)
+
+
+def choose(shapes: Sequence[str], names: Sequence[str]) -> dict[str, tuple[Regime, ...]]:
+    """The named figures of the named shapes; without names, all of them."""
+    asked = shapes or [shape for shape in REGIMES if shape != "tiny"]
+    offered = {shape: regimes_of(shape) for shape in asked}
+    keys = [regime.key for regimes in offered.values() for regime in regimes]
+    for name in names:
+        if name not in keys:
+            guess = closest(name, keys)
+            raise ConfigError(
+                f"there is no regime {name!r} on {', '.join(asked)}; accepted are {', '.join(keys)}.",
+                where="--regime",
+                hint=f"Did you mean {guess}?" if guess else None,
+            )
+    picked = {s: tuple(r for r in regimes if not names or r.key in names) for s, regimes in offered.items()}
+    return {shape: regimes for shape, regimes in picked.items() if regimes}

@@ -1,0 +1,160 @@
+"""Models of well-known shapes with random weights: speed depends on the shape alone, so nothing is downloaded.
+
+Weights are drawn on the device itself, each from its own fixed seed, so two builds of one shape on one device are equal
+to the bit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import ConfigError, closest
+
+WEIGHT_STD = 0.02
+LLAMA31_ROPE: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA32_ROPE = {**LLAMA31_ROPE, "factor": 32.0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one published model."""
+
+    name: str
+    family: str
+    """The config class of transformers, without `Config`."""
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    head_size: int = 128
+    positions: int = 32768
+    tied: bool = False
+    """The output head is the embedding."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Settings only this family has."""
+
+    def config(self) -> Any:
+        """The configuration transformers builds the model from."""
+        import transformers
+
+        make = getattr(transformers, f"{self.family}Config")
+        return make(
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_size,
+            vocab_size=self.vocabulary,
+            rope_parameters=dict(self.rope),
+            max_position_embeddings=self.positions,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=self.tied,
+            use_cache=False,
+            **self.extra,
+        )
+
+    @property
+    def num_product_weights(self) -> int:
+        """Weights that every token is multiplied with: all linears and the output head."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.hidden * self.vocabulary
+
+
+def _theta(base: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": base}
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("llama-3.1-8b", "Llama", 4096, 14336, 32, 32, 8, 128256, LLAMA31_ROPE),
+        Shape("llama-3.1-70b", "Llama", 8192, 28672, 80, 64, 8, 128256, LLAMA31_ROPE),
+        Shape("llama-3.2-1b", "Llama", 2048, 8192, 16, 32, 8, 128256, LLAMA32_ROPE, head_size=64, tied=True),
+        Shape("llama-3.2-3b", "Llama", 3072, 8192, 28, 24, 8, 128256, LLAMA32_ROPE, tied=True),
+        Shape("qwen2.5-0.5b", "Qwen2", 896, 4864, 24, 14, 2, 151936, _theta(1e6), head_size=64, tied=True),
+        Shape("qwen2.5-3b", "Qwen2", 2048, 11008, 36, 16, 2, 151936, _theta(1e6), tied=True),
+        Shape("qwen2.5-7b", "Qwen2", 3584, 18944, 28, 28, 4, 152064, _theta(1e6)),
+        Shape("qwen3-8b", "Qwen3", 4096, 12288, 36, 32, 8, 151936, _theta(1e6)),
+        Shape("mistral-7b", "Mistral", 4096, 14336, 32, 32, 8, 32768, _theta(1e6), extra={"sliding_window": None}),
+        Shape("tinyllama-1.1b", "Llama", 2048, 5632, 22, 32, 4, 32000, head_size=64, positions=2048),
+        Shape("tiny", "Llama", 64, 128, 2, 4, 2, 256, head_size=16, positions=2048),
+    )
+}
+"""`tiny` is for looking at the tool without a GPU; the others are the published sizes."""
+
+
+def find_shape(name: str) -> Shape:
+    """The shape of that name."""
+    if name in SHAPES:
+        return SHAPES[name]
+    guess = closest(name, list(SHAPES))
+    raise ConfigError(
+        f"there is no shape {name!r}; accepted are {', '.join(SHAPES)}.",
+        where="--model",
+        hint=f"Did you mean {guess}?" if guess else None,
+    )
+
+
+def build(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """A transformers model of that shape with random weights; seconds for 8 B parameters on a GPU."""
+    model = build_empty(shape, dtype, attention)
+    for path, module in list(model.named_modules()):
+        fill(module, path, device)
+    model.tie_weights()
+    return model.requires_grad_(False)
+
+
+def build_outside_linears(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """The same, but its linears, the head apart, have no storage yet: `random_weight` makes them one by one."""
+    model = build_empty(shape, dtype, attention)
+    head = model.get_output_embeddings()
+    for path, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or module is head:
+            fill(module, path, device)
+    model.tie_weights()
+    return model.requires_grad_(False)
+
+
+def build_empty(shape: Shape, dtype: torch.dtype, attention: str) -> Any:
+    """The model without storage for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=attention)
+
+
+def fill(module: nn.Module, path: str, device: torch.device) -> None:
+    """Gives one module's own weights storage and values; submodules are left alone."""
+    if hasattr(module, "inv_freq"):
+        # Its table is computed by its constructor, so it is made again, where it belongs.
+        with device:
+            module.__init__(module.config)  # type: ignore[misc]
+        return
+    is_norm = "norm" in path.rpartition(".")[2]
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            weight = random_weight(parameter, f"{path}.{name}", device)
+            module._parameters[name] = nn.Parameter(weight.fill_(1.0) if is_norm else weight, requires_grad=False)
+
+
+def random_weight(like: torch.Tensor, path: str, device: torch.device) -> torch.Tensor:
+    """A weight of that size and type; its values depend on its path alone."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(path.encode()))
+    return torch.empty(like.shape, dtype=like.dtype, device=device).normal_(std=WEIGHT_STD, generator=generator)

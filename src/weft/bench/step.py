@@ -1,0 +1,182 @@
+"""Weft's side of the comparison: a backbone, the jobs of a workload in one microbatch, and one step of them all.
+
+A step is what the engine does for one microbatch: forward and backward for all jobs, then every job's optimizer step.
+The losses are read back, as the engine does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from weft.adapters.frozen import quantise
+from weft.adapters.lora import Adapter
+from weft.backbone import attention
+from weft.backbone.backbone import Backbone
+from weft.backbone.fused.memory import Memory
+from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.bench.bits import measure_bits
+from weft.bench.clock import Effort, Measured, median_s, peak_gb, release
+from weft.bench.regimes import Program, Run, Storage, Workload
+from weft.bench.samples import packed_samples
+from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
+from weft.engine.optimizer import Optimizer, step_together
+from weft.errors import JobError, ModelError
+from weft.kernels.dropout import mix
+from weft.spec import AdapterSpec, JobSpec
+
+JOB = JobSpec("bench", ("random tokens",), learning_rate=1e-4)
+"""The optimizer settings of every job."""
+
+
+def make_backbone(
+    shape: Shape, storage: Storage, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+) -> Backbone:
+    """The shape as a backbone of Weft, its weights stored as asked; never more than one dense linear beside them."""
+    attention.register()
+    tokenizer: Any = None  # nothing is tokenised here
+    if storage.quantize == "none":
+        backbone = Backbone(build(shape, dtype, device, attention.NAME), tokenizer, shape.name)
+    else:
+        backbone = Backbone(build_outside_linears(shape, dtype, device, attention.NAME), tokenizer, shape.name)
+        _fill_linears(backbone, storage.quantize, _copies(shape, device), device)
+    backbone.use_kernels(kernels, Memory(recompute=storage.recompute))
+    return backbone
+
+
+def _fill_linears(backbone: Backbone, quantize: str, copies: int, device: torch.device) -> None:
+    for path, linear in backbone.linears.items():
+        weight_OD = random_weight(linear.frozen.dense(), f"{path}.weight", device)
+        linear.frozen = quantise(weight_OD, quantize, copies=copies)
+        if linear.bias_O is not None:
+            bias_O = random_weight(linear.bias_O, f"{path}.bias", device)
+            linear.bias_O = torch.nn.Parameter(bias_O, requires_grad=False)
+
+
+def _copies(shape: Shape, device: torch.device) -> int:
+    """FP8 copies of every weight: two, for a backward in FP8 as well, where they leave half the memory free."""
+    if device.type == "cpu":
+        return 2
+    total = torch.cuda.get_device_properties(device).total_memory
+    return 2 if 2 * shape.num_product_weights <= total // 2 else 1
+
+
+class Jobs:
+    """The jobs of a workload, attached to a backbone, with their samples packed."""
+
+    def __init__(self, backbone: Backbone, workload: Workload, *, frozen: bool = False) -> None:
+        """Frozen: the same microbatch, but no adapter anywhere."""
+        self.backbone = backbone
+        self.row_tile = backbone.row_tile(workload.capacity)
+        self.adapters: list[Adapter] = []
+        self.slots: list[int] = []
+        if not frozen:
+            for seed, rank in enumerate(workload.ranks):
+                self.adapters.append(backbone.new_adapter(AdapterSpec(r=rank, lora_dropout=workload.dropout), seed))
+                self.slots.append(backbone.attach(self.adapters[-1]))
+        self.optimizers = [Optimizer(adapter, JOB) for adapter in self.adapters]
+        self.batch = self._pack(workload)
+
+    def _pack(self, workload: Workload) -> PackedBatch:
+        placed = []
+        for job, samples in enumerate(packed_samples(workload, self.backbone.vocabulary)):
+            weight = 1.0 / sum(sample.num_supervised for sample in samples)
+            slot = self.slots[job] if self.slots else None
+            for index, sample in enumerate(samples):
+                placed.append(Placed(sample, slot, weight, mix(job, 0, index)))
+        return pack_samples(placed, self.row_tile, self.backbone.device)
+
+    def forward_backward(self) -> list[float]:
+        """Adds to every adapter's gradients; returns each segment's summed loss."""
+        return self.backbone.forward_backward(self.batch, self.row_tile)
+
+    def forward_backward_frozen(self) -> None:
+        """The same without adapters, all the way back; what an adapter costs is counted from here."""
+        if self.backbone.fused is not None:
+            self.backbone.fused.launch(self.batch, self.row_tile, through=True).losses()
+            return
+        with GradientToEmbeddings(self.backbone) as gradient:
+            self.forward_backward()
+        if not gradient.is_reached:
+            raise ModelError("without adapters the backward pass did not reach the embeddings.", where="bench step")
+
+    def take_steps(self) -> None:
+        """Every job's optimizer step, together; clipped and checked as in training."""
+        step_together(self.optimizers, [0.0] * len(self.optimizers))
+
+    def step(self) -> None:
+        """One whole step of all jobs."""
+        losses = self.forward_backward()
+        if not all(math.isfinite(loss) for loss in losses):
+            raise JobError(f"losses are not finite: {losses}.", where="bench step")
+        self.take_steps()
+
+    def detach(self) -> None:
+        """Frees the slots."""
+        for slot in self.slots:
+            self.backbone.detach(slot)
+
+
+class GradientToEmbeddings:
+    """While entered, embeddings ask for a gradient, so that a backbone without adapters runs its whole backward."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.is_reached = False
+        """Whether a backward pass came all the way."""
+        self._embeddings: torch.nn.Module = backbone.model.get_input_embeddings()
+
+    def __enter__(self) -> GradientToEmbeddings:
+        self._hook = self._embeddings.register_forward_hook(self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _ask(self, _module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        output.requires_grad_().register_hook(self._reach)
+        return output
+
+    def _reach(self, _gradient: torch.Tensor) -> None:
+        self.is_reached = True
+
+
+def measure(backbone: Backbone, run: Run, effort: Effort) -> Measured:
+    """One run of Weft, with or without adapters."""
+    if backbone.fused is not None:
+        # A graph captured earlier would hide its memory from this run's peak.
+        backbone.fused.forget()
+    release(backbone.device)
+    if run.program is Program.WEFT_BITS:
+        return measure_bits(backbone, run)
+    measure_program = _measure_frozen if run.program is Program.WEFT_FROZEN else _measure_jobs
+    return measure_program(backbone, run, effort)
+
+
+def _measure_jobs(backbone: Backbone, run: Run, effort: Effort) -> Measured:
+    jobs = Jobs(backbone, run.workload)
+    times = {"warmups": effort.warmups, "repeats": effort.repeats}
+    try:
+        seconds = median_s(jobs.step, backbone.device, **times)
+        peak = peak_gb(backbone.device)
+        stepping = median_s(jobs.take_steps, backbone.device, **times)
+    finally:
+        jobs.detach()
+    batch = jobs.batch
+    return Measured(
+        batch.num_tokens,
+        batch.num_rows,
+        seconds,
+        peak,
+        f"{len(jobs.slots)} jobs, optimizers {stepping / seconds:.1%} of the step",
+        {"optimizer_ms": stepping * 1e3},
+    )
+
+
+def _measure_frozen(backbone: Backbone, run: Run, effort: Effort) -> Measured:
+    jobs = Jobs(backbone, run.workload, frozen=True)
+    work = jobs.forward_backward_frozen
+    seconds = median_s(work, backbone.device, warmups=effort.warmups, repeats=effort.repeats)
+    batch = jobs.batch
+    return Measured(batch.num_tokens, batch.num_rows, seconds, peak_gb(backbone.device), "no adapters")

@@ -1,0 +1,132 @@
+"""`weft bench`: how fast Weft is on this machine, beside what people run today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from weft.errors import ConfigError, ModelError, WeftError
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.bench.figures import Figure
+
+bench = typer.Typer(
+    help="Measure speed on this machine, beside what people run today.", no_args_is_help=True, rich_markup_mode=None
+)
+PATHS = ("auto", "fused", "reference")
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Add the figures to this JSON file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the figures into this .svg or .png file.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer repeats: for a first look, not for publishing.")]
+
+
+@bench.command("step")
+def step(
+    model: Annotated[
+        list[str] | None, typer.Option(help="Shape to build with random weights; may be repeated. Default: all tabled.")
+    ] = None,
+    regime: Annotated[list[str] | None, typer.Option(help="Figure to measure; may be repeated. Default: all.")] = None,
+    kernels: Annotated[str, typer.Option(help="Weft's path: auto, fused or reference.")] = "auto",
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    """Whole training steps: Weft beside PEFT, PEFT with Liger's kernels and the frozen model."""
+    from weft.bench import clock, report, session
+    from weft.bench.regimes import choose
+    from weft.bench.shapes import find_shape
+
+    for name in model or []:
+        find_shape(name)
+    chosen = choose(model or [], regime or [])
+    device = _device(needs_gpu=any(name != "tiny" for name in chosen))
+    if kernels not in PATHS:
+        raise ConfigError(f"got {kernels!r}; accepted are {', '.join(PATHS)}.", where="--kernels")
+    _check_files(json, plot)
+
+    def keep(found: session.Session) -> None:
+        if json is not None:
+            report.write_json(json, found.values, device)
+
+    run = session.Session(chosen, device, clock.QUICK if quick else clock.THOROUGH, kernels, say=_say, keep=keep)
+    run.measure()
+    _conclude(run.figures, run.failures, device, plot)
+
+
+@bench.command("kernels")
+def kernels(
+    regime: Annotated[list[str] | None, typer.Option(help="Figure to measure; may be repeated. Default: all.")] = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    """One linear with adapters against the frozen linear, forward and backward, with the error beside each timing."""
+    from weft.bench import clock, report
+    from weft.bench.kernels import choose_cases, measure_case
+
+    cases = choose_cases(regime or [])
+    device = _device(needs_gpu=True)
+    _check_files(json, plot)
+    import torch
+
+    effort = clock.QUICK if quick else clock.THOROUGH
+    figures, failures = [], []
+    for case in cases:
+        try:
+            figures.append(measure_case(case, device, torch.bfloat16, effort, _say))
+        except WeftError as error:
+            failures.append(str(error))
+            continue
+        _say(f"  {figures[-1].line}")
+        if json is not None:
+            report.write_json(json, {found.key: found.value for found in figures}, device)
+    _conclude(figures, failures, device, plot)
+
+
+def _device(*, needs_gpu: bool) -> torch.device:
+    """The GPU, or the CPU for what also runs there."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if needs_gpu:
+        raise ModelError(
+            "these measurements need a CUDA GPU and torch sees none; `weft bench step --model tiny` runs anywhere.",
+            where="weft bench",
+        )
+    return torch.device("cpu")
+
+
+def _check_files(json: Path | None, plot: Path | None) -> None:
+    from weft.bench import report
+
+    if json is not None:
+        report.read_json(json)
+    if plot is not None:
+        report.check_plot(plot)
+
+
+def _say(line: str) -> None:
+    """One line at once, so that a run that is cut short still shows what it had."""
+    print(line, flush=True)
+
+
+def _conclude(figures: list[Figure], failures: list[str], device: torch.device, plot: Path | None) -> None:
+    from weft.bench import report
+
+    console = Console()
+    found = report.machine(device)
+    title = f"{found['device']}, torch {found['torch']}, {found['date']}"
+    if figures:
+        console.print()
+        console.print(report.table(figures))
+        console.print(title, highlight=False, style="dim")
+        if plot is not None:
+            report.draw(plot, figures, title)
+    for failure in failures:
+        console.print(failure, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(1 if failures else 0)

@@ -1,0 +1,105 @@
+"""Memory of the GPU: how much of it a run may take, and what becomes of the microbatches when it runs out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from weft.backbone.backbone import Backbone
+from weft.backbone.load import choose_device, load_backbone
+from weft.engine.live_job import LiveJob
+from weft.errors import ModelError
+from weft.plan.types import Limits
+from weft.spec import BackboneSpec
+from weft.spec.run import memory_fraction
+
+OUT_OF_MEMORY = (
+    "the GPU ran out of memory at a capacity of {before} tokens; its jobs go on from their last step with {now}, which "
+    "other runs on this GPU can start with (capacity: {now})."
+)
+"""What a user is told when microbatches get smaller."""
+TOO_LONG = (
+    "too long for this GPU: a microbatch of {tokens} tokens, as its longest sample needs, ran out of memory; "
+    "lower max_length, set recompute: full, or quantize the backbone."
+)
+"""Why a job fails when microbatches cannot get smaller for its sake."""
+
+
+class Room:
+    """How many tokens a microbatch may hold: what was asked for, or less once the memory has run out."""
+
+    def __init__(self, backbone: Backbone, capacity: int, jobs: Mapping[str, LiveJob]) -> None:
+        """Jobs: those of the engine, as they come and go."""
+        self.asked = capacity
+        self.limits = Limits(capacity)
+        self.row_tile = backbone.row_tile(capacity)
+        self._backbone = backbone
+        self._jobs = jobs
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a microbatch now."""
+        return self.limits.capacity
+
+    def conditions(self) -> dict[str, Any]:
+        """What of it decides the bits of a result."""
+        return {"capacity": self.capacity, "row_tile": self.row_tile}
+
+    def shrink(self) -> bool:
+        """Halves the capacity, but not below the longest sample of any job that has not ended; False if it cannot."""
+        return self._set(max(self.capacity // 2, self._longest(), 2))
+
+    def adopt(self, asked: int | None, capacity: int | None) -> bool:
+        """Goes on with the capacity that a run was left with; False if that is no smaller."""
+        if asked != self.asked or capacity is None:
+            return False
+        return self._set(max(capacity, self._longest()))
+
+    def holders(self) -> list[LiveJob]:
+        """The jobs whose longest sample fills a whole microbatch, so that it cannot shrink."""
+        return [job for job in self._alive() if job.longest >= self.capacity]
+
+    def _alive(self) -> list[LiveJob]:
+        # A copy at once: other threads may submit while we look.
+        return [job for job in list(self._jobs.values()) if not job.state.is_final]
+
+    def _longest(self) -> int:
+        return max((job.longest for job in self._alive()), default=0)
+
+    def _set(self, capacity: int) -> bool:
+        if capacity >= self.capacity:
+            return False
+        self.limits = Limits(capacity)
+        self.row_tile = self._backbone.row_tile(capacity)
+        return True
+
+
+def release_memory(backbone: Backbone) -> None:
+    """Gives back what a failed computation held."""
+    if backbone.fused is not None:
+        backbone.fused.forget()
+    gc.collect()
+    if backbone.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def load_within(spec: BackboneSpec, limit: float | str | None) -> tuple[Backbone, tuple[str, ...]]:
+    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know about the limit."""
+    device = choose_device(spec)
+    notes: tuple[str, ...] = ()
+    if limit is not None and device.type != "cuda":
+        notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
+    elif limit is not None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(limit, total_bytes))
+    try:
+        return load_backbone(spec), notes
+    except torch.OutOfMemoryError:
+        within = "" if limit is None else f" within a memory_limit of {limit}"
+        raise ModelError(
+            f"does not fit the GPU's memory{within}; quantize it, or use a larger GPU.",
+            where=f"base_model {spec.base_model}",
+        ) from None

@@ -1,0 +1,255 @@
+"""AdamW for every job that steps now, in one go: clipped, checked and stepped job by job.
+
+    norm   = ‖(grad_a, grad_b)‖                           per job
+    factor = min(1, max_grad_norm / (norm + 1e-6))        1 without a limit; no update if norm or loss is not finite
+    g = factor · grad;  m ← β₁ m + (1-β₁) g;  v ← β₂ v + (1-β₂) g²
+    w ← (1 - rate · decay) w - rate / (1-β₁ᵗ) · m / (√v / √(1-β₂ᵗ) + ε)
+    grad ← 0;  largest = max |w|                          per job
+
+This is torch.optim.AdamW after torch's clip_grad_norm_. A job is two lanes: its flat buffers A and B, each of P numbers
+with gradient and moments, all fp32 and changed in place. Three launches serve all jobs: squares (a sum per block of
+`BLOCK` numbers), norms (a job's blocks in their order), update. A lane's blocks begin at its own start and nothing is
+summed over two jobs, so a job's bits depend neither on who steps with it nor on the order; a NaN in another job does
+nothing. Norms and largest weights of all jobs come back in one read. Sizes: J jobs, L = 2 J lanes, P numbers of a lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.kernels.launch import cdiv, jit, runs_triton, tl
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """One flat buffer with its gradient and moments."""
+
+    params_P: torch.Tensor
+    grad_P: torch.Tensor
+    exp_avg_P: torch.Tensor
+    exp_avg_sq_P: torch.Tensor
+    rate: float
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One job's step: what to change, and how."""
+
+    lanes: tuple[Lane, Lane]
+    number: int
+    """Which update of the job this is, counted from 1."""
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    """0: no limit."""
+    loss: float
+    """The update is left out if it is not finite."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What one job's step did."""
+
+    grad_norm: float
+    """Before clipping."""
+    largest: float
+    """The largest size of a weight after the step."""
+    skipped: bool
+    """The loss or the gradient was not finite, so weights and moments stayed as they were."""
+
+
+def adamw_reference(updates: Sequence[Update]) -> list[Updated]:
+    """The same in plain torch, job by job."""
+    results = []
+    for update in updates:
+        norm = float(torch.stack([lane.grad_P.norm() for lane in update.lanes]).norm())
+        skipped = not (math.isfinite(update.loss) and math.isfinite(norm))
+        limit = update.max_grad_norm / (norm + 1e-6) if update.max_grad_norm else 1.0
+        for lane in update.lanes:
+            if not skipped:
+                decay, beta1, rest1, beta2, rest2, size, root2, eps = _numbers(update, lane)[:8]
+                grad_P = lane.grad_P * min(1.0, limit)
+                lane.exp_avg_P.mul_(beta1).add_(grad_P, alpha=rest1)
+                lane.exp_avg_sq_P.mul_(beta2).addcmul_(grad_P, grad_P, value=rest2)
+                scale_P = (lane.exp_avg_sq_P.sqrt() / root2).add_(eps)
+                lane.params_P.mul_(decay).addcdiv_(lane.exp_avg_P, scale_P, value=-size)
+            lane.grad_P.zero_()
+        largest = float(torch.stack([lane.params_P.abs().max() for lane in update.lanes]).max())
+        results.append(Updated(norm, largest, skipped))
+    return results
+
+
+BLOCK = 4096
+"""Numbers per program, 16 for each thread of 8 warps: four loads of 16 bytes in flight from each of four buffers."""
+NUM_WARPS = 8
+CHUNK = 1024
+"""Block sums added at once; 20 million numbers of a lane have five chunks."""
+
+
+@jit
+def _pointers(lanes_ptr, lane, column, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of one of a lane's buffers, which begin at multiples of 16 bytes."""
+    base = tl.load(lanes_ptr + lane * 5 + column).to(tl.pointer_type(tl.float32))
+    return tl.max_contiguous(tl.multiple_of(base + start + tl.arange(0, BLOCK), 16), BLOCK)
+
+
+@jit
+def _load(pointers, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of a block, zeros beyond the lane's end; a full block is not masked, so that its loads are wide."""
+    return tl.load(pointers) if IS_FULL else tl.load(pointers, mask=tl.arange(0, BLOCK) < left, other=0.0)
+
+
+@jit
+def _store(pointers, values, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+    if IS_FULL:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=tl.arange(0, BLOCK) < left)
+
+
+@jit
+def _square_sum(lanes_ptr, lane, start, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+    grad = _load(_pointers(lanes_ptr, lane, 1, start, BLOCK), left, BLOCK, IS_FULL)
+    return tl.sum(grad * grad, 0)
+
+
+@jit
+def _squares_kernel(lanes_ptr, sums_ptr, max_blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    block, lane = tl.program_id(0), tl.program_id(1)
+    start = block.to(tl.int64) * BLOCK
+    left = tl.load(lanes_ptr + lane * 5 + 4) - start
+    place = sums_ptr + lane.to(tl.int64) * max_blocks + block
+    if left >= BLOCK:
+        tl.store(place, _square_sum(lanes_ptr, lane, start, left, BLOCK, True))
+    elif left > 0:
+        tl.store(place, _square_sum(lanes_ptr, lane, start, left, BLOCK, False))
+
+
+@jit
+def _norms_kernel(  # type: ignore[no-untyped-def]
+    lanes_ptr, numbers_ptr, sums_ptr, norms_ptr, factors_ptr, max_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """A job's gradient norm, and what its gradient is multiplied by: negative if the step is left out."""
+    job = tl.program_id(0)
+    total = 0.0
+    for side in tl.static_range(2):
+        lane = 2 * job + side
+        num_blocks = (tl.load(lanes_ptr + lane * 5 + 4) + BLOCK - 1) // BLOCK
+        sums = tl.zeros([CHUNK], tl.float32)
+        for first in range(0, num_blocks, CHUNK):
+            places = first + tl.arange(0, CHUNK)
+            sums += tl.load(sums_ptr + lane.to(tl.int64) * max_blocks + places, mask=places < num_blocks, other=0.0)
+        total += tl.sum(sums, 0)
+    norm = tl.sqrt_rn(total)
+    limit = tl.load(numbers_ptr + job * 20 + 8)
+    factor = tl.div_rn(limit, norm + 1e-6)
+    factor = tl.where((limit > 0) & (factor < 1), factor, 1.0)
+    is_finite = (norm < float("inf")) & (tl.load(numbers_ptr + job * 20 + 9) > 0)
+    tl.store(norms_ptr + job, norm)
+    tl.store(factors_ptr + job, tl.where(is_finite, factor, -1.0))
+
+
+@jit
+def _update_block(  # type: ignore[no-untyped-def]
+    lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr
+):
+    params_ptr = _pointers(lanes_ptr, lane, 0, start, BLOCK)
+    grad_ptr = _pointers(lanes_ptr, lane, 1, start, BLOCK)
+    params = _load(params_ptr, left, BLOCK, IS_FULL)
+    factor = tl.load(factors_ptr + lane // 2)
+    if factor >= 0:
+        numbers = numbers_ptr + lane * 10
+        exp_avg_ptr = _pointers(lanes_ptr, lane, 2, start, BLOCK)
+        exp_avg_sq_ptr = _pointers(lanes_ptr, lane, 3, start, BLOCK)
+        grad = _load(grad_ptr, left, BLOCK, IS_FULL) * factor
+        exp_avg = _load(exp_avg_ptr, left, BLOCK, IS_FULL) * tl.load(numbers + 1)
+        exp_avg += grad * tl.load(numbers + 2)
+        exp_avg_sq = _load(exp_avg_sq_ptr, left, BLOCK, IS_FULL) * tl.load(numbers + 3)
+        exp_avg_sq += grad * grad * tl.load(numbers + 4)
+        # The rounded root and quotients: the quick ones take tiny second moments for zero.
+        scale = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(numbers + 6)) + tl.load(numbers + 7)
+        params = params * tl.load(numbers) - tl.load(numbers + 5) * tl.div_rn(exp_avg, scale)
+        _store(params_ptr, params, left, BLOCK, IS_FULL)
+        _store(exp_avg_ptr, exp_avg, left, BLOCK, IS_FULL)
+        _store(exp_avg_sq_ptr, exp_avg_sq, left, BLOCK, IS_FULL)
+    _store(grad_ptr, tl.zeros([BLOCK], tl.float32), left, BLOCK, IS_FULL)
+    if not IS_FULL:
+        # Beyond the lane's end nothing was loaded, but 0 / (0 + eps) is a number only if eps is above 0.
+        params = tl.where(tl.arange(0, BLOCK) < left, params, 0.0)
+    # Sizes of floats order as their bits do, with NaN above all, and the order of a maximum does not matter.
+    sizes = tl.abs(params).to(tl.int32, bitcast=True)
+    tl.atomic_max(largest_ptr + lane // 2, tl.max(sizes, 0), sem="relaxed")
+
+
+@jit
+def _update_kernel(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    block, lane = tl.program_id(0), tl.program_id(1)
+    start = block.to(tl.int64) * BLOCK
+    left = tl.load(lanes_ptr + lane * 5 + 4) - start
+    if left >= BLOCK:
+        _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK, True)
+    elif left > 0:
+        _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK, False)
+
+
+def adamw_kernel(updates: Sequence[Update]) -> list[Updated]:
+    """The same by three launches and one read, whatever the number of jobs."""
+    lanes = [lane for update in updates for lane in update.lanes]
+    device = lanes[0].params_P.device
+    numbers = [_numbers(update, lane) for update in updates for lane in update.lanes]
+    lanes_L5 = torch.tensor([_addresses(lane) for lane in lanes]).to(device, non_blocking=True)
+    numbers_L10 = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
+    max_blocks = max(cdiv(lane.params_P.numel(), BLOCK) for lane in lanes)
+    sums = torch.empty(len(lanes), max_blocks, device=device)
+    factors_J = torch.empty(len(updates), device=device)
+    results_2J = torch.zeros(2, len(updates), device=device)
+    norms_J, largest_J = results_2J[0], results_2J.view(torch.int32)[1]
+    grid = (max_blocks, len(lanes))
+    _squares_kernel[grid](lanes_L5, sums, max_blocks, BLOCK, num_warps=NUM_WARPS)
+    _norms_kernel[(len(updates),)](lanes_L5, numbers_L10, sums, norms_J, factors_J, max_blocks, BLOCK, CHUNK)
+    _update_kernel[grid](lanes_L5, numbers_L10, factors_J, largest_J, BLOCK, num_warps=NUM_WARPS)
+    norms, largest = results_2J.tolist()
+    return [
+        Updated(norm, size, not (math.isfinite(norm) and math.isfinite(update.loss)))
+        for update, norm, size in zip(updates, norms, largest, strict=True)
+    ]
+
+
+def adamw(updates: Sequence[Update]) -> list[Updated]:
+    """Steps all jobs given, each as if alone; gradients are zero afterwards."""
+    if not updates:
+        return []
+    for lane in (lane for update in updates for lane in update.lanes):
+        for tensor in (lane.params_P, lane.grad_P, lane.exp_avg_P, lane.exp_avg_sq_P):
+            assert tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.shape == lane.params_P.shape
+    return adamw_kernel(updates) if runs_triton(updates[0].lanes[0].params_P) else adamw_reference(updates)
+
+
+def _numbers(update: Update, lane: Lane) -> tuple[float, ...]:
+    """A row of the table of numbers; worked out here in double precision."""
+    beta1, beta2 = update.betas
+    return (
+        1 - lane.rate * update.weight_decay,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lane.rate / (1 - beta1**update.number),
+        math.sqrt(1 - beta2**update.number),
+        update.eps,
+        update.max_grad_norm,
+        float(math.isfinite(update.loss)),
+    )
+
+
+def _addresses(lane: Lane) -> list[int]:
+    """A row of the table of lanes: where its buffers begin, and how long they are."""
+    tensors = (lane.params_P, lane.grad_P, lane.exp_avg_P, lane.exp_avg_sq_P)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    assert all(address % 16 == 0 for address in addresses), "flat buffers begin at multiples of 16 bytes"
+    return [*addresses, lane.params_P.numel()]

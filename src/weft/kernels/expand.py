@@ -1,0 +1,218 @@
+"""From rank space back to activations, added in place, for all owners of a microbatch in one launch.
+
+Forward, for the rows of one owner and each part m of a site (B_m holds scale · B):
+    y_m += S_m B_mᵀ                  (T, O_m)
+Backward:
+    dx += Σ_m drop_m(dS_m A_m)       (T, D), parts in order
+Sums over rank in fp32, added to the bf16 number and rounded once. A tile has one owner: a NaN in another row or slot
+changes nothing. SwiGLU adds its adapters' parts itself, through weft.kernels.tile; these two are for all other places.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.tables import ROW_TILE, RowTables, Site, SlotTable
+from weft.kernels.tile import (
+    drop_threshold,
+    dropped,
+    in_block,
+    in_delta,
+    line_of,
+    out_delta,
+    part_column,
+    part_width,
+    rank_tile,
+    weight_a,
+    weight_b,
+)
+from weft.kernels.tuning import rank_blocks
+
+WIDTH = 128
+"""Columns of a block."""
+
+
+def expand_reference(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+    """Adds every owner's S Bᵀ to its rows of y."""
+    for span in rows.spans:
+        own = slice(span.start, span.end)
+        for start, size, (column, rank, entry) in zip(
+            site.starts, site.sizes, table.columns(span.slot, site), strict=True
+        ):
+            if entry is not None:
+                y_TO[own, start : start + size] += s_TR[own, column : column + rank] @ entry.b_OP[:, :rank].t()
+
+
+def expand_grad_reference(
+    dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
+) -> None:
+    """Adds every owner's drop(dS A) to its rows of dx."""
+    for span in rows.spans:
+        own = slice(span.start, span.end)
+        for column, rank, entry in table.columns(span.slot, site):
+            if entry is not None:
+                delta_LD = ds_TR[own, column : column + rank] @ entry.a_PD[:rank]
+                dx_TD[own] += rows.dropped(entry, delta_LD, own)
+
+
+@jit
+def _expand(  # type: ignore[no-untyped-def]
+    y,
+    s,
+    table,
+    tiles,
+    stride_y,
+    stride_s,
+    module,
+    num_modules,
+    size_0,
+    size_1,
+    size_2,
+    NUM_PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+):
+    tile = tiles + tl.program_id(1) * 4
+    start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    # Blocks are counted part by part, so that none has columns of two.
+    block = tl.program_id(0)
+    part = 0
+    begin = 0
+    size = size_0
+    if NUM_PARTS > 1 and block >= tl.cdiv(size_0, BN):
+        block -= tl.cdiv(size_0, BN)
+        part = 1
+        begin = size_0
+        size = size_1
+        if NUM_PARTS > 2 and block >= tl.cdiv(size_1, BN):
+            block -= tl.cdiv(size_1, BN)
+            part = 2
+            begin = size_0 + size_1
+            size = size_2
+    line = line_of(table, slot, module + part, num_modules)
+    width = part_width(line)
+    if (end <= start) | (width == 0):
+        return
+    rows = start + tl.arange(0, BM)
+    row_mask = rows < end
+    columns = block * BN + tl.arange(0, BN)
+    inside = columns < size
+    column, b = part_column(line), weight_b(line, s.dtype.element_ty)
+    s_tile = rank_tile(s, stride_s, column, width, 0, rows, row_mask, BR)
+    delta = out_delta(s_tile, s, stride_s, column, width, b, rows, row_mask, columns, inside, BR, RANK_BLOCKS)
+    out = y + rows.to(tl.int64)[:, None] * stride_y + (begin + columns)[None, :]
+    mask = row_mask[:, None] & inside[None, :]
+    tl.store(out, (tl.load(out, mask=mask, other=0.0).to(tl.float32) + delta).to(y.dtype.element_ty), mask=mask)
+
+
+@jit
+def _expand_grad(  # type: ignore[no-untyped-def]
+    dx,
+    ds,
+    table,
+    tiles,
+    keys,
+    stride_x,
+    stride_s,
+    module,
+    num_modules,
+    num_features,
+    NUM_PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+):
+    tile = tiles + tl.program_id(1) * 4
+    start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if (end <= start) | (slot == 0):
+        return
+    rows = start + tl.arange(0, BM)
+    row_mask = rows < end
+    features = tl.program_id(0) * BN + tl.arange(0, BN)
+    out = dx + rows.to(tl.int64)[:, None] * stride_x + features[None, :]
+    mask = row_mask[:, None] & (features < num_features)[None, :]
+    before = tl.load(out, mask=mask, other=0.0)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    whole = 0
+    a_whole = tl.load(line_of(table, slot, module, num_modules) + 2)
+    any_dropped = False
+    for part in tl.static_range(NUM_PARTS):
+        line = line_of(table, slot, module + part, num_modules)
+        width = part_width(line)
+        a_whole = tl.where((whole == 0) & (width > 0), tl.load(line + 2), a_whole)
+        whole += width
+        any_dropped = any_dropped | (drop_threshold(line) > 0)
+    if any_dropped:
+        for part in tl.static_range(NUM_PARTS):
+            line = line_of(table, slot, module + part, num_modules)
+            width, column, a = part_width(line), part_column(line), weight_a(line, ds.dtype.element_ty)
+            ds_tile = rank_tile(ds, stride_s, column, width, 0, rows, row_mask, BR)
+            delta = in_delta(
+                ds_tile, ds, stride_s, column, width, a, rows, row_mask, features, num_features, BR, RANK_BLOCKS
+            )
+            total += dropped(delta, line, keys, rows, row_mask, features)
+    else:
+        # The parts' A lie one after another, so all of them are one product.
+        a = tl.multiple_of(a_whole.to(tl.pointer_type(ds.dtype.element_ty)), 16)
+        for r in range(0, whole, BR):
+            ds_tile = rank_tile(ds, stride_s, 0, whole, r, rows, row_mask, BR)
+            total += in_block(ds_tile, a, whole, r, features, num_features, BR)
+    tl.store(out, (before.to(tl.float32) + total).to(dx.dtype.element_ty), mask=mask)
+
+
+def expand_kernel(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+    """Adds every owner's S Bᵀ to its rows of y."""
+    num_blocks = sum(cdiv(size, WIDTH) for size in site.sizes)
+    _expand[(num_blocks, len(rows.tiles_N4))](
+        y_TO,
+        s_TR,
+        table.device_SMF,
+        rows.tiles_N4,
+        y_TO.stride(0),
+        s_TR.stride(0),
+        site.module,
+        table.num_modules,
+        *site.three_sizes,
+        NUM_PARTS=len(site.sizes),
+        BM=ROW_TILE,
+        BN=WIDTH,
+        **rank_blocks(table.rank_class),
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def expand_grad_kernel(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+    """Adds every owner's drop(dS A) to its rows of dx."""
+    _expand_grad[(cdiv(site.num_in, WIDTH), len(rows.tiles_N4))](
+        dx_TD,
+        ds_TR,
+        table.device_SMF,
+        rows.tiles_N4,
+        rows.keys_T,
+        dx_TD.stride(0),
+        ds_TR.stride(0),
+        site.module,
+        table.num_modules,
+        site.num_in,
+        NUM_PARTS=len(site.sizes),
+        BM=ROW_TILE,
+        BN=WIDTH,
+        **rank_blocks(table.rank_class),
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def expand(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+    """Adds every owner's S Bᵀ to its rows of y."""
+    (expand_kernel if runs_triton(y_TO) else expand_reference)(y_TO, s_TR, site, rows, table)
+
+
+def expand_grad(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+    """Adds every owner's drop(dS A) to its rows of dx."""
+    (expand_grad_kernel if runs_triton(dx_TD) else expand_grad_reference)(dx_TD, ds_TR, site, rows, table)

@@ -1,0 +1,180 @@
+"""Rows of 8-bit floats with one fp32 scale each: what an FP8 product multiplies, and the way back to a dense weight.
+
+quantise_rows, for each row t of x_TK (times columns_K, where given):
+    scale_t = max_k |x_tk| / 448                    448 is the largest e4m3 number
+    q_tk    = e4m3(x_tk · 448 / max_k |x_tk|)       so x ≈ q · scale, to 1 part in 16 or better
+dequantise:  w_nk = q_nk · scale_n
+
+Used by adapters/frozen.py for y = x Wᵀ with W ≈ w8_OD · scale_O[:, None]:
+    forward     x ≈ x8 · sx        y  = (x8 w8ᵀ) · sx · scale_O
+    backward    dy · scale_O ≈ d8 · sd        dx = (d8 w8) · sd
+The backward takes the weight's scales into dy before rounding (`columns_K`), so it multiplies the very numbers of the
+forward, transposed: dx is the gradient of what was computed, and the transposed copy needs no scales of its own.
+
+The one reduction is a maximum over a row, which has no order. A row's result depends on that row alone: a NaN or an
+infinity makes its own row's scale NaN or infinite, hence its products, and changes nothing elsewhere.
+
+Shape suffixes: T or N rows, K columns.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+TINIEST = 2.0**-100
+"""Stands for the largest number of a row of zeros; gradients of single tokens are far above it."""
+
+
+def quantise_rows_reference(
+    x_TK: torch.Tensor, columns_K: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain torch twin of `quantise_rows`."""
+    x_TK = x_TK.float() if columns_K is None else x_TK.float() * columns_K
+    amax_T = x_TK.abs().amax(dim=1).clamp(min=TINIEST)
+    return (x_TK * (LARGEST / amax_T)[:, None]).to(FP8), amax_T / LARGEST
+
+
+def dequantise_reference(q_NK: torch.Tensor, scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The plain torch twin of `dequantise`."""
+    return (q_NK.float() * scale_N[:, None]).to(dtype)
+
+
+ROW_BLOCK = 32_768
+"""Longest row held in registers between its maximum and its rounding: 32 numbers for each of 1,024 threads. Longer rows
+are read twice, the second time from cache: on an H200 28,672 columns took 240 us held and 395 us read twice."""
+COPY_BLOCK = 2_048
+"""Numbers per program where each is only read, scaled and written: 16 for each of 128 threads."""
+
+
+_TINIEST_BITS = (127 - 100) << 23
+"""TINIEST as the whole number of the same bits."""
+
+
+def _num_warps(block: int) -> int:
+    return min(32, max(4, block // 1024))
+
+
+@jit
+def _size_bits(x):  # type: ignore[no-untyped-def]
+    """|x| as the whole number of its bits: in the same order, with NaN the largest, which a float maximum skips."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def _quantise_rows(  # type: ignore[no-untyped-def]
+    x_ptr,
+    columns_ptr,
+    q_ptr,
+    scale_ptr,
+    num_columns,
+    row_stride,
+    HAS_COLUMNS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * row_stride
+    q_ptr += row * num_columns
+    lane = tl.arange(0, BLOCK)
+    if ONE_BLOCK:
+        inside = lane < num_columns
+        x = tl.load(x_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+        if HAS_COLUMNS:
+            x *= tl.load(columns_ptr + lane, mask=inside, other=0.0)
+        amax = tl.maximum(tl.max(_size_bits(x), axis=0), FLOOR_BITS).to(tl.float32, bitcast=True)
+        tl.store(q_ptr + lane, (x * tl.div_rn(LIMIT, amax)).to(tl.float8e4nv), mask=inside)
+    else:
+        largest = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, num_columns, BLOCK):
+            inside = start + lane < num_columns
+            x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
+            if HAS_COLUMNS:
+                x *= tl.load(columns_ptr + start + lane, mask=inside, other=0.0)
+            largest = tl.maximum(largest, _size_bits(x))
+        amax = tl.maximum(tl.max(largest, axis=0), FLOOR_BITS).to(tl.float32, bitcast=True)
+        factor = tl.div_rn(LIMIT, amax)
+        for start in range(0, num_columns, BLOCK):
+            inside = start + lane < num_columns
+            x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
+            if HAS_COLUMNS:
+                x *= tl.load(columns_ptr + start + lane, mask=inside, other=0.0)
+            tl.store(q_ptr + start + lane, (x * factor).to(tl.float8e4nv), mask=inside)
+    tl.store(scale_ptr + row, tl.div_rn(amax, LIMIT))
+
+
+@jit
+def _dequantise(  # type: ignore[no-untyped-def]
+    q_ptr, scale_ptr, w_ptr, num_columns, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    q = tl.load(q_ptr + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+    w = q * tl.load(scale_ptr + row)
+    tl.store(w_ptr + row * num_columns + column, w.to(w_ptr.dtype.element_ty), mask=inside)
+
+
+@lru_cache(maxsize=64)
+def has_fp8(device: torch.device) -> bool:
+    """Whether a device multiplies and converts 8-bit floats itself: NVIDIA GPUs from 8.9 (Ada, Hopper) on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def quantise_rows(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q_TK in e4m3, scale_T in fp32) with x ≈ q · scale; `columns_K` (fp32) first multiplies every row."""
+    if runs_triton(x_TK) and has_fp8(x_TK.device):
+        return quantise_rows_kernel(x_TK, columns_K)
+    return quantise_rows_reference(x_TK, columns_K)
+
+
+def quantise_rows_kernel(
+    x_TK: torch.Tensor, columns_K: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantise_rows` by its Triton kernel."""
+    num_rows, num_columns = x_TK.shape
+    assert columns_K is None or (columns_K.shape == (num_columns,) and columns_K.is_contiguous())
+    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
+    q_TK = torch.empty(num_rows, num_columns, dtype=FP8, device=x_TK.device)
+    scale_T = torch.empty(num_rows, dtype=torch.float32, device=x_TK.device)
+    block = min(next_power_of_2(num_columns), ROW_BLOCK)
+    _quantise_rows[(num_rows,)](
+        x_TK,
+        scale_T if columns_K is None else columns_K,
+        q_TK,
+        scale_T,
+        num_columns,
+        x_TK.stride(0),
+        HAS_COLUMNS=columns_K is not None,
+        ONE_BLOCK=num_columns <= block,
+        BLOCK=block,
+        LIMIT=LARGEST,
+        FLOOR_BITS=_TINIEST_BITS,
+        num_warps=_num_warps(block),
+    )
+    return q_TK, scale_T
+
+
+def dequantise(q_NK: torch.Tensor, scale_N: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The dense weight of 8-bit rows, floats or whole numbers, and their scales."""
+    if runs_triton(q_NK) and (q_NK.dtype is not FP8 or has_fp8(q_NK.device)):
+        return dequantise_kernel(q_NK, scale_N, dtype)
+    return dequantise_reference(q_NK, scale_N, dtype)
+
+
+def dequantise_kernel(q_NK: torch.Tensor, scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantise` by its Triton kernel."""
+    num_rows, num_columns = q_NK.shape
+    assert q_NK.is_contiguous() and scale_N.shape == (num_rows,) and scale_N.is_contiguous()
+    w_NK = torch.empty(num_rows, num_columns, dtype=dtype, device=q_NK.device)
+    block = min(next_power_of_2(num_columns), COPY_BLOCK)
+    grid = (num_rows, cdiv(num_columns, block))
+    _dequantise[grid](q_NK, scale_N, w_NK, num_columns, BLOCK=block, num_warps=4)
+    return w_NK

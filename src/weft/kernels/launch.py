@@ -1,0 +1,52 @@
+"""Triton where it is installed; without it every operation runs its plain torch twin.
+
+Kernel files write `from weft.kernels.launch import jit, runs_triton, tl` and decorate with `@jit`. Nothing here touches
+a GPU at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine that only runs the twins
+    triton = None
+    tl = None
+
+__all__ = ["cdiv", "has_triton", "jit", "next_power_of_2", "runs_triton", "tl"]
+
+PLACES = ("module", "down_module", "num_modules")
+"""Arguments that differ from layer to layer or grow with the jobs; a kernel compiled for one value serves all."""
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the bare function where Triton is not installed."""
+    if triton is None:
+        return function
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in PLACES if name in names])
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return triton is not None
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether an operation on this tensor launches its kernel; otherwise it runs its twin."""
+    return triton is not None and tensor.is_cuda
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Blocks needed to cover `numerator`."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,265 @@
+"""What a kernel needs to know, as small device tensors: the slots' adapters, and who owns which row of a microbatch.
+
+Kernels are launched for a fixed number of rows; whose rows they are, and where that owner's A and B lie, they read from
+these tables. So jobs come and go by rewriting tables, and a captured graph serves every mix of jobs.
+
+Shape suffixes: S slots, M adapted modules of the backbone, T rows, D in, O out, R rank, P rank padded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.kernels.dropout import drop, keep_mask, module_seed
+from weft.kernels.launch import cdiv, next_power_of_2
+
+ROW_TILE = 64
+"""Rows of one tile: a tile has one owner. Smaller tiles waste less at the ends of short samples, larger ones read an
+adapter's weights less often."""
+NUM_FIELDS = 8
+"""Numbers per (slot, module): rank; first column in S; addresses of A, B and their gradients; the scale's bits;
+dropout."""
+BARE = 0
+"""The table's slot of rows without an adapter; all its ranks are 0."""
+SPARE_SLOTS = 32
+
+
+@dataclass(frozen=True)
+class Site:
+    """Linears that read the same input, computed as one product: (q, k, v), (o), (gate, up) or (down)."""
+
+    module: int
+    """Index of the first of them among the backbone's modules; the others follow."""
+    sizes: tuple[int, ...]
+    """O of each."""
+    num_in: int
+    """D, the same for all."""
+
+    @property
+    def num_out(self) -> int:
+        """O of the whole site."""
+        return sum(self.sizes)
+
+    @property
+    def three_sizes(self) -> tuple[int, int, int]:
+        """The sizes of three parts, absent ones 0, as kernels take them."""
+        return (*self.sizes, 0, 0)[:3]  # type: ignore[return-value]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each part's outputs begin among the site's."""
+        return tuple(itertools.accumulate(self.sizes, initial=0))[:-1]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One adapter on one module, as kernels see it."""
+
+    rank: int
+    """R; A and B are padded with zeros to P, the next multiple of 8, so that kernels read them in whole vectors."""
+    a_PD: torch.Tensor
+    """In the type of the activations, like B; both contiguous."""
+    b_OP: torch.Tensor
+    """scale · B: the scale then needs no place in forward and input gradient."""
+    grad_a_RD: torch.Tensor
+    """fp32, like the gradient of B."""
+    grad_b_OR: torch.Tensor
+    scale: float
+    dropout: float
+    key: int
+    """Stable number of the module, part of every dropout key."""
+
+    @property
+    def threshold(self) -> int:
+        """An input is dropped where its 31 random bits are below this."""
+        return int(self.dropout * 2**31)
+
+
+def padded(rank: int) -> int:
+    """P: the columns a rank takes in S."""
+    return (rank + 7) // 8 * 8
+
+
+class SlotTable:
+    """The adapters on a backbone's slots, on the host and, as addresses, on the device."""
+
+    def __init__(self, sites: Sequence[Site], device: torch.device) -> None:
+        self.num_modules = sum(len(site.sizes) for site in sites)
+        self.entries: dict[int, Mapping[int, Entry]] = {}
+        """By slot of the table, then by module."""
+        self._sites = sites
+        self._fields = np.zeros((SPARE_SLOTS, self.num_modules, NUM_FIELDS), dtype=np.int64)
+        self.device_SMF = torch.from_numpy(self._fields.copy()).to(device)
+        self.plain_SMF = self.device_SMF.clone()
+        """The same with no dropout anywhere, for evaluation."""
+        self.rank_class = 16
+        """A power of two that no rank so far is above; kernels are launched for it."""
+        self.version = 0
+        """Changes with `rank_class` and when `device_SMF` is another tensor: what was captured before is stale."""
+
+    def entry(self, slot: int, module: int) -> Entry | None:
+        """The adapter of a slot on a module."""
+        return self.entries.get(slot, {}).get(module)
+
+    def columns(self, slot: int, site: Site) -> list[tuple[int, int, Entry | None]]:
+        """Per part of the site: its first column in S, its rank (0 without adapter), its entry."""
+        found, column = [], 0
+        for module in range(site.module, site.module + len(site.sizes)):
+            entry = self.entry(slot, module)
+            rank = entry.rank if entry else 0
+            found.append((column, rank, entry))
+            column += padded(rank)
+        return found
+
+    def put(self, entries: Mapping[int, Entry]) -> int:
+        """Takes a free slot; returns its number, above 0."""
+        slot = next(i for i in itertools.count(BARE + 1) if i not in self.entries)
+        self.entries[slot] = entries
+        if slot >= len(self._fields):
+            self._fields = np.concatenate([self._fields, np.zeros_like(self._fields)])
+            self.device_SMF = torch.zeros(self._fields.shape, dtype=torch.int64, device=self.device_SMF.device)
+            self.plain_SMF = self.device_SMF.clone()
+            self.version += 1
+        rank = max((entry.rank for entry in entries.values()), default=0)
+        if rank > self.rank_class:
+            self.rank_class = next_power_of_2(rank)
+            self.version += 1
+        for site in self._sites:
+            for part, (column, rank, entry) in enumerate(self.columns(slot, site)):
+                row = (rank, column, *_addresses(entry)) if entry else (0, column, 0, 0, 0, 0, 0, 0)
+                self._fields[slot, site.module + part] = row
+        self._send()
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Frees a slot; rows that still name it see the bare backbone."""
+        del self.entries[slot]
+        self._fields[slot] = 0
+        self._send()
+
+    def _send(self) -> None:
+        self.device_SMF.copy_(torch.from_numpy(self._fields))
+        plain = self._fields.copy()
+        plain[:, :, NUM_FIELDS - 1] = 0
+        self.plain_SMF.copy_(torch.from_numpy(plain))
+
+
+def _addresses(entry: Entry) -> tuple[int, ...]:
+    bits = int(np.float32(entry.scale).view(np.int32))
+    seed = module_seed(entry.key)
+    seed = seed - 2**32 if seed >= 2**31 else seed
+    tensors = (entry.a_PD, entry.b_OP, entry.grad_a_RD, entry.grad_b_OR)
+    return (*(t.data_ptr() for t in tensors), bits, entry.threshold | seed << 32)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [start, end) of one sample, and their slot in the table."""
+
+    start: int
+    end: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """Who owns which rows of a microbatch."""
+
+    num_rows: int
+    spans: tuple[Span, ...]
+    """Every sample, in buffer order; rows outside are padding."""
+    tiles_N4: torch.Tensor
+    """int32 (start, end, slot, 0) per tile; together they cover all rows, those without owner under slot 0."""
+    owners_J4: torch.Tensor
+    """int32 (first, last, slot, 0): each slot's place in `owned_G2`, one line per slot; its first line is
+    (number of owners, 0, 0, 0)."""
+    owned_G2: torch.Tensor
+    """int32 (start, end) of every owned sample, slot by slot, within a slot in the job's order."""
+    keys_T: torch.Tensor
+    """int32 dropout keys of the rows."""
+    drops: bool = True
+    """Whether dropout applies at all: it does not in evaluation."""
+
+    def dropped(self, entry: Entry, x_LD: torch.Tensor, own: slice) -> torch.Tensor:
+        """The rows `own` of x with dropped inputs at zero and kept ones scaled; its own backward."""
+        if entry.dropout == 0 or not self.drops:
+            return x_LD
+        return drop(x_LD, keep_mask(self.keys_T[own], entry.key, x_LD.shape[1], entry.dropout), entry.dropout)
+
+    def by_slot(self) -> dict[int, list[Span]]:
+        """The samples of each slot with an adapter, in the job's order."""
+        found: dict[int, list[Span]] = {}
+        for span in self.spans:
+            if span.slot != BARE:
+                found.setdefault(span.slot, []).append(span)
+        return found
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What the adapters of a microbatch add at one site, still in rank space: S in forward, dS in backward."""
+
+    s_TR: torch.Tensor
+    site: Site
+    rows: RowTables
+    table: SlotTable
+
+
+@dataclass(frozen=True)
+class TableSizes:
+    """Fixed sizes of the tables, so that one captured graph serves many microbatches."""
+
+    num_rows: int
+    num_spans: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Enough for any spans: each may end in a part of a tile, and so may what lies between."""
+        return cdiv(self.num_rows, ROW_TILE) + 2 * self.num_spans
+
+
+def table_arrays(spans: Sequence[Span], sizes: TableSizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """tiles_N4, owners_J4 and owned_G2 of a microbatch, filled up to their sizes with empty lines."""
+    tiles = np.zeros((sizes.num_tiles, 4), dtype=np.int32)
+    lines = [
+        (start, min(start + ROW_TILE, end), slot, 0)
+        for begin, end, slot in _runs(spans, sizes.num_rows)
+        for start in range(begin, end, ROW_TILE)
+    ]
+    tiles[: len(lines)] = lines
+    owned = np.zeros((sizes.num_spans, 2), dtype=np.int32)
+    owners = np.zeros((sizes.num_spans + 1, 4), dtype=np.int32)
+    slots = sorted({span.slot for span in spans} - {BARE})
+    owners[0, 0], first = len(slots), 0
+    for place, slot in enumerate(slots, start=1):
+        own = [(span.start, span.end) for span in spans if span.slot == slot]
+        owned[first : first + len(own)] = own
+        owners[place] = (first, first + len(own), slot, 0)
+        first += len(own)
+    return tiles, owners, owned
+
+
+def row_tables(spans: Sequence[Span], sizes: TableSizes, keys_T: torch.Tensor) -> RowTables:
+    """The tables on the device of `keys_T`."""
+    tiles, owners, owned = (torch.from_numpy(array).to(keys_T.device) for array in table_arrays(spans, sizes))
+    return RowTables(sizes.num_rows, tuple(spans), tiles, owners, owned, keys_T)
+
+
+def _runs(spans: Sequence[Span], num_rows: int) -> list[tuple[int, int, int]]:
+    """(start, end, slot) of neighbouring rows with one owner, covering all rows."""
+    runs: list[tuple[int, int, int]] = []
+    edge = 0
+    for span in [*spans, Span(num_rows, num_rows, BARE)]:
+        if span.start > edge:
+            runs.append((edge, span.start, BARE))
+        if runs and runs[-1][2] == span.slot and runs[-1][1] == span.start and span.slot == BARE:
+            runs[-1] = (runs[-1][0], span.end, BARE)
+        elif span.end > span.start:
+            runs.append((span.start, span.end, span.slot))
+        edge = span.end
+    return runs

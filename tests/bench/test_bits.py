@@ -1,0 +1,58 @@
+"""The comparison bit by bit: silent where neighbours change nothing, loud where they do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.adapters.lora import Adapter
+from weft.backbone.backbone import Backbone
+from weft.backbone.packed import PackedBatch
+from weft.bench.bits import measure_bits
+from weft.bench.regimes import BF16, FEW, Program, Run
+from weft.bench.shapes import SHAPES
+from weft.bench.step import make_backbone
+from weft.errors import ModelError
+from weft.spec import AdapterSpec
+
+RUN = Run(Program.WEFT_BITS, FEW)
+
+
+@pytest.fixture(params=["reference", "fused"])
+def backbone(request: pytest.FixtureRequest) -> Backbone:
+    return make_backbone(SHAPES["tiny"], BF16, torch.float32, torch.device("cpu"), request.param)
+
+
+def test_bits_when_neighbours_change_nothing_then_none_differ_and_slots_are_free(backbone):
+    found = measure_bits(backbone, RUN)
+    assert found.extra == {"differing": 0, "differing_beside_3": 0, "differing_beside_nan": 0}
+    assert all(not linear.slots for linear in backbone.linears.values())
+
+
+def test_bits_when_neighbours_leak_then_the_differing_are_counted(backbone, monkeypatch):
+    run = Backbone.forward_backward
+
+    def leaky(self: Backbone, batch: PackedBatch, row_tile: int | None) -> list[float]:
+        losses = run(self, batch, row_tile)
+        for linear in self.linears.values():
+            for weights in linear.slots.values():
+                weights.grad_a_RD[0, 0] += len(linear.slots)
+        return losses
+
+    monkeypatch.setattr(Backbone, "forward_backward", leaky)
+    found = measure_bits(backbone, RUN)
+    # One number of every one of the 7 linears of 2 layers.
+    assert found.extra == {"differing": 28, "differing_beside_3": 14, "differing_beside_nan": 14}
+
+
+def test_bits_when_the_planted_nan_is_not_used_then_there_is_no_figure(backbone, monkeypatch):
+    new = Backbone.new_adapter
+
+    def stale(self: Backbone, spec: AdapterSpec, seed: int) -> Adapter:
+        adapter = new(self, spec, seed)
+        adapter.params_b = adapter.params_b.clone()  # the modules read another buffer
+        return adapter
+
+    monkeypatch.setattr(Backbone, "new_adapter", stale)
+    with pytest.raises(ModelError, match="the planted NaN did not reach its own job's loss"):
+        measure_bits(backbone, RUN)

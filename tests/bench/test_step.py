@@ -1,0 +1,105 @@
+"""Weft's side: the right model, whole steps of all jobs, and a frozen step that really runs its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from weft.adapters.frozen import Dense
+from weft.backbone.backbone import Backbone
+from weft.bench import step as step_module
+from weft.bench.clock import QUICK
+from weft.bench.regimes import BF16, FEW, HANDFUL, Program, Run, Storage
+from weft.bench.samples import packed_samples
+from weft.bench.shapes import SHAPES, build
+from weft.bench.step import Jobs, make_backbone, measure
+from weft.errors import JobError, ModelError
+
+CPU = torch.device("cpu")
+TINY = SHAPES["tiny"]
+
+
+@pytest.fixture(params=["reference", "fused"])
+def backbone(request: pytest.FixtureRequest) -> Backbone:
+    return make_backbone(TINY, BF16, torch.float32, CPU, request.param)
+
+
+def test_losses_when_compared_with_transformers_on_the_same_shape_then_are_equal(backbone):
+    model = build(TINY, torch.float32, CPU, "sdpa")
+    losses = Jobs(backbone, HANDFUL).forward_backward()
+    samples = [sample for own in packed_samples(HANDFUL, TINY.vocabulary) for sample in own]
+    for sample, loss in zip(samples, losses, strict=True):
+        ids = torch.from_numpy(sample.tokens.astype("int64"))[None]
+        expected = model(input_ids=ids, labels=ids).loss * (sample.length - 1)
+        assert loss == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int8", "nf4"])
+def test_backbone_when_quantised_then_is_near_the_plain_one(quantize):
+    backbone = make_backbone(TINY, BF16, torch.float32, CPU)
+    rounded = make_backbone(TINY, Storage(quantize), torch.float32, CPU)
+    assert {linear.frozen.kind for linear in rounded.linears.values()} == {quantize}
+    # Losses of random weights hardly depend on them, so hidden states are compared.
+    batch, row_tile = Jobs(backbone, HANDFUL, frozen=True).batch, backbone.row_tile(HANDFUL.capacity)
+    plain, found = (one._hidden(batch, row_tile) for one in (backbone, rounded))
+    error = float((found - plain).norm() / plain.norm())
+    assert 1e-4 < error < 0.1
+
+
+def test_step_when_taken_then_moves_every_adapter_and_clears_gradients(backbone):
+    jobs = Jobs(backbone, FEW)
+    before = [adapter.params_b.clone() for adapter in jobs.adapters]
+    jobs.step()
+    for adapter, old in zip(jobs.adapters, before, strict=True):
+        assert not torch.equal(adapter.params_b, old)
+        assert not adapter.grad_b.any()
+
+
+def test_step_when_a_loss_is_not_finite_then_there_is_no_figure(backbone):
+    jobs = Jobs(backbone, FEW)
+    jobs.adapters[0].params_a.fill_(float("nan"))
+    jobs.adapters[0].params_b.fill_(1.0)
+    jobs.adapters[0].changed()
+    with pytest.raises(JobError, match="losses are not finite"):
+        jobs.step()
+
+
+def test_measure_when_done_then_slots_are_free_and_tokens_are_counted(backbone):
+    measured = measure(backbone, Run(Program.WEFT, FEW), QUICK)
+    assert (measured.tokens, measured.rows) == (128, 128)
+    assert measured.seconds > 0
+    assert 0 < measured.extra["optimizer_ms"] < measured.seconds * 1e3
+    assert all(not linear.slots for linear in backbone.linears.values())
+
+
+def test_measure_when_a_step_fails_then_slots_are_free(backbone, monkeypatch):
+    monkeypatch.setattr(Jobs, "step", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measure(backbone, Run(Program.WEFT, FEW), QUICK)
+    assert all(not linear.slots for linear in backbone.linears.values())
+
+
+def test_frozen_step_when_run_then_the_whole_backward_runs(backbone, monkeypatch):
+    seen = []
+    input_gradient = Dense.input_gradient
+
+    def counted(self: Dense, *arguments: Any) -> torch.Tensor:
+        seen.append(self.shape)
+        return input_gradient(self, *arguments)
+
+    monkeypatch.setattr(Dense, "input_gradient", counted)
+    jobs = Jobs(backbone, FEW, frozen=True)
+    jobs.forward_backward_frozen()
+    # All products of both layers; the fused step joins some and has no use for the first one's.
+    assert len(seen) == (7 if backbone.fused else 14)
+    measured = measure(backbone, Run(Program.WEFT_FROZEN, FEW), QUICK)
+    assert measured.detail == "no adapters"
+
+
+def test_frozen_step_when_its_backward_is_cut_then_there_is_no_figure(monkeypatch):
+    backbone = make_backbone(TINY, BF16, torch.float32, CPU, "reference")
+    monkeypatch.setattr(step_module.GradientToEmbeddings, "_ask", lambda *_: None)
+    with pytest.raises(ModelError, match="did not reach the embeddings"):
+        measure(backbone, Run(Program.WEFT_FROZEN, FEW), QUICK)

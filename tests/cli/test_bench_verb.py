@@ -1,0 +1,89 @@
+"""`weft bench`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from weft.bench import session
+from weft.errors import ModelError
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_bench_step_when_run_on_tiny_then_shows_and_keeps_every_figure(weft, tmp_path):
+    kept, drawn = tmp_path / "cpu.json", tmp_path / "cpu.svg"
+    kept.write_text('{"linear4_p0": 1.05}')
+    result = weft("bench", "step", "--model", "tiny", "--quick", "--json", kept, "--plot", drawn)
+    assert result.code == 0, result
+    found = json.loads(kept.read_text())
+    assert found["linear4_p0"] == 1.05
+    for name in ("tiny.step_vs_peft", "tiny.sweep4", "tiny.overhead2", "tiny.bits_differing"):
+        assert f"{name} = " in result.out
+        assert name in found
+    assert found["tiny.bits_differing"] == 0
+    ratio = found["tiny.weft_4_of_32_tok_s"] / found["tiny.peft_solo_32_tok_s"]
+    assert found["tiny.sweep4"] == pytest.approx(ratio, rel=1e-2)
+    assert "<svg" in drawn.read_text()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_bench_step_when_a_regime_is_named_then_measures_what_it_needs(weft):
+    result = weft("bench", "step", "--model", "tiny", "--regime", "tiny.overhead2", "--quick", "--kernels", "fused")
+    assert result.code == 0
+    assert "kernels fused: plain torch twins" in result.out
+    assert "tiny.overhead2 = " in result.out
+    assert "peft" not in result.out
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_bench_step_when_a_run_fails_then_others_go_on_and_the_exit_says_so(weft, tmp_path, monkeypatch):
+    def broken(*_: object) -> None:
+        raise ModelError("is broken.")
+
+    monkeypatch.setattr(session, "make_backbone", broken)
+    kept = tmp_path / "cpu.json"
+    result = weft("bench", "step", "--model", "tiny", "--regime", "tiny.sweep4", "--quick", "--json", kept)
+    assert result.code == 1
+    assert "a backbone of tiny (none) failed: ModelError: is broken." in result.out
+    assert "tiny.sweep4 was not measured" in result.out
+    assert json.loads(kept.read_text())["tiny.peft_solo_32_tok_s"] > 0
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("step",), "weft bench: these measurements need a CUDA GPU and torch sees none"),
+        (("step", "--model", "llama-3.1-8b"), "weft bench: these measurements need a CUDA GPU"),
+        (("kernels",), "weft bench: these measurements need a CUDA GPU"),
+        (("step", "--model", "llama-3.1-8c"), "Did you mean llama-3.1-8b?"),
+        (("step", "--model", "tiny", "--regime", "tiny.sweep5"), "Did you mean tiny.sweep4?"),
+        (
+            ("step", "--model", "tiny", "--kernels", "fast"),
+            "got 'fast'; accepted are auto, fused, reference.",
+        ),
+        (("step", "--model", "tiny", "--plot", "a.pdf"), "--plot: got a.pdf; the name must end in .svg or .png."),
+        (("step", "--model", "tiny", "--json", "gone/a.json"), "--json gone/a.json: there is no directory gone."),
+        (("kernels", "--regime", "linear4"), "there is no figure 'linear4'; accepted are linear4_p0"),
+    ],
+)
+def test_bench_when_it_cannot_run_then_one_sentence_says_why(words, sentence, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert sentence in refused("bench", *words)
+
+
+def test_module_when_run_then_is_the_command():
+    code = "import sys; sys.modules['plotly'] = None; import runpy;"
+    code += "sys.argv = ['weft', 'bench', '--help']; runpy.run_module('weft', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step" in done.stdout and "kernels" in done.stdout

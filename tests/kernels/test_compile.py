@@ -1,0 +1,195 @@
+"""Every kernel compiles for the GPUs we serve, in bf16, as its public function launches it.
+
+The interpreter takes the place of the compiler wherever it is on, so the work is done in a process without it: this
+file run as a program. There launches are recorded instead of run, then compiled; no GPU is needed. The compiler keeps
+what it made: a second run of the tests takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft.kernels
+
+pytestmark = pytest.mark.slow
+
+SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory a program may have, by compute capability."""
+FP8 = {"_quantise_rows", "fp8._dequantise"}
+"""Kernels with 8-bit floats, which 8.0 has not."""
+RANKS = {80: (64,), 90: (16, 64)}
+"""A rank of one block of rank space or more takes the most shared memory."""
+WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_swiglu", "_swiglu_grad",
+                 "_rotate", "_rotate_grad", "_add_norm", "_norm_grad"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    """One record per kernel, target and rank: what the compiler made of it, or its complaint."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__], env=env | {"TRITON_DEFAULT_FP_FUSION": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_kernels_when_compiled_for_each_gpu_then_none_complains(compiled):
+    """No kernel fails to compile, and none asks for more shared memory than there is."""
+    assert not [record for record in compiled if record["error"]]
+    assert not [record for record in compiled if record["shared"] > SHARED_LIMITS[record["target"]]]
+
+
+def test_kernels_when_launched_anywhere_then_are_compiled_here(compiled):
+    """A kernel added to the package cannot be forgotten here."""
+    names = {(record["module"], record["kernel"]) for record in compiled if record["target"] == 90}
+    for path in Path(weft.kernels.__path__[0]).glob("*.py"):
+        for name in re.findall(r"^ +(_\w+)\[", path.read_text(), re.M):
+            assert (path.stem, name) in names, f"{path.name}: {name}"
+
+
+def test_kernels_when_they_read_activations_then_in_whole_vectors(compiled):
+    """Masks and addresses are known to be multiples of a vector; element by element a kernel would be several times
+    slower and could not load ahead."""
+    slow = {record["kernel"] for record in compiled if record["single_loads"]}
+    assert not slow & WHOLE_VECTORS
+
+
+NUM_ROWS, HIDDEN, INNER = 64, 4096, 14336
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def launch_adapted(rank: int) -> None:
+    """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
+    from weft.kernels import expand, rotary, shrink, swiglu, weight_grad
+    from weft.kernels.tables import Delta, Site, SlotTable, Span, TableSizes, row_tables
+
+    num_rows, hidden, inner = NUM_ROWS, HIDDEN, INNER
+    heads = rotary.Heads(32, 8, 128)
+    qkv, o, gate_up = Site(0, heads.sizes, hidden), Site(3, (hidden,), hidden), Site(4, (inner, inner), hidden)
+    down = Site(6, (hidden,), inner)
+    table = SlotTable((qkv, o, gate_up, down), torch.device("cpu"))
+    table.rank_class = rank
+    rows = row_tables([Span(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
+    s = zeros(num_rows, 3 * rank)
+    x, qkv_TE, gu, act = (zeros(num_rows, n) for n in (hidden, sum(heads.sizes), 2 * inner, inner))
+    place = (qkv, rows, table)
+    shrink.shrink_kernel(x, s, *place)
+    shrink.shrink_grad_kernel(qkv_TE, s, *place)
+    expand.expand_kernel(qkv_TE, s, *place)
+    expand.expand_grad_kernel(x, s, *place)
+    weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
+    swiglu.swiglu_kernel(gu, Delta(s, gate_up, rows, table))
+    swiglu.swiglu_grad_kernel(gu, Delta(s, gate_up, rows, table), act, Delta(s, down, rows, table), True)
+
+
+def launch_bare() -> None:
+    """Calls every kernel function of the frozen model, the optimizer and the weights."""
+    from weft.kernels import adamw, attention, attention_grad, cross_entropy, fp8, nf4, rms_norm, rotary, swiglu
+
+    heads = rotary.Heads(32, 8, 128)
+    x, qkv_TE, gu, act = (zeros(NUM_ROWS, n) for n in (HIDDEN, sum(heads.sizes), 2 * INNER, INNER))
+    weight, half, head = zeros(HIDDEN), zeros(NUM_ROWS, 64, dtype=torch.float32), zeros(128)
+    rms_norm.add_norm_kernel(x, x, weight, 1e-5)
+    rms_norm.add_norm_kernel(x, None, weight, 1e-5)
+    rms_norm.norm_grad_kernel(x, weight, 1e-5, x, x, True)
+    rotary.rotate_kernel(qkv_TE, half, half, heads, None, None)
+    rotary.rotate_kernel(qkv_TE, half, half, heads, (head, head, 1e-6), None)
+    parts = [part.unflatten(1, (-1, 128)) for part in qkv_TE.split(heads.sizes, dim=1)]
+    rotary.rotate_grad_kernel(*parts, half, half, heads, None, None)
+    rotary.rotate_grad_kernel(*parts, half, half, heads, (head, head, 1e-6), qkv_TE)
+    swiglu.swiglu_kernel(gu, None)
+    swiglu.swiglu_grad_kernel(gu, None, act, None, False)
+    logits, targets = zeros(2, 128256), zeros(2, dtype=torch.int64)
+    cross_entropy.cross_entropy_rows_kernel(logits, targets, zeros(2, dtype=torch.float32), None)
+    cross_entropy.cross_entropy_rows_kernel(logits, targets, None, 30.0)
+    q_TK, scale_T = fp8.quantise_rows_kernel(x)
+    fp8.quantise_rows_kernel(zeros(2, 32768), zeros(32768, dtype=torch.float32))
+    fp8.dequantise_kernel(q_TK, scale_T, torch.bfloat16)
+    nf4.dequantise_nf4_kernel(nf4.quantise_nf4(zeros(2, HIDDEN)), torch.bfloat16)
+    for window in (None, 512):
+        blocks = attention.AttentionBlocks(zeros(4, 4, dtype=torch.int32), ())
+        out_THC, lse_HT = attention.attend_kernel(*parts, blocks, 0.1, window)
+        attention_grad.attend_grad_kernel(out_THC, *parts, out_THC, lse_HT, blocks, 0.1, window)
+    lane = adamw.Lane(*(zeros(64, dtype=torch.float32) for _ in range(4)), 1e-3)
+    adamw.adamw_kernel([adamw.Update((lane, lane), 1, (0.9, 0.999), 1e-8, 0.0, 1.0, 0.5)])
+
+
+def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:
+    """(target, kernel, arguments by name, launch options) of every launch; nothing runs."""
+    from triton.runtime.jit import JITFunction
+
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    JITFunction.run = lambda self, *args, grid, warmup, **kw: calls.append((self, args, kw))
+    for target, ranks in RANKS.items():
+        calls.clear()
+        for rank in ranks:
+            launch_adapted(rank)
+        launch_bare()
+        for kernel, args, kw in calls:
+            given = dict(zip(kernel.arg_names, args, strict=False)) | kw
+            options = {name: given.pop(name) for name in kw if name not in kernel.arg_names}
+            yield target, kernel, given, options
+
+
+def compile_one(kernel: Any, given: dict[str, Any], options: dict[str, Any], target: int) -> Any:
+    """What a launch with these arguments would run, specialised as Triton does."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+             torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}  # fmt: skip
+    signature, constants, hints = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = given[param.name]
+        if param.is_constexpr or (isinstance(value, int) and value == 1 and not param.do_not_specialize):
+            signature[param.name], constants[i,] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[param.name] = f"*{types[value.dtype]}"
+        elif isinstance(value, TensorDescriptor):
+            signature[param.name] = f"tensordesc<{types[value.base.dtype]}{list(value.block_shape)}>"
+            continue
+        else:
+            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+        if not isinstance(value, float) and (torch.is_tensor(value) or value % 16 == 0) and not param.do_not_specialize:
+            hints[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, hints)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def main() -> None:
+    """Prints one record per line."""
+    for target, kernel, given, options in recorded():
+        name, module = kernel.__name__, kernel.fn.__module__.rsplit(".", 1)[1]
+        if target < 89 and {name, f"{module}.{name}"} & FP8:
+            continue
+        record = {"kernel": name, "module": module, "target": target, "error": "", "shared": 0}
+        record |= {"single_loads": 0}
+        try:
+            made = compile_one(kernel, given, options, target)
+        except Exception as error:  # whatever the compiler says is the finding
+            record["error"] = repr(error)[-2000:]
+        else:
+            record["shared"] = made.metadata.shared
+            record["single_loads"] = len(re.findall(r"ld\.global\.b16", made.asm["ptx"]))
+        print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
