@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from tiny_models import random_sample
 from torch import nn
 
-from weft.kernels.dropout import keep_mask, row_keys
 from weft.adapters.linear import SlotLinear, tiled_mm
 from weft.adapters.lora import Adapter
 from weft.adapters.routing import Routing
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.kernels.dropout import keep_mask, row_keys
 from weft.spec import AdapterSpec
 
 CPU = torch.device("cpu")

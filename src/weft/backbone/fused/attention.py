@@ -1,53 +1,76 @@
-"""Causal attention inside samples for the fused step, forward and backward by hand.
+"""Causal attention inside samples for the fused step, forward and backward.
 
-On a GPU one variable-length kernel runs all samples; elsewhere each is attended by itself. Shape suffixes: T rows,
-H query heads, K key/value heads, C head size.
+On a GPU from Hopper on, and on a CPU, by weft.kernels.attention; on older GPUs by torch's variable-length kernel. Shape
+suffixes: T rows, E all heads of q, k and v side by side, H query heads, K key/value heads, C head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 
-from weft.backbone.attention import attend, varlen
+from weft.backbone.attention import varlen
 from weft.backbone.fused.inputs import Inputs
+from weft.kernels.attention import AttentionBlocks, attend
+from weft.kernels.attention_grad import attend_grad
 from weft.kernels.rotary import Heads
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q_THC, k_TKC, v_TKC or their gradients."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """An attention's result and what its backward needs."""
+    """An attention's result, and the way back from it."""
 
     output_THC: torch.Tensor
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    gradients: Callable[[torch.Tensor], Parts]
+    """From the gradient of the output to those of q, k and v; equal inputs give equal bits."""
 
-    def gradients(self, grad_THC: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gradients of q, k and v; equal inputs give equal bits."""
-        with _deterministic():
-            return torch.autograd.grad(self.output_THC, self.inputs, grad_THC)
+
+@lru_cache(maxsize=16)
+def needs_bounds(device: torch.device) -> bool:
+    """Whether attention on a device is torch's, which is told where samples begin and how long the longest is."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
 
 
 def attention(
     qkv_TE: torch.Tensor, heads: Heads, inputs: Inputs, scale: float, window: int | None, *, needs_grad: bool
 ) -> Attended:
-    """Attention of q, k and v side by side, each query within its own sample."""
-    num_rows = qkv_TE.shape[0]
-    parts = qkv_TE.detach().split(heads.sizes, dim=1)
-    q, k, v = (part.unflatten(1, (-1, heads.size)).requires_grad_(needs_grad) for part in parts)
+    """Attention of q, k and v side by side, each query within its own sample; padding rows are left undefined."""
+    q_THC, k_TKC, v_TKC = _parts(qkv_TE, heads)
+    if needs_bounds(qkv_TE.device):
+        return _torch_attention((q_THC, k_TKC, v_TKC), inputs, scale, window, needs_grad=needs_grad)
+    blocks = AttentionBlocks(inputs.part("blocks"), inputs.spans)
+    out_THC, lse_HT = attend(q_THC, k_TKC, v_TKC, blocks, scale, window)
+
+    def gradients(grad_THC: torch.Tensor) -> Parts:
+        dqkv_TE = attend_grad(grad_THC, q_THC, k_TKC, v_TKC, out_THC, lse_HT, blocks, scale, window)
+        return _parts(dqkv_TE, heads)
+
+    return Attended(out_THC, gradients)
+
+
+def _parts(qkv_TE: torch.Tensor, heads: Heads) -> Parts:
+    q, k, v = (part.unflatten(1, (-1, heads.size)) for part in qkv_TE.split(heads.sizes, dim=1))
+    return q, k, v
+
+
+def _torch_attention(parts: Parts, inputs: Inputs, scale: float, window: int | None, *, needs_grad: bool) -> Attended:
+    q, k, v = (part.detach().requires_grad_(needs_grad) for part in parts)
     with torch.set_grad_enabled(needs_grad):
-        if qkv_TE.is_cuda:
-            output = varlen(q, k, v, inputs.part("bounds"), inputs.shape.longest, scale, window)
-        else:
-            outputs = []
-            for span in inputs.spans:
-                own = [x[span.start : span.end].transpose(0, 1)[None] for x in (q, k, v)]
-                outputs.append(attend(own[0], own[1], own[2], scale, window, None)[0].transpose(0, 1))
-            padding = num_rows - inputs.spans[-1].end
-            output = torch.cat([*outputs, qkv_TE.new_zeros(padding, heads.num_q, heads.size)])
-    return Attended(output, (q, k, v))
+        output_THC = varlen(q, k, v, inputs.part("bounds"), inputs.shape.longest, scale, window)
+    return Attended(output_THC.detach(), partial(_torch_gradients, output_THC, (q, k, v)))
+
+
+def _torch_gradients(output_THC: torch.Tensor, leaves: Parts, grad_THC: torch.Tensor) -> Parts:
+    with _deterministic():
+        dq, dk, dv = torch.autograd.grad(output_THC, leaves, grad_THC)
+    return dq, dk, dv
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from weft.backbone.packed import PackedBatch
-from weft.kernels.launch import next_power_of_2
+from weft.kernels.attention import BLOCK, attention_blocks
+from weft.kernels.launch import cdiv, next_power_of_2
 from weft.kernels.tables import BARE, RowTables, Span, TableSizes, table_arrays
 
 MIN_SPANS = 16
@@ -27,7 +28,7 @@ class InputShape:
     num_spans: int
     """Samples there is room for: a power of two."""
     longest: int
-    """No sample is longer: a power of two."""
+    """No sample is longer: a power of two; 0 where attention does not ask."""
     is_adapted: bool
     """Whether any row has an adapter."""
     drops: bool
@@ -48,6 +49,7 @@ class InputShape:
             "tiles": (self.sizes.num_tiles, 4),
             "owners": (self.num_spans + 1, 4),
             "owned": (self.num_spans, 2),
+            "blocks": (cdiv(self.num_rows, BLOCK) + self.num_spans, 4),
             "bounds": (self.num_spans + 1,),
         }
         found, start = {}, 0
@@ -59,13 +61,13 @@ class InputShape:
         return found
 
 
-def input_shape(batch: PackedBatch) -> InputShape:
+def input_shape(batch: PackedBatch, *, with_longest: bool) -> InputShape:
     """The smallest shape that fits a microbatch."""
     longest = max(segment.end - segment.start for segment in batch.segments)
     return InputShape(
         batch.num_rows,
         max(MIN_SPANS, next_power_of_2(len(batch.segments))),
-        max(MIN_LONGEST, next_power_of_2(longest)),
+        max(MIN_LONGEST, next_power_of_2(longest)) if with_longest else 0,
         any(slot is not None for slot in batch.segment_slots),
         batch.drops,
     )
@@ -82,10 +84,12 @@ def input_array(batch: PackedBatch, shape: InputShape) -> np.ndarray:
     put("ids", batch.ids)
     put("positions", batch.positions)
     put("keys", batch.keys)
-    tiles, owners, owned = table_arrays(spans_of(batch), shape.sizes)
+    spans = spans_of(batch)
+    tiles, owners, owned = table_arrays(spans, shape.sizes)
     put("tiles", tiles)
     put("owners", owners)
     put("owned", owned)
+    put("blocks", attention_blocks(spans, shape.num_rows, shape.num_spans))
     # Unused samples are empty ones at the end. Padding rows are in no sample: attention leaves them undefined, and
     # nothing reads them.
     ends = [segment.end for segment in batch.segments]

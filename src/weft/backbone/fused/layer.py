@@ -127,7 +127,7 @@ def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kep
         layer.window,
         needs_grad=context.needs_grad,
     )
-    y_TD, s_out = context.product(layer.out, attended.output_THC.detach().flatten(1))
+    y_TD, s_out = context.product(layer.out, attended.output_THC.flatten(1))
     mid_TD, h_TD = add_norm(x_TD, context.expanded(y_TD, s_out), layer.norm_mid_D, eps)
     del y_TD
     gu_TJ, s_gate_up = context.product(layer.gate_up, h_TD)
@@ -179,7 +179,7 @@ def _backward_attention(
 ) -> torch.Tensor | None:
     model, is_adapted = context.model, context.inputs.shape.is_adapted
     assert kept.attended is not None
-    attended_TD = kept.attended.output_THC.detach().flatten(1)
+    attended_TD = kept.attended.output_THC.flatten(1)
     ds_out = context.shrunk_grad(layer.out, dmid_TD)
     do_TD = context.expanded_grad(layer.out.weight.input_gradient(dmid_TD, context.row_tile), ds_out)
     context.weight_grad(attended_TD, kept.s_out, dmid_TD, ds_out)

@@ -10,6 +10,7 @@ import torch
 
 from weft.adapters.compute_copy import ComputeCopy
 from weft.adapters.lora import Adapter
+from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.graph import Captured, capture
 from weft.backbone.fused.inputs import Inputs, InputShape, input_array, input_shape, spans_of
 from weft.backbone.fused.memory import Memory
@@ -57,7 +58,8 @@ class FusedRunner:
 
         Without adapters there is nothing to go back for; `through` goes all the same, to measure what it costs.
         """
-        shape, goes_back = input_shape(batch), through or any(slot is not None for slot in batch.segment_slots)
+        shape = input_shape(batch, with_longest=needs_bounds(self._device))
+        goes_back = through or shape.is_adapted
         rows_N, targets_N, weights_N = self._supervised(batch)
         if not self._is_captured:
             passed = self._pass(batch, shape, row_tile, needs_grad=goes_back)
@@ -74,7 +76,7 @@ class FusedRunner:
 
     def losses(self, batch: PackedBatch, row_tile: int | None) -> Running:
         """Starts a microbatch forward only."""
-        shape = input_shape(batch)
+        shape = input_shape(batch, with_longest=needs_bounds(self._device))
         rows_N, targets_N, _ = self._supervised(batch)
         if self._is_captured:
             hidden_TD = self._replay(batch, shape, row_tile).hidden_TD
