@@ -72,7 +72,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def launch_adapted(rank: int) -> None:
+def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
     from weft.kernels import expand, rotary, shrink, swiglu, weight_grad
     from weft.kernels.tables import Delta, Site, SlotTable, Span, TableSizes, row_tables
@@ -82,7 +82,7 @@ def launch_adapted(rank: int) -> None:
     qkv, o, gate_up = Site(0, heads.sizes, hidden), Site(3, (hidden,), hidden), Site(4, (inner, inner), hidden)
     down = Site(6, (hidden,), inner)
     table = SlotTable((qkv, o, gate_up, down), torch.device("cpu"))
-    table.rank_class = rank
+    table.rank_class, table.drops = rank, drops
     rows = row_tables([Span(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
     s = zeros(num_rows, 3 * rank)
     x, qkv_TE, gu, act = (zeros(num_rows, n) for n in (hidden, sum(heads.sizes), 2 * inner, inner))
@@ -137,7 +137,8 @@ def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:
     for target, ranks in RANKS.items():
         calls.clear()
         for rank in ranks:
-            launch_adapted(rank)
+            launch_adapted(rank, drops=False)
+        launch_adapted(ranks[0], drops=True)
         launch_bare()
         for kernel, args, kw in calls:
             given = dict(zip(kernel.arg_names, args, strict=False)) | kw

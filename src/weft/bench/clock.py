@@ -74,6 +74,7 @@ def release(device: torch.device) -> None:
     """Gives back what is no longer referenced, and starts a new account of the peak."""
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.init()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -120,6 +120,7 @@ def _expand_grad(  # type: ignore[no-untyped-def]
     module,
     num_modules,
     num_features,
+    DROPS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -146,7 +147,7 @@ def _expand_grad(  # type: ignore[no-untyped-def]
         a_whole = tl.where((whole == 0) & (width > 0), tl.load(line + 2), a_whole)
         whole += width
         any_dropped = any_dropped | (drop_threshold(line) > 0)
-    if any_dropped:
+    if DROPS and any_dropped:
         for part in tl.static_range(NUM_PARTS):
             line = line_of(table, slot, module + part, num_modules)
             width, column, a = part_width(line), part_column(line), weight_a(line, ds.dtype.element_ty)
@@ -199,6 +200,7 @@ def expand_grad_kernel(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, row
         site.module,
         table.num_modules,
         site.num_in,
+        DROPS=table.drops,
         NUM_PARTS=len(site.sizes),
         BM=ROW_TILE,
         BN=WIDTH,

@@ -60,6 +60,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     num_features,
     NUM_PARTS: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    DROPS: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
@@ -85,7 +86,7 @@ def _shrink(  # type: ignore[no-untyped-def]
             a_whole = tl.where((whole == 0) & (other_rank > 0), tl.load(other + 2), a_whole)
             whole += other_rank
             any_dropped = any_dropped | (drop_threshold(other) > 0)
-        if not any_dropped:
+        if not (DROPS and any_dropped):
             rank = whole
             column = 0
             a = a_whole
@@ -102,7 +103,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     x_rows = x + rows.to(tl.int64)[:, None] * stride_x
     a_rows = a_ptr + ranks.to(tl.int64)[None, :] * num_features
     acc = tl.zeros((BM, BR), dtype=tl.float32)
-    if dropped:
+    if DROPS and dropped:
         row_keys = tl.load(keys + rows, mask=row_mask, other=0)
         seed = drop_seed(line)
         scale = keep_scale(threshold)
@@ -185,7 +186,7 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
     _shrink[(len(rows.tiles_N4), num_parts * rank_blocks)](
         x_TD,
         s_TR,
-        table.device_SMF if rows.drops else table.plain_SMF,
+        table.device_SMF,
         rows.tiles_N4,
         rows.keys_T,
         x_TD.stride(0),
@@ -195,6 +196,7 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
         site.num_in,
         NUM_PARTS=num_parts,
         RANK_BLOCKS=rank_blocks,
+        DROPS=table.drops and rows.drops,
         BM=ROW_TILE,
         BK=REDUCTION,
         BR=block,

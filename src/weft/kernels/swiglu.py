@@ -267,6 +267,7 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
     num_rows,
     num_inner,
     ADAPTED: tl.constexpr,
+    DROPS: tl.constexpr,
     WANT_ACT: tl.constexpr,
     SPAN: tl.constexpr,
     BM: tl.constexpr,
@@ -289,8 +290,10 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
         s_g = rank_tile(s, stride_s, column_g, width_g, 0, rows, row_mask, BR)
         s_u = rank_tile(s, stride_s, column_u, width_u, 0, rows, row_mask, BR)
         s_d = rank_tile(ds, stride_ds, column_d, width_d, 0, rows, row_mask, BR)
-        narrow = tl.maximum(tl.maximum(width_g, width_u), width_d) <= BR
-        if narrow & (drop_threshold(line_d) == 0):
+        simple = tl.maximum(tl.maximum(width_g, width_u), width_d) <= BR
+        if DROPS:
+            simple = simple & (drop_threshold(line_d) == 0)
+        if (RANK_BLOCKS == 1 and not DROPS) or simple:
             _backward_columns(
                 gu, dact, dgu, act, s, ds, keys, stride_x, stride_d, stride_s, stride_ds, rows, row_mask, num_inner,
                 s_g, column_g, width_g, b_g, s_u, column_u, width_u, b_u, s_d, column_d, width_d, a_d, line_d,
@@ -300,7 +303,7 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
             _backward_columns(
                 gu, dact, dgu, act, s, ds, keys, stride_x, stride_d, stride_s, stride_ds, rows, row_mask, num_inner,
                 s_g, column_g, width_g, b_g, s_u, column_u, width_u, b_u, s_d, column_d, width_d, a_d, line_d,
-                True, True, True, WANT_ACT, SPAN, BN, BR, RANK_BLOCKS,
+                True, True, DROPS, WANT_ACT, SPAN, BN, BR, RANK_BLOCKS,
             )  # fmt: skip
     else:
         _backward_columns(
@@ -367,6 +370,7 @@ def swiglu_grad_kernel(
         num_rows,
         num_inner,
         ADAPTED=delta is not None,
+        DROPS=delta is not None and delta.table.drops,
         WANT_ACT=want_act,
         **_blocks(delta, backward=True),
     )

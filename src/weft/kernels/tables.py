@@ -95,12 +95,13 @@ class SlotTable:
         self._sites = sites
         self._fields = np.zeros((SPARE_SLOTS, self.num_modules, NUM_FIELDS), dtype=np.int64)
         self.device_SMF = torch.from_numpy(self._fields.copy()).to(device)
-        self.plain_SMF = self.device_SMF.clone()
-        """The same with no dropout anywhere, for evaluation."""
         self.rank_class = 16
         """A power of two that no rank so far is above; kernels are launched for it."""
+        self.drops = False
+        """Whether any adapter so far has dropout; kernels that never meet it are leaner."""
         self.version = 0
-        """Changes with `rank_class` and when `device_SMF` is another tensor: what was captured before is stale."""
+        """Changes with `rank_class`, with `drops` and when `device_SMF` is another tensor: what was captured before is
+        stale."""
 
     def entry(self, slot: int, module: int) -> Entry | None:
         """The adapter of a slot on a module."""
@@ -123,30 +124,26 @@ class SlotTable:
         if slot >= len(self._fields):
             self._fields = np.concatenate([self._fields, np.zeros_like(self._fields)])
             self.device_SMF = torch.zeros(self._fields.shape, dtype=torch.int64, device=self.device_SMF.device)
-            self.plain_SMF = self.device_SMF.clone()
             self.version += 1
         rank = max((entry.rank for entry in entries.values()), default=0)
         if rank > self.rank_class:
             self.rank_class = next_power_of_2(rank)
             self.version += 1
+        if not self.drops and any(entry.dropout for entry in entries.values()):
+            self.drops = True
+            self.version += 1
         for site in self._sites:
             for part, (column, rank, entry) in enumerate(self.columns(slot, site)):
                 row = (rank, column, *_addresses(entry)) if entry else (0, column, 0, 0, 0, 0, 0, 0)
                 self._fields[slot, site.module + part] = row
-        self._send()
+        self.device_SMF.copy_(torch.from_numpy(self._fields))
         return slot
 
     def remove(self, slot: int) -> None:
         """Frees a slot; rows that still name it see the bare backbone."""
         del self.entries[slot]
         self._fields[slot] = 0
-        self._send()
-
-    def _send(self) -> None:
         self.device_SMF.copy_(torch.from_numpy(self._fields))
-        plain = self._fields.copy()
-        plain[:, :, NUM_FIELDS - 1] = 0
-        self.plain_SMF.copy_(torch.from_numpy(plain))
 
 
 def _addresses(entry: Entry) -> tuple[int, ...]:

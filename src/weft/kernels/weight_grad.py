@@ -58,6 +58,7 @@ def _grad_a(  # type: ignore[no-untyped-def]
     module,
     num_modules,
     num_features,
+    DROPS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     BT: tl.constexpr,
@@ -89,7 +90,7 @@ def _grad_a(  # type: ignore[no-untyped-def]
                 other_rank = tl.load(other).to(tl.int32)
                 grad_whole = tl.where((whole == 0) & (other_rank > 0), tl.load(other + 4), grad_whole)
                 whole += other_rank
-                apart = apart | (drop_threshold(other) > 0) | (other_rank % 8 != 0)
+                apart = apart | (DROPS and drop_threshold(other) > 0) | (other_rank % 8 != 0)
             if not apart:
                 rank = whole
                 column = 0
@@ -117,7 +118,7 @@ def _grad_a(  # type: ignore[no-untyped-def]
                         mask=row_mask[:, None] & inside[None, :],
                         other=0.0,
                     )
-                    if threshold > 0:
+                    if DROPS and threshold > 0:
                         row_keys = tl.load(keys + rows, mask=row_mask, other=0)
                         kept = is_kept(row_keys, columns, seed, threshold)
                         x_tile = tl.where(kept, x_tile.to(tl.float32) * scale, 0.0).to(x.dtype.element_ty)
@@ -231,7 +232,9 @@ def weight_grad_kernel(
     tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
     place = (site.module, table.num_modules)
     strides_a, strides_b = (x_TD.stride(0), ds_TR.stride(0)), (dy_TO.stride(0), s_TR.stride(0))
-    _grad_a[(NUM_PROGRAMS,)](x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, **shared)
+    _grad_a[(NUM_PROGRAMS,)](
+        x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=table.drops, **shared
+    )
     _grad_b[(NUM_PROGRAMS,)](dy_TO, s_TR, *tables, *strides_b, *place, *site.three_sizes, **shared)
 
 
