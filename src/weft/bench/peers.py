@@ -1,7 +1,9 @@
 """What people run today, at its best: Hugging Face PEFT, PEFT with Liger's kernels, and the bare transformers model.
 
-The peers get every doubt: adapter weights in the model's own type (no casts), one fused AdamW, no gradient clipping, no
-reading of the loss, and the batch size that serves them best. Tokens of padding do not count, as nobody trains on them.
+The peers train what Weft trains: adapters and optimizer in fp32, as is PEFT's own default, products in bf16 by
+autocast, as transformers' Trainer does with bf16. Beyond that they get every doubt: one fused AdamW, no gradient
+clipping, no reading of the loss, and the batch size that serves them best. Tokens of padding do not count, as nobody
+trains on them.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def with_adapter(model: Any, dropout: float) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, lora_dropout=dropout, target_modules="all-linear")
-    return get_peft_model(model, config, autocast_adapter_dtype=False).train()
+    return get_peft_model(model, config).train()
 
 
 def adapter_steps(model: Any) -> Step:
@@ -104,8 +106,12 @@ def adapter_steps(model: Any) -> Step:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
+    halves = model.dtype is torch.bfloat16
+
     def step(batch: dict[str, torch.Tensor]) -> None:
-        model(**batch).loss.backward()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=halves):
+            loss = model(**batch).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

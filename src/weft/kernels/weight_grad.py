@@ -7,17 +7,27 @@ Each sample is summed by itself, in blocks of rows counted from its own start, a
 the gradient one after another in the job's order: ((g + s1) + s2) + s3. No microbatch cut, neighbour or place in the
 buffer can change that sum. Only an owner's own rows are read: a NaN elsewhere changes nothing.
 
-A fixed number of programs takes work items (owner, rank block, column block) in turn; how many there are is read from
-the device, so a captured launch serves any mix of jobs.
+A fixed number of programs takes work items (owner, column block) in turn; how many there are is read from the device,
+so a captured launch serves any mix of jobs. An item goes over its owner's ranks in blocks, so a narrow adapter costs
+nothing for a wide neighbour.
 """
 
 from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.launch import jit, runs_triton, tl
 from weft.kernels.tables import RowTables, Site, SlotTable
-from weft.kernels.tile import drop_seed, drop_threshold, float_field, is_kept, keep_scale, line_of, pad
+from weft.kernels.tile import (
+    drop_seed,
+    drop_threshold,
+    float_field,
+    is_kept,
+    keep_scale,
+    line_of,
+    pad,
+    part_column,
+)
 from weft.kernels.tuning import REDUCTION, rank_block, weight_grad_blocks
 
 NUM_PROGRAMS = 132 * 4
@@ -46,6 +56,61 @@ def weight_grad_reference(
 
 
 @jit
+def _sum_a(  # type: ignore[no-untyped-def]
+    x,
+    ds,
+    out,
+    owned,
+    keys,
+    stride_x,
+    stride_s,
+    first_span,
+    last_span,
+    column,
+    first,
+    rank,
+    columns,
+    num_features,
+    seed,
+    threshold,
+    DROPPED: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Adds dSᵀ x of an owner's samples to a block of ranks from `first` on and a block of columns."""
+    ranks = first + tl.arange(0, BR)
+    has = ranks < pad(rank)
+    inside = columns < num_features
+    here = out + ranks.to(tl.int64)[:, None] * num_features + columns[None, :]
+    mask = (ranks < rank)[:, None] & inside[None, :]
+    total = tl.load(here, mask=mask, other=0.0)
+    for span in range(first_span, last_span):
+        start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+        acc = tl.zeros((BR, BN), dtype=tl.float32)
+        for t in range(start, end, BT):
+            rows = t + tl.arange(0, BT)
+            row_mask = rows < end
+            x_tile = tl.load(
+                x + rows.to(tl.int64)[:, None] * stride_x + columns[None, :],
+                mask=row_mask[:, None] & inside[None, :],
+                other=0.0,
+            )
+            if DROPPED:
+                row_keys = tl.load(keys + rows, mask=row_mask, other=0)
+                kept = is_kept(row_keys, columns, seed, threshold)
+                x_tile = tl.where(kept, x_tile.to(tl.float32) * keep_scale(threshold), 0.0).to(x.dtype.element_ty)
+            ds_tile = tl.load(
+                ds + rows.to(tl.int64)[None, :] * stride_s + (column + ranks)[:, None],
+                mask=row_mask[None, :] & has[:, None],
+                other=0.0,
+            )
+            acc = tl.dot(ds_tile, x_tile, acc, input_precision="ieee")
+        total += acc
+    tl.store(here, total, mask=mask)
+
+
+@jit
 def _grad_a(  # type: ignore[no-untyped-def]
     x,
     ds,
@@ -60,76 +125,47 @@ def _grad_a(  # type: ignore[no-untyped-def]
     num_features,
     DROPS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
     column_blocks = tl.cdiv(num_features, BN)
-    per_owner = NUM_PARTS * RANK_BLOCKS * column_blocks
-    num_items = tl.load(owners).to(tl.int32) * per_owner
-    ts = tl.arange(0, BT)
+    num_items = tl.load(owners).to(tl.int32) * column_blocks
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        owner = owners + (1 + item // per_owner) * 4
+        owner = owners + (1 + item // column_blocks) * 4
         first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
-        block = (item % per_owner) // column_blocks
         columns = (item % column_blocks) * BN + tl.arange(0, BN)
-        line = line_of(table, slot, module + block // RANK_BLOCKS, num_modules)
-        threshold = drop_threshold(line)
-        rank = tl.load(line).to(tl.int32)
-        column = tl.load(line + 1).to(tl.int32)
-        grad = tl.load(line + 4)
-        first = (block % RANK_BLOCKS) * BR
-        if NUM_PARTS > 1:
-            # All parts as one matrix, where nothing is dropped and no rank is padded.
-            whole = 0
-            grad_whole = grad
-            apart = False
+        whole = 0
+        grad_whole = tl.load(line_of(table, slot, module, num_modules) + 4)
+        apart = False
+        for part in tl.static_range(NUM_PARTS):
+            line = line_of(table, slot, module + part, num_modules)
+            rank = tl.load(line).to(tl.int32)
+            grad_whole = tl.where((whole == 0) & (rank > 0), tl.load(line + 4), grad_whole)
+            whole += rank
+            apart = apart | (rank % 8 != 0)
+            if DROPS:
+                apart = apart | (drop_threshold(line) > 0)
+        if apart:
             for part in tl.static_range(NUM_PARTS):
-                other = line_of(table, slot, module + part, num_modules)
-                other_rank = tl.load(other).to(tl.int32)
-                grad_whole = tl.where((whole == 0) & (other_rank > 0), tl.load(other + 4), grad_whole)
-                whole += other_rank
-                apart = apart | (DROPS and drop_threshold(other) > 0) | (other_rank % 8 != 0)
-            if not apart:
-                rank = whole
-                column = 0
-                grad = grad_whole
-                first = block * BR
-        if first < rank:
-            column = column // 8 * 8  # says that it is a multiple, which a hint cannot on a value of two origins
-            ranks = first + tl.arange(0, BR)
-            has = ranks < pad(rank)
-            inside = columns < num_features
-            seed = drop_seed(line)
-            scale = keep_scale(threshold)
-            out = tl.multiple_of(grad.to(tl.pointer_type(tl.float32)), 16)
-            out = out + ranks.to(tl.int64)[:, None] * num_features + columns[None, :]
-            mask = (ranks < rank)[:, None] & inside[None, :]
-            total = tl.load(out, mask=mask, other=0.0)
-            for span in range(first_span, last_span):
-                start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
-                acc = tl.zeros((BR, BN), dtype=tl.float32)
-                for t in range(start, end, BT):
-                    rows = t + ts
-                    row_mask = rows < end
-                    x_tile = tl.load(
-                        x + rows.to(tl.int64)[:, None] * stride_x + columns[None, :],
-                        mask=row_mask[:, None] & inside[None, :],
-                        other=0.0,
-                    )
-                    if DROPS and threshold > 0:
-                        row_keys = tl.load(keys + rows, mask=row_mask, other=0)
-                        kept = is_kept(row_keys, columns, seed, threshold)
-                        x_tile = tl.where(kept, x_tile.to(tl.float32) * scale, 0.0).to(x.dtype.element_ty)
-                    ds_tile = tl.load(
-                        ds + rows.to(tl.int64)[None, :] * stride_s + (column + ranks)[:, None],
-                        mask=row_mask[None, :] & has[:, None],
-                        other=0.0,
-                    )
-                    acc = tl.dot(ds_tile, x_tile, acc, input_precision="ieee")
-                total += acc
-            tl.store(out, total, mask=mask)
+                line = line_of(table, slot, module + part, num_modules)
+                rank = tl.load(line).to(tl.int32)
+                column = part_column(line)
+                out = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+                threshold = drop_threshold(line)
+                for first in range(0, rank, BR):
+                    _sum_a(
+                        x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, column, first, rank,
+                        columns, num_features, drop_seed(line), threshold, DROPS, BT, BN, BR,
+                    )  # fmt: skip
+        else:
+            # The parts' A and their gradients lie one after another: one matrix, one reading of x.
+            out = tl.multiple_of(grad_whole.to(tl.pointer_type(tl.float32)), 16)
+            for first in range(0, whole, BR):
+                _sum_a(
+                    x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, 0, first, whole,
+                    columns, num_features, 0, 0, False, BT, BN, BR,
+                )  # fmt: skip
 
 
 @jit
@@ -147,20 +183,16 @@ def _grad_b(  # type: ignore[no-untyped-def]
     size_1,
     size_2,
     NUM_PARTS: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
     blocks_0, blocks_1 = tl.cdiv(size_0, BN), tl.cdiv(size_1, BN)
     column_blocks = blocks_0 + blocks_1 + tl.cdiv(size_2, BN)
-    per_owner = RANK_BLOCKS * column_blocks
-    num_items = tl.load(owners).to(tl.int32) * per_owner
-    ts = tl.arange(0, BT)
+    num_items = tl.load(owners).to(tl.int32) * column_blocks
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        owner = owners + (1 + item // per_owner) * 4
+        owner = owners + (1 + item // column_blocks) * 4
         first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
-        first = ((item % per_owner) // column_blocks) * BR
         block = item % column_blocks
         part = 0
         begin = 0
@@ -177,22 +209,22 @@ def _grad_b(  # type: ignore[no-untyped-def]
                 size = size_2
         line = line_of(table, slot, module + part, num_modules)
         rank = tl.load(line).to(tl.int32)
-        if first < rank:
-            column = tl.multiple_of(tl.load(line + 1).to(tl.int32), 8)
+        column = part_column(line)
+        columns = block * BN + tl.arange(0, BN)
+        inside = columns < size
+        scale = float_field(line, 6)
+        grad = tl.load(line + 5).to(tl.pointer_type(tl.float32))
+        for first in range(0, rank, BR):
             ranks = first + tl.arange(0, BR)
             has = ranks < pad(rank)
-            columns = block * BN + tl.arange(0, BN)
-            inside = columns < size
-            scale = float_field(line, 6)
-            out = tl.load(line + 5).to(tl.pointer_type(tl.float32))
-            out = out + columns.to(tl.int64)[None, :] * rank + ranks[:, None]
+            out = grad + columns.to(tl.int64)[None, :] * rank + ranks[:, None]
             mask = (ranks < rank)[:, None] & inside[None, :]
             total = tl.load(out, mask=mask, other=0.0)
             for span in range(first_span, last_span):
                 start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
                 acc = tl.zeros((BR, BN), dtype=tl.float32)
                 for t in range(start, end, BT):
-                    rows = t + ts
+                    rows = t + tl.arange(0, BT)
                     row_mask = rows < end
                     y_tile = tl.load(
                         dy + rows.to(tl.int64)[:, None] * stride_y + (begin + columns)[None, :],
@@ -223,7 +255,6 @@ def weight_grad_kernel(
     blocks = weight_grad_blocks(block)
     shared = {
         "NUM_PARTS": len(site.sizes),
-        "RANK_BLOCKS": cdiv(table.rank_class, block),
         "BT": REDUCTION,
         "BN": blocks.width,
         "BR": block,
