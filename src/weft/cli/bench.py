@@ -87,6 +87,24 @@ def kernels(
     _conclude(figures, failures, device, plot)
 
 
+@bench.command("curve")
+def curve(
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each job.", min=1)] = 100,
+    kernels: Annotated[str, typer.Option(help="Weft's path: auto, fused or reference.")] = "auto",
+    json: JsonFile = None,
+) -> None:
+    """Loss curves on the embedded model: Weft beside PEFT, FP8 beside unquantised, alone beside others."""
+    from weft.bench import report
+    from weft.bench.curve import measure_curves
+
+    _check_files(json, None)
+    device = _device(needs_gpu=False)
+    figures = measure_curves(device, steps, kernels, _say)
+    if json is not None:
+        report.write_json(json, {found.key: found.value for found in figures}, device)
+    _conclude(figures, [], device, None)
+
+
 def _device(*, needs_gpu: bool) -> torch.device:
     """The GPU, or the CPU for what also runs there."""
     import torch

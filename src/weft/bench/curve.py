@@ -1,0 +1,168 @@
+"""Loss curves on the embedded backbone: Weft beside PEFT step by step, FP8 beside unquantised, alone beside others.
+
+| figure | what it compares |
+|---|---|
+| curve_vs_peft | loss of each step, all jobs together in Weft, each alone in PEFT: largest difference over the mean |
+| curve_fp8_eval | eval loss after those steps with an FP8 backbone over that without, less one |
+| curve_bits | numbers of the final adapters that differ when a job trains alone |
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from weft.backbone.load import load_backbone, load_plain_model
+from weft.bench.figures import Figure, Kind
+from weft.demo.skills import write_skill
+from weft.engine.engine import Engine
+from weft.engine.events import StepDone
+from weft.engine.live_job import LiveJob
+from weft.engine.schedule import learning_rate, warmup_steps
+from weft.spec import AdapterSpec, BackboneSpec, JobSpec
+
+SKILLS = ("reverse", "shout", "drop_vowels", "next_letter")
+CAPACITY = 2048
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What a training run left."""
+
+    losses: dict[str, list[float]]
+    eval_losses: dict[str, float]
+    adapters: dict[str, list[torch.Tensor]]
+    jobs: dict[str, LiveJob]
+    starts: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]
+
+
+def measure_curves(device: torch.device, steps: int, kernels: str, say: Callable[[str], None]) -> list[Figure]:
+    """The figures of this file; `steps` for each job."""
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    spec = BackboneSpec("tiny", dtype=dtype, device=device.type, kernels=kernels)
+    with tempfile.TemporaryDirectory() as name:
+        jobs = [_job(skill, Path(name), steps) for skill in SKILLS]
+        together = _train(spec, jobs)
+        say(f"tiny  {len(jobs)} jobs of {steps} steps together, {dtype}")
+        figures = [_against_peft(spec, together)]
+        say(f"  {figures[-1].line}")
+        rounded = _train(replace(spec, quantize="fp8"), jobs)
+        ratios = [rounded.eval_losses[skill] / together.eval_losses[skill] for skill in SKILLS]
+        detail = ", ".join(f"{skill} {ratio - 1:+.2%}" for skill, ratio in zip(SKILLS, ratios, strict=True))
+        figures.append(Figure("curve_fp8_eval", float(np.mean(ratios)) - 1, Kind.OVERHEAD, 0.01, detail=detail))
+        say(f"  {figures[-1].line}")
+        alone = _train(spec, jobs[:1])
+        pairs = zip(alone.adapters[SKILLS[0]], together.adapters[SKILLS[0]], strict=True)
+        differing = sum(int((one != other).sum()) for one, other in pairs)
+        figures.append(Figure("curve_bits", differing, Kind.DIFFERENCES, 0.0))
+        say(f"  {figures[-1].line}")
+    return figures
+
+
+def _job(skill: str, folder: Path, steps: int) -> JobSpec:
+    train, _ = write_skill(folder / skill, skill, train=400, held=1)
+    return JobSpec(
+        skill,
+        (str(train),),
+        eval_data=32,
+        adapter=AdapterSpec(r=8),
+        max_steps=steps,
+        eval_steps=steps,
+        global_batch_size=8,
+        learning_rate=2e-3,
+        max_length=128,
+        seed=SKILLS.index(skill),
+    )
+
+
+def _train(spec: BackboneSpec, jobs: list[JobSpec]) -> Curves:
+    engine = Engine(load_backbone(spec), capacity=CAPACITY)
+    for job in jobs:
+        engine.submit(job)
+    starts = {name: live.adapter.tensors() for name, live in engine.jobs.items()}
+    losses: dict[str, list[float]] = {job.name: [] for job in jobs}
+    for event in engine.events():
+        if isinstance(event, StepDone):
+            losses[event.job].append(event.loss)
+    evals = {}
+    for name, live in engine.jobs.items():
+        assert live.best_eval is not None, f"{name} {live.state}: {live.reason}"
+        evals[name] = live.best_eval
+    adapters = {
+        name: [t for pair in live.adapter.tensors().values() for t in pair] for name, live in engine.jobs.items()
+    }
+    return Curves(losses, evals, adapters, engine.jobs, starts)
+
+
+def _against_peft(spec: BackboneSpec, mine: Curves) -> Figure:
+    """Largest difference of a step's loss, over the mean loss of its job."""
+    worst, detail = 0.0, []
+    for name, live in mine.jobs.items():
+        theirs = _peft_losses(spec, live, mine.starts[name])
+        gap = max(abs(a - b) for a, b in zip(mine.losses[name], theirs, strict=True)) / float(np.mean(theirs))
+        detail.append(f"{name} {gap:.2%}")
+        worst = max(worst, gap)
+    bound = 0.05 if spec.dtype == "bfloat16" else 1e-4
+    return Figure("curve_vs_peft", worst, Kind.OVERHEAD, bound, detail=", ".join(detail))
+
+
+def _peft_losses(spec: BackboneSpec, job: LiveJob, start: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """The job alone, as its owner would train it with PEFT: fp32 adapters, bf16 products by autocast."""
+    from peft import LoraConfig, get_peft_model
+
+    plain = load_plain_model(spec)
+    r = job.spec.adapter.r
+    config = LoraConfig(task_type="CAUSAL_LM", r=r, lora_alpha=2 * r, target_modules=list(start))
+    model: Any = get_peft_model(plain, config)
+    with torch.no_grad():
+        for path, (a_RD, b_OR) in start.items():
+            module = model.get_submodule(f"base_model.model.{path}")
+            module.lora_A["default"].weight.copy_(a_RD)
+            module.lora_B["default"].weight.copy_(b_OR)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    settings = job.spec
+    optimizer = torch.optim.AdamW(
+        trained, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+    )  # fmt: skip
+    losses = []
+    warmup = warmup_steps(settings.warmup_steps, job.num_steps)
+    for step in range(job.num_steps):
+        kind = settings.lr_scheduler_type
+        optimizer.param_groups[0]["lr"] = learning_rate(kind, settings.learning_rate, step, job.num_steps, warmup)
+        loss = _batch_loss(model, job, step)
+        loss.backward()
+        if settings.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(trained, settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _batch_loss(model: Any, job: LiveJob, step: int) -> torch.Tensor:
+    """Mean cross entropy over the supervised tokens of a global batch, run as one padded batch."""
+    samples = [job.data.train.samples[i] for i in job.order.batch(step)]
+    longest = max(sample.length for sample in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for row, sample in enumerate(samples):
+        tokens = torch.from_numpy(sample.tokens.astype("int64"))
+        ids[row, : sample.length] = tokens
+        labels[row, : sample.length] = torch.where(torch.from_numpy(sample.supervised.copy()), tokens, -100)
+    device = model.device
+    mask = torch.arange(longest)[None, :] < torch.tensor([sample.length for sample in samples])[:, None]
+    halves = model.dtype is torch.bfloat16
+    with torch.autocast(device.type, torch.bfloat16, enabled=halves):
+        logits = model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
+    targets = labels[:, 1:].flatten().to(device)
+    total = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
+    mean: torch.Tensor = total / sum(sample.num_supervised for sample in samples)
+    return mean
