@@ -20,14 +20,13 @@ import pytest
 import torch
 
 import weft.kernels
+from weft.kernels.tuning import SHARED_BYTES
 
 pytestmark = pytest.mark.slow
 
-SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes of shared memory a program may have, by compute capability."""
 FP8 = {"_quantise_rows", "fp8._dequantise"}
 """Kernels with 8-bit floats, which 8.0 has not."""
-RANKS = {80: (64,), 90: (16, 64)}
+RANKS = {80: (64,), 89: (64,), 90: (16, 64)}
 """A rank of one block of rank space or more takes the most shared memory."""
 WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_swiglu", "_swiglu_grad",
                  "_rotate", "_rotate_grad", "_add_norm", "_norm_grad"}  # fmt: skip
@@ -47,7 +46,7 @@ def compiled() -> list[dict[str, Any]]:
 def test_kernels_when_compiled_for_each_gpu_then_none_complains(compiled):
     """No kernel fails to compile, and none asks for more shared memory than there is."""
     assert not [record for record in compiled if record["error"]]
-    assert not [record for record in compiled if record["shared"] > SHARED_LIMITS[record["target"]]]
+    assert not [record for record in compiled if record["shared"] > SHARED_BYTES[divmod(record["target"], 10)]]
 
 
 def test_kernels_when_launched_anywhere_then_are_compiled_here(compiled):
@@ -132,10 +131,13 @@ def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:
     """(target, kernel, arguments by name, launch options) of every launch; nothing runs."""
     from triton.runtime.jit import JITFunction
 
+    from weft.kernels import tuning
+
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     JITFunction.run = lambda self, *args, grid, warmup, **kw: calls.append((self, args, kw))
     for target, ranks in RANKS.items():
         calls.clear()
+        tuning.shared_limit = lambda device, target=target: tuning.SHARED_BYTES[divmod(target, 10)]
         for rank in ranks:
             launch_adapted(rank, drops=False)
         launch_adapted(ranks[0], drops=True)
@@ -180,6 +182,8 @@ def main() -> None:
         name, module = kernel.__name__, kernel.fn.__module__.rsplit(".", 1)[1]
         if target < 89 and {name, f"{module}.{name}"} & FP8:
             continue
+        if target < 90 and module.startswith("attention"):
+            continue  # before Hopper attention is torch's
         record = {"kernel": name, "module": module, "target": target, "error": "", "shared": 0}
         record |= {"single_loads": 0}
         try:

@@ -200,7 +200,7 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
         BM=ROW_TILE,
         BK=REDUCTION,
         BR=block,
-        **shrink_blocks(block).launch,
+        **shrink_blocks(block, x_TD).launch,
     )
 
 
@@ -223,7 +223,7 @@ def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, row
         BM=ROW_TILE,
         BK=REDUCTION,
         BR=block,
-        **shrink_blocks(block).launch,
+        **shrink_blocks(block, dy_TO).launch,
     )
 
 

@@ -252,7 +252,7 @@ def weight_grad_kernel(
 ) -> None:
     """Adds to the gradients of every owner."""
     block = rank_block(table.rank_class)
-    blocks = weight_grad_blocks(block)
+    blocks = weight_grad_blocks(block, x_TD)
     shared = {
         "NUM_PARTS": len(site.sizes),
         "BT": REDUCTION,
