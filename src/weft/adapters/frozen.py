@@ -265,13 +265,17 @@ def quantisation(weights: Iterable[FrozenWeight]) -> str:
 
 
 def describe(weights: Iterable[FrozenWeight]) -> str:
-    """How weights are stored, in words: `fp8 (7.0 GB in 222 linears), 2 linears dense (0.1 GB)`."""
+    """How weights are stored, in words: `fp8 (7.0 GB in 222 linears), 2 linears dense (100.0 MB)`."""
     weights = list(weights)
     kept = [weight for weight in weights if isinstance(weight, Dense)]
     stored = [weight for weight in weights if not isinstance(weight, Dense)]
-    size = {id(group): sum(w.num_bytes for w in group) / 1e9 for group in (kept, stored)}
-    dense = f"{len(kept)} linears dense ({size[id(kept)]:.1f} GB)"
+    dense = f"{len(kept)} linears dense ({_size(kept)})"
     if not stored:
         return dense
-    text = f"{quantisation(stored)} ({size[id(stored)]:.1f} GB in {len(stored)} linears)"
+    text = f"{quantisation(stored)} ({_size(stored)} in {len(stored)} linears)"
     return f"{text}, {dense}" if kept else text
+
+
+def _size(weights: Iterable[FrozenWeight]) -> str:
+    num_bytes = sum(weight.num_bytes for weight in weights)
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

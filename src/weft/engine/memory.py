@@ -46,7 +46,8 @@ class Room:
 
     def conditions(self) -> dict[str, Any]:
         """What of it decides the bits of a result."""
-        return {"capacity": self.capacity, "row_tile": self.row_tile}
+        kernels = "reference" if self._backbone.fused is None else "fused"
+        return {"capacity": self.capacity, "row_tile": self.row_tile, "kernels": kernels}
 
     def shrink(self) -> bool:
         """Halves the capacity, but not below the longest sample of any job that has not ended; False if it cannot."""
