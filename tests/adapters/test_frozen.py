@@ -175,6 +175,6 @@ def test_quantise_when_the_kind_is_unknown_then_says_what_is_accepted():
 def test_describe_when_some_stay_dense_then_says_how_many():
     made: list[FrozenWeight] = [quantise(torch.randn(48, 96), "fp8"), quantise(torch.randn(40, 96), "fp8")]
     assert describe(made) == "fp8 (0.0 MB in 1 linears), 1 linears dense (0.0 MB)"
-    assert describe(made[:1]) == "fp8 (0.0 GB in 1 linears)"
-    assert describe(made[1:]) == "1 linears dense (0.0 GB)"
+    assert describe(made[:1]) == "fp8 (0.0 MB in 1 linears)"
+    assert describe(made[1:]) == "1 linears dense (0.0 MB)"
     assert (quantisation(made), quantisation(made[1:])) == ("fp8", "none")
