@@ -6,6 +6,8 @@ table, the adapters' weights. So jobs come and go without a new capture.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +52,21 @@ def capture(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(forward, pool=pool, stream=stream):
-        passed = run_forward(*arguments, needs_grad=True)
-    with torch.cuda.graph(backward, pool=pool, stream=stream):
-        run_backward(passed, grad_TD)
+    with _memory_errors():
+        with torch.cuda.graph(forward, pool=pool, stream=stream):
+            passed = run_forward(*arguments, needs_grad=True)
+        with torch.cuda.graph(backward, pool=pool, stream=stream):
+            run_backward(passed, grad_TD)
     return Captured(inputs, passed.hidden_TD, grad_TD, forward, backward)
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """A capture that runs out of memory ends in an error about the capture; this says what it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        causes = (error, error.__context__)
+        if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise

@@ -115,11 +115,21 @@ class FusedRunner:
                 self.forget()
             while len(self._graphs) >= MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
             tile = tile_for(self._model, shape.num_rows, row_tile)
-            self._graphs[key] = capture(self._model, shape, self.table, tile, self._memory, self._pool)
+            try:
+                captured = self._capture(shape, tile)
+            except torch.OutOfMemoryError:
+                # Graphs of other shapes may hold memory in pieces too small for this one.
+                self.forget()
+                torch.cuda.empty_cache()
+                captured = self._capture(shape, tile)
+            self._graphs[key] = captured
         self._graphs[key] = self._graphs.pop(key)  # the last used goes last
         return self._graphs[key]
+
+    def _capture(self, shape: InputShape, tile: int | None) -> Captured:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return capture(self._model, shape, self.table, tile, self._memory, self._pool)
 
     def _follow(self, batch: PackedBatch) -> None:
         for slot in dict.fromkeys(batch.segment_slots):
