@@ -8,6 +8,7 @@
     ├── StorageError        a directory cannot be written, is full, or is in use
     ├── CheckpointError     a checkpoint is damaged or belongs to another job
     ├── JobError            one job cannot go on; its neighbours can
+    ├── PlanError           what is to be planned cannot be done within its limits
     └── MissingExtraError   an optional package is needed and not installed
 
 The text of an error says where it happened, what was found, and what would be right.
@@ -74,6 +75,12 @@ class JobError(WeftError):
     """One job cannot go on; its neighbours can."""
 
     code = "job"
+
+
+class PlanError(WeftError):
+    """What is to be planned cannot be done within its limits."""
+
+    code = "plan_error"
 
 
 class MissingExtraError(WeftError):

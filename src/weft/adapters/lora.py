@@ -54,32 +54,11 @@ class Adapter:
                     f"rank {rank} is above the smaller side of {path} ({shape[0]} x {shape[1]}).",
                     where="adapter.r" if rank == spec.r else "adapter.rank_pattern",
                 )
-        sizes_a = [spec.rank_for(path) * shape[1] for path, shape in modules.items()]
-        sizes_b = [spec.rank_for(path) * shape[0] for path, shape in modules.items()]
-        self.params_a = torch.zeros(sum(sizes_a), device=device)
-        self.params_b = torch.zeros(sum(sizes_b), device=device)
-        self.grad_a = torch.zeros_like(self.params_a)
-        self.grad_b = torch.zeros_like(self.params_b)
+        num_a = sum(spec.rank_for(path) * shape[1] for path, shape in modules.items())
+        num_b = sum(spec.rank_for(path) * shape[0] for path, shape in modules.items())
+        self._shapes = dict(modules)
         self.modules: dict[str, LoraWeights] = {}
-        pieces = zip(
-            modules.items(),
-            self.params_a.split(sizes_a),
-            self.params_b.split(sizes_b),
-            self.grad_a.split(sizes_a),
-            self.grad_b.split(sizes_b),
-            strict=True,
-        )
-        for (path, (num_out, num_in)), a, b, grad_a, grad_b in pieces:
-            rank = spec.rank_for(path)
-            self.modules[path] = LoraWeights(
-                a.view(rank, num_in),
-                b.view(num_out, rank),
-                grad_a.view(rank, num_in),
-                grad_b.view(num_out, rank),
-                spec.scale_for(path),
-                spec.lora_dropout,
-                module_key(path),
-            )
+        self._take(torch.zeros(num_a, device=device), torch.zeros(num_b, device=device))
         self.version = 0
         """Counts the changes of the weights, for those who keep a copy."""
         self._initialise(seed)
@@ -118,6 +97,37 @@ class Adapter:
             mine.a_RD.copy_(a)
             mine.b_OR.copy_(b)
         self.changed()
+
+    def move_to(self, device: torch.device) -> None:
+        """Takes the weights to a device, bit by bit, and forgets the gradients; no slot may hold the adapter."""
+        self._take(self.params_a.to(device, copy=True), self.params_b.to(device, copy=True))
+        self.changed()
+
+    def _take(self, params_a: torch.Tensor, params_b: torch.Tensor) -> None:
+        """Makes these the weights, with fresh gradients beside them; without the memory for it, nothing changes."""
+        grad_a, grad_b = torch.zeros_like(params_a), torch.zeros_like(params_b)
+        self.params_a, self.params_b, self.grad_a, self.grad_b = params_a, params_b, grad_a, grad_b
+        sizes_a = [self.spec.rank_for(path) * shape[1] for path, shape in self._shapes.items()]
+        sizes_b = [self.spec.rank_for(path) * shape[0] for path, shape in self._shapes.items()]
+        pieces = zip(
+            self._shapes.items(),
+            params_a.split(sizes_a),
+            params_b.split(sizes_b),
+            grad_a.split(sizes_a),
+            grad_b.split(sizes_b),
+            strict=True,
+        )
+        for (path, (num_out, num_in)), a, b, grad_a_piece, grad_b_piece in pieces:
+            rank = self.spec.rank_for(path)
+            self.modules[path] = LoraWeights(
+                a.view(rank, num_in),
+                b.view(num_out, rank),
+                grad_a_piece.view(rank, num_in),
+                grad_b_piece.view(num_out, rank),
+                self.spec.scale_for(path),
+                self.spec.lora_dropout,
+                module_key(path),
+            )
 
     def _initialise(self, seed: int) -> None:
         """PEFT's starting values, drawn per module from the job's seed: no module's depends on the others."""

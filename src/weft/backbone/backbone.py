@@ -103,11 +103,11 @@ class Backbone:
             return CPU_ROW_TILE
         return capacity if self.fused is None else min(-(-capacity // 64) * 64, GPU_ROW_TILE)
 
-    def new_adapter(self, spec: AdapterSpec, seed: int) -> Adapter:
-        """A fresh adapter for this backbone; it trains once attached."""
+    def new_adapter(self, spec: AdapterSpec, seed: int, device: torch.device | None = None) -> Adapter:
+        """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached."""
         chosen = choose_modules(spec, list(self.linears))
         shapes = {path: (self.linears[path].out_features, self.linears[path].in_features) for path in chosen}
-        return Adapter(spec, shapes, seed, self.device)
+        return Adapter(spec, shapes, seed, self.device if device is None else device)
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""

@@ -141,12 +141,10 @@ def load_plain_model(spec: BackboneSpec) -> Any:
 
 def _read_model(spec: BackboneSpec, **options: Any) -> Any:
     """The transformers model of a directory or a Hub name, on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     source = find_source(spec.base_model)
-    with _quiet(), _readable(source, "config.json cannot be loaded"):
-        config = AutoConfig.from_pretrained(source.path, **_gguf(source))
-    _check_family(config, source)
+    config = _read_config(source)
     with _quiet(), _readable(source, f"the {config.model_type} model cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
@@ -161,6 +159,21 @@ def _read_model(spec: BackboneSpec, **options: Any) -> Any:
     model, found = loaded
     _check_weights(found, source)
     return model
+
+
+def load_config(source: Source) -> dict[str, Any]:
+    """A model's configuration as plain values, without its weights."""
+    settings: dict[str, Any] = _read_config(source).to_dict()
+    return settings
+
+
+def _read_config(source: Source) -> Any:
+    from transformers import AutoConfig
+
+    with _quiet(), _readable(source, "config.json cannot be loaded"):
+        config = AutoConfig.from_pretrained(source.path, **_gguf(source))
+    _check_family(config, source)
+    return config
 
 
 def _check_directory(path: Path) -> None:

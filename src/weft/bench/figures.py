@@ -21,11 +21,18 @@ class Kind(enum.StrEnum):
     """Numbers that are not equal to the bit; less is better."""
     TOKENS_PER_S = "tokens/s"
     """Tokens per second; more is better."""
+    SECONDS = "seconds"
+    """Less is better."""
+    WASTE = "waste"
+    """A share of something that should not be; less is better."""
+    SHARE = "share"
+    """A share of something that should be; more is better."""
 
     @property
     def less_is_better(self) -> bool:
         """The target is an upper bound."""
-        return self in (Kind.OVERHEAD, Kind.TIME_RATIO, Kind.PEAK_GB, Kind.DIFFERENCES)
+        better = (Kind.OVERHEAD, Kind.TIME_RATIO, Kind.PEAK_GB, Kind.DIFFERENCES, Kind.SECONDS, Kind.WASTE)
+        return self in better
 
     def shown(self, value: float) -> str:
         """A value as people read it."""
@@ -36,6 +43,9 @@ class Kind(enum.StrEnum):
             Kind.PEAK_GB: f"{value:.1f} GB",
             Kind.DIFFERENCES: f"{value:,.0f} differ",
             Kind.TOKENS_PER_S: f"{value:,.0f} tokens/s",
+            Kind.SECONDS: f"{value:.2f} s",
+            Kind.WASTE: f"{value:.2%}",
+            Kind.SHARE: f"{value:.2%}",
         }[self]
 
 

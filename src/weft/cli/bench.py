@@ -105,6 +105,27 @@ def curve(
     _conclude(figures, [], device, None)
 
 
+@bench.command("plan")
+def plan(json: JsonFile = None) -> None:
+    """Planning: packing, pipelines and their bubbles, fusion, cost models, a cluster's week."""
+    import torch
+
+    from weft.bench import report
+    from weft.bench.plan import measure_plan
+
+    _check_files(json, None)
+    device = torch.device("cpu")
+    figures: list[Figure] = []
+    for name, values, found in measure_plan():
+        _say(name)
+        for figure in found:
+            _say(f"  {figure.line}")
+        figures += found
+        if json is not None:
+            report.write_json(json, values, device)
+    _conclude(figures, [], device, None)
+
+
 def _device(*, needs_gpu: bool) -> torch.device:
     """The GPU, or the CPU for what also runs there."""
     import torch

@@ -21,6 +21,8 @@ from weft.cli.evaluate import evaluate
 from weft.cli.export import export, merge
 from weft.cli.generate import generate
 from weft.cli.init import init
+from weft.cli.plan import plan
+from weft.cli.profile import profile
 from weft.cli.train import train
 from weft.errors import WeftError
 
@@ -37,12 +39,14 @@ for verb, name in (
     (train, "train"),
     (init, "init"),
     (config, "config"),
+    (plan, "plan"),
     (generate, "generate"),
     (chat, "chat"),
     (evaluate, "eval"),
     (export, "export"),
     (merge, "merge"),
     (doctor, "doctor"),
+    (profile, "profile"),
 ):
     app.command(name)(verb)
 app.add_typer(bench, name="bench")

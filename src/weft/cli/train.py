@@ -34,9 +34,10 @@ def train(
         str | None, typer.Option(help="Most GPU memory to take, such as 40GB or 0.5; short for memory_limit=…")
     ] = None,
     kernels: Annotated[str | None, typer.Option(help="auto, fused or reference; short for kernels=…")] = None,
+    planner: Annotated[str | None, typer.Option(help="auto, greedy or exact; short for planner=…")] = None,
 ) -> None:
     """Train all jobs of a file together on one backbone."""
-    short = {"memory_limit": memory_limit, "kernels": kernels}
+    short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
     directory = out or Path(spec.output_dir)
@@ -89,7 +90,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
             states, stopped = follow(run, directory, console)
             code = _failures(order, directory)
     conclude(out, console)
-    if stopped and "paused" in states.values():
+    if stopped and {"paused", "queued"} & set(states.values()):
         again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), "--resume"])
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Protocol
 
 
@@ -53,7 +54,8 @@ class LinearCost:
 
     def forward_s(self, lengths: Sequence[int], stage: int) -> float:
         """One microbatch forward through one stage."""
-        return self.fixed_s + self.token_s * sum(lengths) + self.pair_s * sum(n * n for n in lengths)
+        pairs: int = sum(map(mul, lengths, lengths))
+        return self.fixed_s + self.token_s * sum(lengths) + self.pair_s * pairs
 
     def backward_s(self, lengths: Sequence[int], stage: int) -> float:
         """The same, backward."""

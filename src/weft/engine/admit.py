@@ -12,6 +12,7 @@ import torch
 
 from weft.backbone.backbone import Backbone
 from weft.data.dataset import JobData, load_job_data
+from weft.engine.admission import WAITING
 from weft.engine.attach import adapter_dir
 from weft.engine.live_job import LiveJob
 from weft.errors import ConfigError, DataError, JobError
@@ -20,7 +21,7 @@ from weft.store.peft_files import read_adapter
 
 
 def admit(spec: JobSpec, data: JobData | None, backbone: Backbone, capacity: int, base_dir: Path) -> LiveJob:
-    """The job with its data and a fresh adapter; paths are relative to `base_dir`."""
+    """The job with its data and a fresh adapter, where jobs wait; paths are relative to `base_dir`."""
     _check_length(spec, backbone, capacity)
     if data is None:
         data = load_job_data(spec, backbone.tokenizer, base_dir)
@@ -33,12 +34,12 @@ def admit(spec: JobSpec, data: JobData | None, backbone: Backbone, capacity: int
 
 def _new_job(spec: JobSpec, data: JobData, backbone: Backbone, base_dir: Path) -> LiveJob:
     if spec.init_adapter is None:
-        return LiveJob(spec, data, backbone.new_adapter(spec.adapter, spec.seed))
+        return LiveJob(spec, data, backbone.new_adapter(spec.adapter, spec.seed, WAITING))
     path = adapter_dir(base_dir / spec.init_adapter)
     stored, tensors, _ = read_adapter(path)
     if spec.adapter == AdapterSpec():
         spec = replace(spec, adapter=stored)
-    adapter = backbone.new_adapter(spec.adapter, spec.seed)
+    adapter = backbone.new_adapter(spec.adapter, spec.seed, WAITING)
     adapter.load(tensors, str(path))
     return LiveJob(spec, data, adapter)
 

@@ -1,7 +1,8 @@
 """Executes programs on a backbone, for jobs that come and go.
 
 `submit`, `cancel`, `pause` and `resume` may be called at any time, from any thread and between events; they take effect
-at the next step boundary. The backbone is never reloaded and no other job notices.
+at the next step boundary. The backbone is never reloaded and no other job notices. Jobs without room wait, or give way
+to a higher priority and go on later; no result depends on it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.data.dataset import JobData
+from weft.engine.admission import Places
 from weft.engine.admit import admit
 from weft.engine.evaluate import mean_losses
 from weft.engine.events import (
@@ -26,15 +28,17 @@ from weft.engine.events import (
     JobCancelled,
     JobFailed,
     JobPaused,
+    JobPreempted,
     JobResumed,
     JobStarted,
     JobSucceeded,
+    JobWaiting,
     JobWarning,
     StepDone,
 )
 from weft.engine.keeper import Keeper
 from weft.engine.live_job import JobState, LiveJob
-from weft.engine.memory import OUT_OF_MEMORY, TOO_LONG, Room, release_memory
+from weft.engine.memory import NO_ROOM, OUT_OF_MEMORY, TOO_LONG, Room, release_memory
 from weft.engine.stretch import Plans, Stretch
 from weft.engine.timeline import Timeline
 from weft.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -61,14 +65,21 @@ class Engine:
         *,
         capacity: int = 2048,
         planner: Planner = pack,
+        max_jobs: int | None = None,
+        job_memory: int | None = None,
     ) -> None:
-        """Nothing is written until `keep_in` names a directory; read results from `adapter_of`."""
+        """Nothing is written until `keep_in` names a directory; read results from `adapter_of`.
+
+        At most `max_jobs` train at a time, and their adapters with optimizers take at most `job_memory` bytes. Default:
+        as many as there is room for on a GPU; all of them on a CPU.
+        """
         if isinstance(backbone, str):
             backbone = BackboneSpec(backbone)
         self.backbone = load_backbone(backbone) if isinstance(backbone, BackboneSpec) else backbone
         self.jobs: dict[str, LiveJob] = {}
         self.timeline = Timeline()
         self._room = Room(self.backbone, capacity, self.jobs)
+        self._places = Places(self.backbone, self.jobs, max_jobs=max_jobs, job_memory=job_memory)
         self._plans = Plans(planner, self.timeline)
         self._keeper = Keeper(self.backbone, self._room)
         self._commands: deque[_Command] = deque()
@@ -94,6 +105,7 @@ class Engine:
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
         job = admit(spec, data, self.backbone, self.limits.capacity, Path(base_dir))
+        self._places.check(job, self.limits.capacity)
         self.jobs[spec.name] = job
         self._commands.append(_Command("start", spec.name))
 
@@ -134,17 +146,21 @@ class Engine:
             while self._commands:
                 # Done before it is told: a reader that leaves here must not leave half a command behind.
                 yield from list(self._obey(self._commands.popleft()))
+            yield from self._admit()
             for job in self._running():
                 if job.settled_step != job.step:
                     yield from self._settle(job)
             running = self._running()
             if running:
+                held_bytes = self._places.held_bytes()
                 yield from self._execute(running)
-            elif not self._commands:
+                self._places.observe(held_bytes)
+            elif not self._commands and not self._places.waiting():
                 break
         if self._stopping:
             self._stopping = False
-            for job in self._running():
+            preempted = [job for job in self._places.waiting() if job.has_started]
+            for job in [*self._running(), *preempted]:
                 yield from list(self._pause(job, "the run was stopped"))
         try:
             self._keeper.write_timeline(self.timeline)
@@ -195,6 +211,7 @@ class Engine:
         for name in names:
             self.jobs[name].rewind()
         release_memory(self.backbone)
+        self._places.ran_out()
         events: list[Event] = []
         before = self.limits.capacity
         if not self._room.shrink():
@@ -258,9 +275,7 @@ class Engine:
 
     def _leave(self, job: LiveJob, state: JobState, reason: str | None = None) -> list[Event]:
         """The job's slot becomes free for others; what cannot be written about that is only a warning."""
-        if job.slot is not None:
-            self.backbone.detach(job.slot)
-            job.slot = None
+        self._places.take(job)
         job.state, job.reason = state, reason
         try:
             self._keeper.flush(job)
@@ -273,11 +288,13 @@ class Engine:
         job.state, job.reason = JobState.PAUSED, reason
         job.rewind()
         try:
-            if save:
+            # Before its first start, what is in memory is not the job's state; that may be on disk.
+            if save and job.has_started:
                 yield from self._keeper.save(job, self.timeline.now())
             self._keeper.write_status(job, self.timeline.now())
         except StorageError as error:
             job.reason = str(error)
+        self._places.take(job)
         yield JobPaused(job.spec.name, job.step, job.reason)
 
     def _obey(self, command: _Command) -> Iterator[Event]:
@@ -285,23 +302,52 @@ class Engine:
         job = self.jobs[command.job]
         if job.state.is_final:
             return
-        if command.action == "start" or (command.action == "resume" and job.slot is None):
-            yield from self._start(job)
-        elif command.action == "cancel":
+        if command.action == "cancel":
             yield from self._leave(job, JobState.CANCELLED, "cancelled")
             yield JobCancelled(job.spec.name, job.step)
-        elif command.action == "pause" and job.state is JobState.RUNNING:
+        elif command.action == "pause" and job.state is not JobState.PAUSED:
             yield from self._pause(job, None)
         elif command.action == "resume" and job.state is JobState.PAUSED:
-            job.state, job.reason = JobState.RUNNING, None
-            yield JobResumed(job.spec.name, job.step)
+            job.state, job.reason, job.has_heard = JobState.QUEUED, None, False
+
+    def _admit(self) -> list[Event]:
+        """Does what admission decides: some jobs start or go on, some give way, the others hear why they wait."""
+        if not self._places.waiting():
+            return []
+        with self.timeline.span("plan"):
+            decision = self._places.decide(self.limits.capacity)
+        events: list[Event] = []
+        for held in decision.refuse:
+            job = self.jobs[held.job]
+            events += [*self._leave(job, JobState.FAILED, held.reason), JobFailed(held.job, job.step, held.reason)]
+        for held in decision.preempt:
+            events += self._preempt(self.jobs[held.job], held.reason)
+        for name in decision.start:
+            events += self._start(self.jobs[name])
+        for held in decision.wait:
+            job = self.jobs[held.job]
+            if not job.has_heard:
+                job.has_heard = True
+                events.append(JobWaiting(held.job, job.step, held.reason))
+        return events
+
+    def _preempt(self, job: LiveJob, reason: str) -> Iterator[Event]:
+        """Lets a job wait at its last step boundary, its state on the CPU."""
+        job.state, job.reason, job.has_heard = JobState.QUEUED, reason, True
+        self._places.take(job)
+        try:
+            self._keeper.write_status(job, self.timeline.now())
+        except StorageError as error:
+            yield JobWarning(job.spec.name, f"that it waits could not be recorded: {error}")
+        yield JobPreempted(job.spec.name, job.step, reason)
 
     def _start(self, job: LiveJob) -> Iterator[Event]:
-        """Gives the job a slot, and its state from the run directory."""
+        """Gives the job a slot, and, the first time, its state from the run directory."""
         try:
             if job.longest > self.limits.capacity:
                 raise DataError(f"a sample of {job.longest} tokens is above the capacity of {self.limits.capacity}.")
-            yield from self._keeper.open(job)
+            if not job.has_started:
+                yield from self._keeper.open(job)
             job.state, job.reason = JobState.RUNNING, None
             self._keeper.write_status(job, self.timeline.now())
         except StorageError as error:
@@ -312,11 +358,26 @@ class Engine:
             yield from self._leave(job, JobState.FAILED, str(error))
             yield JobFailed(job.spec.name, job.step, str(error))
             return
-        self.timeline.offset_s = max(self.timeline.offset_s, self._keeper.elapsed_s(job))
-        job.slot = self.backbone.attach(job.adapter)
-        # A job restored at its end still has to write its adapter.
-        job.settled_step = -1 if job.is_complete else job.step
-        yield JobStarted(job.spec.name, job.step, job.num_steps)
+        if not self._places.give(job):
+            yield from self._do_without(job)
+        elif job.has_started:
+            yield JobResumed(job.spec.name, job.step)
+        else:
+            job.has_started = True
+            self.timeline.offset_s = max(self.timeline.offset_s, self._keeper.elapsed_s(job))
+            # A job restored at its end still has to write its adapter.
+            job.settled_step = -1 if job.is_complete else job.step
+            yield JobStarted(job.spec.name, job.step, job.num_steps)
+
+    def _do_without(self, job: LiveJob) -> Iterator[Event]:
+        """After the memory for a job turned out not to be there: it waits for others to end, or fails if alone."""
+        release_memory(self.backbone)
+        if any(other.slot is not None for other in self.jobs.values()):
+            job.state, job.has_heard = JobState.QUEUED, True
+            yield JobWaiting(job.spec.name, job.step, "waits for memory: less was free than its adapter takes")
+            return
+        yield from self._leave(job, JobState.FAILED, NO_ROOM)
+        yield JobFailed(job.spec.name, job.step, NO_ROOM)
 
     def _command(self, action: Literal["cancel", "pause", "resume"], name: str) -> None:
         self._job(name)

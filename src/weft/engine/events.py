@@ -30,6 +30,24 @@ class JobStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class JobWaiting(Event):
+    """There is no room for the job yet; it starts, or goes on, as soon as there is."""
+
+    kind: ClassVar[str] = "waiting"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobPreempted(Event):
+    """Another job needs the room first; this one waits at its last step and goes on by itself."""
+
+    kind: ClassVar[str] = "preempted"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone(Event):
     """One optimizer step of one job."""
 

@@ -76,6 +76,10 @@ class LiveJob:
         self.state = JobState.QUEUED
         self.reason: str | None = None
         self.slot: int | None = None
+        self.has_started = False
+        """It has had a slot in this engine, so its state is the one in memory."""
+        self.has_heard = False
+        """Its owner has been told that it waits."""
         self.order = BatchSchedule(
             num_samples=len(data.train.samples),
             batch_size=spec.batch_size,
@@ -155,6 +159,27 @@ class LiveJob:
         """Goes back to the last step boundary: forgets what has run of the current global batch."""
         self.index, self._loss_sum = 0, 0.0
         self.adapter.zero_grad()
+
+    def move_to(self, device: torch.device) -> None:
+        """Takes the whole state of the last step boundary to a device, bit by bit; only while no slot is held.
+
+        Without the memory for it the job ends up on the CPU, and torch.OutOfMemoryError says so.
+        """
+        assert self.slot is None, "a slot reads the weights where they are"
+        tensors = self.tensors()
+        self.index, self._loss_sum = 0, 0.0
+        try:
+            self._settle_on(device, tensors)
+        except torch.OutOfMemoryError:
+            self._settle_on(torch.device("cpu"), tensors)
+            raise
+
+    def _settle_on(self, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+        self.adapter.move_to(device)
+        self.optimizer = Optimizer(self.adapter, self.spec)
+        self.optimizer.restore(tensors)
+        if self.best_params is not None:
+            self.best_params = (tensors["best_a"].to(device), tensors["best_b"].to(device))
 
     def prepare_step(self) -> tuple[float, float]:
         """Loss and learning rate of the step that is due."""

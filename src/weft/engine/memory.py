@@ -26,6 +26,8 @@ TOO_LONG = (
     "lower max_length, set recompute: full, or quantize the backbone."
 )
 """Why a job fails when microbatches cannot get smaller for its sake."""
+NO_ROOM = "the GPU has no memory for its adapter, even alone; lower adapter.r or capacity, or quantize the backbone."
+"""Why a job fails that does not even fit alone."""
 
 
 class Room:

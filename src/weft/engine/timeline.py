@@ -1,27 +1,19 @@
-"""What ran when, as a Chrome/Perfetto trace."""
+"""Records what runs when, for a Chrome/Perfetto trace and for comparison with what the simulator predicts."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from weft.simulate import timeline
+from weft.simulate.timeline import Span, span_event, trace_json
 
 MAX_SPANS = 20_000
 """Spans kept; older ones go first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One thing that took time."""
-
-    name: str
-    start_s: float
-    duration_s: float
-    args: Mapping[str, Any]
 
 
 class Timeline:
@@ -47,16 +39,12 @@ class Timeline:
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "plan": 5, "prepare": 6}
-        events = [
-            {
-                "name": span.name,
-                "ph": "X",
-                "ts": round(span.start_s * 1e6),
-                "dur": max(1, round(span.duration_s * 1e6)),
-                "pid": 1,
-                "tid": lanes.get(span.name, 0),
-                "args": dict(span.args),
-            }
-            for span in self.spans
-        ]
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        return trace_json([span_event(span, lanes.get(span.name, 0)) for span in self.spans])
+
+    def measured(self) -> timeline.Timeline:
+        """What has been recorded, in the form that the simulator predicts."""
+        computes = ("forward_backward", "step")
+        lanes = [timeline.COMPUTE if span.name in computes else span.name for span in self.spans]
+        return timeline.Timeline(
+            tuple(dataclasses.replace(span, lane=lane) for span, lane in zip(self.spans, lanes, strict=True))
+        )

@@ -17,6 +17,7 @@ from weft.engine.keeper import check_data
 from weft.engine.live_job import JobState
 from weft.engine.memory import load_within
 from weft.errors import ConfigError, WeftError
+from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory
@@ -53,7 +54,7 @@ def prepare_run(
     are left out.
     """
     backbone, notes = load_within(spec.backbone, spec.memory_limit)
-    engine = Engine(backbone, capacity=spec.capacity)
+    engine = Engine(backbone, capacity=spec.capacity, planner=planner_named(spec.planner), max_jobs=spec.max_jobs)
     run = PreparedRun(spec, engine, notes=notes)
     for place, job in enumerate(spec.jobs):
         if job.name in skip:
@@ -153,7 +154,8 @@ def _check_unchanged(job: JobSpec, recorded: dict[str, Any] | None, where: str, 
     if recorded is None:
         return
     for setting, now in job_settings(job).items():
-        if recorded.get(setting) != now:
+        # A setting that the run was recorded without did not exist then.
+        if recorded.get(setting, now) != now:
             raise ConfigError(
                 f"was {json.dumps(recorded.get(setting))} and is {json.dumps(now)}; a resumed job keeps its settings.",
                 where=locate(f"{where}.{setting}"),

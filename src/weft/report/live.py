@@ -146,7 +146,7 @@ class LiveTable:
         if kind == "job_started":
             place = f" at step {job.step}" if job.step else ""
             self._say(f"{job.name}: started{place}, {job.num_steps} steps")
-        elif kind in ("paused", "resumed", "cancelled"):
+        elif kind in ("paused", "resumed", "cancelled", "waiting", "preempted"):
             reason = f" ({fields['reason']})" if fields.get("reason") else ""
             self._say(f"{job.name}: {kind} at step {job.step}{reason}")
         elif kind == "succeeded":

@@ -15,6 +15,8 @@ STATES = {
     "resumed": "running",
     "step": "running",
     "paused": "paused",
+    "waiting": "queued",
+    "preempted": "queued",
     "cancelled": "cancelled",
     "failed": "failed",
     "succeeded": "succeeded",

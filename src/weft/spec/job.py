@@ -89,7 +89,9 @@ class JobSpec:
     logging_steps: int = setting(1, rule=at_least(1))
     """Write a line to metrics.jsonl every this many steps."""
     priority: int = setting(0)
-    """Jobs with a higher number get their samples into a microbatch first."""
+    """Jobs with a higher number get their samples into a microbatch first, and a place when not all jobs fit."""
+    tenant: str = setting("default")
+    """Whose job it is. When not all jobs fit, tenants take turns: who has had fewer tokens comes first."""
 
     def __post_init__(self) -> None:
         validate(self)

@@ -13,6 +13,7 @@ from weft.spec.job import JobSpec
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 QUANTISATIONS = ("none", "fp8", "nf4", "int8")
 KERNELS = ("auto", "fused", "reference")
+PLANNERS = ("auto", "greedy", "exact")
 RECOMPUTE = ("none", "mlp", "full")
 _UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
@@ -85,6 +86,11 @@ class RunSpec:
     """Keeps what the fused step needs for the way back in the machine's memory instead of the GPU's. Slower."""
     capacity: int = setting(2048, aliases=("microbatch_tokens",), rule=at_least(2))
     """Most tokens of one microbatch, over all jobs; no sample may be longer."""
+    planner: str = setting("auto", choices=PLANNERS)
+    """How samples are packed into microbatches: greedy (at once), exact (fewest microbatches, by a solver) or auto:
+    exact where it pays. No result depends on it."""
+    max_jobs: int | None = setting(None, rule=at_least(1))
+    """Most jobs that train at a time; the others wait. Default: as many as the memory has room for."""
     memory_limit: float | str | None = setting(None)
     """Most GPU memory to take: a size such as 40GB or 512MiB, or a share of the GPU such as 0.5. Default: all of it."""
     report_to: tuple[str, ...] = setting((), aliases=("loggers",))

@@ -1,0 +1,67 @@
+"""How well the cost models predict this machine: a profile of a real backbone, checked on shapes it never saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from weft.backbone.backbone import Backbone
+from weft.backbone.load import load_backbone
+from weft.bench.regimes import Storage
+from weft.bench.shapes import SHAPES, find_shape
+from weft.bench.step import make_backbone
+from weft.cost.profile import Profile, load_profile
+from weft.engine.profile import measure_profile
+from weft.errors import ModelError
+from weft.spec import BackboneSpec
+
+EMBEDDED = "tiny"
+"""As a model to profile, the embedded backbone; every other name of a shape is built with random weights."""
+GPU_MODEL, GPU_CAPACITY, CPU_CAPACITY = "llama-3.1-8b", 8192, 512
+
+
+def open_backbone(
+    model: str, quantize: str = "none", recompute: str = "none", kernels: str = "auto", device: str = "auto"
+) -> Backbone:
+    """A backbone to measure: a named shape with random weights, or whatever `base_model` may be."""
+    spec = BackboneSpec(model, device=device, quantize=quantize, kernels=kernels, recompute=recompute)
+    if model == EMBEDDED or model not in SHAPES:
+        return load_backbone(spec)
+    if spec.device == "cpu" or not torch.cuda.is_available():
+        raise ModelError(
+            f"the shape {model} is measured on a CUDA GPU, and none is used; tiny and model directories run anywhere.",
+            where="--model",
+        )
+    storage = Storage(quantize, spec.recompute)  # type: ignore[arg-type]
+    return make_backbone(find_shape(model), storage, torch.bfloat16, torch.device("cuda", 0), kernels)
+
+
+def default_capacity(backbone: Backbone) -> int:
+    """The largest microbatch a profile measures unless told otherwise."""
+    return GPU_CAPACITY if backbone.device.type == "cuda" else CPU_CAPACITY
+
+
+def measure_cost(
+    model: str | None = None,
+    *,
+    capacity: int | None = None,
+    profile: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, float]:
+    """The cost models' figures, from a stored profile or from one measured now."""
+    if profile is not None:
+        return figures(load_profile(profile))
+    model = model or (GPU_MODEL if torch.cuda.is_available() else EMBEDDED)
+    backbone = open_backbone(model)
+    return figures(measure_profile(backbone, capacity=capacity or default_capacity(backbone), say=say))
+
+
+def figures(found: Profile) -> dict[str, float]:
+    """Errors on held-out shapes."""
+    return {
+        "memory_mape": found.errors["peak_bytes"].mape,
+        "memory_reserved_mape": found.errors["reserved_bytes"].mape,
+        "step_time_mape": found.time_error.mape,
+    }

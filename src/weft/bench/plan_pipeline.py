@@ -1,0 +1,149 @@
+"""Simulated bubbles of pipelines: three published schedules, each with its own microbatches and program, and ours.
+
+Anchors (seed 004, figure 20): four jobs on XSum, CNN/DailyMail, WikiSum and a mixture, 4 stages. 1F1B trains the jobs
+one after the other, mLoRA fills the pipe with all four, both with 4 samples per microbatch; LoRAFusion packs groups of
+two into 8,192 tokens, greedily and with its merge pass. Its own remark is that most of its bubbles come from the output
+head on the last stage, so the head is in the model: 80 layers of a 70B backbone, split evenly for the anchors and by
+`split_layers` for ours. Figures are simulated, from a cost model; none of them is a measurement of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.bench.lengths import MIXES, LengthMix, queues
+from weft.plan.group import JobLengths, group_jobs
+from weft.plan.pack.published import pack_published
+from weft.plan.pack.types import RoundLimits
+from weft.plan.pipeline.build import Schedule, build
+from weft.plan.pipeline.split import split_layers
+from weft.plan.types import JobQueue, Microbatch, Segment
+from weft.simulate.choose import best_pipeline
+from weft.simulate.interpret import simulate_stages
+from weft.simulate.timeline import Timeline
+
+NUM_STAGES = 4
+NUM_LAYERS = 80
+NUM_SAMPLES = 2560
+HEAD_LAYERS = 1.23
+"""The output head of Llama-3.1-70B in layers: 8,192 × 128,256 weights over 856 million."""
+FIXED_TOKENS = 50.0
+"""What a microbatch costs a layer however small it is, in tokens: about 0.15 ms of launches at 3.5 µs a token."""
+PAIR_TOKENS = 1 / 52_000
+"""Causal attention of one layer per squared length, in tokens, at half the linears' efficiency."""
+BATCH, SAMPLES_PER_MICROBATCH, CAPACITY = 16, 4, 8192
+"""The published setting as far as it is known: 4 microbatches per global batch put 1F1B at 3/7 before unevenness."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Stages of so many layers each, in units of one token through one layer; backward as long as forward."""
+
+    layers: tuple[int, ...]
+    head_layers: float = 0.0
+    """Work of the output head per token, on the last stage."""
+
+    def forward_s(self, lengths: Sequence[int], stage: int) -> float:
+        """One microbatch forward through one stage."""
+        tokens = sum(lengths)
+        layer = FIXED_TOKENS + tokens + PAIR_TOKENS * sum(n * n for n in lengths)
+        head = self.head_layers * tokens if stage == len(self.layers) - 1 else 0.0
+        return self.layers[stage] * layer + head
+
+    def backward_s(self, lengths: Sequence[int], stage: int) -> float:
+        """The same, backward."""
+        return self.forward_s(lengths, stage)
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """16 KiB per token over NVLink against 3.5 µs per token and layer."""
+        return 0.02 * num_tokens
+
+    def step_s(self, stage: int) -> float:
+        """An adapter's few parameters."""
+        return 0.0
+
+    def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
+        """In token-layers, which is all that comparing needs."""
+        return self.layers[stage] * sum(lengths)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of the 20 settings, simulated."""
+
+    mix: str
+    capacity: int
+    global_batch: int
+    bubble: float
+    lorafusion_bubble: float
+    makespan_ratio: float
+    """Ours over LoRAFusion's greedy."""
+
+
+def measure_pipeline(num_samples: int = NUM_SAMPLES) -> dict[str, float]:
+    """Bubbles of the three anchors and of ours on four heterogeneous jobs."""
+    jobs = queues(MIXES[-1], num_samples, BATCH)
+    even = LayerCost((NUM_LAYERS // NUM_STAGES,) * NUM_STAGES, HEAD_LAYERS)
+    split = LayerCost(split_layers([1.0] * (NUM_LAYERS - 1) + [1.0 + HEAD_LAYERS], NUM_STAGES), HEAD_LAYERS)
+    fixed_size = by_samples(jobs, SAMPLES_PER_MICROBATCH)
+    packed = lorafusion(jobs, CAPACITY)
+    # As much as 1F1B's first stage needs for full microbatches.
+    memory = [NUM_STAGES * CAPACITY * layers for layers in split.layers]
+    ours = best_pipeline(jobs, RoundLimits(CAPACITY, NUM_STAGES), split, memory_bytes=memory)
+    return {
+        "bubble_1f1b": _run(Schedule.ONE_F_ONE_B, fixed_size, even).bubble_ratio(),
+        "bubble_mlora": _run(Schedule.LORAPP, fixed_size, even).bubble_ratio(),
+        "bubble_lorafusion": _run(Schedule.MULTI_ADAPTER, packed, even).bubble_ratio(),
+        "bubble_het4": ours.timeline.bubble_ratio(),
+    }
+
+
+def measure_settings() -> list[Setting]:
+    """Ours against LoRAFusion's greedy, 5 length mixes × 2 capacities × 2 global batches, on equal stages."""
+    return [_setting(mix, capacity, batch) for mix in MIXES for capacity in (8192, 16_384) for batch in (16, 32)]
+
+
+def summary(settings: Sequence[Setting]) -> dict[str, float]:
+    """Worst and mean bubble of the settings."""
+    bubbles = [setting.bubble for setting in settings]
+    return {"bubble_worst20": max(bubbles), "bubble_mean20": sum(bubbles) / len(bubbles)}
+
+
+def _setting(mix: LengthMix, capacity: int, batch: int) -> Setting:
+    cost = LayerCost((NUM_LAYERS // NUM_STAGES,) * NUM_STAGES)
+    jobs = queues(mix, NUM_SAMPLES, batch)
+    memory = [NUM_STAGES * capacity * layers for layers in cost.layers]
+    ours = best_pipeline(jobs, RoundLimits(capacity, NUM_STAGES), cost, memory_bytes=memory).timeline
+    theirs = _run(Schedule.MULTI_ADAPTER, lorafusion(jobs, capacity), cost)
+    ratio = ours.makespan_s / theirs.makespan_s
+    return Setting(mix.name, capacity, batch, ours.bubble_ratio(), theirs.bubble_ratio(), ratio)
+
+
+def by_samples(jobs: Sequence[JobQueue], num_samples: int) -> list[Microbatch]:
+    """Job after job, so many samples per microbatch: what trainers of one adapter do."""
+    return [
+        Microbatch(tuple(segments[start : start + num_samples]))
+        for job in jobs
+        for segments in _batches(job)
+        for start in range(0, len(segments), num_samples)
+    ]
+
+
+def lorafusion(jobs: Sequence[JobQueue], capacity: int) -> tuple[Microbatch, ...]:
+    """LoRAFusion's greedy stream: two groups by head-tail pairing that take turns, merged and with no-ops."""
+    lengths = [JobLengths(q.job, _mean_length(q), len(q.batches[0].lengths)) for q in jobs]
+    return pack_published(jobs, RoundLimits(capacity, NUM_STAGES), groups=group_jobs(lengths, 2).groups).stream
+
+
+def _batches(job: JobQueue) -> list[list[Segment]]:
+    return [[Segment(job.job, b.step, b.first + i, n) for i, n in enumerate(b.lengths)] for b in job.batches]
+
+
+def _mean_length(job: JobQueue) -> float:
+    lengths = [n for batch in job.batches for n in batch.lengths]
+    return sum(lengths) / len(lengths)
+
+
+def _run(schedule: Schedule, microbatches: Sequence[Microbatch], cost: LayerCost) -> Timeline:
+    return simulate_stages(build(schedule, microbatches, NUM_STAGES, cost=cost), cost)

@@ -1,0 +1,141 @@
+"""`weft plan`: what will train with what, how full, how long and in how much memory; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.errors import ConfigError
+from weft.spec import JobSpec, RunSpec, load_run
+
+if TYPE_CHECKING:
+    from weft.cost.analytic import AnalyticCost
+    from weft.simulate.forecast import Forecast, JobOutline
+
+PLANNED_STEPS = 32
+"""Global batches of each job that are planned; the rest is taken to go on likewise."""
+
+
+def plan(
+    jobs_file: Annotated[Path, typer.Argument(help="The jobs file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: capacity=8192")] = None,
+    device: Annotated[
+        str, typer.Option(help="Kind of device to plan for: cpu, h200, h100, a100-80, … Default: what is here.")
+    ] = "auto",
+    stages: Annotated[int, typer.Option(help="Stages of a pipeline over so many devices.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Global batches of each job to plan.", min=1)] = PLANNED_STEPS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show what will train with what, how full, how long and in how much memory."""
+    from weft.plan.pack import pack
+    from weft.simulate.forecast import forecast
+    from weft.simulate.gantt import gantt
+
+    spec = load_run(jobs_file, overrides or ())
+    console = Console()
+    with Console(stderr=True).status("reading the data and planning"):
+        jobs = _outlines(spec, jobs_file.parent, steps)
+        cost = _cost(spec, device, stages, jobs)
+        found, timeline = forecast(jobs, spec.capacity, cost, pack)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    _show(found, jobs, cost, spec, console)
+    width = max(20, min(100, console.width - 12))
+    console.print(gantt(timeline, width), markup=False, highlight=False)
+    console.print("▒ forward  █ backward or both  | step  · idle", style="dim")
+
+
+def _outlines(spec: RunSpec, base_dir: Path, num_planned: int) -> list[JobOutline]:
+    from weft.backbone.load import load_tokenizer
+    from weft.data.dataset import load_job_data
+
+    tokenizer = load_tokenizer(spec.base_model)
+    return [
+        _outline(job, [sample.length for sample in load_job_data(job, tokenizer, base_dir).train.samples], num_planned)
+        for job in spec.jobs
+    ]
+
+
+def _outline(job: JobSpec, lengths: list[int], num_planned: int) -> JobOutline:
+    from weft.data.order import BatchSchedule
+    from weft.plan.types import Batch, JobQueue
+    from weft.simulate.forecast import JobOutline
+
+    order = BatchSchedule(
+        num_samples=len(lengths),
+        batch_size=job.batch_size,
+        num_epochs=job.num_train_epochs,
+        max_steps=job.max_steps,
+        seed=job.seed,
+        shuffle=job.shuffle,
+    )
+    planned = min(order.num_steps, num_planned)
+    batches = tuple(Batch(step, 0, tuple(lengths[i] for i in order.batch(step))) for step in range(planned))
+    queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority)
+    mean = sum(sum(batch.lengths) for batch in batches) / planned
+    return JobOutline(queue, order.num_steps, round(mean * order.num_steps), job.adapter.r)
+
+
+def _cost(spec: RunSpec, device: str, stages: int, jobs: list[JobOutline]) -> AnalyticCost:
+    from weft.backbone.load import find_source, load_config
+    from weft.cost.analytic import AnalyticCost
+    from weft.cost.hardware import find_hardware
+    from weft.cost.shape import ModelShape
+
+    hardware = find_hardware(_here() if device == "auto" else device)
+    shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
+    if stages > shape.num_layers:
+        raise ConfigError(f"got {stages}; {spec.base_model} has {shape.num_layers} layers.", where="--stages")
+    tile = 128 if hardware.name == "cpu" else min(2048, -(-spec.capacity // 64) * 64)
+    return AnalyticCost(
+        shape,
+        hardware,
+        stages,
+        quantize=spec.quantize,
+        recompute=spec.recompute,
+        rank=max(job.rank for job in jobs),
+        num_jobs=len(jobs),
+        row_tile=tile,
+    )
+
+
+def _here() -> str:
+    """The kind of this machine's device, in the words of the hardware table."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+
+
+def _show(found: Forecast, jobs: list[JobOutline], cost: AnalyticCost, spec: RunSpec, console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("job", "group", "steps", "tokens", "rank"):
+        table.add_column(name, justify="left" if name == "job" else "right")
+    group = {name: number for number, names in enumerate(found.groups, start=1) for name in names}
+    for job in jobs:
+        name = job.queue.job
+        table.add_row(name, str(group[name]), f"{job.num_steps:,}", f"{job.num_tokens:,}", str(job.rank))
+    console.print(table)
+    gib = 2**30
+    order = "every job in its own order" if found.keeps_order else "samples reordered within global batches"
+    memory = ", ".join(f"{size / gib:,.2f}" for size in found.stage_bytes)
+    lines = [
+        f"planned   {found.planned_tokens:,} tokens in {found.num_microbatches:,} microbatches of up to "
+        f"{spec.capacity:,} (at least {found.fewest_microbatches:,}), {found.fill:.0%} full; {order}",
+        f"schedule  {found.schedule} on {found.num_stages} {cost.hardware.name}, bubbles {found.bubble_ratio:.1%}",
+        f"speed     about {found.tokens_per_s:,.0f} tokens/s; the whole run of {found.total_tokens:,} tokens "
+        f"about {_duration(found.total_s)} (a model's estimate, not a measurement)",
+        f"memory    {memory} GiB of {found.device_bytes / gib:,.1f}" + ("" if found.fits else ": does not fit"),
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.1f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -1,0 +1,77 @@
+"""`weft profile`: measures this device, for planning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.errors import StorageError
+
+if TYPE_CHECKING:
+    from weft.cost.profile import Profile
+
+TARGET_MAPE = 0.0025
+"""mLoRA's published error of its memory model."""
+NAMES = {
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "step_s": "optimizers",
+    "peak_bytes": "memory of tensors",
+    "reserved_bytes": "memory taken for them",
+}
+
+
+def profile(
+    model: Annotated[
+        str, typer.Option(help="tiny (embedded), a named shape with random weights, a model directory or a Hub name.")
+    ] = "tiny",
+    out: Annotated[Path | None, typer.Option(help="Write the profile to this JSON file.")] = None,
+    capacity: Annotated[
+        int | None, typer.Option(help="Largest microbatch in tokens. Default: 8192 on a GPU, 512 on a CPU.")
+    ] = None,
+    quantize: Annotated[str, typer.Option(help="How frozen weights are stored: none, fp8, int8 or nf4.")] = "none",
+    recompute: Annotated[str, typer.Option(help="What is made again on the way back: none, mlp or full.")] = "none",
+    kernels: Annotated[str, typer.Option(help="Weft's path: auto, fused or reference.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Time every microbatch once.")] = False,
+) -> None:
+    """Measure this device's time and memory for planning, and check the fits on shapes they have not seen."""
+    from weft.bench.plan_cost import default_capacity, open_backbone
+    from weft.engine.profile import check_capacity, measure_profile
+    from weft.store.atomic import write_file
+
+    if out is not None and not out.parent.is_dir():
+        raise StorageError(f"there is no directory {out.parent}.", where=f"--out {out}")
+    if capacity is not None:
+        check_capacity(capacity)
+    backbone = open_backbone(model, quantize, recompute, kernels)
+    print(f"{backbone.name}  kernels {backbone.kernels}", flush=True)
+    found = measure_profile(
+        backbone,
+        capacity=capacity or default_capacity(backbone),
+        recompute=recompute,
+        repeats=1 if quick else 3,
+        say=lambda line: print(f"  {line}", flush=True),
+    )
+    _show(found)
+    if out is not None:
+        write_file(out, found.to_json())
+        print(f"wrote {out}")
+
+
+def _show(found: Profile) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column, side in (("", "left"), ("mean error", "right"), ("95 % error", "right")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    for name, error in found.errors.items():
+        table.add_row(NAMES[name], f"{error.mape:.2%}", f"{error.p95:.2%}")
+    console = Console()
+    console.print()
+    console.print(table)
+    mape = found.errors["peak_bytes"].mape
+    count = found.errors["peak_bytes"].count
+    verdict = "met" if mape <= TARGET_MAPE else "NOT met"
+    print(f"memory_mape = {mape:.3%} on {count} shapes that were not fitted (target ≤ {TARGET_MAPE:.2%}, {verdict})")

@@ -1,0 +1,96 @@
+"""What devices sustain: products, memory, links. A start until `weft profile` has measured the device itself.
+
+The H200's rates were measured (8192³ products in bf16 739 and in FP8 1,433 TFLOP/s, 2026-11, torch 2.11); those of the
+other GPUs are their published peaks times the share the H200 reaches of its own (0.747 and 0.724). Memory and links
+count with a fixed share of their published peaks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weft.errors import ConfigError, closest
+
+PRODUCT_SHARE = 739 / 989.5
+"""Of the published bf16 peak, in one large product."""
+FP8_SHARE = 1433 / 1979
+MEMORY_SHARE = 0.85
+LINK_SHARE = 0.8
+GB, TFLOP = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device; rates are sustained ones, per second."""
+
+    name: str
+    product_flop: float
+    """Of matrix products in the activations' type: bf16, on a CPU fp32."""
+    fp8_flop: float | None
+    """None: products of FP8 weights run with the weights made dense."""
+    memory_rate: float
+    """Bytes read or written."""
+    memory_bytes: int
+    link_rate: float
+    """Bytes to a neighbour in the same machine, one way."""
+    network_rate: float
+    """Bytes to another machine, one way."""
+    launch_s: float = 4e-6
+    """Between two kernels inside a captured graph; on a CPU, between two operations."""
+    activation_bytes: int = 2
+
+
+def _gpu(
+    name: str, bf16: float, fp8: float | None, memory: float, size_gib: float, link: float, network: float = 50.0
+) -> Hardware:
+    """From published peaks in TFLOP/s, GB/s and GiB."""
+    return Hardware(
+        name,
+        bf16 * TFLOP * PRODUCT_SHARE,
+        None if fp8 is None else fp8 * TFLOP * FP8_SHARE,
+        memory * GB * MEMORY_SHARE,
+        int(size_gib * 2**30),
+        link * GB * LINK_SHARE,
+        network * GB * LINK_SHARE,
+    )
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _gpu("h200", 989.5, 1979, 4800, 139.8, 450),
+        _gpu("h100", 989.5, 1979, 3350, 79.1, 450),
+        _gpu("a100-80", 312, None, 2039, 79.2, 300, 25),
+        _gpu("a100-40", 312, None, 1555, 39.4, 300, 25),
+        _gpu("l40s", 362, 733, 864, 44.5, 32, 25),
+        _gpu("rtx-4090", 165.2, 330.3, 1008, 23.6, 32, 12.5),
+        # One core of a server at fp32; a few of them share what memory there is.
+        Hardware("cpu", 5e10, None, 1e10, 16 * 2**30, 1e10, 1e9, launch_s=2e-5, activation_bytes=4),
+    )
+}
+_MARKS = (
+    (r"h200", "h200"),
+    (r"h100|h800", "h100"),
+    (r"a(100|800).*80|80.*a(100|800)", "a100-80"),
+    (r"a(100|800)", "a100-40"),
+    (r"l40s?", "l40s"),
+    (r"4090", "rtx-4090"),
+    (r"\bcpu\b", "cpu"),
+)
+"""What a device calls itself, and its row; the first that is found counts."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """The row of a device, by its name here or by what its driver calls it, e.g. `NVIDIA H200`."""
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    for mark, found in _MARKS:
+        if re.search(mark, name.lower()):
+            return DEVICES[found]
+    guess = closest(name.lower(), list(DEVICES))
+    raise ConfigError(
+        f"there is no device {name!r} in the table; it has {', '.join(DEVICES)}.",
+        where="device",
+        hint=f"Did you mean {guess}?" if guess else "`weft profile` measures the one at hand.",
+    )

@@ -1,0 +1,230 @@
+"""Who trains now: preemptive priorities, fair share between tenants, first come first served, as many as fit.
+
+Problem: given the jobs that train and those that wait, choose the set R that trains next, the first in the order
+
+    priority, highest first;  then the tenant with least service per weight;  then arrival
+
+such that   (fixed + Σ bytes of R) · (1 + margin) ≤ total   and   |R| ≤ max_jobs.
+
+Method: one walk in that order, everybody who still fits is taken: O(n log n + n · tenants). A tenant's service is what
+it has had, in whole quanta, plus one quantum for each of its jobs already taken; so places are dealt out in turn, and
+a tenant that is ahead loses them one by one as its lead grows, not all at once.
+
+Bounds that the tests prove:
+- R is within the budget.
+- A job waits only if it does not fit beside those that train with its own priority or a higher one. What is left over
+  goes to whoever comes later; they took it on loan, since those before them get it back at the next decision.
+- Among equals of one tenant who came first trains first; asking again without a change changes nothing.
+- Everybody is served: the first in the order always fits alone (else it is refused, with the arithmetic), jobs end, and
+  tenants that train fall behind those that wait. Work of a higher priority that never ends keeps lower ones waiting;
+  that is what priorities mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.errors import PlanError
+
+QUANTUM_TOKENS = 1_000_000
+"""Service is compared in steps of so many tokens. About a minute of an 8B backbone on one GPU, where moving an adapter
+out and another in takes well under a tenth of a second: fairness costs less than a per mille."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """A job that trains or wants to."""
+
+    job: str
+    arrival: int
+    """Place in the order of submission."""
+    num_bytes: int = 0
+    """Memory it takes while it trains, beyond what is taken anyway."""
+    priority: int = 0
+    tenant: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a tenant is entitled to and has had."""
+
+    weight: float = 1.0
+    served_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What all jobs that train may take together."""
+
+    total_bytes: int | None = None
+    """Memory there is; None: no limit."""
+    fixed_bytes: int = 0
+    """Taken whoever trains: the backbone, and the activations of a microbatch."""
+    margin: float = 0.0
+    """Largest relative error of these predictions: 0.1 keeps a tenth in reserve."""
+    proven_bytes: int = 0
+    """What jobs have held together without running out; no estimate overrules it."""
+    max_jobs: int | None = None
+    """Most jobs at a time; None: no limit."""
+
+    def __post_init__(self) -> None:
+        if self.margin < 0:
+            raise PlanError(f"is {self.margin:g}; it must be at least 0.", where="margin")
+        if self.max_jobs is not None and self.max_jobs < 1:
+            raise PlanError(f"is {self.max_jobs}; it must be at least 1.", where="max_jobs")
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What is left for jobs; None: no limit."""
+        if self.total_bytes is None:
+            return None
+        return max(int(self.total_bytes / (1 + self.margin)) - self.fixed_bytes, self.proven_bytes, 0)
+
+    def why_never(self, num_bytes: int) -> str | None:
+        """The arithmetic by which a job does not even fit alone; None if it does."""
+        usable = self.usable_bytes
+        if usable is None or num_bytes <= usable:
+            return None
+        assert self.total_bytes is not None
+        return (
+            f"can never fit: it needs {size(num_bytes)}, and of {size(self.total_bytes)} only {size(usable)} are for "
+            f"jobs ({size(self.fixed_bytes)} go to the backbone and its microbatches, {self.margin:.0%} is kept as a "
+            "margin)."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A job that does not train now, and why."""
+
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What changes at this step boundary; jobs in the order in which they were considered."""
+
+    start: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    preempt: tuple[Held, ...] = ()
+    wait: tuple[Held, ...] = ()
+    refuse: tuple[Held, ...] = ()
+    """Those that can never fit; only jobs that do not train already."""
+
+    @property
+    def training(self) -> frozenset[str]:
+        """The jobs that train from now on."""
+        return frozenset((*self.start, *self.keep))
+
+
+@dataclass
+class _Taken:
+    """Those taken so far, and what they hold."""
+
+    budget: Budget
+    order: list[Applicant] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def why_not(self, applicant: Applicant) -> str | None:
+        """Why there is no room for one more; None if there is."""
+        limit, usable = self.budget.max_jobs, self.budget.usable_bytes
+        if limit is not None and len(self.order) >= limit:
+            return f"waits for a place: {limit} {'job trains' if limit == 1 else 'jobs train'}, max_jobs allows no more"
+        if usable is not None and self.num_bytes + applicant.num_bytes > usable:
+            held = f"{size(self.num_bytes)} of {size(usable)}"
+            return f"waits for memory: it needs {size(applicant.num_bytes)}, jobs before it hold {held}"
+        return None
+
+    def add(self, applicant: Applicant) -> None:
+        self.order.append(applicant)
+        self.num_bytes += applicant.num_bytes
+
+
+def admit(
+    waiting: Sequence[Applicant],
+    running: Sequence[Applicant],
+    budget: Budget,
+    shares: Mapping[str, Share] | None = None,
+) -> Admission:
+    """Decides who trains from this step boundary on; tenants without a share have weight 1 and have had nothing."""
+    _check(waiting, running, shares or {})
+    reasons = [(a, budget.why_never(a.num_bytes)) for a in sorted(waiting, key=_rank)]
+    refuse = [Held(a.job, reason) for a, reason in reasons if reason is not None]
+    refused = {held.job for held in refuse}
+    were_running = {a.job for a in running}
+    taken = _Taken(budget)
+    preempt: list[Held] = []
+    wait: list[Held] = []
+    candidates = sorted((a for a in (*waiting, *running) if a.job not in refused), key=_rank)
+    for _, equals in itertools.groupby(candidates, key=lambda a: a.priority):
+        for applicant, reason in _serve(list(equals), taken, shares or {}):
+            if applicant.job in were_running:
+                newcomers = [a.job for a in taken.order if a.job not in were_running]
+                preempt.append(Held(applicant.job, _displaced(newcomers, reason)))
+            else:
+                wait.append(Held(applicant.job, reason))
+    start = tuple(a.job for a in taken.order if a.job not in were_running)
+    keep = tuple(a.job for a in taken.order if a.job in were_running)
+    return Admission(start, keep, tuple(preempt), tuple(wait), tuple(refuse))
+
+
+def _serve(equals: Sequence[Applicant], taken: _Taken, shares: Mapping[str, Share]) -> list[tuple[Applicant, str]]:
+    """Takes jobs of one priority, tenant by tenant in turn; returns those for whom there is no room, and why."""
+    lines: dict[str, list[Applicant]] = {}
+    for applicant in reversed(equals):
+        lines.setdefault(applicant.tenant, []).append(applicant)
+    counts = {tenant: sum(a.tenant == tenant for a in taken.order) for tenant in lines}
+
+    def turn(tenant: str) -> tuple[float, int, str]:
+        share = shares.get(tenant, Share())
+        service = (share.served_tokens // QUANTUM_TOKENS + counts[tenant]) / share.weight
+        return (service, lines[tenant][-1].arrival, lines[tenant][-1].job)
+
+    left: list[tuple[Applicant, str]] = []
+    while lines:
+        tenant = min(lines, key=turn)
+        applicant = lines[tenant].pop()
+        if not lines[tenant]:
+            del lines[tenant]
+        reason = taken.why_not(applicant)
+        if reason is None:
+            taken.add(applicant)
+            counts[tenant] += 1
+        else:
+            left.append((applicant, reason))
+    return left
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as people read them: 812.0 MiB."""
+    value, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{num_bytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def _rank(applicant: Applicant) -> tuple[int, int, str]:
+    return (-applicant.priority, applicant.arrival, applicant.job)
+
+
+def _displaced(newcomers: Sequence[str], reason: str) -> str:
+    """Why a job that trained gives its place up."""
+    return f"gives way to {', '.join(newcomers)}" if newcomers else reason
+
+
+def _check(waiting: Sequence[Applicant], running: Sequence[Applicant], shares: Mapping[str, Share]) -> None:
+    seen: set[str] = set()
+    for applicant in (*waiting, *running):
+        if applicant.job in seen:
+            raise PlanError("is given twice; every job once waits or trains.", where=applicant.job)
+        if applicant.num_bytes < 0:
+            raise PlanError(f"needs {applicant.num_bytes} bytes; that must be at least 0.", where=applicant.job)
+        seen.add(applicant.job)
+    for tenant, share in shares.items():
+        if not share.weight > 0:
+            raise PlanError(f"has the weight {share.weight:g}; it must be above 0.", where=tenant)

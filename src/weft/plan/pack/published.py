@@ -1,0 +1,87 @@
+"""LoRAFusion's packing as published (seed 004, algorithm 1), the anchor others are measured against.
+
+For every global batch of every group of jobs: greedy first fit decreasing; then, if there is time, the fewest bins
+(MILP, stage 1) and among those the emptiest smallest bin (stage 2), kept only where better than greedy. The emptiest
+bin comes last; a merge pass moves samples of the group's next global batch into it where the capacity and the bubble
+lemma allow; verification inserts no-ops. Groups take turns. NP-hard; the time limit is per solve.
+
+Measured on 2 cores (2,560 samples, 20 settings): the solver takes about a thousand times as long as greedy and
+shortens the makespan by 0.8 % on average, never with fewer bins. `pack_rounds` is the default for that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from weft.plan.pack import milp
+from weft.plan.pack.bins import Bins, first_fit
+from weft.plan.pack.bounds import fewest_bins
+from weft.plan.pack.stream import too_early, with_noops
+from weft.plan.pack.types import PackedRound, RoundLimits, RoundPlan, rounds_of
+from weft.plan.types import JobQueue, Microbatch, Segment
+
+
+def pack_published(
+    jobs: Sequence[JobQueue],
+    limits: RoundLimits,
+    *,
+    groups: Sequence[Sequence[str]] | None = None,
+    time_limit_s: float = 0.0,
+) -> RoundPlan:
+    """Greedy packing with merge pass and no-ops; with a time limit per solve also the two MILP stages.
+
+    Jobs of one group are packed together; by default all are one group.
+    """
+    rounds_of(jobs, limits)
+    names = [list(g) for g in groups] if groups else [[q.job for q in jobs]]
+    packed: list[list[Bins]] = []
+    for group in names:
+        own = [q for q in jobs if q.job in group and q.batches]
+        samples = rounds_of(own, limits) if own else []
+        packed.append([_pack(segments, limits, time_limit_s) for segments in samples])
+    order = [bins for r in range(max(map(len, packed))) for rounds in packed for bins in rounds[r : r + 1]]
+    fewest = [fewest_bins([s for own in bins for s in own], limits) for bins in order]
+    _merge(order, limits)
+    rounds = tuple(_round(i, bins, n) for i, (bins, n) in enumerate(zip(order, fewest, strict=True)))
+    stream = with_noops((m for r in rounds for m in r.slots), limits.lemma_distance)
+    return RoundPlan(limits, rounds, stream, keeps_order=False)
+
+
+def _round(index: int, bins: Bins, fewest: int) -> PackedRound:
+    slots = tuple(Microbatch(tuple(sorted(own, key=lambda s: (s.job, s.step, s.index)))) for own in bins if own)
+    largest = max((m.num_tokens for m in slots), default=0)
+    return PackedRound(index, slots, fewest, float(len(slots) * largest), float(sum(m.num_tokens for m in slots)))
+
+
+def _pack(segments: Sequence[Segment], limits: RoundLimits, time_limit_s: float) -> Bins:
+    """The bins of one global batch, the emptiest last."""
+    greedy = first_fit(segments, limits)
+    best = greedy
+    if time_limit_s > 0:
+        solved = milp.min_bins(segments, limits, len(greedy), time_limit_s).bins
+        num_bins = min(len(greedy), len(solved)) if solved else len(greedy)
+        emptiest = milp.min_smallest(segments, limits, num_bins, time_limit_s).bins
+        candidates = [bins for bins in (greedy, solved, emptiest) if bins]
+        best = min(candidates, key=lambda bins: (len(bins), min(limits.taken(own) for own in bins)))
+    return sorted(best, key=lambda own: -limits.taken(own))
+
+
+def _merge(order: list[Bins], limits: RoundLimits) -> None:
+    """Fills the last bin of each round with samples of the next, the longest that fit first."""
+    for now, after in pairwise(order):
+        for s in sorted((s for own in after for s in own), key=lambda s: (-s.length, s.job, s.index)):
+            if limits.taken([*now[-1], s]) <= limits.room and _may_move(s, now, order, limits):
+                now[-1].append(s)
+                next(own for own in after if s in own).remove(s)
+        # Bins that became empty are gone; the round itself stays, if only as a place to merge into.
+        after[:] = [own for own in after if own] or [[]]
+
+
+def _may_move(s: Segment, now: Bins, order: list[Bins], limits: RoundLimits) -> bool:
+    """True if the job's batch before ended early enough for one of its next samples to stand in the last bin."""
+    here = next(i for i, bins in enumerate(order) if bins is now)
+    flat = [Microbatch(tuple(own)) for bins in order[max(0, here - limits.num_stages) : here + 1] for own in bins]
+    flat[-1] = Microbatch((*flat[-1].segments, s))
+    recent = [Microbatch(tuple(x for x in m.segments if x.job == s.job)) for m in flat]
+    return not too_early(recent, limits.lemma_distance)

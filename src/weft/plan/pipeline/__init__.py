@@ -1,0 +1,1 @@
+"""Programs for several stages: built from one stream of microbatches, checked by one validator."""

@@ -1,0 +1,69 @@
+"""Streams in the order a published schedule wants them: rounds of one global batch of every job."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from weft.errors import PlanError
+from weft.plan.pipeline.stream import read_stream
+from weft.plan.types import Microbatch
+
+
+def by_rounds(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
+    """All jobs' first global batches, job after job, then all second ones: how mLoRA fills a pipe.
+
+    Every microbatch must hold samples of one global batch alone.
+    """
+    queues: dict[str, dict[int, list[Microbatch]]] = {}
+    for place, microbatch in enumerate(microbatches):
+        owners = {(s.job, s.step) for s in microbatch.segments}
+        if len(owners) != 1:
+            raise PlanError(
+                f"microbatch {place} holds samples of {len(owners)} global batches; "
+                "this schedule takes microbatches of exactly one."
+            )
+        ((job, step),) = owners
+        queues.setdefault(job, {}).setdefault(step, []).append(microbatch)
+    per_job = [[batches[step] for step in sorted(batches)] for _, batches in sorted(queues.items())]
+    rounds = itertools.zip_longest(*per_job, fillvalue=[])
+    return tuple(microbatch for batches in rounds for batch in batches for microbatch in batch)
+
+
+def by_template(
+    microbatches: Sequence[Microbatch], latency_s: Callable[[Microbatch], float]
+) -> tuple[tuple[Microbatch, ...], tuple[int, ...]]:
+    """MuxTune's template: in each round the slowest bucket first, a bucket's microbatches together.
+
+    A bucket is the microbatches of one round with the same jobs. Returns the stream and the ends of its rounds.
+    """
+    rounds: dict[int, dict[tuple[str, ...], list[Microbatch]]] = {}
+    for microbatch, number in zip(microbatches, _round_numbers(microbatches), strict=True):
+        bucket = tuple(sorted({s.job for s in microbatch.segments}))
+        rounds.setdefault(number, {}).setdefault(bucket, []).append(microbatch)
+    stream: list[Microbatch] = []
+    ends: list[int] = []
+    for _, buckets in sorted(rounds.items()):
+        slowest = {bucket: max(latency_s(m) for m in members) for bucket, members in buckets.items()}
+        for bucket in sorted(buckets, key=lambda b: (-slowest[b], b)):
+            stream.extend(sorted(buckets[bucket], key=latency_s, reverse=True))
+        ends.append(len(stream))
+    return tuple(stream), tuple(ends)
+
+
+def _round_numbers(microbatches: Sequence[Microbatch]) -> list[int]:
+    """Per microbatch the place of its global batches among those of their jobs; it must be one and the same."""
+    members = read_stream(microbatches).members
+    numbers: dict[tuple[str, int], int] = {}
+    for job, batches in itertools.groupby(sorted(members), key=lambda batch: batch[0]):
+        numbers |= {(job, step): number for number, (_, step) in enumerate(batches)}
+    result: list[int] = []
+    for place, microbatch in enumerate(microbatches):
+        found = {numbers[s.job, s.step] for s in microbatch.segments}
+        if len(found) != 1:
+            raise PlanError(
+                f"microbatch {place} holds samples of {len(found)} rounds; "
+                "this schedule takes microbatches of exactly one."
+            )
+        result.extend(found)
+    return result

@@ -1,0 +1,182 @@
+"""Builds the program of any schedule from one stream of microbatches.
+
+A schedule decides three things: the order of the stream, where the pipeline is flushed, and what each stage computes
+when. Transfers and steps follow from those in the same way for all:
+
+    schedule        stream                       flushed                          a stage's order
+    gpipe           as given                     between global batches           all forwards, then all backwards
+    1f1b            as given                     between global batches           lead S - s
+    interleaved     as given                     between global batches           1F1B over several slices per stage
+    lorapp          rounds of one job's batches  never                            eager, at most S - s in flight
+    multi-adapter   as given, spaced by the      never                            lead S - s
+                    bubble lemma
+    template        rounds, slowest bucket first between rounds                   eager, under the memory limit
+    eager           as given                     never                            eager, under the memory limit
+
+Every program passes `plan.pipeline.check.problems`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+
+from weft.cost.types import CostModel, LinearCost
+from weft.errors import PlanError
+from weft.plan.group import distance
+from weft.plan.pack.stream import with_noops
+from weft.plan.pipeline.arrange import by_rounds, by_template
+from weft.plan.pipeline.eager import eager_orders
+from weft.plan.pipeline.interleave import interleaved_orders
+from weft.plan.pipeline.lead import Order, orders_by_lead
+from weft.plan.pipeline.stream import Stream, read_stream
+from weft.plan.stages import Backward, Forward, Receive, Send, StagedProgram, StageInstruction, StageStep
+from weft.plan.types import Microbatch
+
+
+class Schedule(enum.StrEnum):
+    """A way to run microbatches through a pipeline."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    LORAPP = "lorapp"
+    """mLoRA's: jobs fill each other's bubbles; each steps when its own batch is back."""
+    MULTI_ADAPTER = "multi-adapter"
+    """LoRAFusion's: microbatches of several jobs, distances kept by the bubble lemma, with no-ops where needed."""
+    TEMPLATE = "template"
+    """MuxTune's: slowest bucket first, as many in flight as memory allows."""
+    EAGER = "eager"
+    """The stream as it is, no flush, nothing idle that need not be."""
+
+
+def build(
+    schedule: Schedule,
+    microbatches: Sequence[Microbatch],
+    num_stages: int,
+    *,
+    num_chunks: int = 1,
+    cost: CostModel | None = None,
+    memory_bytes: Sequence[int] | None = None,
+) -> StagedProgram:
+    """The program of a schedule; `memory_bytes` is what each stage has for microbatches in flight.
+
+    `microbatches` hold whole global batches, each job's in order. Without a cost model a token counts 1 s and 1 byte.
+    """
+    _check(schedule, microbatches, num_stages, num_chunks, memory_bytes)
+    model = LinearCost() if cost is None else cost
+    if schedule is Schedule.TEMPLATE:
+        given, rounds = by_template(microbatches, lambda m: model.forward_s([s.length for s in m.segments], 0))
+        stream = read_stream(given)
+        orders = eager_orders(stream, num_stages, model, memory_bytes, rounds)
+        return _assemble(stream, orders, num_chunks)
+    stream = read_stream(_arranged(schedule, microbatches, num_stages))
+    leads = [len(microbatches) if schedule is Schedule.GPIPE else num_stages - s for s in range(num_stages)]
+    if schedule in (Schedule.LORAPP, Schedule.EAGER):
+        max_lead = leads if schedule is Schedule.LORAPP else None
+        orders = eager_orders(stream, num_stages, model, memory_bytes, max_lead=max_lead)
+        return _assemble(stream, orders, num_chunks)
+    if schedule is Schedule.INTERLEAVED:
+        orders = interleaved_orders(num_stages, num_chunks, stream.flushes)
+        program = _assemble(stream, orders, num_chunks)
+        _require_fit(program, model, memory_bytes)
+        return program
+    flushes = stream.flushes if schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else ()
+
+    def held(k: int, stage: int) -> int:
+        lengths = [s.length for s in stream.microbatches[k].segments]
+        return model.held_bytes(lengths, stage) if lengths else 0
+
+    return _assemble(stream, orders_by_lead(stream, leads, flushes, held, memory_bytes), num_chunks)
+
+
+def peak_bytes(program: StagedProgram, cost: CostModel) -> list[int]:
+    """Most that each stage keeps at once between forwards and backwards."""
+    peaks = []
+    lengths = [[s.length for s in m.segments] for m in program.microbatches]
+    for stage, instructions in enumerate(program.stages):
+        held = peak = 0
+        for i in instructions:
+            if isinstance(i, Forward | Backward) and lengths[i.microbatch]:
+                size = cost.held_bytes(lengths[i.microbatch], i.chunk * program.num_stages + stage)
+                held += size if isinstance(i, Forward) else -size
+                peak = max(peak, held)
+        peaks.append(peak)
+    return peaks
+
+
+def _check(
+    schedule: Schedule,
+    microbatches: Sequence[Microbatch],
+    num_stages: int,
+    num_chunks: int,
+    memory_bytes: Sequence[int] | None,
+) -> None:
+    if num_stages < 1 or num_chunks < 1:
+        raise PlanError(f"{num_stages} stages of {num_chunks} slices make no pipeline; use at least one of each.")
+    if num_chunks > 1 and schedule is not Schedule.INTERLEAVED:
+        raise PlanError(f"{schedule} runs one slice per stage and got {num_chunks}; use interleaved for more.")
+    if not any(microbatch.segments for microbatch in microbatches):
+        raise PlanError("there is no sample to run; give at least one microbatch with a segment.")
+    if memory_bytes is None:
+        return
+    if len(memory_bytes) != num_stages:
+        raise PlanError(f"memory is given for {len(memory_bytes)} stages of {num_stages}; name it for each.")
+    for stage, limit in enumerate(memory_bytes):
+        if limit <= 0:
+            raise PlanError(f"stage {stage} has {limit} bytes for microbatches in flight; it needs room for one.")
+
+
+def _arranged(schedule: Schedule, microbatches: Sequence[Microbatch], num_stages: int) -> Sequence[Microbatch]:
+    if schedule is Schedule.LORAPP:
+        return by_rounds(microbatches)
+    if schedule is Schedule.MULTI_ADAPTER:
+        return with_noops(microbatches, distance(num_stages))
+    return microbatches
+
+
+def _require_fit(program: StagedProgram, cost: CostModel, memory_bytes: Sequence[int] | None) -> None:
+    if memory_bytes is None:
+        return
+    for stage, (peak, limit) in enumerate(zip(peak_bytes(program, cost), memory_bytes, strict=True)):
+        if peak > limit:
+            raise PlanError(
+                f"stage {stage} would keep {peak:,} bytes in flight and has {limit:,}; "
+                "use fewer slices, smaller microbatches or 1f1b."
+            )
+
+
+def _assemble(stream: Stream, orders: Sequence[Order], num_chunks: int) -> StagedProgram:
+    """Puts every computation between its transfers, and every step behind its last backward."""
+    num_stages = len(orders)
+    stages = tuple(
+        tuple(_with_transfers(stream, order, stage, num_stages, num_chunks)) for stage, order in enumerate(orders)
+    )
+    return StagedProgram(stream.microbatches, stages, num_chunks)
+
+
+def _with_transfers(
+    stream: Stream, order: Order, stage: int, num_stages: int, num_chunks: int
+) -> list[StageInstruction]:
+    batches_of = [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
+    left = Counter({batch: num_chunks * len(places) for batch, places in stream.members.items()})
+    result: list[StageInstruction] = []
+    for visit in order:
+        k, chunk = visit.microbatch, visit.chunk
+        virtual = chunk * num_stages + stage
+        is_gradient = isinstance(visit, Backward)
+        first, last = 0, num_chunks * num_stages - 1
+        # A forward comes from the slice before and goes to the one after; a backward the other way round.
+        has_source = num_stages > 1 and virtual != (last if is_gradient else first)
+        has_target = num_stages > 1 and virtual != (first if is_gradient else last)
+        towards = -1 if is_gradient else 1
+        if has_source:
+            result.append(Receive(k, chunk, is_gradient, (stage - towards) % num_stages))
+        result.append(visit)
+        if has_target:
+            result.append(Send(k, chunk, is_gradient, (stage + towards) % num_stages))
+        if is_gradient:
+            left.subtract(batches_of[k])
+            result.extend(StageStep(job, step) for job, step in batches_of[k] if left[job, step] == 0)
+    return result

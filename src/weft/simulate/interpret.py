@@ -1,0 +1,168 @@
+"""Executes programs with a cost model instead of tensors.
+
+A stage runs its list from the first to the last instruction. With overlap a stage has three lanes, as mLoRA's three
+streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
+receiving each keep the stage itself busy. Empty microbatches cost nothing. With several slices per stage the cost model
+is asked for virtual stages. O(instructions).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.cost.types import CostModel
+from weft.errors import PlanError
+from weft.plan.stages import Backward, Forward, Receive, Send, StagedProgram, StageInstruction, StageStep
+from weft.plan.types import ForwardBackward, Microbatch, Program, Step
+from weft.simulate.timeline import COMPUTE, RECEIVE, RECEIVE_GRADIENT, SEND, MemoryPoint, Span, Timeline
+
+Parcel = tuple[int, int, bool]
+"""What travels: microbatch, virtual stage it is for, and whether it is a gradient."""
+
+
+@dataclass
+class _StageRun:
+    """Where one stage is."""
+
+    rest: deque[StageInstruction]
+    free_at: float = 0.0
+    send_free_at: float = 0.0
+    held: int = 0
+    spans: list[Span] = field(default_factory=list)
+    memory: list[MemoryPoint] = field(default_factory=list)
+
+
+def simulate_stages(program: StagedProgram, cost: CostModel, *, overlap: bool = True) -> Timeline:
+    """The predicted timeline of a pipeline's program; a PlanError if its stages wait for each other for ever."""
+    run = _Run(program, cost, overlap)
+    waiting = deque(range(program.num_stages))
+    idle = 0
+    while waiting and idle < len(waiting):
+        stage = waiting.popleft()
+        progressed = run.advance(stage)
+        idle = 0 if progressed else idle + 1
+        if run.stages[stage].rest:
+            waiting.append(stage)
+    if waiting:
+        stage = min(waiting)
+        raise PlanError(f"stage {stage} waits for ever at {run.stages[stage].rest[0]}; no stage sends it.")
+    spans = sorted(itertools.chain.from_iterable(s.spans for s in run.stages), key=lambda s: (s.start_s, s.stage))
+    memory = tuple(point for s in run.stages for point in s.memory)
+    return Timeline(tuple(spans), program.num_stages, memory)
+
+
+class _Run:
+    def __init__(self, program: StagedProgram, cost: CostModel, overlap: bool) -> None:
+        self.program, self.cost, self.overlap = program, cost, overlap
+        self.stages = [_StageRun(deque(instructions)) for instructions in program.stages]
+        self.lengths = [[s.length for s in m.segments] for m in program.microbatches]
+        self.notes = [describe(m) for m in program.microbatches]
+        self.arrivals: dict[Parcel, float] = {}
+
+    def advance(self, place: int) -> bool:
+        """Runs a stage until it must wait; tells whether it got anywhere."""
+        stage, progressed = self.stages[place], False
+        while stage.rest:
+            instruction = stage.rest[0]
+            if isinstance(instruction, Receive) and not self._receive(stage, place, instruction):
+                break
+            stage.rest.popleft()
+            progressed = True
+            if isinstance(instruction, Forward | Backward):
+                self._compute(stage, place, instruction)
+            elif isinstance(instruction, Send):
+                self._send(stage, place, instruction)
+            elif isinstance(instruction, StageStep):
+                args = {"jobs": {instruction.job: 0}, "step": instruction.step}
+                self._take(stage, place, "step", self.cost.step_s(place), args)
+        return progressed
+
+    def _compute(self, stage: _StageRun, place: int, visit: Forward | Backward) -> None:
+        lengths = self.lengths[visit.microbatch]
+        virtual = visit.chunk * self.program.num_stages + place
+        is_forward = isinstance(visit, Forward)
+        if not lengths:
+            return
+        seconds = self.cost.forward_s(lengths, virtual) if is_forward else self.cost.backward_s(lengths, virtual)
+        held = self.cost.held_bytes(lengths, virtual)
+        if is_forward:
+            stage.held += held
+            stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
+        args = {"microbatch": visit.microbatch, "chunk": visit.chunk, **self.notes[visit.microbatch]}
+        self._take(stage, place, "forward" if is_forward else "backward", seconds, args)
+        if not is_forward:
+            stage.held -= held
+            stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
+
+    def _take(self, stage: _StageRun, place: int, name: str, seconds: float, args: Mapping[str, Any]) -> None:
+        stage.spans.append(Span(name, stage.free_at, seconds, args, place, COMPUTE))
+        stage.free_at += seconds
+
+    def _send(self, stage: _StageRun, place: int, send: Send) -> None:
+        source = send.chunk * self.program.num_stages + place
+        parcel = (send.microbatch, source - 1 if send.is_gradient else source + 1, send.is_gradient)
+        seconds = self._transfer_s(send.microbatch)
+        start = max(stage.free_at, stage.send_free_at)
+        stage.send_free_at = self.arrivals[parcel] = start + seconds
+        if not self.overlap:
+            stage.free_at = start + seconds
+        if seconds:
+            args = {"microbatch": send.microbatch, "to": send.to_stage}
+            stage.spans.append(Span("send", start, seconds, args, place, SEND))
+            # The two streams towards a stage come from different neighbours, so each has a lane of its own.
+            lane = RECEIVE_GRADIENT if send.is_gradient else RECEIVE
+            args = {"microbatch": send.microbatch, "from": place}
+            if self.overlap:
+                self.stages[send.to_stage].spans.append(Span("receive", start, seconds, args, send.to_stage, lane))
+
+    def _receive(self, stage: _StageRun, place: int, receive: Receive) -> bool:
+        parcel = (receive.microbatch, receive.chunk * self.program.num_stages + place, receive.is_gradient)
+        if parcel not in self.arrivals:
+            return False
+        stage.free_at = max(stage.free_at, self.arrivals[parcel])
+        seconds = self._transfer_s(receive.microbatch)
+        if not self.overlap and seconds:
+            lane = RECEIVE_GRADIENT if receive.is_gradient else RECEIVE
+            args = {"microbatch": receive.microbatch, "from": receive.from_stage}
+            stage.spans.append(Span("receive", stage.free_at, seconds, args, place, lane))
+            stage.free_at += seconds
+        return True
+
+    def _transfer_s(self, microbatch: int) -> float:
+        lengths = self.lengths[microbatch]
+        return self.cost.transfer_s(sum(lengths)) if lengths else 0.0
+
+
+def simulate(program: Program, cost: CostModel) -> Timeline:
+    """The predicted timeline of the engine's own program: the spans that the engine would record, one stage."""
+    spans: list[Span] = []
+    memory: list[MemoryPoint] = []
+    now = 0.0
+    for is_step, group in itertools.groupby(program.instructions, key=lambda i: isinstance(i, Step)):
+        instructions = list(group)
+        if is_step:
+            jobs = {i.job: 0 for i in instructions if isinstance(i, Step)}
+            spans.append(Span("step", now, len(instructions) * cost.step_s(0), {"jobs": jobs}, 0, COMPUTE))
+            now = spans[-1].end_s
+            continue
+        for instruction in instructions:
+            assert isinstance(instruction, ForwardBackward)
+            lengths = [s.length for s in instruction.microbatch.segments]
+            seconds = cost.forward_s(lengths, 0) + cost.backward_s(lengths, 0)
+            spans.append(Span("forward_backward", now, seconds, describe(instruction.microbatch), 0, COMPUTE))
+            memory.append(MemoryPoint(0, now, cost.held_bytes(lengths, 0)))
+            now = spans[-1].end_s
+            memory.append(MemoryPoint(0, now, 0))
+    return Timeline(tuple(spans), 1, tuple(memory))
+
+
+def describe(microbatch: Microbatch) -> dict[str, Any]:
+    """Tokens of a microbatch, and of each job in it, under the names that the engine records."""
+    jobs: dict[str, int] = {}
+    for segment in microbatch.segments:
+        jobs[segment.job] = jobs.get(segment.job, 0) + segment.length
+    return {"tokens": microbatch.num_tokens, "jobs": jobs}

@@ -1,0 +1,123 @@
+"""What ran when, measured or predicted, in one form: so that the two can be laid side by side event by event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+COMPUTE = "compute"
+SEND = "send"
+RECEIVE = "receive"
+RECEIVE_GRADIENT = "receive gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that took time."""
+
+    name: str
+    start_s: float
+    duration_s: float
+    args: Mapping[str, Any]
+    stage: int = 0
+    lane: str = ""
+    """What of the stage was busy with it; empty where only the name tells."""
+
+    @property
+    def end_s(self) -> float:
+        """When it was over."""
+        return self.start_s + self.duration_s
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """What a stage keeps for backwards from this moment on."""
+
+    stage: int
+    time_s: float
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of all stages and lanes, in order of their start, and memory over time."""
+
+    spans: tuple[Span, ...]
+    num_stages: int = 1
+    memory: tuple[MemoryPoint, ...] = ()
+    """Each stage's changes, in order of time."""
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last span."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def busy_s(self, stage: int, start_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Seconds that a stage computes between two moments."""
+        return sum(
+            max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
+            for span in self.spans
+            if span.stage == stage and span.lane == COMPUTE
+        )
+
+    def bubble_ratio(self, start_s: float = 0.0, end_s: float | None = None) -> float:
+        """Share of the stages' time in which nothing is computed, over the whole run or between two moments."""
+        end = self.makespan_s if end_s is None else end_s
+        area = (end - start_s) * self.num_stages
+        if area <= 0:
+            return 0.0
+        return 1.0 - sum(self.busy_s(stage, start_s, end) for stage in range(self.num_stages)) / area
+
+    def peak_bytes(self, stage: int) -> int:
+        """Most that a stage keeps at once."""
+        return max((point.held_bytes for point in self.memory if point.stage == stage), default=0)
+
+    def to_json(self) -> str:
+        """The run in Chrome's trace format, which Perfetto opens: a process per stage, a thread per lane."""
+        lanes = list(dict.fromkeys((span.stage, span.lane) for span in sorted(self.spans, key=_by_lane)))
+        threads = {lane: number for number, lane in enumerate(lanes, start=1)}
+        events = [
+            {"name": "process_name", "ph": "M", "pid": stage + 1, "args": {"name": f"stage {stage}"}}
+            for stage in range(self.num_stages)
+        ]
+        events += [
+            {"name": "thread_name", "ph": "M", "pid": stage + 1, "tid": thread, "args": {"name": lane}}
+            for (stage, lane), thread in threads.items()
+        ]
+        events += [span_event(span, threads[span.stage, span.lane]) for span in self.spans]
+        events += [
+            {
+                "name": "held",
+                "ph": "C",
+                "ts": point.time_s * 1e6,
+                "pid": point.stage + 1,
+                "args": {"bytes": point.held_bytes},
+            }
+            for point in self.memory
+        ]
+        return trace_json(events)
+
+
+def span_event(span: Span, thread: int) -> dict[str, Any]:
+    """A span as an event of Chrome's trace format, at least one microsecond long so that it can be seen."""
+    return {
+        "name": span.name,
+        "ph": "X",
+        "ts": round(span.start_s * 1e6),
+        "dur": max(1, round(span.duration_s * 1e6)),
+        "pid": span.stage + 1,
+        "tid": thread,
+        "args": dict(span.args),
+    }
+
+
+def trace_json(events: Sequence[Mapping[str, Any]]) -> str:
+    """A whole trace file."""
+    return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"})
+
+
+def _by_lane(span: Span) -> tuple[int, int]:
+    order = (COMPUTE, SEND, RECEIVE, RECEIVE_GRADIENT)
+    return span.stage, order.index(span.lane) if span.lane in order else len(order)

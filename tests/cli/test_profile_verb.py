@@ -1,0 +1,43 @@
+"""`weft profile`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.bench import plan_cost
+from weft.cost.profile import load_profile
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_profile_when_run_on_tiny_then_measures_checks_and_keeps(weft, tmp_path):
+    out = tmp_path / "cpu.json"
+    result = weft("profile", "--capacity", 128, "--quick", "--out", out)
+    assert result.code == 0, result
+    assert "tiny  kernels reference" in result.out
+    assert "memory_mape = " in result.out and "on 6 shapes that were not fitted" in result.out
+    kept = load_profile(out)
+    assert kept.setup.model == "tiny"
+    figures = plan_cost.measure_cost(profile=out)
+    assert figures["memory_mape"] == kept.errors["peak_bytes"].mape < 0.02
+    assert f"memory_mape = {figures['memory_mape']:.3%}" in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--capacity", 8), "--capacity: got 8; at least 128 tokens."),
+        (("--out", "gone/p.json"), "--out gone/p.json: there is no directory gone."),
+        (("--model", "llama-3.1-8b"), "--model: the shape llama-3.1-8b is measured on a CUDA GPU, and none is used"),
+        (("--model", "llama"), "base_model llama: there is no such model directory"),
+        (("--quantize", "fp4"), "got 'fp4'; accepted are none, fp8, nf4, int8"),
+        (("--recompute", "mlp"), "recompute: only the fused kernels have it"),
+    ],
+)
+def test_profile_when_it_cannot_run_then_one_sentence_says_why(words, sentence, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert sentence in refused("profile", *words)

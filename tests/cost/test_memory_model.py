@@ -1,0 +1,100 @@
+"""The memory model."""
+
+from __future__ import annotations
+
+import pytest
+from h200_runs import RUNS, H200Run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.bench.shapes import SHAPES
+from weft.cost.memory import LOSS_ROWS, MemoryModel, rank_class
+from weft.cost.shape import ModelShape
+from weft.errors import ConfigError
+
+LLAMA = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict(), "llama-3.1-8b")
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_total_when_compared_with_an_h200_then_within_a_hundredth_and_a_half(run: H200Run):
+    """The peaks there are those of the capture: before the moments exist, and without the loss."""
+    model = MemoryModel(run.shape)
+    predicted = model.total_bytes(run.workload.capacity, run.ranks) - model.loss_bytes()
+    predicted -= 8 * sum(run.shape.adapter_parameters(rank) for rank in run.ranks)
+    assert predicted == pytest.approx(run.peak_bytes, rel=0.015)
+
+
+def test_adapter_bytes_when_bf16_then_eighteen_per_parameter():
+    assert MemoryModel(LLAMA).adapter_bytes(16) == 18 * LLAMA.adapter_parameters(16)
+    only = ("q_proj", "v_proj")
+    assert MemoryModel(LLAMA).adapter_bytes(8, only) == 18 * LLAMA.adapter_parameters(8, only)
+
+
+def test_weight_bytes_when_quantised_then_follow_the_bits():
+    linears, rest = 32 * LLAMA.layer_weights, LLAMA.num_parameters - 32 * LLAMA.layer_weights
+    for kind, each in (("none", 2.0), ("fp8", 2.0), ("int8", 1.0), ("nf4", 0.5625)):
+        assert MemoryModel(LLAMA, kind).weight_bytes() == linears * each + 2 * rest
+    assert MemoryModel(LLAMA, "fp8", fp8_copies=1).weight_bytes() == linears + 2 * rest
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 8])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b"])
+def test_stages_when_summed_then_hold_what_one_device_holds(num_stages, name):
+    """But for a tied head, of which the first and the last stage each need a copy."""
+    shape = ModelShape.from_config(SHAPES[name].config().to_dict(), name)
+    whole, parts = MemoryModel(shape), MemoryModel(shape, num_stages=num_stages)
+    stages = range(num_stages)
+    tied = 2 * shape.head_weights if shape.tied else 0
+    assert sum(parts.weight_bytes(stage) for stage in stages) == whole.weight_bytes() + tied
+    assert sum(parts.kept_bytes(64, 16, stage) for stage in stages) == whole.kept_bytes(64, 16)
+    assert sum(parts.adapter_bytes(8, stage=stage) for stage in stages) == whole.adapter_bytes(8)
+    assert [parts.loss_bytes(stage) > 0 for stage in stages] == [False] * (num_stages - 1) + [True]
+
+
+def test_kept_when_recomputed_then_less_and_the_workspace_pays():
+    none, mlp, full = (MemoryModel(LLAMA, recompute=mode) for mode in ("none", "mlp", "full"))
+    assert none.row_bytes() - mlp.row_bytes() == 2 * 2 * LLAMA.ffn
+    assert full.row_bytes() == 2 * LLAMA.hidden
+    assert none.workspace_bytes(64) < mlp.workspace_bytes(64) < full.workspace_bytes(64)
+    assert full.total_bytes(8192, [16]) < mlp.total_bytes(8192, [16]) < none.total_bytes(8192, [16])
+
+
+def test_total_when_several_microbatches_are_held_then_only_what_is_kept_repeats():
+    model = MemoryModel(LLAMA, num_stages=4)
+    more = model.total_bytes(512, [16], stage=1, num_held=3) - model.total_bytes(512, [16], stage=1)
+    assert more == 2 * model.kept_bytes(512, 16, 1)
+
+
+def test_tensor_parallel_when_doubled_then_halves_weights_and_adapters_but_not_the_stream():
+    one, two = MemoryModel(LLAMA), MemoryModel(LLAMA, tensor_parallel=2)
+    assert two.weight_bytes() == pytest.approx(one.weight_bytes() / 2, rel=1e-3)
+    assert two.adapter_bytes(16) == one.adapter_bytes(16) // 2
+    assert one.row_bytes() / 2 < two.row_bytes() < one.row_bytes()
+    assert two.loss_bytes() == LOSS_ROWS * LLAMA.vocabulary
+
+
+@given(st.integers(17, 160), st.lists(st.sampled_from([8, 16, 64, 100]), max_size=20), st.sampled_from([64, 2048]))
+def test_most_rows_when_asked_then_fits_and_one_tile_more_does_not(budget_gb, ranks, row_tile):
+    model = MemoryModel(LLAMA)
+    rows, budget = model.most_rows(budget_gb * 10**9, ranks, row_tile), budget_gb * 10**9
+    assert rows % row_tile == 0
+    assert rows == 0 or model.total_bytes(rows, ranks) <= budget
+    assert model.total_bytes(rows + row_tile, ranks) > budget
+
+
+def test_rank_class_when_ranks_differ_then_a_power_of_two_above_all():
+    assert [rank_class(ranks) for ranks in ([], [1], [16], [17], [8, 100])] == [16, 16, 16, 32, 128]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"quantize": "fp4"}, "quantize: got 'fp4'; accepted are none, fp8, int8, nf4."),
+        ({"recompute": "some"}, "recompute: got 'some'; accepted are none, mlp, full."),
+        ({"num_stages": 33}, "num_stages: got 33 for 32 layers"),
+        ({"tensor_parallel": 0}, "tensor_parallel: got 0"),
+    ],
+)
+def test_memory_model_when_a_setting_is_wrong_then_says_what_is_accepted(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        MemoryModel(LLAMA, **settings)

@@ -1,0 +1,172 @@
+"""Whatever is to be packed, a round plan loses nothing, keeps its limits, and knows how good it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from round_cases import CAPACITY, all_segments, fewest_by_force, jobs_to_pack, problems, segments_of
+
+from weft.cost.types import LinearCost
+from weft.errors import PlanError
+from weft.plan.pack import RoundLimits, pack_rounds
+from weft.plan.pack.stream import too_early
+from weft.plan.types import Batch, JobQueue, Microbatch
+
+COST = LinearCost(fixed_s=2.0, token_s=1.0, pair_s=0.01)
+LIMITS = st.builds(RoundLimits, st.just(CAPACITY), st.integers(1, 4), st.sampled_from([1, 4]))
+
+
+def steady(num_jobs: int, num_rounds: int, lengths: tuple[int, ...]) -> list[JobQueue]:
+    batches = tuple(Batch(b, 0, lengths) for b in range(num_rounds))
+    return [JobQueue(f"job{j}", batches, True) for j in range(num_jobs)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs_to_pack(), LIMITS, st.booleans())
+def test_pack_rounds_when_any_jobs_then_every_promise_holds(jobs, limits, keep_order):
+    plan = pack_rounds(jobs, limits, cost=COST, keep_order=keep_order, budget_s=0)
+    assert problems(plan, jobs) == []
+    assert plan.keeps_order == keep_order
+    assert too_early(plan.stream, limits.lemma_distance) == []
+
+
+@settings(max_examples=20, deadline=None)
+@given(jobs_to_pack(), LIMITS)
+def test_pack_rounds_when_called_again_then_returns_the_same(jobs, limits):
+    assert pack_rounds(jobs, limits, cost=COST, budget_s=0) == pack_rounds(jobs, limits, cost=COST, budget_s=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=6), st.sampled_from([1, 4]))
+def test_pack_rounds_when_one_small_round_then_the_count_is_the_optimum_and_known_to_be(lengths, multiple):
+    limits = RoundLimits(CAPACITY, 1, multiple)
+    (only,) = pack_rounds([JobQueue("a", (Batch(0, 0, tuple(lengths)),), True)], limits, budget_s=60).rounds
+    best = fewest_by_force(segments_of(lengths), limits)
+    assert only.fewest <= best
+    assert only.num_microbatches == best
+    assert only.is_proven
+
+
+def test_pack_rounds_when_bounds_are_too_low_then_the_solver_proves_the_count_only_within_the_budget():
+    """48 tokens in samples of 10, 15, 4, 12, 7 do not fill two bins of 24, which no bound sees."""
+    jobs = [JobQueue("a", (Batch(0, 0, (10, 15, 4, 12, 7)),), True)]
+    (proven,) = pack_rounds(jobs, RoundLimits(CAPACITY), cost=COST, budget_s=60).rounds
+    (unknown,) = pack_rounds(jobs, RoundLimits(CAPACITY), cost=COST, budget_s=0).rounds
+    assert (proven.num_microbatches, proven.fewest, proven.is_fewest) == (3, 3, True)
+    assert (unknown.num_microbatches, unknown.fewest, unknown.is_fewest) == (3, 2, False)
+
+
+@settings(max_examples=30, deadline=None)
+@given(jobs_to_pack(), LIMITS)
+def test_pack_rounds_when_any_jobs_then_no_round_beats_its_bound(jobs, limits):
+    for r in pack_rounds(jobs, limits, cost=COST, budget_s=0).rounds:
+        assert r.gap >= -1e-9
+        costs = [2 * COST.forward_s([s.length for s in m.segments], 0) for m in r.slots]
+        assert r.time_s == pytest.approx(len(costs) * max(costs))
+
+
+def test_pack_rounds_when_jobs_can_take_turns_then_no_noop_and_no_stage_waits():
+    """With four jobs on four stages the next batch of each starts a full pipeline after its last."""
+    plan = pack_rounds(steady(4, 6, (5, 6, 7, 3)), RoundLimits(CAPACITY, 4), cost=COST)
+    assert plan.num_noops == 0
+    assert too_early(plan.stream, 4) == []
+
+
+def test_pack_rounds_when_a_round_is_small_then_has_a_microbatch_for_every_stage():
+    plan = pack_rounds(steady(4, 3, (3, 3)), RoundLimits(CAPACITY, 4), cost=COST)
+    assert [r.num_microbatches for r in plan.rounds] == [4, 4, 4]
+    assert plan.proven_share == 1.0
+
+
+def test_pack_rounds_when_a_microbatch_costs_much_then_single_stage_uses_the_fewest():
+    plan = pack_rounds(steady(2, 1, (6, 6)), RoundLimits(CAPACITY), cost=COST)
+    assert [m.num_tokens for m in plan.stream] == [24]
+
+
+def test_pack_rounds_when_attention_counts_then_one_long_sample_is_not_beside_many_short_ones():
+    """In tokens 12 + 12 = 4 · 6, in work the long ones cost more and get fewer neighbours."""
+    jobs = [JobQueue("a", (Batch(0, 0, (20, 5, 5, 5, 5, 5)),), True)]
+    limits = RoundLimits(30)
+    even = pack_rounds(jobs, limits, cost=LinearCost())
+    assert sorted(m.num_tokens for m in even.stream) == [20, 25]
+    heavy = pack_rounds(jobs, limits, cost=LinearCost(pair_s=1.0))
+    assert (20,) in [tuple(s.length for s in m.segments) for m in heavy.stream]
+
+
+def test_pack_rounds_when_a_job_joins_then_started_rounds_stay():
+    jobs = steady(3, 6, (5, 6, 7, 3))
+    limits = RoundLimits(CAPACITY, 4)
+    before = pack_rounds(jobs, limits, cost=COST)
+    rest = [dataclasses.replace(q, batches=q.batches[2:]) for q in jobs]
+    rest.append(JobQueue("late", (Batch(0, 0, (9, 9)),), True))
+    after = pack_rounds(rest, limits, cost=COST, previous=before, num_started=2)
+    assert after.rounds[:2] == before.rounds[:2]
+    assert problems(after, [*jobs, rest[-1]]) == []
+    assert too_early(after.stream, 4) == []
+
+
+def test_pack_rounds_when_a_job_leaves_then_only_its_later_samples_are_gone():
+    jobs = steady(3, 4, (5, 6, 7, 3))
+    before = pack_rounds(jobs, RoundLimits(CAPACITY, 4), cost=COST)
+    rest = [dataclasses.replace(q, batches=q.batches[1:]) for q in jobs[1:]]
+    after = pack_rounds(rest, RoundLimits(CAPACITY, 4), cost=COST, previous=before, num_started=1)
+    left = [dataclasses.replace(jobs[0], batches=jobs[0].batches[:1]), *jobs[1:]]
+    assert problems(after, left) == []
+
+
+def test_pack_rounds_when_planned_round_by_round_then_still_no_noop():
+    jobs = steady(4, 6, (5, 6, 7, 3))
+    limits = RoundLimits(CAPACITY, 4)
+    plan = None
+    for r in range(6):
+        rest = [dataclasses.replace(q, batches=q.batches[r:]) for q in jobs]
+        plan = pack_rounds(rest, limits, cost=COST, previous=plan, num_started=r, max_rounds=1)
+        assert len(plan.rounds) == r + 1
+    assert problems(plan, jobs) == []
+    assert plan.num_noops == 0
+
+
+def test_pack_rounds_when_in_two_processes_then_the_plan_is_the_same():
+    jobs = steady(4, 5, (5, 6, 7, 3))
+    limits = RoundLimits(CAPACITY, 4)
+    assert pack_rounds(jobs, limits, cost=COST, num_workers=2) == pack_rounds(jobs, limits, cost=COST)
+
+
+def test_round_plan_when_printed_as_json_then_it_is_plain_data():
+    plan = pack_rounds(steady(2, 2, (5, 6)), RoundLimits(CAPACITY, 2), cost=COST)
+    text = json.loads(json.dumps(dataclasses.asdict(plan)))
+    assert text["rounds"][0]["slots"][0]["segments"][0]["job"] == "job0"
+
+
+def test_problems_when_a_plan_is_broken_then_each_break_is_seen():
+    """The checker these tests rely on is not blind."""
+    jobs = steady(2, 3, (5, 6, 7))
+    plan = pack_rounds(jobs, RoundLimits(CAPACITY, 3), cost=COST, keep_order=True)
+    stream = plan.stream
+    full = Microbatch(tuple(all_segments(jobs)))
+    for broken in (stream[1:], (*stream, stream[0]), (full,), stream[::-1]):
+        assert problems(dataclasses.replace(plan, stream=broken), jobs)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RoundLimits(63, padding_multiple=64), "capacity is 63 tokens; it must be at least"),
+        (lambda: RoundLimits(64, num_stages=0), "0 stages"),
+        (lambda: pack_rounds([], RoundLimits(64)), "no job has a sample"),
+        (lambda: pack_rounds(steady(1, 1, ()), RoundLimits(64)), "job job0 step 0: holds no sample"),
+        (lambda: pack_rounds(steady(1, 1, (3, 65)), RoundLimits(64)), "sample 1: a sample has 65 tokens"),
+        (lambda: pack_rounds(steady(1, 1, (63,)), RoundLimits(63, padding_multiple=16)), "holds 1 to 48"),
+        (lambda: pack_rounds(steady(1, 1, (0,)), RoundLimits(63)), "a sample has 0 tokens"),
+        (lambda: pack_rounds(steady(1, 1, (1,)) * 2, RoundLimits(63)), "job0 is listed twice"),
+        (lambda: pack_rounds(steady(1, 1, (1,)), RoundLimits(63), num_workers=0), "0 workers"),
+    ],
+)
+def test_pack_rounds_when_input_is_wrong_then_says_what_and_where(make, words):
+    with pytest.raises(PlanError, match=words) as raised:
+        make()
+    assert raised.value.code == "plan_error"
