@@ -55,7 +55,9 @@ def test_fit_when_values_are_exact_then_finds_the_prices(prices, terms):
     loads = random_loads(30)
     found = fit(loads, [prices.predict(load) for load in loads], terms)
     for term in terms:
-        assert found.prices[term] == pytest.approx(prices.prices[term], rel=1e-5, abs=1e-8 * max(prices.prices.values()))
+        assert found.prices[term] == pytest.approx(
+            prices.prices[term], rel=1e-5, abs=1e-8 * max(prices.prices.values())
+        )
 
 
 def test_fit_when_values_are_noisy_then_unseen_loads_are_met_within_the_noise():
