@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
+from weft.backbone.load import TINY
 from weft.bench import plan_cost
+from weft.bench.shapes import SHAPES, build
 from weft.cost.profile import load_profile
 
 
@@ -14,16 +19,26 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_profile_when_run_on_tiny_then_measures_checks_and_keeps(weft, tmp_path):
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A model directory smaller than the embedded one."""
+    model = build(SHAPES["tiny"], torch.float32, torch.device("cpu"), "sdpa")
+    model.save_pretrained(tmp_path / "small")
+    for file in Path(TINY).glob("*token*"):
+        shutil.copy(file, tmp_path / "small")
+    return tmp_path / "small"
+
+
+def test_profile_when_run_on_a_cpu_then_measures_checks_and_keeps(weft, tmp_path, small):
     out = tmp_path / "cpu.json"
-    result = weft("profile", "--capacity", 128, "--quick", "--out", out)
+    result = weft("profile", "--model", small, "--capacity", 256, "--quick", "--out", out)
     assert result.code == 0, result
-    assert "tiny  kernels reference" in result.out
+    assert "kernels reference" in result.out
     assert "memory_mape = " in result.out and "on 6 shapes that were not fitted" in result.out
     kept = load_profile(out)
-    assert kept.setup.model == "tiny"
+    assert kept.setup.model == str(small)
     figures = plan_cost.measure_cost(profile=out)
-    assert figures["memory_mape"] == kept.errors["peak_bytes"].mape < 0.02
+    assert figures["memory_mape"] == kept.errors["peak_bytes"].mape < 0.03
     assert f"memory_mape = {figures['memory_mape']:.3%}" in result.out
 
 

@@ -21,7 +21,7 @@ def tiny(kernels: str = "reference") -> Backbone:
 
 @pytest.fixture(scope="module")
 def found() -> Profile:
-    return measure_profile(tiny(), capacity=512, repeats=1)
+    return measure_profile(tiny(), capacity=256, repeats=1)
 
 
 def test_tensor_bytes_when_tensors_come_and_go_then_counts_each_storage_once():
@@ -75,13 +75,13 @@ def test_profile_cases_when_samples_or_ranks_are_limited_then_stay_within():
 
 
 def test_profile_when_measured_then_memory_is_what_tensors_hold(found: Profile):
-    """The fixed price is the model, the price of a parameter its four fp32 numbers, and held-out shapes are met."""
+    """A parameter costs its four fp32 numbers, the fixed part holds the model, and held-out shapes are met."""
     prices = found.fits["peak_bytes"].prices
     model = stored_bytes(tiny().model.parameters())
-    assert prices["fixed"] == pytest.approx(model, rel=0.5)
+    assert model < prices["fixed"] < 3 * model, "the model, and a block of the loss"
     assert prices["parameters"] == pytest.approx(16, rel=0.1)
     assert prices["rows"] > 2 * 4 * 10 * 64, "a layer keeps more than ten vectors of every row"
-    assert found.errors["peak_bytes"].mape < 0.02
+    assert found.errors["peak_bytes"].mape < 0.03
 
 
 def test_profile_when_measured_then_says_of_what(found: Profile):

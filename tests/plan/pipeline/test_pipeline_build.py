@@ -93,6 +93,19 @@ def test_gpipe_flushes_between_global_batches() -> None:
     assert [order(stage) for stage in program.stages] == ["F0 F1 B0 B1 F2 F3 B2 B3"] * 2
 
 
+def test_gpipe_flushes_between_jobs_that_do_not_wait_for_each_other() -> None:
+    """A classic schedule knows nothing of other jobs."""
+    program = build(Schedule.GPIPE, equal(2, 1, 2), 2)
+    assert [order(stage) for stage in program.stages] == ["F0 F1 B0 B1 F2 F3 B2 B3"] * 2
+
+
+def test_interleaved_warms_up_with_two_for_each_later_stage_and_all_but_one_slice() -> None:
+    """2 (S - s - 1) + (V - 1) S slice-forwards, and one more before the first backward."""
+    program = build(Schedule.INTERLEAVED, equal(1, 1, 9), 3, num_chunks=2)
+    visits = [order(stage).split() for stage in program.stages]
+    assert [len(list(itertools.takewhile(lambda v: v[0] == "F", own))) for own in visits] == [8, 6, 4]
+
+
 def test_interleaved_with_microbatches_that_are_no_multiple_of_the_stages_is_complete() -> None:
     """Five microbatches over two stages of two slices."""
     program = build(Schedule.INTERLEAVED, equal(1, 1, 5), 2, num_chunks=2)
@@ -125,6 +138,17 @@ def test_template_with_more_memory_launches_more() -> None:
         assert len(list(itertools.takewhile(lambda visit: visit[0] == "F", first))) == room
 
 
+def test_template_finishes_a_round_before_the_next() -> None:
+    """Also for a job whose own batch was back long before."""
+    first = order(build(Schedule.TEMPLATE, equal(3, 2, 2), 2).stages[0]).split()
+    assert sorted(first[:12]) == sorted(f"{way}{k}" for way in "FB" for k in range(6))
+
+
+def test_lorapp_keeps_at_most_the_stages_left_in_flight() -> None:
+    """As 1F1B does, however many jobs there are."""
+    assert peak_bytes(build(Schedule.LORAPP, equal(8, 3), 4), LinearCost()) == [32, 24, 16, 8]
+
+
 def test_lorapp_takes_jobs_in_turns_and_never_flushes() -> None:
     """Given job after job, it fills the pipe with one batch of each."""
     stream = sorted(equal(2, 2), key=lambda m: m.segments[0].job)
@@ -140,6 +164,7 @@ def test_lorapp_takes_jobs_in_turns_and_never_flushes() -> None:
 
 SAMPLE = Microbatch((Segment("a", 0, 0, 8),))
 MIXED = Microbatch((Segment("a", 0, 0, 8), Segment("b", 0, 0, 8)))
+TWO_STEPS = Microbatch((Segment("a", 0, 0, 8), Segment("a", 1, 0, 8)))
 BACKWARDS = [Microbatch((Segment("a", 1, 0, 8),)), SAMPLE]
 
 
@@ -157,6 +182,7 @@ BACKWARDS = [Microbatch((Segment("a", 1, 0, 8),)), SAMPLE]
         (Schedule.INTERLEAVED, [SAMPLE], {"num_stages": 2, "num_chunks": 2, "memory_bytes": [8, 8]}, "16 bytes"),
         (Schedule.LORAPP, [MIXED], {"num_stages": 2}, "2 global batches"),
         (Schedule.ONE_F_ONE_B, BACKWARDS, {"num_stages": 2}, "step 1 of a has samples in microbatch 0"),
+        (Schedule.EAGER, [TWO_STEPS], {"num_stages": 2}, "step 1 of a has samples in microbatch 0"),
         (Schedule.TEMPLATE, [Microbatch(()), SAMPLE], {"num_stages": 2}, "0 rounds"),
     ],
 )
