@@ -87,7 +87,7 @@ def test_tensor_parallel_when_doubled_then_halves_weights_and_adapters_but_not_t
 
 @given(st.integers(17, 160), st.lists(st.sampled_from([8, 16, 64, 100]), max_size=20), st.sampled_from([64, 2048]))
 def test_most_rows_when_asked_then_fits_and_one_tile_more_does_not(budget_gb, ranks, row_tile):
-    model = MemoryModel(LLAMA)
+    model = MemoryModel(LLAMA, tensor_parallel=3)
     rows, budget = model.most_rows(budget_gb * 10**9, ranks, row_tile), budget_gb * 10**9
     assert rows % row_tile == 0
     assert rows == 0 or model.total_bytes(rows, ranks) <= budget

@@ -8,11 +8,13 @@ Per device of stage s with tensor-parallel degree t, for one microbatch of T row
     workspace     the widest moment of one layer's way back, and what surrounds the layers
     loss          one block of logits
 LoRA's parts follow PLoRA's appendix A (an indicator per linear, parameters, optimizer, activations b·s·r), with what
-this engine really stores. Checked against peaks measured on an H200: within 1 % (tests/cost).
+this engine really stores. What is kept equals the fused step to the byte, and totals meet peaks measured on an H200
+within 1.5 % (tests/cost).
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -137,9 +139,9 @@ class MemoryModel:
 
     def most_rows(self, budget_bytes: int, ranks: Sequence[int], row_tile: int = 64, stage: int = 0) -> int:
         """The largest microbatch, in whole tiles, that fits beside these adapters; 0 if none does."""
-        free = budget_bytes - self.total_bytes(0, ranks, stage=stage)
-        each = self.total_bytes(row_tile, ranks, stage=stage) - self.total_bytes(0, ranks, stage=stage)
-        tiles = max(0, free // each)
-        while tiles and self.total_bytes(tiles * row_tile, ranks, stage=stage) > budget_bytes:
-            tiles -= 1
-        return tiles * row_tile
+
+        def needed(tiles: int) -> int:
+            return self.total_bytes(tiles * row_tile, ranks, stage=stage)
+
+        above = max(1, budget_bytes // (needed(1) - needed(0)) + 2)
+        return max(0, bisect.bisect_right(range(above), budget_bytes, key=needed) - 1) * row_tile
