@@ -39,6 +39,7 @@ class FusedRunner:
         self._copies: dict[int, ComputeCopy] = {}
         self._graphs: dict[tuple[InputShape, int | None, int], Captured] = {}
         self._pool: Any = None
+        self._tiles: dict[tuple[int, int | None], int | None] = {}
         self._device = model.embedding_VD.device
 
     def attach(self, adapter: Adapter) -> int:
@@ -98,7 +99,7 @@ class FusedRunner:
     def _pass(self, batch: PackedBatch, shape: InputShape, row_tile: int | None, *, needs_grad: bool) -> Passed:
         self._follow(batch)
         inputs = Inputs(shape, torch.from_numpy(input_array(batch, shape)).to(self._device), spans_of(batch))
-        tile = tile_for(self._model, shape.num_rows, row_tile)
+        tile = self._tile(shape.num_rows, row_tile)
         return run_forward(self._model, inputs, self.table, tile, self._memory, needs_grad=needs_grad)
 
     def _replay(self, batch: PackedBatch, shape: InputShape, row_tile: int | None) -> Captured:
@@ -115,7 +116,7 @@ class FusedRunner:
                 self.forget()
             while len(self._graphs) >= MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            tile = tile_for(self._model, shape.num_rows, row_tile)
+            tile = self._tile(shape.num_rows, row_tile)
             try:
                 captured = self._capture(shape, tile)
             except torch.OutOfMemoryError:
@@ -126,6 +127,12 @@ class FusedRunner:
             self._graphs[key] = captured
         self._graphs[key] = self._graphs.pop(key)  # the last used goes last
         return self._graphs[key]
+
+    def _tile(self, num_rows: int, row_tile: int | None) -> int | None:
+        key = (num_rows, row_tile)
+        if key not in self._tiles:
+            self._tiles[key] = tile_for(self._model, num_rows, row_tile)
+        return self._tiles[key]
 
     def _capture(self, shape: InputShape, tile: int | None) -> Captured:
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -7,15 +7,12 @@ rows go in one product; where they do not, in tiles. Either way a row's result i
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from weft.adapters.frozen import FrozenWeight
 from weft.backbone.fused.model import FusedModel
 
 
-@lru_cache(maxsize=64)
 def tile_for(model: FusedModel, num_rows: int, row_tile: int | None) -> int | None:
     """`row_tile` if any product of the model needs tiles at this row count, else None: all rows at once."""
     if row_tile is None or num_rows == row_tile:
