@@ -20,6 +20,7 @@ Shape suffixes: T rows, K columns of a factor, N columns of a product, D in, O o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import ClassVar
@@ -48,7 +49,7 @@ def tiled_mm(x_TK: torch.Tensor, w_KN: torch.Tensor, row_tile: int | None) -> to
     return y_TN
 
 
-class FrozenWeight(nn.Module):
+class FrozenWeight(nn.Module, ABC):
     """A weight (O, D) that never changes; a kind says how it is stored and, if it can do better, how it multiplies."""
 
     kind: ClassVar[str]
@@ -65,9 +66,9 @@ class FrozenWeight(nn.Module):
         self.dtype = dtype
         """Type of the dense weight and of the activations."""
 
+    @abstractmethod
     def dense(self) -> torch.Tensor:
         """W (O, D) in the type of the activations."""
-        raise NotImplementedError
 
     def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
         """X Wᵀ, (T, O)."""
