@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from weft.errors import PlanError
 from weft.plan.group import (
     JobLengths,
-    bubble_lemma_violations,
     deal_head_tail,
     fewest_groups,
     group_jobs,
 )
+from weft.plan.lemma import lemma_distance, lemma_violations
 from weft.plan.types import Microbatch, Segment
 
 jobs_lists = st.lists(st.tuples(st.integers(1, 3000).map(float), st.integers(1, 64)), min_size=1, max_size=12).map(
@@ -76,7 +76,7 @@ def test_fewest_groups_turns_keep_the_lemma_where_any_number_does(
         for g, own in enumerate(tokens)
         for _ in range(-int(-own // capacity))
     ]
-    assert num_groups == len(jobs) or not bubble_lemma_violations(turns, num_stages)
+    assert num_groups == len(jobs) or not lemma_violations(turns, lemma_distance(num_stages))
 
 
 def test_fewest_groups_known_cases() -> None:
@@ -105,19 +105,19 @@ def lemma_holds(microbatches: list[Microbatch], num_stages: int) -> bool:
 )
 def test_bubble_lemma_any_stream_agrees_with_the_printed_lemma(words: list[str], num_stages: int) -> None:
     """No violation is found exactly where every pair of samples keeps the distance."""
-    assert (not bubble_lemma_violations(stream(*words), num_stages)) == lemma_holds(stream(*words), num_stages)
+    assert (not lemma_violations(stream(*words), lemma_distance(num_stages))) == lemma_holds(stream(*words), num_stages)
 
 
 def test_bubble_lemma_names_microbatch_job_and_distance() -> None:
     """Four stages need three microbatches; a no-op counts as one."""
-    assert not bubble_lemma_violations(stream("a0", "b0", "", "a1"), 4)
-    assert bubble_lemma_violations(stream("a0", "b0", "a1"), 4) == [
-        "microbatch 2: batch 1 of a comes 2 after the one before it; 4 stages need 3"
+    assert not lemma_violations(stream("a0", "b0", "", "a1"), lemma_distance(4))
+    assert lemma_violations(stream("a0", "b0", "a1"), lemma_distance(4)) == [
+        "microbatch 2: step 1 of a comes 2 after the one before it; at least 3 are needed"
     ]
-    assert bubble_lemma_violations(stream("a1", "a0"), 2) == [
-        "microbatch 1: batch 0 of a comes after its batch 1 has begun"
+    assert lemma_violations(stream("a1", "a0"), lemma_distance(2)) == [
+        "microbatch 1: step 0 of a comes after its step 1 has begun"
     ]
-    assert bubble_lemma_violations(stream("a0 a1"), 1)
+    assert lemma_violations(stream("a0 a1"), lemma_distance(1))
 
 
 def test_group_bad_input_raises_plan_error() -> None:
@@ -132,6 +132,6 @@ def test_group_bad_input_raises_plan_error() -> None:
     with pytest.raises(PlanError, match="1 jobs cannot form 2 groups"):
         group_jobs([job], 2)
     with pytest.raises(PlanError, match="num_stages is 0"):
-        bubble_lemma_violations([], 0)
+        lemma_violations([], lemma_distance(0))
     with pytest.raises(PlanError, match="capacity is 0"):
         fewest_groups([job, JobLengths("b", 1.0, 1)], capacity=0, num_stages=4)

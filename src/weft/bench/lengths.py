@@ -1,6 +1,6 @@
 """Sample lengths like those of the data sets planners are measured on: log-normal, from fixed seeds, no files.
 
-Means: XSum 526 and CNN/DailyMail 947 tokens, WikiSum about 1,800; right-skewed as published (seed 004, figure 13).
+Means: XSum 526 and CNN/DailyMail 947 tokens, WikiSum about 1,800; right-skewed as published (LoRAFusion, figure 13).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulated bubbles of pipelines: three published schedules, each with its own microbatches and program, and ours.
 
-Anchors (seed 004, figure 20): four jobs on XSum, CNN/DailyMail, WikiSum and a mixture, 4 stages. 1F1B trains the jobs
+Anchors (LoRAFusion, figure 20): four jobs on XSum, CNN/DailyMail, WikiSum and a mixture, 4 stages. 1F1B trains the jobs
 one after the other, mLoRA fills the pipe with all four, both with 4 samples per microbatch; LoRAFusion packs groups of
 two into 8,192 tokens, greedily and with its merge pass. Its own remark is that most of its bubbles come from the output
 head on the last stage, so the head is in the model: 80 layers of a 70B backbone, split evenly for the anchors and by

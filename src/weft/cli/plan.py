@@ -15,6 +15,7 @@ from weft.spec import JobSpec, RunSpec, load_run
 
 if TYPE_CHECKING:
     from weft.cost.analytic import AnalyticCost
+    from weft.cost.profiled import ProfiledCost
     from weft.simulate.forecast import Forecast, JobOutline
 
 PLANNED_STEPS = 32
@@ -29,6 +30,9 @@ def plan(
     ] = "auto",
     stages: Annotated[int, typer.Option(help="Stages of a pipeline over so many devices.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="Global batches of each job to plan.", min=1)] = PLANNED_STEPS,
+    profile: Annotated[
+        Path | None, typer.Option(help="Take times from this file of `weft profile` instead of the hardware table.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what will train with what, how full, how long and in how much memory."""
@@ -41,7 +45,8 @@ def plan(
     with Console(stderr=True).status("reading the data and planning"):
         jobs = _outlines(spec, jobs_file.parent, steps)
         cost = _cost(spec, device, stages, jobs)
-        found, timeline = forecast(jobs, spec.capacity, cost, pack)
+        measured = None if profile is None else _measured(profile, cost)
+        found, timeline = forecast(jobs, spec.capacity, cost, pack, measured)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
@@ -103,6 +108,21 @@ def _cost(spec: RunSpec, device: str, stages: int, jobs: list[JobOutline]) -> An
         num_jobs=len(jobs),
         row_tile=tile,
     )
+
+
+def _measured(path: Path, cost: AnalyticCost) -> ProfiledCost:
+    """The cost model of a profile; it must be of the same backbone."""
+    from weft.cost.profile import load_profile
+    from weft.cost.profiled import ProfiledCost
+
+    found = load_profile(path)
+    if (found.setup.hidden, found.setup.num_layers) != (cost.shape.hidden, cost.shape.num_layers):
+        raise ConfigError(
+            f"is of a model with {found.setup.num_layers} layers of {found.setup.hidden}; {cost.shape.name} has "
+            f"{cost.shape.num_layers} of {cost.shape.hidden}.",
+            where=f"--profile {path}",
+        )
+    return ProfiledCost(found, cost.num_stages, cost.rank, cost.num_jobs)
 
 
 def _here() -> str:

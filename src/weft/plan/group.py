@@ -1,4 +1,4 @@
-"""Groups of jobs whose global batches take turns in a pipeline, and the lemma that says how far apart they must be.
+"""Groups of jobs whose global batches take turns in a pipeline.
 
 Jobs of one group are packed together; groups follow each other. While other groups' microbatches run, the last backward
 of a group's global batch comes back, so that its next one starts without waiting.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.plan.fuse.buckets import improve
-from weft.plan.types import Microbatch
+from weft.plan.lemma import lemma_distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,46 +81,9 @@ def fewest_groups(jobs: Sequence[JobLengths], *, capacity: int, num_stages: int)
     for num_groups in range(1, len(jobs)):
         tokens = group_jobs(jobs, num_groups).batch_tokens
         own = [math.ceil(t / capacity) for t in tokens]
-        if sum(own) - max(own) >= distance(num_stages) - 1:
+        if sum(own) - max(own) >= lemma_distance(num_stages) - 1:
             return num_groups
     return len(jobs)
-
-
-def distance(num_stages: int) -> int:
-    """Microbatches from the last of a job's global batch to the first of its next: stages − 1, and at least 1."""
-    if num_stages < 1:
-        raise PlanError(f"num_stages is {num_stages}; use at least 1.")
-    return max(num_stages - 1, 1)
-
-
-def bubble_lemma_violations(stream: Sequence[Microbatch], num_stages: int) -> list[str]:
-    """Where a stream of microbatches breaks the bubble lemma; empty if it keeps it.
-
-    The lemma: if a sample of a job's global batch j is in microbatch k, no sample of its batch j + 1 is in a microbatch
-    before k + num_stages − 1, since only then the backward of the former is done. A microbatch without segments is a
-    no-op and counts.
-    """
-    apart = distance(num_stages)
-    newest: dict[str, tuple[int, int]] = {}
-    """Of each job: its latest batch so far, and the last microbatch that holds a sample of that or an earlier one."""
-    before: dict[str, int] = {}
-    """Of each job: the last microbatch that holds a sample of a batch before its latest."""
-    problems: list[str] = []
-    for place, microbatch in enumerate(stream):
-        for job, step in sorted({(s.job, s.step) for s in microbatch.segments}):
-            latest, last = newest.get(job, (step, place))
-            if step < latest:
-                problems.append(f"microbatch {place}: batch {step} of {job} comes after its batch {latest} has begun")
-                continue
-            if step > latest:
-                before[job] = last
-            if job in before and place < before[job] + apart:
-                problems.append(
-                    f"microbatch {place}: batch {step} of {job} comes {place - before[job]} after the one before it; "
-                    f"{num_stages} stages need {apart}"
-                )
-            newest[job] = (step, place)
-    return problems
 
 
 def _check(jobs: Sequence[JobLengths]) -> None:

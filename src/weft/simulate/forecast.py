@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.cost.analytic import AnalyticCost
+from weft.cost.types import CostModel
 from weft.plan.group import JobLengths, group_jobs
 from weft.plan.pack.types import RoundLimits
 from weft.plan.types import JobQueue, Limits, Microbatch, Planner
@@ -81,20 +82,28 @@ class Forecast:
 
 
 def forecast(
-    jobs: Sequence[JobOutline], capacity: int, cost: AnalyticCost, planner: Planner
+    jobs: Sequence[JobOutline],
+    capacity: int,
+    cost: AnalyticCost,
+    planner: Planner,
+    measured: CostModel | None = None,
 ) -> tuple[Forecast, Timeline]:
-    """The forecast of a run on `cost.num_stages` stages, and the simulated timeline of its planned part."""
+    """The forecast of a run on `cost.num_stages` stages, and the simulated timeline of its planned part.
+
+    Time comes from `measured` where it is given, memory from `cost`.
+    """
     queues = [job.queue for job in jobs]
+    times = measured or cost
     if cost.num_stages == 1:
         program = planner(queues, Limits(capacity, max_microbatches=ALL))
-        timeline = simulate(program, cost)
+        timeline = simulate(program, times)
         microbatches: Sequence[Microbatch] = program.microbatches
         schedule, keeps_order, num_held = "one stage", True, [1]
         # A job's next global batch waits for its step, so each needs a microbatch of its own.
         fewest = max(len(queue.batches) for queue in queues)
     else:
         limits = RoundLimits(capacity, cost.num_stages)
-        best = best_pipeline(queues, limits, cost)
+        best = best_pipeline(queues, limits, times)
         timeline, schedule = best.timeline, str(best.schedule)
         microbatches = [m for m in best.rounds.stream if m.segments]
         keeps_order, fewest = best.rounds.keeps_order, best.rounds.fewest

@@ -12,8 +12,8 @@ from round_cases import CAPACITY, all_segments, fewest_by_force, jobs_to_pack, p
 
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
+from weft.plan.lemma import lemma_violations
 from weft.plan.pack import RoundLimits, pack_rounds
-from weft.plan.pack.stream import too_early
 from weft.plan.types import Batch, JobQueue, Microbatch
 
 COST = LinearCost(fixed_s=2.0, token_s=1.0, pair_s=0.01)
@@ -31,7 +31,7 @@ def test_pack_rounds_when_any_jobs_then_every_promise_holds(jobs, limits, keep_o
     plan = pack_rounds(jobs, limits, cost=COST, keep_order=keep_order, budget_s=0)
     assert problems(plan, jobs) == []
     assert plan.keeps_order == keep_order
-    assert too_early(plan.stream, limits.lemma_distance) == []
+    assert lemma_violations(plan.stream, limits.lemma_distance) == []
 
 
 @settings(max_examples=20, deadline=None)
@@ -73,7 +73,7 @@ def test_pack_rounds_when_jobs_can_take_turns_then_no_noop_and_no_stage_waits():
     """With four jobs on four stages the next batch of each starts a full pipeline after its last."""
     plan = pack_rounds(steady(4, 6, (5, 6, 7, 3)), RoundLimits(CAPACITY, 4), cost=COST)
     assert plan.num_noops == 0
-    assert too_early(plan.stream, 4) == []
+    assert lemma_violations(plan.stream, 4) == []
 
 
 def test_pack_rounds_when_a_round_is_small_then_has_a_microbatch_for_every_stage():
@@ -106,7 +106,7 @@ def test_pack_rounds_when_a_job_joins_then_started_rounds_stay():
     after = pack_rounds(rest, limits, cost=COST, previous=before, num_started=2)
     assert after.rounds[:2] == before.rounds[:2]
     assert problems(after, [*jobs, rest[-1]]) == []
-    assert too_early(after.stream, 4) == []
+    assert lemma_violations(after.stream, 4) == []
 
 
 def test_pack_rounds_when_a_job_leaves_then_only_its_later_samples_are_gone():

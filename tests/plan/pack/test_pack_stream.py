@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.pack.stream import NOOP, too_early, with_noops
+from weft.plan.lemma import lemma_violations
+from weft.plan.pack.stream import NOOP, with_noops
 from weft.plan.types import Microbatch, Segment
 
 
@@ -28,7 +29,7 @@ def streams(draw: st.DrawFn) -> list[Microbatch]:
 @given(streams(), st.integers(1, 4))
 def test_with_noops_when_any_stream_then_distances_hold_and_order_stays(stream, distance):
     longer = with_noops(stream, distance)
-    assert too_early(longer, distance) == []
+    assert lemma_violations(longer, distance) == []
     assert [m for m in longer if m.segments] == stream
 
 
@@ -39,14 +40,14 @@ def test_with_noops_when_any_stream_then_no_shorter_one_will_do(stream, distance
     if 0 < num <= 4:
         for places in itertools.combinations_with_replacement(range(1, len(stream)), num - 1):
             trial = [m for i, own in enumerate(stream) for m in [*[NOOP] * places.count(i), own]]
-            assert too_early(trial, distance)
+            assert lemma_violations(trial, distance)
 
 
-def test_too_early_when_the_next_batch_is_one_microbatch_early_then_says_so():
+def test_lemma_violations_when_the_next_batch_is_one_microbatch_early_then_says_so():
     stream = [Microbatch((Segment("a", step, 0, 1),)) for step in (0, 1)]
-    assert too_early(stream, 1) == []
-    assert "step 1 of a" in too_early(stream, 2)[0]
-    assert too_early([stream[0], NOOP, stream[1]], 2) == []
+    assert lemma_violations(stream, 1) == []
+    assert "step 1 of a" in lemma_violations(stream, 2)[0]
+    assert lemma_violations([stream[0], NOOP, stream[1]], 2) == []
 
 
 def test_with_noops_when_empty_slots_stand_at_the_ends_then_they_go():

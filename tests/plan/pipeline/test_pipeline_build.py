@@ -11,7 +11,7 @@ from random_streams import streams
 
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
-from weft.plan.group import bubble_lemma_violations
+from weft.plan.lemma import lemma_distance, lemma_violations
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
 from weft.plan.pipeline.check import problems
 from weft.plan.pipeline.serial import from_json, to_json
@@ -117,7 +117,7 @@ def test_multi_adapter_stream_that_breaks_the_lemma_gets_noops() -> None:
     """One job alone: its batches are kept S - 1 apart by empty microbatches."""
     program = build(Schedule.MULTI_ADAPTER, equal(1, 3), 4)
     assert [bool(m.segments) for m in program.microbatches] == [True, False, False, True, False, False, True]
-    assert bubble_lemma_violations(program.microbatches, 4) == []
+    assert lemma_violations(program.microbatches, lemma_distance(4)) == []
 
 
 def test_template_runs_the_slowest_bucket_first_and_buckets_together() -> None:

@@ -1,4 +1,4 @@
-"""LoRAFusion's two-stage packing as mixed-integer programs (seed 004, Eq. 3 and 4), solved by HiGHS.
+"""LoRAFusion's two-stage packing as mixed-integer programs (its Eq. 3 and 4), solved by HiGHS.
 
 Stage 1: min Σ_b z_b; stage 2, with that many bins: min the smallest bin (by symmetry, the last). Both subject to
 

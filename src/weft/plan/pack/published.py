@@ -1,4 +1,4 @@
-"""LoRAFusion's packing as published (seed 004, algorithm 1), the anchor others are measured against.
+"""LoRAFusion's packing as published (its algorithm 1), the anchor others are measured against.
 
 For every global batch of every group of jobs: greedy first fit decreasing; then, if there is time, the fewest bins
 (MILP, stage 1) and among those the emptiest smallest bin (stage 2), kept only where better than greedy. The emptiest
@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from weft.plan.lemma import lemma_violations
 from weft.plan.pack import milp
 from weft.plan.pack.bins import Bins, first_fit
 from weft.plan.pack.bounds import fewest_bins
-from weft.plan.pack.stream import too_early, with_noops
+from weft.plan.pack.stream import with_noops
 from weft.plan.pack.types import PackedRound, RoundLimits, RoundPlan, rounds_of
 from weft.plan.types import JobQueue, Microbatch, Segment
 
@@ -84,4 +85,4 @@ def _may_move(s: Segment, now: Bins, order: list[Bins], limits: RoundLimits) -> 
     flat = [Microbatch(tuple(own)) for bins in order[max(0, here - limits.num_stages) : here + 1] for own in bins]
     flat[-1] = Microbatch((*flat[-1].segments, s))
     recent = [Microbatch(tuple(x for x in m.segments if x.job == s.job)) for m in flat]
-    return not too_early(recent, limits.lemma_distance)
+    return not lemma_violations(recent, limits.lemma_distance)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.plan.lemma import lemma_distance
 from weft.plan.types import JobQueue, Microbatch, Segment
 
 TOLERANCE = 0.01
@@ -45,7 +46,7 @@ class RoundLimits:
     @property
     def lemma_distance(self) -> int:
         """Microbatches from a job's last sample of a global batch to its first of the next (published lemma)."""
-        return max(self.num_stages - 1, 1)
+        return lemma_distance(self.num_stages)
 
     @property
     def free_distance(self) -> int:

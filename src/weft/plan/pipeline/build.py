@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
-from weft.plan.group import distance
+from weft.plan.lemma import lemma_distance
 from weft.plan.pack.stream import with_noops
 from weft.plan.pipeline.arrange import by_rounds, by_template
 from weft.plan.pipeline.eager import eager_orders
@@ -132,7 +132,7 @@ def _arranged(schedule: Schedule, microbatches: Sequence[Microbatch], num_stages
     if schedule is Schedule.LORAPP:
         return by_rounds(microbatches)
     if schedule is Schedule.MULTI_ADAPTER:
-        return with_noops(microbatches, distance(num_stages))
+        return with_noops(microbatches, lemma_distance(num_stages))
     return microbatches
 
 
