@@ -73,9 +73,18 @@ class Storage:
     quantize: str = "none"
     recompute: Literal["none", "mlp", "full"] = "none"
     """What is made again on the way back."""
+    offload: bool = False
+    """Whether activations wait in the machine's memory."""
+
+    @property
+    def text(self) -> str:
+        """What differs from the default, for names."""
+        quantized = "" if self.quantize == "none" else f"_{self.quantize}"
+        return f"{quantized}{'_offload' if self.offload else ''}"
 
 
-BF16, FP8 = Storage(), Storage("fp8")
+BF16, FP8, INT8, NF4 = Storage(), Storage("fp8"), Storage("int8"), Storage("nf4")
+BF16_RECOMPUTED, BF16_OFFLOADED = Storage(recompute="mlp"), Storage(recompute="mlp", offload=True)
 FP8_RECOMPUTED = Storage("fp8", "mlp")
 """For a model whose activations would not fit beside its weights."""
 
@@ -96,8 +105,7 @@ class Run:
         if self.program not in OURS:
             # Peers train one job, however many there are.
             return f"{self.program}_{self.workload.lengths_text}"
-        stored = "" if self.storage.quantize == "none" else f"_{self.storage.quantize}"
-        return f"{self.program}{stored}_{self.workload.jobs_text}_of_{self.workload.lengths_text}"
+        return f"{self.program}{self.storage.text}_{self.workload.jobs_text}_of_{self.workload.lengths_text}"
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,7 @@ SWEEP32 = Workload((16,) * 32, (256, 256), 8192)
 MIXED32 = Workload(MIXED_RANKS, (256, 256), 8192)
 TINY16 = Workload((16,) * 16, (256, 256), 4096)
 TINY4 = Workload((16,) * 4, (512, 512), 8192)
+LONG = Workload((16,), (32768, 32768), 32768)
 HUGE4 = Workload((16,) * 4, (512, 1024), 4096)
 HANDFUL = Workload((4, 8), (24, 48), 128)
 FEW = Workload((4,) * 4, (32, 32), 128)
@@ -135,6 +144,10 @@ def _step(key: str, storage: Storage, peer: Program, target: float | None, workl
 def _overhead(key: str, workload: Workload, target: float) -> Regime:
     frozen = Run(Program.WEFT_FROZEN, workload)
     return Regime(key, Run(Program.WEFT, workload), Kind.OVERHEAD, frozen, target)
+
+
+def _speed(key: str, workload: Workload, storage: Storage) -> Regime:
+    return Regime(key, Run(Program.WEFT, workload, storage), Kind.TOKENS_PER_S)
 
 
 MAIN = (
@@ -150,6 +163,10 @@ MAIN = (
     _step("step_fp8_vs_peft", FP8, Program.PEFT_BEST, 3.0),
     _step("step_fp8_vs_liger", FP8, Program.LIGER_BEST, 2.5),
     _step("sweep16_fp8", FP8, Program.PEFT_SOLO, 9.0, SWEEP16),
+    _speed("step_int8_tok_s", FOUR, INT8),
+    _speed("step_nf4_tok_s", FOUR, NF4),
+    _speed("fits_32k_tok_s", LONG, BF16_RECOMPUTED),
+    _speed("fits_32k_offload_tok_s", LONG, BF16_OFFLOADED),
 )
 REGIMES: dict[str, tuple[Regime, ...]] = {
     MAIN_SHAPE: MAIN,

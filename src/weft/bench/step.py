@@ -42,7 +42,7 @@ def make_backbone(
     else:
         backbone = Backbone(build_outside_linears(shape, dtype, device, attention.NAME), tokenizer, shape.name)
         _fill_linears(backbone, storage.quantize, _copies(shape, device), device)
-    backbone.use_kernels(kernels, Memory(recompute=storage.recompute))
+    backbone.use_kernels(kernels, Memory(storage.recompute, storage.offload))
     return backbone
 
 
