@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from weft.errors import WeftError as WeftError
     from weft.spec import AdapterSpec as Adapter
     from weft.spec import JobSpec as Job
+    from weft.sweep.api import sweep as sweep
 
 __version__ = "0.1.0"
-__all__ = ["Adapter", "Engine", "Job", "WeftError", "__version__"]
+__all__ = ["Adapter", "Engine", "Job", "WeftError", "__version__", "sweep"]
 
 _HOMES = {
     "Adapter": ("weft.spec", "AdapterSpec"),
@@ -31,9 +32,12 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # torch is imported with the engine, so that `import weft` and the planners stay quick.
-    if name not in _HOMES:
+    if name not in _HOMES and name != "sweep":
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     import importlib
 
+    if name == "sweep":
+        # The package is callable: importing it makes it this module's attribute, whoever does so first.
+        return importlib.import_module("weft.sweep")
     module, attribute = _HOMES[name]
     return getattr(importlib.import_module(module), attribute)

@@ -16,6 +16,7 @@ from weft.errors import ModelError
 from weft.spec import AdapterSpec
 
 RUN = Run(Program.WEFT_BITS, FEW)
+BESIDE = ("differing_beside_3", "differing_beside_nan", "differing_beside_wide")
 
 
 @pytest.fixture(params=["reference", "fused"])
@@ -25,7 +26,7 @@ def backbone(request: pytest.FixtureRequest) -> Backbone:
 
 def test_bits_when_neighbours_change_nothing_then_none_differ_and_slots_are_free(backbone):
     found = measure_bits(backbone, RUN)
-    assert found.extra == {"differing": 0, "differing_beside_3": 0, "differing_beside_nan": 0}
+    assert found.extra == {"differing": 0, **dict.fromkeys(BESIDE, 0)}
     assert all(not linear.slots for linear in backbone.linears.values())
 
 
@@ -42,7 +43,7 @@ def test_bits_when_neighbours_leak_then_the_differing_are_counted(backbone, monk
     monkeypatch.setattr(Backbone, "forward_backward", leaky)
     found = measure_bits(backbone, RUN)
     # One number of every one of the 7 linears of 2 layers.
-    assert found.extra == {"differing": 28, "differing_beside_3": 14, "differing_beside_nan": 14}
+    assert found.extra == {"differing": 3 * 14, **dict.fromkeys(BESIDE, 14)}
 
 
 def test_bits_when_the_planted_nan_is_not_used_then_there_is_no_figure(backbone, monkeypatch):

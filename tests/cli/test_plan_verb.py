@@ -1,36 +1,197 @@
-"""`weft plan`."""
+"""`weft plan` and the planners of `weft train`."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_train_verb import write_jobs
+
+from weft.backbone.load import TINY
+from weft.bench.shapes import SHAPES, build
+from weft.cli.plan import _balanced
+from weft.cost.analytic import AnalyticCost
+from weft.cost.hardware import find_hardware
+from weft.cost.profile import load_profile
+from weft.cost.shape import ModelShape
+from weft.store.peft_files import read_adapter
 
 
-def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, tmp_path, monkeypatch):
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two small jobs, on a machine without a GPU."""
     monkeypatch.chdir(tmp_path)
-    assert weft("init").code == 0
-    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    write_jobs(tmp_path, broken=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model directory smaller than the embedded one, and where its profile goes."""
+    folder = tmp_path_factory.mktemp("profiled")
+    model = build(SHAPES["tiny"], torch.float32, torch.device("cpu"), "sdpa")
+    model.save_pretrained(folder / "small")
+    for file in Path(TINY).glob("*token*"):
+        shutil.copy(file, folder / "small")
+    return folder / "small", folder / "small.json"
+
+
+@pytest.fixture
+def profile(weft, profiled, here) -> tuple[Path, Path]:
+    """The same, measured."""
+    model, file = profiled
+    if not file.exists():
+        made = weft("profile", "--model", model, "--capacity", 256, "--quick", "--out", file)
+        assert made.code == 0, made
+    return model, file
+
+
+def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, here):
+    before = sorted(here.rglob("*"))
     result = weft("plan", "jobs.yaml", "--steps", "4", "--device", "h200", "--stages", "2")
     assert result.code == 0
-    for part in ("shout", "reverse", "microbatches of up to", "bubbles", "tokens/s", "GiB", "stage 1"):
+    for part in ("shout", "reverse", "microbatches of up to", "bubbles", "tokens/s", "GiB", "layers", "stage 1"):
         assert part in result.out
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(here.rglob("*")) == before
 
 
-def test_plan_when_json_is_asked_for_then_prints_nothing_else(weft, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert weft("init").code == 0
-    found = json.loads(weft("plan", "jobs.yaml", "--steps", "2", "--json").out)
-    assert found["jobs"] == ["shout", "reverse"] and found["num_stages"] == 1 and found["keeps_order"] is True
+@pytest.mark.parametrize("stages", [1, 2])
+def test_plan_when_json_is_asked_for_then_it_holds_what_the_text_shows(weft, here, stages):
+    """Every number of the text is one of the JSON's, and standard output is JSON and nothing else."""
+    words = ("plan", "jobs.yaml", "--steps", "2", "--stages", str(stages), "--device", "h200")
+    found, text = json.loads(weft(*words, "--json").out), weft(*words).out
+    for job in found["jobs"]:
+        row = [job["name"], *(f"{job[key]:,}" for key in ("group", "num_steps", "num_tokens", "rank"))]
+        assert re.search(r"\s+".join(map(re.escape, row)), text)
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    for value in ("planned_tokens", "num_microbatches", "capacity", "fewest_microbatches"):
+        assert f"{found[value]:,}" in lines["planned"]
+    assert f"{found['fill']:.0%} full" in lines["planned"]
+    assert ("own order" in lines["planned"]) is found["keeps_order"]
+    schedule = f"{found['schedule']} on {found['num_stages']} {found['device']}"
+    assert schedule in lines["schedule"] and f"bubbles {found['bubble_ratio']:.1%}" in lines["schedule"]
+    assert stages == 1 or ", ".join(map(str, found["stage_layers"])) in lines["schedule"]
+    for number in (f"{found['tokens_per_s']:,.0f} tokens/s", f"{found['total_tokens']:,} tokens"):
+        assert number in lines["speed"]
+    assert f"{found['round_s'] * 1e3:,.3g} ms a step" in lines["speed"]
+    assert f"{found['total_s'] * 1e3:,.3g} ms" in lines["speed"]
+    memory = ", ".join(f"{size / 2**30:,.2f}" for size in found["stage_bytes"])
+    assert f"{memory} GiB of {found['device_bytes'] / 2**30:,.1f}" in lines["memory"]
+    assert f"up to {found['largest_capacity']:,} tokens" in lines["memory"] and found["fits"]
+    assert {span["stage"] for span in found["timeline"]} == set(range(stages))
+    assert len(found["program"]["stages"]) == stages
+    assert sum(bool(m) for m in found["program"]["microbatches"]) == found["num_microbatches"]
 
 
-def test_plan_when_asked_for_what_cannot_be_then_one_sentence(weft, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert weft("init").code == 0
+def test_plan_when_a_planner_is_named_then_it_is_the_one_that_plans(weft, here):
+    """Seven and eight tokens short of the capacity: only a search lets the jobs' samples meet."""
+    (here / "a.jsonl").write_text(json.dumps({"text": "a" * 6}) + "\n")
+    (here / "b.jsonl").write_text("".join(json.dumps({"text": "b" * n}) + "\n" for n in (8, 2)))
+    (here / "jobs.yaml").write_text(
+        "base_model: tiny\ncapacity: 20\n"
+        "defaults: {max_steps: 1, shuffle: false, max_length: 20, adapter: {r: 2}}\n"
+        "jobs:\n"
+        "  - {name: a, train_data: a.jsonl, global_batch_size: 1}\n"
+        "  - {name: b, train_data: b.jsonl, global_batch_size: 2}\n"
+    )
+    lengths = json.loads(weft("plan", "jobs.yaml", "--json").out)["program"]["microbatches"]
+    (a,), (long, short) = (sorted((s[3] for m in lengths for s in m if s[0] == job), reverse=True) for job in "ab")
+    # Just so large that the long one needs a microbatch of its own and the short one fits beside `a`.
+    capacity = f"capacity={long + short - 1 if long + short - 1 >= a + short else a + short}"
+    longest = f"defaults.max_length={long}"
+    counts = {
+        name: json.loads(weft("plan", "jobs.yaml", capacity, longest, f"planner={name}", "--json").out)
+        for name in ("greedy", "auto", "exact")
+    }
+    assert counts["greedy"]["num_microbatches"] == 3
+    assert counts["auto"]["num_microbatches"] == counts["exact"]["num_microbatches"] == 2
+
+
+def test_plan_when_asked_for_what_cannot_be_then_one_sentence(refused, here):
     for options, part in (
         (("--stages", "99"), "tiny has 6 layers"),
         (("--device", "h300"), "Did you mean h200"),
         (("capacity=1",), "capacity"),
+        (("planner=best",), "accepted are auto, greedy, exact"),
     ):
-        result = weft("plan", "jobs.yaml", *options)
-        assert result.code == 2
-        assert part in result.err
+        assert part in refused("plan", "jobs.yaml", *options)
+
+
+def test_plan_when_a_profile_was_measured_then_plans_with_it(weft, profile):
+    model, file = profile
+    known = load_profile(file)
+    plain = json.loads(weft("plan", "jobs.yaml", f"base_model={model}", "--json").out)
+    result = weft("plan", "jobs.yaml", f"base_model={model}", "--profile", file)
+    found = json.loads(weft("plan", "jobs.yaml", f"base_model={model}", "--profile", file, "--json").out)
+    assert result.code == 0 and "predicted from a profile" in result.out
+    assert found["planned_s"] != plain["planned_s"] and found["stage_bytes"] != plain["stage_bytes"]
+    assert found["device"] == "cpu" == known.setup.device
+    assert found["program"] == plain["program"], "what a microbatch takes does not change one stage's plan"
+    staged = json.loads(
+        weft("plan", "jobs.yaml", f"base_model={model}", "--profile", file, "--stages", 2, "--json").out
+    )
+    assert sum(staged["stage_layers"]) == known.setup.num_layers
+
+
+def test_plan_when_a_profile_is_wrong_then_one_sentence_says_how(refused, profile):
+    model, file = profile
+    tree = json.loads(file.read_text())
+    Path("text.json").write_text("no profile\n")
+    Path("other.json").write_text("{}\n")
+    Path("old.json").write_text(json.dumps(tree | {"version": 0}))
+    Path("cut.json").write_text(json.dumps({name: tree[name] for name in tree if name != "fits"}))
+    small = f"base_model={model}"
+    for words, sentence in (
+        ((small, "--profile", "gone.json"), "--profile gone.json: cannot be read (No such file or directory)."),
+        ((small, "--profile", "."), "--profile .: cannot be read (Is a directory)."),
+        ((small, "--profile", "text.json"), "--profile text.json: is not JSON"),
+        (
+            (small, "--profile", "other.json"),
+            "--profile other.json: is no profile; `weft profile --out FILE` writes one",
+        ),
+        ((small, "--profile", "old.json"), "--profile old.json: has version 0; this Weft reads version 1."),
+        ((small, "--profile", "cut.json"), "--profile cut.json: is damaged: KeyError 'fits'; measure again"),
+        (("--profile", file), f"--profile {file}: is of {model}, 2 layers of 64"),
+        ((small, "quantize=int8", "--profile", file), "was measured with quantize none; this run has int8."),
+        ((small, "--profile", file, "--device", "h200"), f"--profile {file}: is of cpu; --device says h200."),
+    ):
+        assert sentence in refused("plan", "jobs.yaml", *words)
+
+
+def test_train_when_planners_differ_then_every_adapter_is_the_same_to_the_bit(weft, here):
+    found = {}
+    for name in ("greedy", "auto", "exact"):
+        result = weft("train", "jobs.yaml", "capacity=80", "--planner", name, "--out", name)
+        assert result.code == 0, result
+        found[name] = [read_adapter(Path(name, job, "adapter"))[1] for job in ("shout", "reverse")]
+    for name in ("auto", "exact"):
+        for mine, greedy in zip(found[name], found["greedy"], strict=True):
+            assert mine.keys() == greedy.keys()
+            assert all(torch.equal(a, b) for key in mine for a, b in zip(mine[key], greedy[key], strict=True))
+
+
+def test_train_when_the_planner_is_unknown_then_one_sentence_and_nothing_written(refused, here):
+    sentence = refused("train", "jobs.yaml", "--planner", "best", "--out", "out")
+    assert sentence == "planner=best: planner: got 'best'; accepted are auto, greedy, exact."
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("stages", [2, 4, 7])
+def test_plan_when_a_pipeline_has_a_heavy_head_then_its_last_stage_gets_fewer_layers(stages):
+    """A head of 2.4 layers' weights: shared out by time the slowest stage is faster than with equal stages."""
+    shape = ModelShape("8b", 4096, 14336, 32, 32, 8, 128, 128256)
+    even = AnalyticCost(shape, find_hardware("h200"), stages)
+    split, measured = _balanced(even, None, 8192)
+    assert measured is None and sum(split.split) == 32 and split.split[-1] == min(split.split) < 32 // stages
+
+    def slowest(cost: AnalyticCost) -> float:
+        return max(cost.forward_s([8192], stage) + cost.backward_s([8192], stage) for stage in range(stages))
+
+    assert slowest(split) < slowest(even)
+    one = AnalyticCost(shape, find_hardware("h200"))
+    assert _balanced(one, None, 8192) == (one, None)

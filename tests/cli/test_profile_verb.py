@@ -40,6 +40,7 @@ def test_profile_when_run_on_a_cpu_then_measures_checks_and_keeps(weft, tmp_path
     figures = plan_cost.measure_cost(profile=out)
     assert figures["memory_mape"] == kept.errors["peak_bytes"].mape < 0.03
     assert f"memory_mape = {figures['memory_mape']:.3%}" in result.out
+    assert figures["step_time_mape"] == kept.time_error.mape and figures["padded_time_mape"] > 0
 
 
 @pytest.mark.parametrize(

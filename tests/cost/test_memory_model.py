@@ -33,6 +33,8 @@ def test_total_when_compared_with_an_h200_then_within_a_hundredth_and_a_half(run
     model = MemoryModel(run.shape)
     predicted = model.total_bytes(run.workload.capacity, run.ranks) - model.loss_bytes()
     predicted -= 8 * sum(run.shape.adapter_parameters(rank) for rank in run.ranks)
+    # They are also of a step that had the gradients of gate and up beside gate and up.
+    predicted += 2 * run.shape.ffn * run.workload.capacity * 2
     assert predicted == pytest.approx(run.peak_bytes, rel=0.015)
 
 

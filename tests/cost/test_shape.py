@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.bench.shapes import SHAPES
-from weft.cost.shape import LINEARS, ModelShape, chosen_linears, split_layers
+from weft.cost.shape import LINEARS, ModelShape, chosen_linears, stage_layers
 from weft.errors import ConfigError, ModelError
 
 CONFIG = {
@@ -73,14 +73,21 @@ def test_chosen_linears_when_names_are_given_then_layer_order_and_typos_refused(
 
 
 @given(st.integers(1, 100), st.integers(1, 100))
-def test_split_layers_when_split_then_even_and_none_lost(num_layers, num_stages):
+def test_stage_layers_when_split_then_even_and_none_lost(num_layers, num_stages):
     if num_stages > num_layers:
         with pytest.raises(ConfigError, match="every stage needs a layer"):
-            split_layers(num_layers, num_stages)
+            stage_layers(num_layers, num_stages)
         return
-    found = split_layers(num_layers, num_stages)
+    found = stage_layers(num_layers, num_stages)
     assert sum(found) == num_layers and len(found) == num_stages
     assert max(found) - min(found) <= 1 and list(found) == sorted(found, reverse=True)
+
+
+def test_stage_layers_when_chosen_then_they_count_and_must_add_up():
+    assert stage_layers(32, 3, (12, 11, 9)) == (12, 11, 9)
+    for chosen in ((16, 16), (12, 11, 10), (20, 12, 0)):
+        with pytest.raises(ConfigError, match="for 32 layers on 3 stages"):
+            stage_layers(32, 3, chosen)
 
 
 def test_cost_package_when_imported_then_brings_neither_torch_nor_scipy():

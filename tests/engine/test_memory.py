@@ -26,13 +26,12 @@ from tiny_models import (
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch
 from weft.data.dataset import JobData
-from weft.engine import admit
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, StepDone
 from weft.engine.live_job import JobState
 from weft.engine.memory import load_within
 from weft.engine.preview import preview
-from weft.errors import ConfigError, JobError
+from weft.errors import ConfigError
 from weft.spec import BackboneSpec
 from weft.store.run_dir import RunDirectory
 
@@ -200,16 +199,19 @@ def test_resume_when_memory_had_run_out_then_goes_on_with_the_capacity_it_was_le
         assert_same_weights(Outcome(engine.jobs[name].adapter.tensors(), "", None), expected[name])
 
 
-def test_submit_when_there_is_no_memory_for_the_adapter_then_refused_and_forgotten(monkeypatch):
-    engine = Engine(SmallGpu(10**6), capacity=48)
+def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has_a_place(monkeypatch):
+    """So no memory can run out while a job is made ready; `Places.give` is where it may."""
+    engine, made = Engine(SmallGpu(10**6), capacity=48), []
+    new_adapter = engine.backbone.new_adapter
 
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
+    def noted(spec: Any, seed: int, device: torch.device | None = None) -> Any:
+        made.append(device)
+        return new_adapter(spec, seed, device)
 
-    monkeypatch.setattr(admit, "LiveJob", fail)
-    with pytest.raises(JobError, match="a: the GPU has no memory left for its adapter"):
-        submit(engine, small_job("a"))
-    assert not engine.jobs
+    monkeypatch.setattr(engine.backbone, "new_adapter", noted)
+    submit(engine, small_job("a"))
+    assert made == [torch.device("cpu")]
+    assert {tensor.device.type for tensor in engine.jobs["a"].tensors().values()} == {"cpu"}
 
 
 def test_preview_when_memory_runs_out_then_names_the_capacity():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +25,15 @@ from tiny_models import (
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch
+from weft.cost.fit import Fit, Load
 from weft.engine import stretch
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.engine.live_job import LiveJob
 from weft.engine.timeline import Timeline
-from weft.plan.pack import pack
-from weft.plan.types import JobQueue, Limits, Program
+from weft.plan.pack import pack, planner_named
+from weft.plan.pack.planners import ExactPlanner
+from weft.plan.types import Batch, ForwardBackward, JobQueue, Limits, Microbatch, Program, Segment
 
 
 class Late(Backbone):
@@ -105,7 +110,7 @@ def test_commands_when_a_microbatch_is_already_packed_then_it_is_dropped_and_no_
 
 
 def test_planner_when_nothing_unforeseen_happens_then_is_asked_once_per_program():
-    """The program made during the last microbatch is the one that runs next."""
+    """The program made while the one before it runs is the one that runs next, also where a job ends."""
     asked: list[list[JobQueue]] = []
 
     def planner(queues: Sequence[JobQueue], limits: Limits) -> Program:
@@ -133,6 +138,102 @@ def test_program_when_made_ahead_for_other_queues_then_not_used():
     for queues, other in (([job.queue_after(foreseen.instructions[:3])], limits), ([queue], Limits(40))):
         plans.foresee([queue], limits)
         assert plans.program(queues, other) == pack(queues, other)
+
+
+NEEDS_A_SEARCH = [JobQueue("a", (Batch(0, 0, (7,)),), True), JobQueue("b", (Batch(0, 0, (9, 3)),), True)]
+"""Greedy needs three microbatches of 10, a search finds two."""
+
+
+@dataclass(frozen=True)
+class Slow(ExactPlanner):
+    """A planner that takes all the time it is given."""
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        time.sleep(self.budget_s)
+        return super().__call__(queues, limits)
+
+
+def test_steps_when_the_planner_is_slow_then_they_do_not_wait_for_it(expected):
+    """Every program that is not there in time is packed greedily; no result changes."""
+    engine = Engine(random_backbone("llama_odd"), capacity=48, planner=Slow(300, 1.5))
+    submit(engine, *jobs())
+    outcomes = finish(engine)
+    for name, outcome in outcomes.items():
+        assert_same_bits(outcome, expected[name])
+    spans = [span for span in engine.timeline.spans if span.name == "plan"]
+    assert len(spans) > 3 and max(span.duration_s for span in spans) < 0.5
+    assert engine._plans._ahead is not None, "it was asked, and is still thinking or too late"
+
+
+def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_again_once_it_is():
+    may_go, asked = threading.Event(), []
+
+    def planner(queues: Sequence[JobQueue], limits: Limits) -> Program:
+        asked.append(list(queues))
+        assert may_go.wait(10)
+        return planner_named("exact")(queues, limits)
+
+    plans, limits = stretch.Plans(planner, Timeline()), Limits(10)
+    plans.foresee(NEEDS_A_SEARCH, limits)
+    assert plans.program(NEEDS_A_SEARCH, limits) == pack(NEEDS_A_SEARCH, limits)
+    plans.foresee(NEEDS_A_SEARCH[:1], limits)
+    may_go.set()
+    assert plans._ahead is not None
+    plans._ahead[2].result(10)
+    assert plans.program(NEEDS_A_SEARCH, limits) != pack(NEEDS_A_SEARCH, limits), "late for one, in time for another"
+    assert asked == [NEEDS_A_SEARCH], "one plan at a time"
+    plans.foresee(NEEDS_A_SEARCH, limits)
+    plans._ahead[2].result(10)
+    assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 2
+
+
+def test_program_when_nobody_foresaw_it_then_searched_only_as_far_as_its_own_time_allows():
+    """A hundredth of nothing known is nothing; of a minute, enough for this search."""
+    plans, limits = stretch.Plans(planner_named("exact"), Timeline()), Limits(10)
+    assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 3
+    plans.pace.fit.current = Fit({"fixed": 20.0})
+    assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 2
+    plans.pace.fit.current = Fit({"fixed": 1e-9})
+    assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 3
+
+
+def test_exact_when_it_plans_ahead_then_fewer_microbatches_and_the_same_bits(monkeypatch):
+    """However long a plan takes, here it is waited for, so that the count does not depend on the machine."""
+    monkeypatch.setattr(stretch, "SHORTEST_WAIT_S", 30.0)
+    found, counts = {}, {}
+    for name in ("greedy", "exact"):
+        engine = Engine(random_backbone("llama_odd"), capacity=40, planner=planner_named(name))
+        submit(engine, *(small_job(f"job{i}", i, max_steps=30, global_batch_size=5) for i in range(3)))
+        found[name] = finish(engine)
+        spans = [span.name for span in engine.timeline.spans]
+        counts[name] = spans.count("forward_backward")
+        assert spans.count("plan_ahead") > 2
+    assert counts["exact"] < counts["greedy"]
+    for job, outcome in found["exact"].items():
+        assert_same_bits(outcome, found["greedy"][job])
+
+
+def test_pace_when_microbatches_have_run_then_the_next_are_predicted_and_the_error_is_known():
+    engine = Engine(random_backbone("llama_odd"), capacity=48)
+    submit(engine, small_job("a", max_steps=60), small_job("b", 1, max_steps=60))
+    engine.run()
+    runs = [span for span in engine.timeline.spans if span.name == "forward_backward"]
+    assert "predicted_s" not in runs[0].args and "predicted_s" in runs[-1].args
+    fit = engine._plans.pace.fit
+    predicted = [(span.args["predicted_s"], span.duration_s) for span in runs if "predicted_s" in span.args]
+    # What was first learnt while a microbatch ran counts for that microbatch's error already.
+    assert 0 <= fit.error.count - len(predicted) <= 1
+    assert len(runs) > 2 * stretch.LEARN_EVERY > 0 < fit.error.count
+    assert fit.error.mape < 3.0
+
+
+def test_pace_when_a_microbatch_is_described_then_by_its_jobs_ranks_and_whole_tiles():
+    pace = stretch.Pace(ranks={"a": 4, "b": 16}, row_tile=8)
+    microbatch = Microbatch((Segment("a", 0, 0, 5), Segment("b", 0, 0, 6), Segment("a", 0, 1, 1)))
+    assert pace.load(microbatch) == Load.of([(4, [5, 1]), (16, [6])], 0, 8)
+    assert pace.seconds(Program((ForwardBackward(microbatch),) * 2)) == 0.0
+    pace.fit.current = Fit({"rows": 0.5})
+    assert pace.seconds(Program((ForwardBackward(microbatch),) * 2)) == 2 * 0.5 * 16
 
 
 def test_queue_after_when_the_instructions_have_run_then_was_the_queue():

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 FP8 = {"_quantise_rows", "fp8._dequantise"}
 """Kernels with 8-bit floats, which 8.0 has not."""
-RANKS = {80: (64,), 89: (64,), 90: (16, 64)}
+RANKS = {80: (64,), 89: (64,), 90: (16, 64, 256)}
 """A rank of one block of rank space or more takes the most shared memory."""
 WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_swiglu", "_swiglu_grad",
                  "_rotate", "_rotate_grad", "_add_norm", "_norm_grad"}  # fmt: skip
@@ -81,7 +81,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     qkv, o, gate_up = Site(0, heads.sizes, hidden), Site(3, (hidden,), hidden), Site(4, (inner, inner), hidden)
     down = Site(6, (hidden,), inner)
     table = SlotTable((qkv, o, gate_up, down), torch.device("cpu"))
-    table.rank_class, table.drops = rank, drops
+    table.ranks, table.drops = frozenset([rank]), drops
     rows = row_tables([Span(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
     s = zeros(num_rows, 3 * rank)
     x, qkv_TE, gu, act = (zeros(num_rows, n) for n in (hidden, sum(heads.sizes), 2 * inner, inner))

@@ -43,15 +43,17 @@ def test_swiglu_when_run_then_gates_the_sum_of_product_and_adapters(run, adapted
 @pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapted"])
 @pytest.mark.parametrize("run", BACKWARD)
 def test_swiglu_grad_when_run_then_equals_autograd(run, adapted):
-    """dgu is the gradient of silu(g) · u under dact and what the down projection's adapters add to it."""
+    """dgu is the gradient of silu(g) · u under dact and what the down projection's adapters add, in gu's place."""
     setting, delta, down_delta = mlp()
     gu_TJ, dact_TI = setting.random(128, 2 * INNER), setting.random(128, INNER)
-    dgu_TJ, act_TI = run(gu_TJ, delta if adapted else None, dact_TI, down_delta if adapted else None, adapted)
+    written_TJ = gu_TJ.clone()
+    dgu_TJ, act_TI = run(written_TJ, delta if adapted else None, dact_TI, down_delta if adapted else None, adapted)
     leaf_TJ = (gu_TJ.double() + (plain_out(delta) if adapted else 0.0)).requires_grad_()
     out_TI = plain(leaf_TJ)
     d_TI = dact_TI.double() + (plain_in(down_delta) if adapted else 0.0)
     (expected_TJ,) = torch.autograd.grad(out_TI, leaf_TJ, d_TI)
     torch.testing.assert_close(dgu_TJ.double(), expected_TJ, rtol=1e-5, atol=2e-5)
+    assert dgu_TJ is written_TJ
     assert (act_TI is not None) == adapted
     if act_TI is not None:
         torch.testing.assert_close(act_TI.double(), out_TI.detach(), rtol=1e-5, atol=1e-5)
@@ -63,7 +65,8 @@ def test_swiglu_grad_when_it_makes_act_again_then_it_has_the_forwards_bits(forwa
     """The act the gradients of A see is the one the down projection saw."""
     setting, delta, down_delta = mlp(dtype=dtype)
     gu_TJ = setting.random(128, 2 * INNER)
-    assert backward(gu_TJ, delta, setting.random(128, INNER), down_delta, True)[1].equal(forward(gu_TJ, delta))
+    act_TI = forward(gu_TJ, delta)
+    assert backward(gu_TJ, delta, setting.random(128, INNER), down_delta, True)[1].equal(act_TI)
 
 
 def test_swiglu_kernels_when_fp16_then_round_as_their_twins():
@@ -72,7 +75,7 @@ def test_swiglu_kernels_when_fp16_then_round_as_their_twins():
     gu_TJ, dact_TI = setting.random(128, 2 * INNER), setting.random(128, INNER)
     torch.testing.assert_close(*(run(gu_TJ, delta) for run in FORWARD), rtol=4e-3, atol=4e-3)
     torch.testing.assert_close(
-        *(run(gu_TJ, delta, dact_TI, down_delta, False)[0] for run in BACKWARD), rtol=4e-3, atol=4e-3
+        *(run(gu_TJ.clone(), delta, dact_TI, down_delta, False)[0] for run in BACKWARD), rtol=4e-3, atol=4e-3
     )
 
 

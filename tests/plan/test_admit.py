@@ -14,6 +14,11 @@ from weft.errors import PlanError
 from weft.plan.admit import QUANTUM_TOKENS, Admission, Applicant, Budget, Share, admit
 
 
+def training(admission: Admission) -> frozenset[str]:
+    """The jobs that train from now on."""
+    return frozenset((*admission.start, *admission.keep))
+
+
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[Applicant], list[Applicant], Budget, dict[str, Share]]:
     """Jobs that wait, jobs that train, a budget and the tenants' shares."""
@@ -63,7 +68,7 @@ def test_admit_when_memory_is_short_then_the_set_is_within_the_budget_and_nobody
     waiting, running, budget, shares = situation
     admission = admit(waiting, running, budget, shares)
     everyone = {a.job: a for a in (*waiting, *running)}
-    chosen = [everyone[job] for job in admission.training]
+    chosen = [everyone[job] for job in training(admission)]
     assert fits(chosen, budget)
     for held in (*admission.wait, *admission.preempt):
         mine = everyone[held.job]
@@ -83,7 +88,7 @@ def test_admit_when_there_is_one_tenant_then_who_came_first_trains_first(situati
         mine = everyone[held.job]
         before = [
             everyone[job]
-            for job in admission.training
+            for job in training(admission)
             if (-everyone[job].priority, everyone[job].arrival) < (-mine.priority, mine.arrival)
         ]
         assert not fits([*before, mine], budget)
@@ -98,13 +103,13 @@ def test_admit_when_asked_again_or_in_another_order_then_nothing_changes(situati
     everyone = [*waiting, *running]
     refused = {held.job for held in first.refuse}
     again = admit(
-        [a for a in everyone if a.job not in first.training | refused],
-        [a for a in everyone if a.job in first.training],
+        [a for a in everyone if a.job not in training(first) | refused],
+        [a for a in everyone if a.job in training(first)],
         budget,
         shares,
     )
     assert (again.start, again.preempt) == ((), ())
-    assert again.training == first.training
+    assert training(again) == training(first)
 
 
 def serve(
@@ -113,23 +118,23 @@ def serve(
     """Runs decisions round by round, a quantum for every job that trains; returns the round each job ended in."""
     left = dict(lengths)
     alive: dict[str, Applicant] = {}
-    training: frozenset[str] = frozenset()
+    chosen: frozenset[str] = frozenset()
     served: dict[str, int] = {}
     ended: dict[str, int] = {}
     for now in range(rounds):
         alive.update({a.job: a for a in arrivals.get(now, ())})
-        waiting = [a for a in alive.values() if a.job not in training]
-        running = [a for a in alive.values() if a.job in training]
+        waiting = [a for a in alive.values() if a.job not in chosen]
+        running = [a for a in alive.values() if a.job in chosen]
         shares = {tenant: Share(1.0, tokens) for tenant, tokens in served.items()}
-        training = admit(waiting, running, budget, shares).training
-        for job in training:
+        chosen = training(admit(waiting, running, budget, shares))
+        for job in chosen:
             tenant = alive[job].tenant
             served[tenant] = served.get(tenant, 0) + QUANTUM_TOKENS
             left[job] -= 1
             if left[job] == 0:
                 ended[job] = now
                 del alive[job]
-        training = training & alive.keys()
+        chosen = chosen & alive.keys()
     return ended
 
 

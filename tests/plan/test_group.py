@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan.group import (
-    JobLengths,
-    deal_head_tail,
-    fewest_groups,
-    group_jobs,
-)
+from weft.plan.group import JobLengths, deal_head_tail, group_jobs
 from weft.plan.lemma import lemma_distance, lemma_violations
 from weft.plan.types import Microbatch, Segment
 
@@ -62,32 +57,6 @@ def test_group_jobs_skewed_lengths_are_evened_beyond_pairing() -> None:
     assert group_jobs(jobs, 2).groups == (("job3",), ("job0", "job1", "job2"))
 
 
-@settings(max_examples=60, deadline=None)
-@given(jobs_lists, st.integers(1, 8), st.integers(500, 20000))
-def test_fewest_groups_turns_keep_the_lemma_where_any_number_does(
-    jobs: list[JobLengths], num_stages: int, capacity: int
-) -> None:
-    """Turns of so many groups, packed full, keep the lemma; if not, there are as many groups as jobs."""
-    num_groups = fewest_groups(jobs, capacity=capacity, num_stages=num_stages)
-    tokens = group_jobs(jobs, num_groups).batch_tokens
-    turns = [
-        Microbatch((Segment(f"group{g}", step, 0, 1),))
-        for step in range(2)
-        for g, own in enumerate(tokens)
-        for _ in range(-int(-own // capacity))
-    ]
-    assert num_groups == len(jobs) or not lemma_violations(turns, lemma_distance(num_stages))
-
-
-def test_fewest_groups_known_cases() -> None:
-    """One stage needs one group; four stages and full microbatches two; tiny jobs one each."""
-    jobs = [JobLengths(f"job{i}", 1000.0, 16) for i in range(4)]
-    assert fewest_groups(jobs, capacity=8192, num_stages=1) == 1
-    assert fewest_groups(jobs, capacity=8192, num_stages=4) == 2
-    assert fewest_groups(jobs, capacity=8192, num_stages=8) == 4
-    assert fewest_groups(jobs, capacity=10**6, num_stages=4) == 3
-
-
 def lemma_holds(microbatches: list[Microbatch], num_stages: int) -> bool:
     """The lemma as it is printed, sample against sample; also between batches further apart."""
     placed = [(k, s) for k, m in enumerate(microbatches) for s in m.segments]
@@ -121,7 +90,7 @@ def test_bubble_lemma_names_microbatch_job_and_distance() -> None:
 
 
 def test_group_bad_input_raises_plan_error() -> None:
-    """No jobs, a name twice, no samples, too many groups, no stage, no capacity."""
+    """No jobs, a name twice, no samples, too many groups, no stage."""
     job = JobLengths("a", 10.0, 2)
     with pytest.raises(PlanError, match="no jobs"):
         group_jobs([], 1)
@@ -133,5 +102,3 @@ def test_group_bad_input_raises_plan_error() -> None:
         group_jobs([job], 2)
     with pytest.raises(PlanError, match="num_stages is 0"):
         lemma_violations([], lemma_distance(0))
-    with pytest.raises(PlanError, match="capacity is 0"):
-        fewest_groups([job, JobLengths("b", 1.0, 1)], capacity=0, num_stages=4)

@@ -41,19 +41,24 @@ class LoraWeights:
         return self.a_RD.to(dtype), self.b_OR.to(dtype)
 
 
+def check_ranks(spec: AdapterSpec, modules: Mapping[str, Shape]) -> None:
+    """ConfigError if a rank is above what a module can have."""
+    for path, shape in modules.items():
+        rank = spec.rank_for(path)
+        if rank > min(shape):
+            raise ConfigError(
+                f"rank {rank} is above the smaller side of {path} ({shape[0]} x {shape[1]}).",
+                where="adapter.r" if rank == spec.r else "adapter.rank_pattern",
+            )
+
+
 class Adapter:
     """The trainable parameters of one job on one backbone."""
 
     def __init__(self, spec: AdapterSpec, modules: Mapping[str, Shape], seed: int, device: torch.device) -> None:
         """Modules: path and (out, in) of every adapted linear, in the backbone's order."""
         self.spec = spec
-        for path, shape in modules.items():
-            rank = spec.rank_for(path)
-            if rank > min(shape):
-                raise ConfigError(
-                    f"rank {rank} is above the smaller side of {path} ({shape[0]} x {shape[1]}).",
-                    where="adapter.r" if rank == spec.r else "adapter.rank_pattern",
-                )
+        check_ranks(spec, modules)
         num_a = sum(spec.rank_for(path) * shape[1] for path, shape in modules.items())
         num_b = sum(spec.rank_for(path) * shape[0] for path, shape in modules.items())
         self._shapes = dict(modules)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.adapters.linear import SlotLinear
-from weft.adapters.lora import Adapter
+from weft.adapters.lora import Adapter, Shape, check_ranks
 from weft.adapters.routing import Routing
 from weft.adapters.targets import choose_modules
 from weft.backbone.fused.memory import Memory
@@ -105,9 +105,15 @@ class Backbone:
 
     def new_adapter(self, spec: AdapterSpec, seed: int, device: torch.device | None = None) -> Adapter:
         """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached."""
+        return Adapter(spec, self._targets(spec), seed, self.device if device is None else device)
+
+    def check_adapter(self, spec: AdapterSpec) -> None:
+        """ConfigError if an adapter does not fit this backbone; makes none."""
+        check_ranks(spec, self._targets(spec))
+
+    def _targets(self, spec: AdapterSpec) -> dict[str, Shape]:
         chosen = choose_modules(spec, list(self.linears))
-        shapes = {path: (self.linears[path].out_features, self.linears[path].in_features) for path in chosen}
-        return Adapter(spec, shapes, seed, self.device if device is None else device)
+        return {path: (self.linears[path].out_features, self.linears[path].in_features) for path in chosen}
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""

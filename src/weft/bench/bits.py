@@ -1,4 +1,4 @@
-"""Whether a neighbour changes a job's bits: gradients of one job alone, beside 3 and 31 others, and beside NaN.
+"""Whether a neighbour changes a job's bits: gradients of one job alone, beside 3 and 31 others, NaN and wide ranks.
 
 The job's sample stands first when alone and last beside others, in microbatches of one capacity. Counted are the
 numbers of its gradients that are not equal to the bit.
@@ -7,6 +7,7 @@ numbers of its gradients that are not equal to the bit.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,8 @@ from weft.kernels.dropout import mix
 from weft.spec import AdapterSpec
 
 DROPOUT = 0.1
+WIDE = 8
+"""Ranks of the wide neighbour, over the job's own."""
 
 
 def measure_bits(backbone: Backbone, run: Run) -> Measured:
@@ -31,6 +34,9 @@ def measure_bits(backbone: Backbone, run: Run) -> Measured:
     alone, num_tokens = _gradients(backbone, workload, 0)
     found = {f"beside_{n}": _gradients(backbone, workload, n)[0] for n in sorted({min(3, most), most})}
     found["beside_nan"] = _gradients(backbone, workload, most, poison=True)[0]
+    # Last: kernels are launched for the widest rank a backbone has seen.
+    wide = replace(workload, ranks=(workload.ranks[0], *(WIDE * rank for rank in workload.ranks[1:])))
+    found["beside_wide"] = _gradients(backbone, wide, 1)[0]
     differing = {f"differing_{name}": float(_num_differing(alone, grads)) for name, grads in found.items()}
     detail = ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in differing.items())
     total = sum(differing.values())

@@ -25,14 +25,15 @@ class Kind(enum.StrEnum):
     """Less is better."""
     WASTE = "waste"
     """A share of something that should not be; less is better."""
+    ERROR = "relative error"
+    """Less is better."""
     SHARE = "share"
     """A share of something that should be; more is better."""
 
     @property
     def less_is_better(self) -> bool:
         """The target is an upper bound."""
-        better = (Kind.OVERHEAD, Kind.TIME_RATIO, Kind.PEAK_GB, Kind.DIFFERENCES, Kind.SECONDS, Kind.WASTE)
-        return self in better
+        return self not in (Kind.SPEEDUP, Kind.TOKENS_PER_S, Kind.SHARE)
 
     def shown(self, value: float) -> str:
         """A value as people read it."""
@@ -45,6 +46,7 @@ class Kind(enum.StrEnum):
             Kind.TOKENS_PER_S: f"{value:,.0f} tokens/s",
             Kind.SECONDS: f"{value:.2f} s",
             Kind.WASTE: f"{value:.2%}",
+            Kind.ERROR: f"{value:.1e}",
             Kind.SHARE: f"{value:.2%}",
         }[self]
 

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 
+from weft.cost.fit import FitError
 from weft.data.dataset import Dataset, DataSummary, JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
@@ -19,7 +20,7 @@ MAX_SHARED = 32
 """Jobs that share an instance at most: twice what fills a microbatch with the trace's jobs."""
 
 
-def measure_cluster(*, horizon_s: float | None = None, num_steps: int = 12) -> dict[str, float]:
+def measure_cluster(*, horizon_s: float | None = None, num_steps: int = 24) -> dict[str, float]:
     """The replay of the week, shared and with one job per instance, and planning's share of an engine's steps."""
     start = time.perf_counter()
     trace = generate_trace(SEED) if horizon_s is None else generate_trace(SEED, horizon_s=horizon_s)
@@ -29,14 +30,15 @@ def measure_cluster(*, horizon_s: float | None = None, num_steps: int = 12) -> d
     for name, report in (("shared", shared), ("single", single)):
         figures |= _figures(name, report)
     figures["replay_throughput_ratio"] = shared.throughput_tokens_s / single.throughput_tokens_s
-    figures["plan_share_of_step"] = plan_share(num_steps=num_steps)
-    return figures
+    return figures | plan_share(num_steps=num_steps)
 
 
-def plan_share(*, num_steps: int, planner: str = "auto") -> float:
-    """Seconds spent on planning and admission over seconds of training, of a run on the embedded backbone and a CPU.
+def plan_share(*, num_steps: int, planner: str = "auto") -> dict[str, float]:
+    """Planning and admission of a run on the embedded backbone and a CPU, over its seconds of training.
 
-    More jobs than places, so that admission decides as well.
+    `plan_share_of_step` is what training waited for, `plan_share_ahead` what was planned in a thread beside it. More
+    jobs than places, so that admission decides as well. `pace_mape` is how far the time of microbatches was off what
+    the run had learnt to predict before.
     """
     backbone = BackboneSpec("tiny", device="cpu")
     engine = Engine(backbone, capacity=1024, max_jobs=4, planner=planner_named(planner))
@@ -50,8 +52,14 @@ def plan_share(*, num_steps: int, planner: str = "auto") -> float:
     seconds: dict[str, float] = {}
     for span in engine.timeline.spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.duration_s
-    # Planning ahead runs while a microbatch does, so it is part of that time already.
-    return seconds["plan"] / (seconds["forward_backward"] + seconds["step"])
+    training = seconds["forward_backward"] + seconds["step"]
+    runs = [span for span in engine.timeline.spans if "predicted_s" in span.args]
+    error = FitError.of([span.args["predicted_s"] for span in runs], [span.duration_s for span in runs])
+    return {
+        "plan_share_of_step": seconds["plan"] / training,
+        "plan_share_ahead": seconds.get("plan_ahead", 0.0) / training,
+        "pace_mape": error.mape,
+    }
 
 
 def _figures(name: str, report: ReplayReport) -> dict[str, float]:

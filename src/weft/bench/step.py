@@ -144,14 +144,18 @@ class GradientToEmbeddings:
 
 def measure(backbone: Backbone, run: Run, effort: Effort) -> Measured:
     """One run of Weft, with or without adapters."""
-    if backbone.fused is not None:
-        # A graph captured earlier would hide its memory from this run's peak.
-        backbone.fused.forget()
-    release(backbone.device)
+    _new_account(backbone)
     if run.program is Program.WEFT_BITS:
         return measure_bits(backbone, run)
     measure_program = _measure_frozen if run.program is Program.WEFT_FROZEN else _measure_jobs
     return measure_program(backbone, run, effort)
+
+
+def _new_account(backbone: Backbone) -> None:
+    """Starts a new account of the peak; a graph captured earlier would hide its memory from it."""
+    if backbone.fused is not None:
+        backbone.fused.forget()
+    release(backbone.device)
 
 
 def _measure_jobs(backbone: Backbone, run: Run, effort: Effort) -> Measured:
@@ -159,8 +163,11 @@ def _measure_jobs(backbone: Backbone, run: Run, effort: Effort) -> Measured:
     times = {"warmups": effort.warmups, "repeats": effort.repeats}
     try:
         seconds = median_s(jobs.step, backbone.device, **times)
-        peak = peak_gb(backbone.device)
         stepping = median_s(jobs.take_steps, backbone.device, **times)
+        # Once more, now that the optimizers have their moments, which were not there yet when the step was captured.
+        _new_account(backbone)
+        jobs.step()
+        peak = peak_gb(backbone.device)
     finally:
         jobs.detach()
     batch = jobs.batch

@@ -11,9 +11,13 @@ from rich.console import Console
 from weft.errors import ConfigError, ModelError, WeftError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     import torch
 
     from weft.bench.figures import Figure
+
+    Values = dict[str, float]
 
 bench = typer.Typer(
     help="Measure speed on this machine, beside what people run today.", no_args_is_help=True, rich_markup_mode=None
@@ -87,6 +91,28 @@ def kernels(
     _conclude(figures, failures, device, plot)
 
 
+@bench.command("agreement")
+def agreement(
+    model: Annotated[str, typer.Option(help="The shape whose widths are used, for two of its layers.")] = "tiny",
+    json: JsonFile = None,
+) -> None:
+    """The fast path's gradients against the reference path's, for every kind of launch."""
+    from weft.bench import report
+    from weft.bench.agreement import measure_agreement
+    from weft.bench.shapes import find_shape
+
+    shape = find_shape(model)
+    _check_files(json, None)
+    device = _device(needs_gpu=False)
+    import torch
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    found = measure_agreement(shape, dtype, device, _say)
+    if json is not None:
+        report.write_json(json, {found.key: found.value}, device)
+    _conclude([found], [], device, None)
+
+
 @bench.command("curve")
 def curve(
     steps: Annotated[int, typer.Option(help="Optimizer steps of each job.", min=1)] = 100,
@@ -108,15 +134,29 @@ def curve(
 @bench.command("plan")
 def plan(json: JsonFile = None) -> None:
     """Planning: packing, pipelines and their bubbles, fusion, cost models, a cluster's week."""
+    from weft.bench.plan import measure_plan
+
+    _measure_parts(measure_plan, json)
+
+
+@bench.command("sweep")
+def sweep(json: JsonFile = None) -> None:
+    """Sweeps: 120 configurations planned on eight GPUs, how near the best that is, and beside one by one."""
+    from weft.bench.sweep import measure_sweep
+
+    _measure_parts(measure_sweep, json)
+
+
+def _measure_parts(measure: Callable[[], Iterable[tuple[str, Values, list[Figure]]]], json: Path | None) -> None:
+    """Measures on the CPU part by part, and keeps each as soon as it is there."""
     import torch
 
     from weft.bench import report
-    from weft.bench.plan import measure_plan
 
     _check_files(json, None)
     device = torch.device("cpu")
     figures: list[Figure] = []
-    for name, values, found in measure_plan():
+    for name, values, found in measure():
         _say(name)
         for figure in found:
             _say(f"  {figure.line}")

@@ -23,6 +23,7 @@ from weft.cli.generate import generate
 from weft.cli.init import init
 from weft.cli.plan import plan
 from weft.cli.profile import profile
+from weft.cli.sweep import sweep
 from weft.cli.train import train
 from weft.errors import WeftError
 
@@ -37,6 +38,7 @@ app = typer.Typer(
 for verb, name in (
     (demo, "demo"),
     (train, "train"),
+    (sweep, "sweep"),
     (init, "init"),
     (config, "config"),
     (plan, "plan"),

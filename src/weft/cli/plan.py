@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from weft.spec import JobSpec, RunSpec, load_run
 
 if TYPE_CHECKING:
     from weft.cost.analytic import AnalyticCost
+    from weft.cost.profile import Profile
     from weft.cost.profiled import ProfiledCost
     from weft.simulate.forecast import Forecast, JobOutline
 
@@ -31,28 +33,32 @@ def plan(
     stages: Annotated[int, typer.Option(help="Stages of a pipeline over so many devices.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="Global batches of each job to plan.", min=1)] = PLANNED_STEPS,
     profile: Annotated[
-        Path | None, typer.Option(help="Take times from this file of `weft profile` instead of the hardware table.")
+        Path | None,
+        typer.Option(help="Plan with what `weft profile` measured, from this file, instead of the hardware table."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what will train with what, how full, how long and in how much memory."""
-    from weft.plan.pack import pack
+    from weft.cost.profile import load_profile
+    from weft.plan.pack import planner_named
     from weft.simulate.forecast import forecast
     from weft.simulate.gantt import gantt
 
     spec = load_run(jobs_file, overrides or ())
     console = Console()
     with Console(stderr=True).status("reading the data and planning"):
+        known = None if profile is None else load_profile(profile)
         jobs = _outlines(spec, jobs_file.parent, steps)
-        cost = _cost(spec, device, stages, jobs)
-        measured = None if profile is None else _measured(profile, cost)
-        found, timeline = forecast(jobs, spec.capacity, cost, pack, measured)
+        cost = _cost(spec, device if known is None else _device_of(known, device, profile), stages, jobs)
+        measured = None if known is None else _measured(known, cost, profile)
+        cost, measured = _balanced(cost, measured, spec.capacity)
+        found = forecast(jobs, spec.capacity, cost, planner_named(spec.planner), measured)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        typer.echo(json.dumps(found.to_json()))
         return
-    _show(found, jobs, cost, spec, console)
+    _show(found, console, is_measured=measured is not None)
     width = max(20, min(100, console.width - 12))
-    console.print(gantt(timeline, width), markup=False, highlight=False)
+    console.print(gantt(found.timeline, width), markup=False, highlight=False)
     console.print("▒ forward  █ backward or both  | step  · idle", style="dim")
 
 
@@ -110,19 +116,53 @@ def _cost(spec: RunSpec, device: str, stages: int, jobs: list[JobOutline]) -> An
     )
 
 
-def _measured(path: Path, cost: AnalyticCost) -> ProfiledCost:
-    """The cost model of a profile; it must be of the same backbone."""
-    from weft.cost.profile import load_profile
+def _device_of(found: Profile, device: str, path: Path | None) -> str:
+    """The device to plan for: that of the profile, which another may not contradict."""
+    from weft.cost.hardware import find_hardware
+
+    if device == "auto":
+        return found.setup.device
+    try:
+        own = find_hardware(found.setup.device).name
+    except ConfigError:
+        return device
+    if find_hardware(device).name != own:
+        raise ConfigError(f"is of {found.setup.device}; --device says {device}.", where=f"--profile {path}")
+    return device
+
+
+def _measured(found: Profile, cost: AnalyticCost, path: Path | None) -> ProfiledCost:
+    """The cost model of a profile; it must be of the same backbone, stored and run in the same way."""
     from weft.cost.profiled import ProfiledCost
 
-    found = load_profile(path)
-    if (found.setup.hidden, found.setup.num_layers) != (cost.shape.hidden, cost.shape.num_layers):
+    setup, shape = found.setup, cost.shape
+    where = f"--profile {path}"
+    if (setup.hidden, setup.num_layers, setup.head_weights) != (shape.hidden, shape.num_layers, shape.head_weights):
         raise ConfigError(
-            f"is of a model with {found.setup.num_layers} layers of {found.setup.hidden}; {cost.shape.name} has "
-            f"{cost.shape.num_layers} of {cost.shape.hidden}.",
-            where=f"--profile {path}",
+            f"is of {setup.model}, {setup.num_layers} layers of {setup.hidden} and a head of {setup.head_weights:,}; "
+            f"{shape.name} has {shape.num_layers} of {shape.hidden} and {shape.head_weights:,}.",
+            where=where,
         )
+    for name in ("quantize", "recompute"):
+        if getattr(setup, name) != getattr(cost, name):
+            raise ConfigError(
+                f"was measured with {name} {getattr(setup, name)}; this run has {getattr(cost, name)}.", where=where
+            )
     return ProfiledCost(found, cost.num_stages, cost.rank, cost.num_jobs)
+
+
+def _balanced(
+    cost: AnalyticCost, measured: ProfiledCost | None, capacity: int
+) -> tuple[AnalyticCost, ProfiledCost | None]:
+    """The same with layers shared out so that the slowest stage, head included, is as fast as can be."""
+    from weft.plan.pipeline.split import layer_seconds, split_layers
+
+    if cost.num_stages == 1:
+        return cost, measured
+    num_layers = cost.shape.num_layers
+    layers = replace(cost if measured is None else measured, num_stages=num_layers)
+    split = split_layers(layer_seconds(layers, num_layers, [capacity]), cost.num_stages)
+    return replace(cost, split=split), None if measured is None else replace(measured, split=split)
 
 
 def _here() -> str:
@@ -132,30 +172,35 @@ def _here() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
 
 
-def _show(found: Forecast, jobs: list[JobOutline], cost: AnalyticCost, spec: RunSpec, console: Console) -> None:
+def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("job", "group", "steps", "tokens", "rank"):
         table.add_column(name, justify="left" if name == "job" else "right")
-    group = {name: number for number, names in enumerate(found.groups, start=1) for name in names}
-    for job in jobs:
+    for job in found.jobs:
         name = job.queue.job
-        table.add_row(name, str(group[name]), f"{job.num_steps:,}", f"{job.num_tokens:,}", str(job.rank))
+        table.add_row(name, str(found.group_of(name)), f"{job.num_steps:,}", f"{job.num_tokens:,}", str(job.rank))
     console.print(table)
     gib = 2**30
     order = "every job in its own order" if found.keeps_order else "samples reordered within global batches"
     memory = ", ".join(f"{size / gib:,.2f}" for size in found.stage_bytes)
+    stages = f" with {', '.join(map(str, found.stage_layers))} layers" if found.num_stages > 1 else ""
+    source = "from a profile" if is_measured else "from the hardware table"
     lines = [
         f"planned   {found.planned_tokens:,} tokens in {found.num_microbatches:,} microbatches of up to "
-        f"{spec.capacity:,} (at least {found.fewest_microbatches:,}), {found.fill:.0%} full; {order}",
-        f"schedule  {found.schedule} on {found.num_stages} {cost.hardware.name}, bubbles {found.bubble_ratio:.1%}",
-        f"speed     about {found.tokens_per_s:,.0f} tokens/s; the whole run of {found.total_tokens:,} tokens "
-        f"about {_duration(found.total_s)} (a model's estimate, not a measurement)",
-        f"memory    {memory} GiB of {found.device_bytes / gib:,.1f}" + ("" if found.fits else ": does not fit"),
+        f"{found.capacity:,} (at least {found.fewest_microbatches:,}), {found.fill:.0%} full; {order}",
+        f"schedule  {found.schedule} on {found.num_stages} {found.device}{stages}, bubbles {found.bubble_ratio:.1%}",
+        f"speed     about {found.tokens_per_s:,.0f} tokens/s, {_duration(found.round_s)} a step; the whole run of "
+        f"{found.total_tokens:,} tokens about {_duration(found.total_s)} (predicted {source}, not measured)",
+        f"memory    {memory} GiB of {found.device_bytes / gib:,.1f}"
+        + ("" if found.fits else ": does not fit")
+        + f"; microbatches of up to {found.largest_capacity:,} tokens would",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:,.3g} ms"
     if seconds < 120:
         return f"{seconds:,.1f} s"
     return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -43,7 +43,8 @@ class StopRequest:
 
 
 @contextmanager
-def _stop_signals(request: StopRequest) -> Iterator[None]:
+def stop_signals(request: StopRequest) -> Iterator[None]:
+    """Ctrl-C and a plain kill ask for a stop while the block runs."""
     before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -64,7 +65,7 @@ def follow(run: PreparedRun, directory: RunDirectory, console: Console) -> tuple
 
     stop = StopRequest(console)
     trackers = open_trackers(run.spec.report_to, directory.path, name, warn=warn)
-    with LiveTable(console, jobs) as table, _stop_signals(stop):
+    with LiveTable(console, jobs) as table, stop_signals(stop):
 
         def on_event(event: Event) -> None:
             fields = event.fields()

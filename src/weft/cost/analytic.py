@@ -25,7 +25,7 @@ PRODUCT_IN_STEP = 0.92
 ATTENTION_SHARE = 0.55
 """The same for attention over samples of some hundred tokens."""
 ATTENTION_BACKWARD = 2.5
-RANK_SHARE = 0.25
+RANK_SHARE = 0.5
 """The same for products with one side a rank."""
 KERNELS_PER_LAYER = 14
 """Launches of one layer and pass."""
@@ -52,6 +52,8 @@ class AnalyticCost:
     targets: str | tuple[str, ...] = ALL_LINEAR
     row_tile: int = 1
     """Rows are computed in whole tiles."""
+    split: tuple[int, ...] | None = None
+    """Layers of every stage; None: as equal as can be."""
 
     def __post_init__(self) -> None:
         chosen_linears(self.targets)
@@ -67,6 +69,7 @@ class AnalyticCost:
             self.hardware.activation_bytes,
             num_stages=self.num_stages,
             tensor_parallel=self.tensor_parallel,
+            split=self.split,
         )
 
     def rows(self, lengths: Sequence[int]) -> int:

@@ -6,8 +6,7 @@ analytic model's prices; the second sum holds the prices that measurements say n
 The terms extend mLoRA's β0 + β1·B·L + β2·B·L² to packed samples: rows, Σ length², Σ rank · tokens, jobs, and the
 parameters of attached adapters. O(n·k²) for n measurements of k terms.
 
-`OnlineFit` predicts every measurement before it learns from it: its error is that of a model in use, and the margin to
-plan with.
+`OnlineFit` predicts every measurement before it learns from it: its error is that of a model in use.
 """
 
 from __future__ import annotations
@@ -136,20 +135,25 @@ def solve_nonnegative(x_NK: np.ndarray, y_N: np.ndarray) -> list[float]:
 
 @dataclass
 class OnlineFit:
-    """A fit that learns while training runs, and knows its own error."""
+    """A fit that learns while training runs, and knows its own error.
+
+    Noting a measurement takes microseconds. `learn` solves, so it is for whoever has the time, such as another thread.
+    """
 
     terms: tuple[str, ...]
-    start: Fit | None = None
     window: int = 256
     """Measurements it remembers; older ones fade with the device's temper."""
-    refit_every: int = 8
     current: Fit | None = None
     _seen: deque[tuple[Load, float]] = field(default_factory=deque)
     _errors: deque[tuple[float, float]] = field(default_factory=deque)
-    _since: int = 0
+
+    @property
+    def seen(self) -> tuple[tuple[Load, float], ...]:
+        """The measurements it remembers."""
+        return tuple(self._seen)
 
     def observe(self, load: Load, value: float) -> None:
-        """Learns one measurement; values that are no measurement (zero, not finite) are left out."""
+        """Notes one measurement; values that are no measurement (zero, not finite) are left out."""
         if not (math.isfinite(value) and value > 0):
             return
         if self.current is not None:
@@ -158,31 +162,18 @@ class OnlineFit:
         for kept in (self._seen, self._errors):
             while len(kept) > self.window:
                 kept.popleft()
-        self._since += 1
-        # Often at first, when every measurement counts.
-        if self.current is None or self._since >= min(self.refit_every, len(self._seen)) or len(self._seen) <= 8:
-            self.refit()
 
-    def refit(self) -> Fit:
-        """Fits what is remembered."""
-        loads, values = zip(*self._seen, strict=True) if self._seen else ((), ())
-        if not self._seen and self.start is not None:
-            self.current = self.start
-        else:
-            self.current = fit(loads, values, self.terms, self.start)
-        self._since = 0
-        return self.current
+    def learn(self, seen: Sequence[tuple[Load, float]]) -> None:
+        """Fits measurements; what they do not tell is held by the fit there was before."""
+        loads, values = zip(*seen, strict=True) if seen else ((), ())
+        self.current = fit(loads, values, self.terms, self.current)
 
-    def predict(self, load: Load) -> float:
-        """Seconds or bytes of a load, from what is known so far."""
-        return (self.current or self.refit()).predict(load)
+    def predict(self, load: Load) -> float | None:
+        """Seconds or bytes of a load, from what has been learnt; None before anything has."""
+        return None if self.current is None else self.current.predict(load)
 
     @property
     def error(self) -> FitError:
         """Of the predictions made before each measurement was known."""
         predicted, measured = zip(*self._errors, strict=True) if self._errors else ((), ())
         return FitError.of(predicted, measured)
-
-    def with_margin(self, load: Load) -> float:
-        """A prediction that is too low about once in twenty."""
-        return self.predict(load) * (1.0 + self.error.p95)

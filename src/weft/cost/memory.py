@@ -18,7 +18,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.cost.shape import ALL_LINEAR, SITES, ModelShape, chosen_linears, split_layers
+from weft.cost.shape import ALL_LINEAR, SITES, ModelShape, chosen_linears, stage_layers
 from weft.errors import ConfigError
 
 STORED_BITS = {"none": 16.0, "fp8": 8.0, "int8": 8.0, "nf4": 4.5}
@@ -46,6 +46,8 @@ class MemoryModel:
     fp8_copies: int = 2
     num_stages: int = 1
     tensor_parallel: int = 1
+    split: tuple[int, ...] | None = None
+    """Layers of every stage; None: as equal as can be."""
 
     def __post_init__(self) -> None:
         for where, value, accepted in (
@@ -56,11 +58,11 @@ class MemoryModel:
                 raise ConfigError(f"got {value!r}; accepted are {', '.join(accepted)}.", where=where)
         if self.tensor_parallel < 1:
             raise ConfigError(f"got {self.tensor_parallel}; at least 1 device.", where="tensor_parallel")
-        split_layers(self.shape.num_layers, self.num_stages)
+        stage_layers(self.shape.num_layers, self.num_stages, self.split)
 
     def layers(self, stage: int) -> int:
         """Layers on a stage."""
-        return split_layers(self.shape.num_layers, self.num_stages)[stage]
+        return stage_layers(self.shape.num_layers, self.num_stages, self.split)[stage]
 
     @property
     def weight_bytes_each(self) -> float:
@@ -107,8 +109,9 @@ class MemoryModel:
     def workspace_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS) -> int:
         """At the widest moment of a layer's way back; made once, however many microbatches are under way."""
         shape = self.shape
-        # The gradient and the MLP's four tensors; the last two norms' inputs and the gradient of the hidden states.
-        row = shape.hidden + 4 * shape.ffn / self.tensor_parallel + 3 * shape.hidden
+        # The gradient and the MLP's two tensors beside gate and up, whose gradients are written over them; the last two
+        # norms' inputs and the gradient of the hidden states.
+        row = shape.hidden + 2 * shape.ffn / self.tensor_parallel + 3 * shape.hidden
         again = self.row_bytes(widest_rank, "none") - self.row_bytes(widest_rank)
         dense = 0.0
         if self.quantize in ("nf4", "int8") or (self.quantize == "fp8" and self.fp8_copies == 1):
@@ -137,11 +140,13 @@ class MemoryModel:
         working = self.workspace_bytes(num_rows, widest) + self.loss_bytes(stage)
         return self.weight_bytes(stage) + adapters + kept + working
 
-    def most_rows(self, budget_bytes: int, ranks: Sequence[int], row_tile: int = 64, stage: int = 0) -> int:
-        """The largest microbatch, in whole tiles, that fits beside these adapters; 0 if none does."""
+    def most_rows(
+        self, budget_bytes: int, ranks: Sequence[int], row_tile: int = 64, stage: int = 0, num_held: int = 1
+    ) -> int:
+        """The largest microbatch, in whole tiles, of which `num_held` fit beside these adapters; 0 if none does."""
 
         def needed(tiles: int) -> int:
-            return self.total_bytes(tiles * row_tile, ranks, stage=stage)
+            return self.total_bytes(tiles * row_tile, ranks, stage=stage, num_held=num_held)
 
         above = max(1, budget_bytes // (needed(1) - needed(0)) + 2)
         return max(0, bisect.bisect_right(range(above), budget_bytes, key=needed) - 1) * row_tile

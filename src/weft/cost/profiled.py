@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from weft.cost.fit import Fit, Load
 from weft.cost.hardware import find_hardware
 from weft.cost.profile import Profile
-from weft.cost.shape import split_layers
+from weft.cost.shape import stage_layers
 from weft.errors import ConfigError
 
 PLAIN_LINK = 25e9
@@ -32,9 +32,11 @@ class ProfiledCost:
     """Of the adapters in a microbatch."""
     num_jobs: int = 1
     """Adapters in a microbatch."""
+    split: tuple[int, ...] | None = None
+    """Layers of every stage; None: as equal as can be."""
 
     def __post_init__(self) -> None:
-        split_layers(self.profile.setup.num_layers, self.num_stages)
+        stage_layers(self.profile.setup.num_layers, self.num_stages, self.split)
 
     def forward_s(self, lengths: Sequence[int], stage: int) -> float:
         """One microbatch forward through one stage; an empty one takes no time."""
@@ -62,6 +64,15 @@ class ProfiledCost:
         kept = sum(prices[term] * float(getattr(load, term)) for term in KEPT_TERMS)
         return round(kept * self._layers(stage) / self.profile.setup.num_layers)
 
+    def total_bytes(self, microbatch: Sequence[tuple[int, Sequence[int]]], ranks: Sequence[int]) -> int:
+        """What training takes on one device, with the margin of the fit's own error.
+
+        The microbatch is each job's rank and the lengths of its samples; `ranks` are those of all adapters.
+        """
+        parameters = sum(ranks) * self.profile.setup.layer_adapter_width * self.profile.setup.num_layers
+        load = Load.of(microbatch, parameters, self.profile.setup.row_tile, max(ranks, default=0))
+        return round(self.profile.memory_bytes(load) * (1.0 + self.profile.margin))
+
     def _share_s(self, name: str, lengths: Sequence[int], stage: int) -> float:
         if not lengths:
             return 0.0
@@ -80,7 +91,7 @@ class ProfiledCost:
         return Load.of([(self.rank, samples) for samples in own], 0, self.profile.setup.row_tile)
 
     def _layers(self, stage: int) -> int:
-        return split_layers(self.profile.setup.num_layers, self.num_stages)[stage]
+        return stage_layers(self.profile.setup.num_layers, self.num_stages, self.split)[stage]
 
     @property
     def _link_rate(self) -> float:

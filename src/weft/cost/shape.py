@@ -144,11 +144,19 @@ def chosen_linears(targets: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in LINEARS if name in targets)
 
 
-def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of every stage, as equal as can be; the last stages, which also have the head, get the fewer."""
+def stage_layers(num_layers: int, num_stages: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layers of every stage: as chosen, or as equal as can be, with fewer on the last stages, which have the head."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(f"got {num_stages} for {num_layers} layers; every stage needs a layer.", where="num_stages")
-    return tuple(math.ceil((num_layers - stage) / num_stages) for stage in range(num_stages))
+    if chosen is None:
+        return tuple(math.ceil((num_layers - stage) / num_stages) for stage in range(num_stages))
+    if len(chosen) != num_stages or sum(chosen) != num_layers or min(chosen) < 1:
+        raise ConfigError(
+            f"got {list(chosen)} for {num_layers} layers on {num_stages} stages; name at least 1 for each, all in all "
+            f"{num_layers}.",
+            where="split",
+        )
+    return tuple(chosen)
 
 
 def _size(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:

@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from weft.backbone.backbone import Backbone
 from weft.data.dataset import JobData, load_job_data
 from weft.engine.admission import WAITING
 from weft.engine.attach import adapter_dir
 from weft.engine.live_job import LiveJob
-from weft.errors import ConfigError, DataError, JobError
+from weft.errors import ConfigError, DataError
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter
 
@@ -26,13 +24,6 @@ def admit(spec: JobSpec, data: JobData | None, backbone: Backbone, capacity: int
     if data is None:
         data = load_job_data(spec, backbone.tokenizer, base_dir)
     _check_samples(spec, data, backbone, capacity)
-    try:
-        return _new_job(spec, data, backbone, base_dir)
-    except torch.OutOfMemoryError:
-        raise JobError("the GPU has no memory left for its adapter; train fewer jobs.", where=spec.name) from None
-
-
-def _new_job(spec: JobSpec, data: JobData, backbone: Backbone, base_dir: Path) -> LiveJob:
     if spec.init_adapter is None:
         return LiveJob(spec, data, backbone.new_adapter(spec.adapter, spec.seed, WAITING))
     path = adapter_dir(base_dir / spec.init_adapter)

@@ -171,6 +171,19 @@ class Engine:
         """(A, B) of a job by module path, as they are now."""
         return dict(self._job(name).adapter.tensors())
 
+    def export_adapter(self, name: str, directory: Path | str) -> None:
+        """Writes a job's adapter, as it is now, as a PEFT directory; its parent must exist."""
+        self._keeper.export_adapter(self._job(name), Path(directory))
+
+    def forget(self, name: str) -> None:
+        """Lets go of a job that has ended, with its adapter and optimizer; what is on disk stays."""
+        if not self._job(name).state.is_final:
+            raise ConfigError(f"{name!r} has not ended; cancel it first.", where="name")
+        # What was asked of it too late is not meant for the next job of this name.
+        for command in [known for known in self._commands if known.job == name]:
+            self._commands.remove(command)
+        del self.jobs[name]
+
     def _running(self) -> list[LiveJob]:
         # A copy at once: other threads may submit while we look.
         return [job for job in list(self.jobs.values()) if job.state is JobState.RUNNING]

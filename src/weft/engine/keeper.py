@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,6 +143,11 @@ class Keeper:
         if self.run_dir is None:
             return None
         directory = self.run_dir.adapter_dir(job.spec.name)
+        self.export_adapter(job, directory)
+        return str(directory)
+
+    def export_adapter(self, job: LiveJob, directory: Path) -> None:
+        """Writes the job's adapter as it is now."""
         chosen = list(job.adapter.modules)
         write_adapter(
             directory,
@@ -151,7 +157,6 @@ class Keeper:
             target_names=leaf_names(chosen, self.backbone.linears) or chosen,
             chat_template=job.spec.chat_template,
         )
-        return str(directory)
 
     def write_timeline(self, timeline: Timeline) -> None:
         """Writes timeline.json for the report and for Perfetto."""

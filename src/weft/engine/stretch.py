@@ -1,23 +1,60 @@
-"""One program under way. While a GPU runs a microbatch, the host makes ready what follows.
+"""One program under way. While a microbatch runs, the host makes ready what follows.
 
-That is the next microbatch of the program or, during the last one, the next program. Both are exact: packing a
+That is the next microbatch of the program and, in a thread of its own, the next program. Both are exact: packing a
 microbatch changes no job, so one that is not needed after all is just dropped; a program made ahead is used only for
-the very queues it was made for, and planners are deterministic, so nobody can tell.
+the very queues it was made for. Who made a program changes no result, so training never waits for a slow planner: what
+is not ready in time, or could not be foreseen, is planned at once within a hundredth of the time it is going to run, as
+the microbatches before have taught.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch
+from weft.cost.fit import TIME_TERMS, Load, OnlineFit
 from weft.engine.events import Event, MicrobatchDone, StepDone
 from weft.engine.live_job import LiveJob, take_steps
 from weft.engine.step import prepare, run_microbatch
 from weft.engine.timeline import Timeline
 from weft.plan.check import violations
+from weft.plan.pack import pack
+from weft.plan.pack.planners import ExactPlanner
 from weft.plan.types import ForwardBackward, Instruction, JobQueue, Limits, Microbatch, Planner, Program, Step
+from weft.simulate.timeline import Span
+
+WAITING_SHARE = 0.01
+"""Of a program's own time, the most that training waits for it."""
+SHORTEST_WAIT_S = 0.001
+"""A plan that is all but ready is worth as much, whatever is known."""
+LEARN_EVERY = 32
+"""Microbatches from one fit to the next. A run that is shorter never loads the solver."""
+
+
+@dataclass
+class Pace:
+    """How long microbatches take here, learnt from those that have run."""
+
+    fit: OnlineFit = field(default_factory=lambda: OnlineFit(TIME_TERMS))
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of the jobs that train now."""
+    row_tile: int = 1
+    num_seen: int = 0
+
+    def load(self, microbatch: Microbatch) -> Load:
+        """What a microbatch asks of the device."""
+        lengths: dict[str, list[int]] = {}
+        for segment in microbatch.segments:
+            lengths.setdefault(segment.job, []).append(segment.length)
+        return Load.of([(self.ranks.get(job, 0), own) for job, own in lengths.items()], 0, self.row_tile)
+
+    def seconds(self, program: Program) -> float:
+        """What a program's microbatches are predicted to take; 0 before anything is known."""
+        return sum(self.fit.predict(self.load(microbatch)) or 0.0 for microbatch in program.microbatches)
 
 
 class Plans:
@@ -26,23 +63,62 @@ class Plans:
     def __init__(self, planner: Planner, timeline: Timeline) -> None:
         self._planner = planner
         self._timeline = timeline
-        self._ahead: tuple[list[JobQueue], Limits, Program] | None = None
+        self._thread = ThreadPoolExecutor(1, "weft-plan")
+        self._ahead: tuple[list[JobQueue], Limits, Future[tuple[Program, Span]]] | None = None
+        self.pace = Pace()
 
     def program(self, queues: list[JobQueue], limits: Limits) -> Program:
-        """The program for these queues; at once if it was foreseen."""
-        ahead, self._ahead = self._ahead, None
-        return ahead[2] if ahead is not None and ahead[:2] == (queues, limits) else self._make(queues, limits)
+        """The program for these queues; at once if it was foreseen, and never late."""
+        with self._timeline.span("plan"):
+            if self._ahead is None or self._ahead[:2] != (queues, limits):
+                return self._at_once(queues, limits)
+            made = self._ahead[2]
+            if not made.done():
+                greedy, _ = self._make(pack, queues, limits)
+                try:
+                    made.result(max(SHORTEST_WAIT_S, WAITING_SHARE * self.pace.seconds(greedy)))
+                except TimeoutError:
+                    return greedy
+            return self._collect()
 
     def foresee(self, queues: list[JobQueue], limits: Limits) -> None:
-        """Plans for queues that are likely to come next."""
-        self._ahead = (queues, limits, self._make(queues, limits)) if queues else None
+        """Plans for queues that are likely to come next, beside training; not while an older plan is being made."""
+        if self._ahead is not None:
+            if not self._ahead[2].done():
+                return
+            self._collect()
+        if queues:
+            self._ahead = (queues, limits, self._thread.submit(self._make, self._planner, queues, limits))
 
-    def _make(self, queues: list[JobQueue], limits: Limits) -> Program:
-        with self._timeline.span("plan"):
-            program = self._planner(queues, limits)
-            problems = violations(program, queues, limits)
-        assert program.instructions and not problems, problems
+    def observe(self, microbatch: Microbatch, seconds: float) -> None:
+        """Notes how long a microbatch took, and now and then learns from all of them, beside training."""
+        pace = self.pace
+        pace.fit.observe(pace.load(microbatch), seconds)
+        pace.num_seen += 1
+        if pace.num_seen % LEARN_EVERY == 0:
+            self._thread.submit(pace.fit.learn, pace.fit.seen)
+
+    def _at_once(self, queues: list[JobQueue], limits: Limits) -> Program:
+        planner = self._planner
+        if isinstance(planner, ExactPlanner):
+            planner = planner.within(WAITING_SHARE * self.pace.seconds(pack(queues, limits)))
+        return self._make(planner, queues, limits)[0]
+
+    def _collect(self) -> Program:
+        """What has been made ahead, its time on record."""
+        assert self._ahead is not None
+        made, self._ahead = self._ahead[2], None
+        program, span = made.result()
+        # Here, not in the thread that made it: the last span is always one of training's own.
+        self._timeline.spans.append(span)
         return program
+
+    def _make(self, planner: Planner, queues: list[JobQueue], limits: Limits) -> tuple[Program, Span]:
+        start = self._timeline.now()
+        program = planner(queues, limits)
+        problems = violations(program, queues, limits)
+        assert program.instructions and not problems, problems
+        return program, Span("plan_ahead", start, self._timeline.now() - start, {})
 
 
 class Stretch:
@@ -63,6 +139,9 @@ class Stretch:
         self._limits = limits
         self._row_tile = row_tile
         self._timeline = timeline
+        plans.pace.ranks = {job.spec.name: job.spec.adapter.r for job in running}
+        plans.pace.row_tile = row_tile
+        self._has_foreseen = False
         self._rest: Sequence[Instruction] = plans.program([job.queue() for job in running], limits).instructions
         self._ready: PackedBatch | None = None
 
@@ -93,17 +172,34 @@ class Stretch:
         batch = self._prepare(microbatch) if self._ready is None else self._ready
         self._ready = None
         rows = batch.num_rows
-        with self._timeline.span("forward_backward", tokens=microbatch.num_tokens, jobs=shares, rows=rows):
+        pace = self._plans.pace
+        predicted_s = pace.fit.predict(pace.load(microbatch))
+        with self._timeline.span("forward_backward", tokens=microbatch.num_tokens, jobs=shares, rows=rows) as noted:
             run_microbatch(self._backbone, self._jobs, microbatch, batch, self._row_tile, self._meanwhile)
-        return MicrobatchDone(", ".join(shares), microbatch.num_tokens, rows, self._timeline.spans[-1].duration_s)
+            if predicted_s is not None:
+                noted["predicted_s"] = predicted_s
+        took_s = self._timeline.spans[-1].duration_s
+        self._plans.observe(microbatch, took_s)
+        return MicrobatchDone(", ".join(shares), microbatch.num_tokens, rows, took_s)
 
     def _meanwhile(self) -> None:
         following = self._upcoming(self._rest[1:])
         if following.segments:
             self._ready = self._prepare(following)
-            return
-        queues = [job.queue_after(self._rest) for job in self._jobs.values()]
-        self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
+        if not self._has_foreseen:
+            self._has_foreseen = True
+            queues = [job.queue_after(self._until_an_end()) for job in self._jobs.values()]
+            self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
+
+    def _until_an_end(self) -> Sequence[Instruction]:
+        """What runs before the jobs that train are others: all, or up to the steps with which a job ends."""
+        has_ended = False
+        for place, instruction in enumerate(self._rest):
+            if isinstance(instruction, Step):
+                has_ended |= instruction.step + 1 == self._jobs[instruction.job].num_steps
+            elif has_ended:
+                return self._rest[:place]
+        return self._rest
 
     def _prepare(self, microbatch: Microbatch) -> PackedBatch:
         with self._timeline.span("prepare"):

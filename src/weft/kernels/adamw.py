@@ -15,13 +15,14 @@ nothing. Norms and largest weights of all jobs come back in one read. Sizes: J j
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,8 @@ def adamw_reference(updates: Sequence[Update]) -> list[Updated]:
 BLOCK = 4096
 """Numbers per program, 16 for each thread of 8 warps: four loads of 16 bytes in flight from each of four buffers."""
 NUM_WARPS = 8
+FEWEST_LANES = 64
+"""Lanes a program looks through for its own; for more jobs the kernels are compiled again."""
 CHUNK = 1024
 """Block sums added at once; 20 million numbers of a lane have five chunks."""
 
@@ -94,7 +97,7 @@ CHUNK = 1024
 @jit
 def _pointers(lanes_ptr, lane, column, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A block of one of a lane's buffers, which begin at multiples of 16 bytes."""
-    base = tl.load(lanes_ptr + lane * 5 + column).to(tl.pointer_type(tl.float32))
+    base = tl.load(lanes_ptr + lane * 6 + column).to(tl.pointer_type(tl.float32))
     return tl.max_contiguous(tl.multiple_of(base + start + tl.arange(0, BLOCK), 16), BLOCK)
 
 
@@ -119,31 +122,41 @@ def _square_sum(lanes_ptr, lane, start, left, BLOCK: tl.constexpr, IS_FULL: tl.c
 
 
 @jit
-def _squares_kernel(lanes_ptr, sums_ptr, max_blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    block, lane = tl.program_id(0), tl.program_id(1)
-    start = block.to(tl.int64) * BLOCK
-    left = tl.load(lanes_ptr + lane * 5 + 4) - start
-    place = sums_ptr + lane.to(tl.int64) * max_blocks + block
+def _place(lanes_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's lane, where its block begins there, and how many numbers are left from there on."""
+    block = tl.program_id(0)
+    lanes = tl.arange(0, LANES)
+    firsts = tl.load(lanes_ptr + lanes * 6 + 5, mask=lanes < num_lanes, other=9223372036854775807)
+    lane = tl.sum((firsts <= block).to(tl.int32), 0) - 1
+    start = (block - tl.load(lanes_ptr + lane * 6 + 5)) * BLOCK
+    return lane, start, tl.load(lanes_ptr + lane * 6 + 4) - start
+
+
+@jit
+def _squares_kernel(lanes_ptr, sums_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane, start, left = _place(lanes_ptr, num_lanes, BLOCK, LANES)
+    place = sums_ptr + tl.program_id(0)
     if left >= BLOCK:
         tl.store(place, _square_sum(lanes_ptr, lane, start, left, BLOCK, True))
-    elif left > 0:
+    else:
         tl.store(place, _square_sum(lanes_ptr, lane, start, left, BLOCK, False))
 
 
 @jit
 def _norms_kernel(  # type: ignore[no-untyped-def]
-    lanes_ptr, numbers_ptr, sums_ptr, norms_ptr, factors_ptr, max_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    lanes_ptr, numbers_ptr, sums_ptr, norms_ptr, factors_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
     """A job's gradient norm, and what its gradient is multiplied by: negative if the step is left out."""
     job = tl.program_id(0)
     total = 0.0
     for side in tl.static_range(2):
         lane = 2 * job + side
-        num_blocks = (tl.load(lanes_ptr + lane * 5 + 4) + BLOCK - 1) // BLOCK
+        num_blocks = (tl.load(lanes_ptr + lane * 6 + 4) + BLOCK - 1) // BLOCK
+        own = sums_ptr + tl.load(lanes_ptr + lane * 6 + 5)
         sums = tl.zeros([CHUNK], tl.float32)
         for first in range(0, num_blocks, CHUNK):
             places = first + tl.arange(0, CHUNK)
-            sums += tl.load(sums_ptr + lane.to(tl.int64) * max_blocks + places, mask=places < num_blocks, other=0.0)
+            sums += tl.load(own + places, mask=places < num_blocks, other=0.0)
         total += tl.sum(sums, 0)
     norm = tl.sqrt_rn(total)
     limit = tl.load(numbers_ptr + job * 20 + 8)
@@ -187,13 +200,13 @@ def _update_block(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _update_kernel(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    block, lane = tl.program_id(0), tl.program_id(1)
-    start = block.to(tl.int64) * BLOCK
-    left = tl.load(lanes_ptr + lane * 5 + 4) - start
+def _update_kernel(  # type: ignore[no-untyped-def]
+    lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr
+):
+    lane, start, left = _place(lanes_ptr, num_lanes, BLOCK, LANES)
     if left >= BLOCK:
         _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK, True)
-    elif left > 0:
+    else:
         _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK, False)
 
 
@@ -202,17 +215,18 @@ def adamw_kernel(updates: Sequence[Update]) -> list[Updated]:
     lanes = [lane for update in updates for lane in update.lanes]
     device = lanes[0].params_P.device
     numbers = [_numbers(update, lane) for update in updates for lane in update.lanes]
-    lanes_L5 = torch.tensor([_addresses(lane) for lane in lanes]).to(device, non_blocking=True)
+    *firsts, num_blocks = itertools.accumulate((cdiv(lane.params_P.numel(), BLOCK) for lane in lanes), initial=0)
+    table = [[*_addresses(lane), first] for lane, first in zip(lanes, firsts, strict=True)]
+    lanes_L6 = torch.tensor(table).to(device, non_blocking=True)
     numbers_L10 = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
-    max_blocks = max(cdiv(lane.params_P.numel(), BLOCK) for lane in lanes)
-    sums = torch.empty(len(lanes), max_blocks, device=device)
+    sums = torch.empty(num_blocks, device=device)
     factors_J = torch.empty(len(updates), device=device)
     results_2J = torch.zeros(2, len(updates), device=device)
     norms_J, largest_J = results_2J[0], results_2J.view(torch.int32)[1]
-    grid = (max_blocks, len(lanes))
-    _squares_kernel[grid](lanes_L5, sums, max_blocks, BLOCK, num_warps=NUM_WARPS)
-    _norms_kernel[(len(updates),)](lanes_L5, numbers_L10, sums, norms_J, factors_J, max_blocks, BLOCK, CHUNK)
-    _update_kernel[grid](lanes_L5, numbers_L10, factors_J, largest_J, BLOCK, num_warps=NUM_WARPS)
+    shared = {"BLOCK": BLOCK, "LANES": max(FEWEST_LANES, next_power_of_2(len(lanes))), "num_warps": NUM_WARPS}
+    _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
+    _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, sums, norms_J, factors_J, BLOCK, CHUNK)
+    _update_kernel[(num_blocks,)](lanes_L6, numbers_L10, factors_J, largest_J, len(lanes), **shared)
     norms, largest = results_2J.tolist()
     return [
         Updated(norm, size, not (math.isfinite(norm) and math.isfinite(update.loss)))

@@ -19,6 +19,7 @@ from weft.kernels.tile import (
     dropped,
     in_block,
     in_delta,
+    is_mine,
     line_of,
     out_delta,
     part_column,
@@ -27,10 +28,7 @@ from weft.kernels.tile import (
     weight_a,
     weight_b,
 )
-from weft.kernels.tuning import rank_blocks
-
-WIDTH = 128
-"""Columns of a block."""
+from weft.kernels.tuning import expand_blocks, expand_grad_blocks
 
 
 def expand_reference(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
@@ -70,6 +68,8 @@ def _expand(  # type: ignore[no-untyped-def]
     size_1,
     size_2,
     NUM_PARTS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -77,6 +77,8 @@ def _expand(  # type: ignore[no-untyped-def]
 ):
     tile = tiles + tl.program_id(1) * 4
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+        return
     # Blocks are counted part by part, so that none has columns of two.
     block = tl.program_id(0)
     part = 0
@@ -122,6 +124,8 @@ def _expand_grad(  # type: ignore[no-untyped-def]
     num_features,
     DROPS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -130,6 +134,8 @@ def _expand_grad(  # type: ignore[no-untyped-def]
     tile = tiles + tl.program_id(1) * 4
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if (end <= start) | (slot == 0):
+        return
+    if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
         return
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
@@ -167,47 +173,47 @@ def _expand_grad(  # type: ignore[no-untyped-def]
 
 def expand_kernel(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds every owner's S Bᵀ to its rows of y."""
-    num_blocks = sum(cdiv(size, WIDTH) for size in site.sizes)
-    _expand[(num_blocks, len(rows.tiles_N4))](
-        y_TO,
-        s_TR,
-        table.device_SMF,
-        rows.tiles_N4,
-        y_TO.stride(0),
-        s_TR.stride(0),
-        site.module,
-        table.num_modules,
-        *site.three_sizes,
-        NUM_PARTS=len(site.sizes),
-        BM=ROW_TILE,
-        BN=WIDTH,
-        **rank_blocks(table.rank_class),
-        num_warps=4,
-        num_stages=2,
-    )
+    for launch in table.launches:
+        blocks = expand_blocks(launch.upto)
+        num_blocks = sum(cdiv(size, blocks["BN"]) for size in site.sizes)
+        _expand[(num_blocks, len(rows.tiles_N4))](
+            y_TO,
+            s_TR,
+            table.device_SMF,
+            rows.tiles_N4,
+            y_TO.stride(0),
+            s_TR.stride(0),
+            site.module,
+            table.num_modules,
+            *site.three_sizes,
+            NUM_PARTS=len(site.sizes),
+            BM=ROW_TILE,
+            **launch.bounds,
+            **blocks,
+        )
 
 
 def expand_grad_kernel(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds every owner's drop(dS A) to its rows of dx."""
-    _expand_grad[(cdiv(site.num_in, WIDTH), len(rows.tiles_N4))](
-        dx_TD,
-        ds_TR,
-        table.device_SMF,
-        rows.tiles_N4,
-        rows.keys_T,
-        dx_TD.stride(0),
-        ds_TR.stride(0),
-        site.module,
-        table.num_modules,
-        site.num_in,
-        DROPS=table.drops,
-        NUM_PARTS=len(site.sizes),
-        BM=ROW_TILE,
-        BN=WIDTH,
-        **rank_blocks(table.rank_class),
-        num_warps=4,
-        num_stages=2,
-    )
+    for launch in table.launches:
+        blocks = expand_grad_blocks(launch.upto, len(site.sizes))
+        _expand_grad[(cdiv(site.num_in, blocks["BN"]), len(rows.tiles_N4))](
+            dx_TD,
+            ds_TR,
+            table.device_SMF,
+            rows.tiles_N4,
+            rows.keys_T,
+            dx_TD.stride(0),
+            ds_TR.stride(0),
+            site.module,
+            table.num_modules,
+            site.num_in,
+            DROPS=table.drops,
+            NUM_PARTS=len(site.sizes),
+            BM=ROW_TILE,
+            **launch.bounds,
+            **blocks,
+        )
 
 
 def expand(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:

@@ -20,7 +20,7 @@ except ImportError:  # a machine that only runs the twins
 
 __all__ = ["cdiv", "has_triton", "jit", "next_power_of_2", "runs_triton", "tl"]
 
-PLACES = ("module", "down_module", "num_modules")
+PLACES = ("module", "down_module", "num_modules", "num_lanes")
 """Arguments that differ from layer to layer or grow with the jobs; a kernel compiled for one value serves all."""
 
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.launch import jit, runs_triton, tl
 from weft.kernels.tables import ROW_TILE, RowTables, Site, SlotTable, padded
-from weft.kernels.tile import drop_seed, drop_threshold, is_kept, keep_scale, line_of, pad
-from weft.kernels.tuning import REDUCTION, rank_block, shrink_blocks
+from weft.kernels.tile import drop_seed, drop_threshold, is_kept, is_mine, keep_scale, line_of, pad
+from weft.kernels.tuning import REDUCTION, shrink_blocks
 
 
 def shrink_reference(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
@@ -59,6 +59,8 @@ def _shrink(  # type: ignore[no-untyped-def]
     num_modules,
     num_features,
     NUM_PARTS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     DROPS: tl.constexpr,
     BM: tl.constexpr,
@@ -67,6 +69,8 @@ def _shrink(  # type: ignore[no-untyped-def]
 ):
     tile = tiles + tl.program_id(0) * 4
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+        return
     block = tl.program_id(1)
     line = line_of(table, slot, module + block // RANK_BLOCKS, num_modules)
     threshold = drop_threshold(line)
@@ -106,14 +110,14 @@ def _shrink(  # type: ignore[no-untyped-def]
     if DROPS and dropped:
         row_keys = tl.load(keys + rows, mask=row_mask, other=0)
         seed = drop_seed(line)
-        scale = keep_scale(threshold)
         for k in range(0, num_features, BK):
             inside = k + ks < num_features
             x_tile = tl.load(x_rows + (k + ks)[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0)
             kept = is_kept(row_keys, k + ks, seed, threshold)
-            x_tile = tl.where(kept, x_tile.to(tl.float32) * scale, 0.0).to(x.dtype.element_ty)
+            x_tile = tl.where(kept, x_tile, 0.0).to(x.dtype.element_ty)
             a_tile = tl.load(a_rows + (k + ks)[:, None], mask=inside[:, None] & has[None, :], other=0.0)
             acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
+        acc *= keep_scale(threshold)
     else:
         for k in range(0, num_features, BK):
             inside = k + ks < num_features
@@ -138,6 +142,8 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
     size_1,
     size_2,
     NUM_PARTS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
@@ -145,6 +151,8 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
 ):
     tile = tiles + tl.program_id(0) * 4
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+        return
     part = tl.program_id(1) // RANK_BLOCKS
     first = (tl.program_id(1) % RANK_BLOCKS) * BR
     line = line_of(table, slot, module + part, num_modules)
@@ -181,50 +189,50 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
 
 def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Writes S of every owned row."""
-    block = rank_block(table.rank_class)
-    rank_blocks, num_parts = cdiv(table.rank_class, block), len(site.sizes)
-    _shrink[(len(rows.tiles_N4), num_parts * rank_blocks)](
-        x_TD,
-        s_TR,
-        table.device_SMF,
-        rows.tiles_N4,
-        rows.keys_T,
-        x_TD.stride(0),
-        s_TR.stride(0),
-        site.module,
-        table.num_modules,
-        site.num_in,
-        NUM_PARTS=num_parts,
-        RANK_BLOCKS=rank_blocks,
-        DROPS=table.drops and rows.drops,
-        BM=ROW_TILE,
-        BK=REDUCTION,
-        BR=block,
-        **shrink_blocks(block, x_TD).launch,
-    )
+    num_parts = len(site.sizes)
+    for launch in table.launches:
+        blocks = shrink_blocks(launch.upto, num_parts, x_TD)
+        _shrink[(len(rows.tiles_N4), num_parts * blocks["RANK_BLOCKS"])](
+            x_TD,
+            s_TR,
+            table.device_SMF,
+            rows.tiles_N4,
+            rows.keys_T,
+            x_TD.stride(0),
+            s_TR.stride(0),
+            site.module,
+            table.num_modules,
+            site.num_in,
+            NUM_PARTS=num_parts,
+            DROPS=table.drops and rows.drops,
+            BM=ROW_TILE,
+            BK=REDUCTION,
+            **launch.bounds,
+            **blocks,
+        )
 
 
 def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Writes dS of every owned row."""
-    block = rank_block(table.rank_class)
-    rank_blocks, num_parts = cdiv(table.rank_class, block), len(site.sizes)
-    _shrink_grad[(len(rows.tiles_N4), num_parts * rank_blocks)](
-        dy_TO,
-        ds_TR,
-        table.device_SMF,
-        rows.tiles_N4,
-        dy_TO.stride(0),
-        ds_TR.stride(0),
-        site.module,
-        table.num_modules,
-        *site.three_sizes,
-        NUM_PARTS=num_parts,
-        RANK_BLOCKS=rank_blocks,
-        BM=ROW_TILE,
-        BK=REDUCTION,
-        BR=block,
-        **shrink_blocks(block, dy_TO).launch,
-    )
+    num_parts = len(site.sizes)
+    for launch in table.launches:
+        blocks = shrink_blocks(launch.upto, 1, dy_TO)
+        _shrink_grad[(len(rows.tiles_N4), num_parts * blocks["RANK_BLOCKS"])](
+            dy_TO,
+            ds_TR,
+            table.device_SMF,
+            rows.tiles_N4,
+            dy_TO.stride(0),
+            ds_TR.stride(0),
+            site.module,
+            table.num_modules,
+            *site.three_sizes,
+            NUM_PARTS=num_parts,
+            BM=ROW_TILE,
+            BK=REDUCTION,
+            **launch.bounds,
+            **blocks,
+        )
 
 
 def shrink(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:

@@ -5,8 +5,8 @@ Forward, with g and u the halves of the frozen product gu and S Bᵀ what the ad
 Backward, with dact the gradient by the frozen product that reads act and drop(dS A) by the adapters that read it:
     d  = dact + drop(dS A)
     dg = d · u · σ(g) · (1 + g (1 − σ(g))),    du = d · silu(g)
-gu is left as it is: the backward adds S Bᵀ again, and can make act again on the way, with the bits of the forward, for
-the gradients of A of the product that reads it.
+The forward leaves gu as it is: the backward adds S Bᵀ again, and can make act again on the way, with the bits of the
+forward, for the gradients of A of the product that reads it. Its result takes gu's place in memory.
 
 fp32 inside, every result rounded once; nothing is summed but over ranks. A row meets only itself and its owner's A and
 B: a NaN in another row or slot changes nothing.
@@ -16,26 +16,29 @@ Shape suffixes: T rows, I inner size, J = 2 I.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from weft.kernels.expand import expand_grad_reference, expand_reference
 from weft.kernels.launch import cdiv, jit, runs_triton, tl
-from weft.kernels.tables import ROW_TILE, Delta
+from weft.kernels.tables import ROW_TILE, Delta, RankLaunch
 from weft.kernels.tile import (
     drop_threshold,
     dropped,
     in_delta,
+    is_mine,
     line_of,
     out_delta,
     part_column,
     part_width,
     rank_tile,
+    site_width,
     weight_a,
     weight_b,
 )
-from weft.kernels.tuning import rank_blocks
+from weft.kernels.tuning import swiglu_blocks
 
 
 def swiglu_reference(gu_TJ: torch.Tensor, delta: Delta | None) -> torch.Tensor:
@@ -54,8 +57,8 @@ def swiglu_grad_reference(
         expand_grad_reference(d_TI, down_delta.s_TR, down_delta.site, down_delta.rows, down_delta.table)
     gate_TI = torch.sigmoid(g_TI)
     dg_TI = d_TI * u_TI * gate_TI * (1 + g_TI * (1 - gate_TI))
-    dgu_TJ = torch.cat([dg_TI, d_TI * g_TI * gate_TI], dim=1).to(gu_TJ.dtype)
-    return dgu_TJ, (g_TI * gate_TI * u_TI).to(gu_TJ.dtype) if want_act else None
+    gu_TJ.copy_(torch.cat([dg_TI, d_TI * g_TI * gate_TI], dim=1))
+    return gu_TJ, (g_TI * gate_TI * u_TI).to(gu_TJ.dtype) if want_act else None
 
 
 def _halves(gu_TJ: torch.Tensor, delta: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,15 +74,10 @@ SPAN = 512
 block of 64 would wait for those look-ups; on an H200 that took 363 us where this takes 218 (8192 x 14336, rank 16)."""
 
 
-def _blocks(delta: Delta | None, *, backward: bool) -> dict[str, int]:
-    rank_class = 16 if delta is None else delta.table.rank_class
-    blocks = {**rank_blocks(rank_class), "SPAN": SPAN, "BM": ROW_TILE, "BN": 64, "num_warps": 8, "num_stages": 3}
-    if rank_class >= 64:
-        # Half the registers, so that two programs still share a multiprocessor.
-        blocks |= {"num_warps": 4, "BN": 32 if backward else 64}
-    elif backward:
-        blocks["maxnreg"] = 128
-    return blocks
+def _launches(delta: Delta | None, *, backward: bool) -> Iterator[dict[str, int]]:
+    """The launch options for each class of ranks."""
+    for launch in (RankLaunch(-1, 16),) if delta is None else delta.table.launches:
+        yield {**swiglu_blocks(launch.upto, backward=backward), **launch.bounds, "SPAN": SPAN, "BM": ROW_TILE}
 
 
 @jit
@@ -90,6 +88,15 @@ def _tile(tiles, num_rows, TILED: tl.constexpr, BM: tl.constexpr):  # type: igno
         return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     else:
         return tl.program_id(1) * BM, num_rows, 0
+
+
+@jit
+def _block(x, wide, stride, offset, row_mask, first, edge, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of columns as it is stored. Asked for one round before it is used: Triton loads ahead by itself only what
+    goes into a product."""
+    columns = first + tl.arange(0, BN)
+    mask = row_mask[:, None] & (columns < edge)[None, :]
+    return tl.load(x + wide * stride + (offset + columns)[None, :], mask=mask, other=0.0)
 
 
 @jit
@@ -116,19 +123,23 @@ def _forward_columns(  # type: ignore[no-untyped-def]
     BR: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
 ):
-    """A program's columns, block by block; without branches or inner loops the next block loads ahead."""
+    """A program's columns, block by block."""
     wide = rows.to(tl.int64)[:, None]
-    for c in range(0, SPAN, BN):
-        columns = tl.program_id(0) * SPAN + c + tl.arange(0, BN)
+    begin = tl.program_id(0) * SPAN
+    edge = tl.minimum(begin + SPAN, num_inner)
+    next_g = _block(gu, wide, stride_x, 0, row_mask, begin, edge, BN)
+    next_u = _block(gu, wide, stride_x, num_inner, row_mask, begin, edge, BN)
+    for c in range(begin, begin + SPAN, BN):
+        columns = c + tl.arange(0, BN)
         inside = columns < num_inner
-        mask = row_mask[:, None] & inside[None, :]
-        here = gu + wide * stride_x + columns[None, :]
-        g = tl.load(here, mask=mask, other=0.0).to(tl.float32)
-        u = tl.load(here + num_inner, mask=mask, other=0.0).to(tl.float32)
+        g, u = next_g.to(tl.float32), next_u.to(tl.float32)
+        next_g = _block(gu, wide, stride_x, 0, row_mask, c + BN, edge, BN)
+        next_u = _block(gu, wide, stride_x, num_inner, row_mask, c + BN, edge, BN)
         if HAS_DELTA:
             g += out_delta(s_g, s, stride_s, column_g, width_g, b_g, rows, row_mask, columns, inside, BR, RANK_BLOCKS)
             u += out_delta(s_u, s, stride_s, column_u, width_u, b_u, rows, row_mask, columns, inside, BR, RANK_BLOCKS)
         value = g * tl.sigmoid(g) * u
+        mask = row_mask[:, None] & inside[None, :]
         tl.store(act + wide * num_inner + columns[None, :], value.to(act.dtype.element_ty), mask=mask)
 
 
@@ -146,6 +157,8 @@ def _swiglu(  # type: ignore[no-untyped-def]
     num_rows,
     num_inner,
     HAS_DELTA: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
     SPAN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -158,22 +171,18 @@ def _swiglu(  # type: ignore[no-untyped-def]
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
     if HAS_DELTA:
+        if not is_mine(table, slot, module, num_modules, 2, ABOVE, UPTO):
+            return
         line_g = line_of(table, slot, module, num_modules)
         line_u = line_of(table, slot, module + 1, num_modules)
         width_g, column_g, b_g = part_width(line_g), part_column(line_g), weight_b(line_g, s.dtype.element_ty)
         width_u, column_u, b_u = part_width(line_u), part_column(line_u), weight_b(line_u, s.dtype.element_ty)
         s_g = rank_tile(s, stride_s, column_g, width_g, 0, rows, row_mask, BR)
         s_u = rank_tile(s, stride_s, column_u, width_u, 0, rows, row_mask, BR)
-        if RANK_BLOCKS == 1 or tl.maximum(width_g, width_u) <= BR:
-            _forward_columns(
-                gu, act, s, stride_x, stride_s, rows, row_mask, num_inner, s_g, column_g, width_g, b_g, s_u, column_u,
-                width_u, b_u, True, SPAN, BN, BR, 1,
-            )  # fmt: skip
-        else:
-            _forward_columns(
-                gu, act, s, stride_x, stride_s, rows, row_mask, num_inner, s_g, column_g, width_g, b_g, s_u, column_u,
-                width_u, b_u, True, SPAN, BN, BR, RANK_BLOCKS,
-            )  # fmt: skip
+        _forward_columns(
+            gu, act, s, stride_x, stride_s, rows, row_mask, num_inner, s_g, column_g, width_g, b_g, s_u, column_u,
+            width_u, b_u, True, SPAN, BN, BR, RANK_BLOCKS,
+        )  # fmt: skip
     else:
         _forward_columns(
             gu, act, s, stride_x, stride_s, rows, row_mask, num_inner, 0, 0, 0, 0, 0, 0, 0, 0, False, SPAN, BN, BR, 1
@@ -184,7 +193,6 @@ def _swiglu(  # type: ignore[no-untyped-def]
 def _backward_columns(  # type: ignore[no-untyped-def]
     gu,
     dact,
-    dgu,
     act,
     s,
     ds,
@@ -218,16 +226,21 @@ def _backward_columns(  # type: ignore[no-untyped-def]
     BR: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
 ):
-    """A program's columns, block by block; without branches or inner loops the next block loads ahead."""
+    """A program's columns, block by block."""
     wide = rows.to(tl.int64)[:, None]
-    for c in range(0, SPAN, BN):
-        columns = tl.program_id(0) * SPAN + c + tl.arange(0, BN)
+    begin = tl.program_id(0) * SPAN
+    edge = tl.minimum(begin + SPAN, num_inner)
+    next_g = _block(gu, wide, stride_x, 0, row_mask, begin, edge, BN)
+    next_u = _block(gu, wide, stride_x, num_inner, row_mask, begin, edge, BN)
+    next_d = _block(dact, wide, stride_d, 0, row_mask, begin, edge, BN)
+    for c in range(begin, begin + SPAN, BN):
+        columns = c + tl.arange(0, BN)
         inside = columns < num_inner
         mask = row_mask[:, None] & inside[None, :]
-        here = gu + wide * stride_x + columns[None, :]
-        g = tl.load(here, mask=mask, other=0.0).to(tl.float32)
-        u = tl.load(here + num_inner, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dact + wide * stride_d + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        g, u, d = next_g.to(tl.float32), next_u.to(tl.float32), next_d.to(tl.float32)
+        next_g = _block(gu, wide, stride_x, 0, row_mask, c + BN, edge, BN)
+        next_u = _block(gu, wide, stride_x, num_inner, row_mask, c + BN, edge, BN)
+        next_d = _block(dact, wide, stride_d, 0, row_mask, c + BN, edge, BN)
         if HAS_DELTA:
             g += out_delta(s_g, s, stride_s, column_g, width_g, b_g, rows, row_mask, columns, inside, BR, RANK_BLOCKS)
             u += out_delta(s_u, s, stride_s, column_u, width_u, b_u, rows, row_mask, columns, inside, BR, RANK_BLOCKS)
@@ -238,9 +251,9 @@ def _backward_columns(  # type: ignore[no-untyped-def]
             d += dropped(delta, line_d, keys, rows, row_mask, columns) if DROPS else delta
         gate = tl.sigmoid(g)
         silu = g * gate
-        out = dgu + wide * (2 * num_inner) + columns[None, :]
-        tl.store(out, (d * u * gate * (1.0 + g * (1.0 - gate))).to(dgu.dtype.element_ty), mask=mask)
-        tl.store(out + num_inner, (d * silu).to(dgu.dtype.element_ty), mask=mask)
+        out = gu + wide * stride_x + columns[None, :]
+        tl.store(out, (d * u * gate * (1.0 + g * (1.0 - gate))).to(gu.dtype.element_ty), mask=mask)
+        tl.store(out + num_inner, (d * silu).to(gu.dtype.element_ty), mask=mask)
         if WANT_ACT:
             value = (silu * u).to(act.dtype.element_ty)
             tl.store(act + wide * num_inner + columns[None, :], value, mask=mask)
@@ -250,7 +263,6 @@ def _backward_columns(  # type: ignore[no-untyped-def]
 def _swiglu_grad(  # type: ignore[no-untyped-def]
     gu,
     dact,
-    dgu,
     act,
     s,
     ds,
@@ -269,6 +281,8 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
     ADAPTED: tl.constexpr,
     DROPS: tl.constexpr,
     WANT_ACT: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
     SPAN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -281,6 +295,12 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
     if ADAPTED:
+        # down's rank may be another, and the wider one decides.
+        width = tl.maximum(
+            site_width(table, slot, module, num_modules, 2), site_width(table, slot, down_module, num_modules, 1)
+        )
+        if (width <= ABOVE) | (width > UPTO):
+            return
         line_g = line_of(table, slot, module, num_modules)
         line_u = line_of(table, slot, module + 1, num_modules)
         line_d = line_of(table, slot, down_module, num_modules)
@@ -290,24 +310,24 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
         s_g = rank_tile(s, stride_s, column_g, width_g, 0, rows, row_mask, BR)
         s_u = rank_tile(s, stride_s, column_u, width_u, 0, rows, row_mask, BR)
         s_d = rank_tile(ds, stride_ds, column_d, width_d, 0, rows, row_mask, BR)
-        simple = tl.maximum(tl.maximum(width_g, width_u), width_d) <= BR
+        drops = False
         if DROPS:
-            simple = simple & (drop_threshold(line_d) == 0)
-        if (RANK_BLOCKS == 1 and not DROPS) or simple:
+            drops = drop_threshold(line_d) > 0
+        if drops:
             _backward_columns(
-                gu, dact, dgu, act, s, ds, keys, stride_x, stride_d, stride_s, stride_ds, rows, row_mask, num_inner,
-                s_g, column_g, width_g, b_g, s_u, column_u, width_u, b_u, s_d, column_d, width_d, a_d, line_d,
-                True, True, False, WANT_ACT, SPAN, BN, BR, 1,
-            )  # fmt: skip
-        else:
-            _backward_columns(
-                gu, dact, dgu, act, s, ds, keys, stride_x, stride_d, stride_s, stride_ds, rows, row_mask, num_inner,
+                gu, dact, act, s, ds, keys, stride_x, stride_d, stride_s, stride_ds, rows, row_mask, num_inner,
                 s_g, column_g, width_g, b_g, s_u, column_u, width_u, b_u, s_d, column_d, width_d, a_d, line_d,
                 True, True, DROPS, WANT_ACT, SPAN, BN, BR, RANK_BLOCKS,
             )  # fmt: skip
+        else:
+            _backward_columns(
+                gu, dact, act, s, ds, keys, stride_x, stride_d, stride_s, stride_ds, rows, row_mask, num_inner,
+                s_g, column_g, width_g, b_g, s_u, column_u, width_u, b_u, s_d, column_d, width_d, a_d, line_d,
+                True, True, False, WANT_ACT, SPAN, BN, BR, RANK_BLOCKS,
+            )  # fmt: skip
     else:
         _backward_columns(
-            gu, dact, dgu, act, s, ds, keys, stride_x, stride_d, stride_s, stride_ds, rows, row_mask, num_inner,
+            gu, dact, act, s, ds, keys, stride_x, stride_d, stride_s, stride_ds, rows, row_mask, num_inner,
             0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False, False, False, WANT_ACT, SPAN, BN, BR, 1,
         )  # fmt: skip
 
@@ -327,17 +347,18 @@ def swiglu_kernel(gu_TJ: torch.Tensor, delta: Delta | None) -> torch.Tensor:
         assert delta.site.sizes == (num_inner, num_inner)
         adapters = (delta.s_TR, delta.table.device_SMF, delta.rows.tiles_N4)
         place = (delta.s_TR.stride(0), delta.site.module, delta.table.num_modules)
-    _swiglu[_grid(num_rows, num_inner, delta)](
-        gu_TJ,
-        act_TI,
-        *adapters,
-        gu_TJ.stride(0),
-        *place,
-        num_rows,
-        num_inner,
-        HAS_DELTA=delta is not None,
-        **_blocks(delta, backward=False),
-    )
+    for launch in _launches(delta, backward=False):
+        _swiglu[_grid(num_rows, num_inner, delta)](
+            gu_TJ,
+            act_TI,
+            *adapters,
+            gu_TJ.stride(0),
+            *place,
+            num_rows,
+            num_inner,
+            HAS_DELTA=delta is not None,
+            **launch,
+        )
     return act_TI
 
 
@@ -346,7 +367,6 @@ def swiglu_grad_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`swiglu_grad` by its Triton kernel."""
     num_rows, num_inner = dact_TI.shape
-    dgu_TJ = torch.empty((num_rows, 2 * num_inner), dtype=gu_TJ.dtype, device=gu_TJ.device)
     act_TI = torch.empty_like(dact_TI, memory_format=torch.contiguous_format) if want_act else None
     adapters: tuple[Any, ...] = (gu_TJ,) * 5
     strides, place = (0, 0), (0, 0, 0)
@@ -357,24 +377,24 @@ def swiglu_grad_kernel(
         adapters = (delta.s_TR, down_delta.s_TR, *tables)
         strides = (delta.s_TR.stride(0), down_delta.s_TR.stride(0))
         place = (delta.site.module, down_delta.site.module, delta.table.num_modules)
-    _swiglu_grad[_grid(num_rows, num_inner, delta)](
-        gu_TJ,
-        dact_TI,
-        dgu_TJ,
-        dgu_TJ if act_TI is None else act_TI,
-        *adapters,
-        gu_TJ.stride(0),
-        dact_TI.stride(0),
-        *strides,
-        *place,
-        num_rows,
-        num_inner,
-        ADAPTED=delta is not None,
-        DROPS=delta is not None and delta.table.drops,
-        WANT_ACT=want_act,
-        **_blocks(delta, backward=True),
-    )
-    return dgu_TJ, act_TI
+    for launch in _launches(delta, backward=True):
+        _swiglu_grad[_grid(num_rows, num_inner, delta)](
+            gu_TJ,
+            dact_TI,
+            gu_TJ if act_TI is None else act_TI,
+            *adapters,
+            gu_TJ.stride(0),
+            dact_TI.stride(0),
+            *strides,
+            *place,
+            num_rows,
+            num_inner,
+            ADAPTED=delta is not None,
+            DROPS=delta is not None and delta.table.drops,
+            WANT_ACT=want_act,
+            **launch,
+        )
+    return gu_TJ, act_TI
 
 
 def swiglu(gu_TJ: torch.Tensor, delta: Delta | None) -> torch.Tensor:
@@ -385,7 +405,10 @@ def swiglu(gu_TJ: torch.Tensor, delta: Delta | None) -> torch.Tensor:
 def swiglu_grad(
     gu_TJ: torch.Tensor, delta: Delta | None, dact_TI: torch.Tensor, down_delta: Delta | None, want_act: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(dgu, act): the gradient of gu, with what the adapters on act's reader add to `dact`; act again, where wanted."""
+    """(dgu, act): the gradient of gu, with what the adapters on act's reader add to `dact`; act again, where wanted.
+
+    dgu is written over gu.
+    """
     assert (delta is None) == (down_delta is None), "a microbatch has adapters or it has none"
     run = swiglu_grad_kernel if runs_triton(gu_TJ) else swiglu_grad_reference
     return run(gu_TJ, delta, dact_TI, down_delta, want_act)

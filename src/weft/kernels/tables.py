@@ -9,7 +9,7 @@ Shape suffixes: S slots, M adapted modules of the backbone, T rows, D in, O out,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,6 +85,31 @@ def padded(rank: int) -> int:
     return (rank + 7) // 8 * 8
 
 
+def rank_classes(ranks: Iterable[int]) -> tuple[int, ...]:
+    """Up to 16, up to 64 where a rank needs it, and the power of two above the widest where that is more."""
+    widest = next_power_of_2(max(ranks, default=0))
+    middle = (64,) if any(16 < rank <= 64 for rank in ranks) else ()
+    return (16, *middle, *((widest,) if widest > 64 else ()))
+
+
+@dataclass(frozen=True)
+class RankLaunch:
+    """A launch that takes the rows whose adapter has a rank above one and up to another, and leaves the others alone.
+
+    So what computes a row depends on its own adapter, never on how wide a neighbour is: block sizes of another class
+    would round otherwise. And a row costs what its rank costs: a program that could also serve a rank of 256 would have
+    half a multiprocessor's registers for itself, whatever it does.
+    """
+
+    above: int
+    upto: int
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """As kernels take them."""
+        return {"ABOVE": self.above, "UPTO": self.upto}
+
+
 class SlotTable:
     """The adapters on a backbone's slots, on the host and, as addresses, on the device."""
 
@@ -95,13 +120,23 @@ class SlotTable:
         self._sites = sites
         self._fields = np.zeros((SPARE_SLOTS, self.num_modules, NUM_FIELDS), dtype=np.int64)
         self.device_SMF = torch.from_numpy(self._fields.copy()).to(device)
-        self.rank_class = 16
-        """A power of two that no rank so far is above; kernels are launched for it."""
+        self.ranks: frozenset[int] = frozenset()
+        """All ranks so far."""
         self.drops = False
         """Whether any adapter so far has dropout; kernels that never meet it are leaner."""
         self.version = 0
-        """Changes with `rank_class`, with `drops` and when `device_SMF` is another tensor: what was captured before is
-        stale."""
+        """Changes with `launches`, `rank_class`, `drops` and the place of `device_SMF`: what was captured is stale."""
+
+    @property
+    def rank_class(self) -> int:
+        """A power of two that no rank so far is above: the room of a part in S."""
+        return max(16, next_power_of_2(max(self.ranks, default=0)))
+
+    @property
+    def launches(self) -> tuple[RankLaunch, ...]:
+        """One launch for each class of ranks so far."""
+        classes = rank_classes(self.ranks)
+        return tuple(RankLaunch(above, upto) for above, upto in zip((-1, *classes), classes, strict=False))
 
     def entry(self, slot: int, module: int) -> Entry | None:
         """The adapter of a slot on a module."""
@@ -126,8 +161,9 @@ class SlotTable:
             self.device_SMF = torch.zeros(self._fields.shape, dtype=torch.int64, device=self.device_SMF.device)
             self.version += 1
         rank = max((entry.rank for entry in entries.values()), default=0)
-        if rank > self.rank_class:
-            self.rank_class = next_power_of_2(rank)
+        before = (self.rank_class, self.launches)
+        self.ranks |= {rank}
+        if before != (self.rank_class, self.launches):
             self.version += 1
         if not self.drops and any(entry.dropout for entry in entries.values()):
             self.drops = True

@@ -5,7 +5,8 @@ For every owner and each part m of a site:
     dB_m += scale · dy_mᵀ S_m         (O_m, R_m), fp32
 Each sample is summed by itself, in blocks of rows counted from its own start, and the samples of an owner are added to
 the gradient one after another in the job's order: ((g + s1) + s2) + s3. No microbatch cut, neighbour or place in the
-buffer can change that sum. Only an owner's own rows are read: a NaN elsewhere changes nothing.
+buffer can change that sum. Columns are the products' long side whatever the ranks, so that all ranks get the same
+instructions. Only an owner's own rows are read: a NaN elsewhere changes nothing.
 
 A fixed number of programs takes work items (owner, column block) in turn; how many there are is read from the device,
 so a captured launch serves any mix of jobs. An item goes over its owner's ranks in blocks, so a narrow adapter costs
@@ -23,15 +24,16 @@ from weft.kernels.tile import (
     drop_threshold,
     float_field,
     is_kept,
+    is_mine,
     keep_scale,
     line_of,
     pad,
     part_column,
 )
-from weft.kernels.tuning import REDUCTION, rank_block, weight_grad_blocks
+from weft.kernels.tuning import REDUCTION, weight_grad_blocks
 
-NUM_PROGRAMS = 132 * 4
-"""Four for each multiprocessor of an H200, the largest we know; more than that only wait their turn."""
+NUM_PROGRAMS = 132 * 8
+"""Eight for each multiprocessor of an H200, the largest we know: items differ in size, and the short ones fill gaps."""
 
 
 def weight_grad_reference(
@@ -78,16 +80,16 @@ def _sum_a(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Adds dSᵀ x of an owner's samples to a block of ranks from `first` on and a block of columns."""
+    """Adds (dSᵀ x)ᵀ of an owner's samples to a block of ranks from `first` on and a block of columns."""
     ranks = first + tl.arange(0, BR)
     has = ranks < pad(rank)
     inside = columns < num_features
-    here = out + ranks.to(tl.int64)[:, None] * num_features + columns[None, :]
-    mask = (ranks < rank)[:, None] & inside[None, :]
+    here = out + ranks.to(tl.int64)[None, :] * num_features + columns[:, None]
+    mask = (ranks < rank)[None, :] & inside[:, None]
     total = tl.load(here, mask=mask, other=0.0)
     for span in range(first_span, last_span):
         start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
-        acc = tl.zeros((BR, BN), dtype=tl.float32)
+        acc = tl.zeros((BN, BR), dtype=tl.float32)
         for t in range(start, end, BT):
             rows = t + tl.arange(0, BT)
             row_mask = rows < end
@@ -99,14 +101,14 @@ def _sum_a(  # type: ignore[no-untyped-def]
             if DROPPED:
                 row_keys = tl.load(keys + rows, mask=row_mask, other=0)
                 kept = is_kept(row_keys, columns, seed, threshold)
-                x_tile = tl.where(kept, x_tile.to(tl.float32) * keep_scale(threshold), 0.0).to(x.dtype.element_ty)
+                x_tile = tl.where(kept, x_tile, 0.0).to(x.dtype.element_ty)
             ds_tile = tl.load(
-                ds + rows.to(tl.int64)[None, :] * stride_s + (column + ranks)[:, None],
-                mask=row_mask[None, :] & has[:, None],
+                ds + rows.to(tl.int64)[:, None] * stride_s + (column + ranks)[None, :],
+                mask=row_mask[:, None] & has[None, :],
                 other=0.0,
             )
-            acc = tl.dot(ds_tile, x_tile, acc, input_precision="ieee")
-        total += acc
+            acc = tl.dot(tl.trans(x_tile), ds_tile, acc, input_precision="ieee")
+        total += acc * keep_scale(threshold) if DROPPED else acc
     tl.store(here, total, mask=mask)
 
 
@@ -125,6 +127,8 @@ def _grad_a(  # type: ignore[no-untyped-def]
     num_features,
     DROPS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -134,38 +138,39 @@ def _grad_a(  # type: ignore[no-untyped-def]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         owner = owners + (1 + item // column_blocks) * 4
         first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
-        columns = (item % column_blocks) * BN + tl.arange(0, BN)
-        whole = 0
-        grad_whole = tl.load(line_of(table, slot, module, num_modules) + 4)
-        apart = False
-        for part in tl.static_range(NUM_PARTS):
-            line = line_of(table, slot, module + part, num_modules)
-            rank = tl.load(line).to(tl.int32)
-            grad_whole = tl.where((whole == 0) & (rank > 0), tl.load(line + 4), grad_whole)
-            whole += rank
-            apart = apart | (rank % 8 != 0)
-            if DROPS:
-                apart = apart | (drop_threshold(line) > 0)
-        if apart:
+        if is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+            columns = (item % column_blocks) * BN + tl.arange(0, BN)
+            whole = 0
+            grad_whole = tl.load(line_of(table, slot, module, num_modules) + 4)
+            apart = False
             for part in tl.static_range(NUM_PARTS):
                 line = line_of(table, slot, module + part, num_modules)
                 rank = tl.load(line).to(tl.int32)
-                column = part_column(line)
-                out = tl.load(line + 4).to(tl.pointer_type(tl.float32))
-                threshold = drop_threshold(line)
-                for first in range(0, rank, BR):
+                grad_whole = tl.where((whole == 0) & (rank > 0), tl.load(line + 4), grad_whole)
+                whole += rank
+                apart = apart | (rank % 8 != 0)
+                if DROPS:
+                    apart = apart | (drop_threshold(line) > 0)
+            if apart:
+                for part in tl.static_range(NUM_PARTS):
+                    line = line_of(table, slot, module + part, num_modules)
+                    rank = tl.load(line).to(tl.int32)
+                    column = part_column(line)
+                    out = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+                    threshold = drop_threshold(line)
+                    for first in range(0, rank, BR):
+                        _sum_a(
+                            x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, column, first, rank,
+                            columns, num_features, drop_seed(line), threshold, DROPS, BT, BN, BR,
+                        )  # fmt: skip
+            else:
+                # The parts' A and their gradients lie one after another: one matrix, one reading of x.
+                out = tl.multiple_of(grad_whole.to(tl.pointer_type(tl.float32)), 16)
+                for first in range(0, whole, BR):
                     _sum_a(
-                        x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, column, first, rank,
-                        columns, num_features, drop_seed(line), threshold, DROPS, BT, BN, BR,
+                        x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, 0, first, whole,
+                        columns, num_features, 0, 0, False, BT, BN, BR,
                     )  # fmt: skip
-        else:
-            # The parts' A and their gradients lie one after another: one matrix, one reading of x.
-            out = tl.multiple_of(grad_whole.to(tl.pointer_type(tl.float32)), 16)
-            for first in range(0, whole, BR):
-                _sum_a(
-                    x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, 0, first, whole,
-                    columns, num_features, 0, 0, False, BT, BN, BR,
-                )  # fmt: skip
 
 
 @jit
@@ -183,6 +188,8 @@ def _grad_b(  # type: ignore[no-untyped-def]
     size_1,
     size_2,
     NUM_PARTS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -193,52 +200,53 @@ def _grad_b(  # type: ignore[no-untyped-def]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         owner = owners + (1 + item // column_blocks) * 4
         first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
-        block = item % column_blocks
-        part = 0
-        begin = 0
-        size = size_0
-        if NUM_PARTS > 1 and block >= blocks_0:
-            block -= blocks_0
-            part = 1
-            begin = size_0
-            size = size_1
-            if NUM_PARTS > 2 and block >= blocks_1:
-                block -= blocks_1
-                part = 2
-                begin = size_0 + size_1
-                size = size_2
-        line = line_of(table, slot, module + part, num_modules)
-        rank = tl.load(line).to(tl.int32)
-        column = part_column(line)
-        columns = block * BN + tl.arange(0, BN)
-        inside = columns < size
-        scale = float_field(line, 6)
-        grad = tl.load(line + 5).to(tl.pointer_type(tl.float32))
-        for first in range(0, rank, BR):
-            ranks = first + tl.arange(0, BR)
-            has = ranks < pad(rank)
-            out = grad + columns.to(tl.int64)[None, :] * rank + ranks[:, None]
-            mask = (ranks < rank)[:, None] & inside[None, :]
-            total = tl.load(out, mask=mask, other=0.0)
-            for span in range(first_span, last_span):
-                start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
-                acc = tl.zeros((BR, BN), dtype=tl.float32)
-                for t in range(start, end, BT):
-                    rows = t + tl.arange(0, BT)
-                    row_mask = rows < end
-                    y_tile = tl.load(
-                        dy + rows.to(tl.int64)[:, None] * stride_y + (begin + columns)[None, :],
-                        mask=row_mask[:, None] & inside[None, :],
-                        other=0.0,
-                    )
-                    s_tile = tl.load(
-                        s + rows.to(tl.int64)[None, :] * stride_s + (column + ranks)[:, None],
-                        mask=row_mask[None, :] & has[:, None],
-                        other=0.0,
-                    )
-                    acc = tl.dot(s_tile, y_tile, acc, input_precision="ieee")
-                total += acc * scale
-            tl.store(out, total, mask=mask)
+        if is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+            block = item % column_blocks
+            part = 0
+            begin = 0
+            size = size_0
+            if NUM_PARTS > 1 and block >= blocks_0:
+                block -= blocks_0
+                part = 1
+                begin = size_0
+                size = size_1
+                if NUM_PARTS > 2 and block >= blocks_1:
+                    block -= blocks_1
+                    part = 2
+                    begin = size_0 + size_1
+                    size = size_2
+            line = line_of(table, slot, module + part, num_modules)
+            rank = tl.load(line).to(tl.int32)
+            column = part_column(line)
+            columns = block * BN + tl.arange(0, BN)
+            inside = columns < size
+            scale = float_field(line, 6)
+            grad = tl.load(line + 5).to(tl.pointer_type(tl.float32))
+            for first in range(0, rank, BR):
+                ranks = first + tl.arange(0, BR)
+                has = ranks < pad(rank)
+                out = grad + columns.to(tl.int64)[:, None] * rank + ranks[None, :]
+                mask = (ranks < rank)[None, :] & inside[:, None]
+                total = tl.load(out, mask=mask, other=0.0)
+                for span in range(first_span, last_span):
+                    start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+                    acc = tl.zeros((BN, BR), dtype=tl.float32)
+                    for t in range(start, end, BT):
+                        rows = t + tl.arange(0, BT)
+                        row_mask = rows < end
+                        y_tile = tl.load(
+                            dy + rows.to(tl.int64)[:, None] * stride_y + (begin + columns)[None, :],
+                            mask=row_mask[:, None] & inside[None, :],
+                            other=0.0,
+                        )
+                        s_tile = tl.load(
+                            s + rows.to(tl.int64)[:, None] * stride_s + (column + ranks)[None, :],
+                            mask=row_mask[:, None] & has[None, :],
+                            other=0.0,
+                        )
+                        acc = tl.dot(tl.trans(y_tile), s_tile, acc, input_precision="ieee")
+                    total += acc * scale
+                tl.store(out, total, mask=mask)
 
 
 def weight_grad_kernel(
@@ -251,22 +259,19 @@ def weight_grad_kernel(
     table: SlotTable,
 ) -> None:
     """Adds to the gradients of every owner."""
-    block = rank_block(table.rank_class)
-    blocks = weight_grad_blocks(block, x_TD)
-    shared = {
-        "NUM_PARTS": len(site.sizes),
-        "BT": REDUCTION,
-        "BN": blocks.width,
-        "BR": block,
-        **blocks.launch,
-    }
+    num_parts = len(site.sizes)
     tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
     place = (site.module, table.num_modules)
     strides_a, strides_b = (x_TD.stride(0), ds_TR.stride(0)), (dy_TO.stride(0), s_TR.stride(0))
-    _grad_a[(NUM_PROGRAMS,)](
-        x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=table.drops, **shared
-    )
-    _grad_b[(NUM_PROGRAMS,)](dy_TO, s_TR, *tables, *strides_b, *place, *site.three_sizes, **shared)
+    for launch in table.launches:
+        shared = {"NUM_PARTS": num_parts, "BT": REDUCTION, **launch.bounds}
+        # The A of all parts have one x, which is read once; the B have outputs of their own.
+        blocks_a = weight_grad_blocks(launch.upto, num_parts, x_TD)
+        blocks_b = weight_grad_blocks(launch.upto, 1, x_TD)
+        _grad_a[(NUM_PROGRAMS,)](
+            x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=table.drops, **shared, **blocks_a
+        )
+        _grad_b[(NUM_PROGRAMS,)](dy_TO, s_TR, *tables, *strides_b, *place, *site.three_sizes, **shared, **blocks_b)
 
 
 def weight_grad(

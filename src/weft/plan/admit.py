@@ -114,11 +114,6 @@ class Admission:
     refuse: tuple[Held, ...] = ()
     """Those that can never fit; only jobs that do not train already."""
 
-    @property
-    def training(self) -> frozenset[str]:
-        """The jobs that train from now on."""
-        return frozenset((*self.start, *self.keep))
-
 
 @dataclass
 class _Taken:

@@ -11,13 +11,11 @@ pairing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.plan.fuse.buckets import improve
-from weft.plan.lemma import lemma_distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +65,6 @@ def deal_head_tail(num_jobs: int, num_groups: int) -> list[int]:
     """
     turn = [*range(num_groups), *reversed(range(num_groups))]
     return [turn[i % len(turn)] for i in range(num_jobs)]
-
-
-def fewest_groups(jobs: Sequence[JobLengths], *, capacity: int, num_stages: int) -> int:
-    """The fewest groups whose turns keep the lemma's distance without no-ops, or as many as there are jobs.
-
-    Fewer groups leave packing more freedom. Between two turns of a group the others run their microbatches, at least
-    their tokens over `capacity`; the distance asks for num_stages − 2 of them.
-    """
-    _check(jobs)
-    if capacity < 1:
-        raise PlanError(f"capacity is {capacity} tokens; use at least 1.")
-    for num_groups in range(1, len(jobs)):
-        tokens = group_jobs(jobs, num_groups).batch_tokens
-        own = [math.ceil(t / capacity) for t in tokens]
-        if sum(own) - max(own) >= lemma_distance(num_stages) - 1:
-            return num_groups
-    return len(jobs)
 
 
 def _check(jobs: Sequence[JobLengths]) -> None:

@@ -1,8 +1,8 @@
 """What a run will do, before it runs: its next global batches planned, simulated, and drawn out to its end.
 
-One stage is planned by the engine's own planner; several by the fastest pipeline found (`simulate/choose.py`). Time
-comes from the cost model, memory from the memory model; what follows the planned global batches is taken to go on at
-the same rate.
+One stage is planned by the engine's own planner; several by the fastest pipeline found (`simulate/choose.py`) that fits
+the stages' memory, if any does. Time comes from the cost model, memory from the memory model, or both from a profile;
+what follows the planned global batches is taken to go on at the same rate.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.cost.analytic import AnalyticCost
-from weft.cost.types import CostModel
-from weft.plan.group import JobLengths, group_jobs
+from weft.cost.profiled import ProfiledCost
 from weft.plan.pack.types import RoundLimits
-from weft.plan.types import JobQueue, Limits, Microbatch, Planner
+from weft.plan.pipeline.serial import to_tree
+from weft.plan.stages import StagedProgram
+from weft.plan.types import JobQueue, Limits, Microbatch, Planner, Program
 from weft.simulate.choose import best_pipeline
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import Timeline
 
 ALL = 10**9
+ROW_TILE = 64
+"""What the largest capacity is rounded down to."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +37,59 @@ class JobOutline:
     """Of the whole job."""
     rank: int
 
-    @property
-    def lengths(self) -> list[int]:
-        """Of the samples in the queue."""
-        return [length for batch in self.queue.batches for length in batch.lengths]
-
 
 @dataclass(frozen=True)
 class Forecast:
     """A plan and what it is expected to do."""
 
-    jobs: tuple[str, ...]
+    jobs: tuple[JobOutline, ...]
     groups: tuple[tuple[str, ...], ...]
-    """Jobs that take turns in a pipeline; one group on one stage."""
+    """Jobs that share microbatches, directly or through others."""
+    device: str
     num_stages: int
+    stage_layers: tuple[int, ...]
+    """Layers of the model on each stage."""
+    capacity: int
     schedule: str
+    program: Program | StagedProgram
+    timeline: Timeline
+    """Of the planned part, simulated."""
     num_microbatches: int
     fewest_microbatches: int
     """Lower bound: what the tokens and the steps between global batches need."""
     fill: float
     """Of the microbatches' capacity."""
     planned_tokens: int
-    planned_s: float
-    bubble_ratio: float
+    num_rounds: int
+    """Planned global batches of the job that has most."""
     total_tokens: int
-    total_s: float
-    """Of the whole run, at the planned part's rate."""
     stage_bytes: tuple[int, ...]
     """Memory of each stage at its fullest."""
     device_bytes: int
+    largest_capacity: int
+    """The largest microbatch that fits in the device's memory, by the memory model; 0: none does."""
     keeps_order: bool
     """True if every job's samples run in its own order: then its bits do not depend on the plan."""
+
+    @property
+    def planned_s(self) -> float:
+        """Of the planned part."""
+        return self.timeline.makespan_s
+
+    @property
+    def round_s(self) -> float:
+        """From one optimizer step of the longest job to its next, on average."""
+        return self.planned_s / self.num_rounds
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle part of all stages' time."""
+        return self.timeline.bubble_ratio()
+
+    @property
+    def total_s(self) -> float:
+        """Of the whole run, at the planned part's rate."""
+        return self.planned_s * self.total_tokens / self.planned_tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -76,9 +101,32 @@ class Forecast:
         """Every stage has room."""
         return max(self.stage_bytes) <= self.device_bytes
 
+    def group_of(self, job: str) -> int:
+        """The number of a job's group, from 1."""
+        return next(number for number, names in enumerate(self.groups, start=1) if job in names)
+
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return asdict(self) | {"tokens_per_s": self.tokens_per_s, "fits": self.fits}
+        """Everything, as plain values: the figures, the program, and when each of its parts would run."""
+        hidden = ("jobs", "program", "timeline")
+        figures = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
+        derived = ("planned_s", "round_s", "bubble_ratio", "total_s", "tokens_per_s", "fits")
+        jobs = [
+            {
+                "name": job.queue.job,
+                "group": self.group_of(job.queue.job),
+                "num_steps": job.num_steps,
+                "num_tokens": job.num_tokens,
+                "rank": job.rank,
+            }
+            for job in self.jobs
+        ]
+        return {
+            "jobs": jobs,
+            **figures,
+            **{name: getattr(self, name) for name in derived},
+            "program": to_tree(self.program),
+            "timeline": [asdict(span) for span in self.timeline.spans],
+        }
 
 
 def forecast(
@@ -86,50 +134,86 @@ def forecast(
     capacity: int,
     cost: AnalyticCost,
     planner: Planner,
-    measured: CostModel | None = None,
-) -> tuple[Forecast, Timeline]:
-    """The forecast of a run on `cost.num_stages` stages, and the simulated timeline of its planned part.
+    measured: ProfiledCost | None = None,
+) -> Forecast:
+    """The forecast of a run on `cost.num_stages` stages.
 
-    Time comes from `measured` where it is given, memory from `cost`.
+    Time comes from `measured` where it is given, and so does the memory of one stage; otherwise both come from `cost`.
     """
-    queues = [job.queue for job in jobs]
+    queues, ranks = [job.queue for job in jobs], [job.rank for job in jobs]
     times = measured or cost
+    program: Program | StagedProgram
     if cost.num_stages == 1:
         program = planner(queues, Limits(capacity, max_microbatches=ALL))
         timeline = simulate(program, times)
         microbatches: Sequence[Microbatch] = program.microbatches
         schedule, keeps_order, num_held = "one stage", True, [1]
-        # A job's next global batch waits for its step, so each needs a microbatch of its own.
-        fewest = max(len(queue.batches) for queue in queues)
     else:
-        limits = RoundLimits(capacity, cost.num_stages)
-        best = best_pipeline(queues, limits, times)
-        timeline, schedule = best.timeline, str(best.schedule)
+        free = _free_bytes(cost, capacity, ranks)
+        best = best_pipeline(queues, RoundLimits(capacity, cost.num_stages), times, memory_bytes=free)
+        program, timeline, schedule = best.program, best.timeline, str(best.schedule)
         microbatches = [m for m in best.rounds.stream if m.segments]
-        keeps_order, fewest = best.rounds.keeps_order, best.rounds.fewest
+        keeps_order = best.rounds.keeps_order
         num_held = [_held(timeline, stage) for stage in range(cost.num_stages)]
     tokens = sum(m.num_tokens for m in microbatches)
-    total = sum(job.num_tokens for job in jobs)
-    ranks, memory = [job.rank for job in jobs], cost.memory
-    rows = max(cost.rows([s.length for s in m.segments]) for m in microbatches)
-    found = Forecast(
-        tuple(queue.job for queue in queues),
-        _groups(jobs, cost.num_stages),
-        cost.num_stages,
-        schedule,
-        len(microbatches),
-        max(fewest, -(-tokens // capacity)),
-        tokens / (len(microbatches) * capacity),
-        tokens,
-        timeline.makespan_s,
-        timeline.bubble_ratio(),
-        total,
-        timeline.makespan_s * total / tokens,
-        tuple(memory.total_bytes(rows, ranks, stage=s, num_held=n) for s, n in enumerate(num_held)),
-        cost.hardware.memory_bytes,
-        keeps_order,
+    # A job's next global batch waits for its step, so each needs a microbatch of its own.
+    num_rounds = max(len(queue.batches) for queue in queues)
+    return Forecast(
+        jobs=tuple(jobs),
+        groups=_groups([queue.job for queue in queues], microbatches),
+        device=cost.hardware.name,
+        num_stages=cost.num_stages,
+        stage_layers=tuple(cost.memory.layers(stage) for stage in range(cost.num_stages)),
+        capacity=capacity,
+        schedule=schedule,
+        program=program,
+        timeline=timeline,
+        num_microbatches=len(microbatches),
+        fewest_microbatches=max(num_rounds, -(-tokens // capacity)),
+        fill=tokens / (len(microbatches) * capacity),
+        planned_tokens=tokens,
+        num_rounds=num_rounds,
+        total_tokens=sum(job.num_tokens for job in jobs),
+        stage_bytes=_stage_bytes(jobs, microbatches, cost, measured, num_held),
+        device_bytes=cost.hardware.memory_bytes,
+        largest_capacity=min(
+            cost.memory.most_rows(cost.hardware.memory_bytes, ranks, ROW_TILE, stage, held)
+            for stage, held in enumerate(num_held)
+        ),
+        keeps_order=keeps_order,
     )
-    return found, timeline
+
+
+def _free_bytes(cost: AnalyticCost, capacity: int, ranks: Sequence[int]) -> list[int] | None:
+    """What each stage has for microbatches in flight; None if a stage has no room for one: then nothing fits."""
+    rows, memory = cost.rows([capacity]), cost.memory
+    taken = [memory.total_bytes(rows, ranks, stage=stage, num_held=0) for stage in range(cost.num_stages)]
+    free = [cost.hardware.memory_bytes - size for size in taken]
+    needed = (cost.held_bytes([capacity], stage) for stage in range(cost.num_stages))
+    return free if all(a >= b for a, b in zip(free, needed, strict=True)) else None
+
+
+def _stage_bytes(
+    jobs: Sequence[JobOutline],
+    microbatches: Sequence[Microbatch],
+    cost: AnalyticCost,
+    measured: ProfiledCost | None,
+    num_held: Sequence[int],
+) -> tuple[int, ...]:
+    """Most that every stage takes, backbone and all."""
+    rank = {job.queue.job: job.rank for job in jobs}
+    ranks = list(rank.values())
+    if measured is not None and cost.num_stages == 1:
+        return (max(measured.total_bytes(_by_job(m, rank), ranks) for m in microbatches),)
+    rows = max(cost.rows([s.length for s in m.segments]) for m in microbatches)
+    return tuple(cost.memory.total_bytes(rows, ranks, stage=s, num_held=n) for s, n in enumerate(num_held))
+
+
+def _by_job(microbatch: Microbatch, rank: dict[str, int]) -> list[tuple[int, list[int]]]:
+    lengths: dict[str, list[int]] = {}
+    for segment in microbatch.segments:
+        lengths.setdefault(segment.job, []).append(segment.length)
+    return [(rank[job], own) for job, own in lengths.items()]
 
 
 def _held(timeline: Timeline, stage: int) -> int:
@@ -142,11 +226,11 @@ def _held(timeline: Timeline, stage: int) -> int:
     return max(most, 1)
 
 
-def _groups(jobs: Sequence[JobOutline], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    if num_stages == 1 or len(jobs) < 2:
-        return (tuple(job.queue.job for job in jobs),)
-    outlines = [
-        JobLengths(job.queue.job, sum(job.lengths) / len(job.lengths), len(job.queue.batches[0].lengths))
-        for job in jobs
-    ]
-    return group_jobs(outlines, max(1, len(jobs) // 2)).groups
+def _groups(jobs: Sequence[str], microbatches: Sequence[Microbatch]) -> tuple[tuple[str, ...], ...]:
+    """Jobs that are in a microbatch together are in a group together."""
+    group = {job: {job} for job in jobs}
+    for microbatch in microbatches:
+        members = {s.job for s in microbatch.segments}
+        joined = set().union(*(group[job] for job in members))
+        group |= dict.fromkeys(joined, joined)
+    return tuple(dict.fromkeys(tuple(job for job in jobs if job in group[own]) for own in jobs))

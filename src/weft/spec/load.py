@@ -13,10 +13,12 @@ from weft.spec.adapter import AdapterSpec
 from weft.spec.fields import describe, field_names, join, read
 from weft.spec.job import JobSpec
 from weft.spec.run import RunSpec
+from weft.spec.sweep import SweepSpec
 
 _BELOW: Mapping[tuple[type, str], type] = {
     (RunSpec, "jobs"): JobSpec,
     (RunSpec, "defaults"): JobSpec,
+    (SweepSpec, "defaults"): JobSpec,
     (JobSpec, "adapter"): AdapterSpec,
 }
 """What the settings inside a setting are."""
@@ -28,12 +30,12 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     Paths inside the file stay as written; they are relative to the file's directory.
     """
     path = Path(path)
-    tree, lines = _parse(path)
+    tree, lines = parse(path)
     given = {apply_override(tree, override): override for override in overrides}
     try:
         return run_from_mapping(tree)
     except ConfigError as error:
-        where = _place(error.where, path, lines, given)
+        where = place_of(error.where, path, lines, given)
         raise ConfigError(error.message, where=where, hint=error.hint) from None
 
 
@@ -43,9 +45,9 @@ def locate(setting: str, path: str | Path, overrides: Sequence[str] = ()) -> str
     `jobs.yaml line 7: jobs.0.adapter.r`, or the override that set it.
     """
     path = Path(path)
-    tree, lines = _parse(path)
+    tree, lines = parse(path)
     given = {apply_override(tree, override): override for override in overrides}
-    return _place(setting, path, lines, given)
+    return place_of(setting, path, lines, given)
 
 
 def run_from_mapping(tree: Any) -> RunSpec:
@@ -60,7 +62,7 @@ def run_from_mapping(tree: Any) -> RunSpec:
         raise ConfigError("a name cannot be a default: each job has its own.", where="defaults.name")
     # Read the defaults once by themselves, so that a mistake there is reported there and not in the first job.
     alone = {"name": "defaults", "train_data": ["none"], "eval_data": 1}
-    read(JobSpec, _merge(alone, _canonical(defaults, JobSpec, "defaults")), "defaults")
+    read(JobSpec, merge(alone, canonical(defaults, JobSpec, "defaults")), "defaults")
     jobs = values.get("jobs")
     if not isinstance(jobs, list):
         raise ConfigError(f"expected a list of jobs, got {describe(jobs)}.", where="jobs")
@@ -73,11 +75,11 @@ def _job(job: Any, defaults: Mapping[str, Any], index: int) -> JobSpec:
     if not isinstance(job, Mapping):
         raise ConfigError(f"expected a mapping with name and train_data, got {describe(job)}.", where=where)
     # Reading the job's own words first keeps an alias of a default from hiding a misspelt key.
-    own = _canonical(job, JobSpec, where)
-    return read(JobSpec, _merge(_canonical(defaults, JobSpec, "defaults"), own), where)
+    own = canonical(job, JobSpec, where)
+    return read(JobSpec, merge(canonical(defaults, JobSpec, "defaults"), own), where)
 
 
-def _canonical(values: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
+def canonical(values: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
     """The mapping under the fields' own names, so that a job's `lr` beats a default `learning_rate`."""
     names = field_names(cls)
     result: dict[str, Any] = {}
@@ -88,22 +90,23 @@ def _canonical(values: Mapping[str, Any], cls: type, where: str) -> dict[str, An
             raise ConfigError(f"{spelled[name]} and {key} are two names of one setting; keep one.", where=place)
         spelled[name] = str(key)
         below = _BELOW.get((cls, name))
-        result[name] = _canonical(value, below, place) if below and isinstance(value, Mapping) else value
+        result[name] = canonical(value, below, place) if below and isinstance(value, Mapping) else value
     return result
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `base`, with those of `over` in their place; mappings are merged, anything else is replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
-def apply_override(tree: Any, override: str) -> str:
+def apply_override(tree: Any, override: str, root: type = RunSpec) -> str:
     """Sets `a.b.c=value` inside a tree of mappings and lists, in place; list items go by index or by name.
 
-    Returns the place that was set, in the settings' own names.
+    Returns the place that was set, in the settings' own names; `root` is what the whole tree describes.
     """
     path, equals, text = override.partition("=")
     keys = path.split(".")
@@ -115,23 +118,23 @@ def apply_override(tree: Any, override: str) -> str:
         raise ConfigError(f"the value of {path} is not valid: {text!r}.", where=override) from None
     node, place = tree, ""
     for key in keys[:-1]:
-        known = _known_key(node, key, place, override)
+        known = _known_key(node, key, place, override, root)
         place = join(place, str(known))
         if isinstance(node, dict) and node.get(known) is None:
             node[known] = {}
         node = node[known]
-    last = _known_key(node, keys[-1], place, override)
+    last = _known_key(node, keys[-1], place, override, root)
     node[last] = value
-    return _own_names(join(place, str(last)))
+    return _own_names(join(place, str(last)), root)
 
 
-def _known_key(node: Any, key: str, place: str, override: str) -> Any:
+def _known_key(node: Any, key: str, place: str, override: str, root: type) -> Any:
     """The index of a list's item, or the name under which a mapping already has the setting."""
     if isinstance(node, list):
         return _index(node, key, join(place, key), override)
     if isinstance(node, dict):
-        own = _own_names(join(place, key))
-        return next((known for known in node if _own_names(join(place, str(known))) == own), key)
+        own = _own_names(join(place, key), root)
+        return next((known for known in node if _own_names(join(place, str(known)), root) == own), key)
     raise ConfigError(f"{place or 'the file'} holds no settings.", where=override)
 
 
@@ -145,7 +148,7 @@ def _index(items: list[Any], key: str, path: str, override: str) -> int:
     raise ConfigError(f"{path}: there is no item {key!r}; there are 0 to {len(items) - 1} ({known}).", where=override)
 
 
-def _parse(path: Path) -> tuple[Any, dict[str, int]]:
+def parse(path: Path) -> tuple[Any, dict[str, int]]:
     """The file as plain data, and the line on which each dotted path starts."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -195,15 +198,17 @@ def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], path: st
             _collect_lines(item, place, lines, path)
 
 
-def _place(where: str | None, path: Path, lines: Mapping[str, int], overrides: Mapping[str, str]) -> str:
+def place_of(
+    where: str | None, path: Path, lines: Mapping[str, int], overrides: Mapping[str, str], root: type = RunSpec
+) -> str:
     """What an error about a setting is said to be about: the override that set it, else the line of the file."""
     if not where:
         return str(path)
-    own = _own_names(where)
+    own = _own_names(where, root)
     parts = own.split(".")
     # What a job does not say itself was said in the defaults.
     asked = [own, ".".join(["defaults", *parts[2:]])] if parts[0] == "jobs" and len(parts) > 2 else [own]
-    known = {_own_names(place): line for place, line in lines.items()}
+    known = {_own_names(place, root): line for place, line in lines.items()}
     for place, override in overrides.items():
         is_new = own not in known and place.startswith(f"{own}.")
         if is_new or any(f"{setting}.".startswith(f"{place}.") for setting in asked):
@@ -213,9 +218,9 @@ def _place(where: str | None, path: Path, lines: Mapping[str, int], overrides: M
     return f"{path} line {line}: {where}" if line else f"{path}: {where}"
 
 
-def _own_names(place: str) -> str:
+def _own_names(place: str, root: type) -> str:
     """A dotted path as errors write it: every second name replaced by the setting's own."""
-    cls: type | None = RunSpec
+    cls: type | None = root
     parts = []
     for part in place.split("."):
         if cls is not None and not part.isdecimal():

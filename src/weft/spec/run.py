@@ -100,8 +100,7 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         validate(self)
-        if not self.output_dir:
-            raise ConfigError("is empty; name a directory.", where="output_dir")
+        self._check_settings()
         if not self.jobs:
             raise ConfigError("there are no jobs; write at least one.", where="jobs")
         first: dict[str, int] = {}
@@ -120,6 +119,11 @@ class RunSpec:
                     "lower max_length or raise capacity.",
                     where=f"jobs.{i}.max_length",
                 )
+
+    def _check_settings(self) -> None:
+        """What no field can say alone, the jobs aside."""
+        if not self.output_dir:
+            raise ConfigError("is empty; name a directory.", where="output_dir")
         if self.memory_limit is not None:
             memory_fraction(self.memory_limit, 1)
         if len(set(self.report_to)) != len(self.report_to) or not set(self.report_to) <= set(TRACKERS):

@@ -59,6 +59,8 @@ class Trial:
     """Trained."""
     seconds: float = 0.0
     """Its share of the time of the microbatches it was in."""
+    origin: str = ""
+    """The directory of the earlier sweep's trial that it was taken from; empty if it is trained here."""
 
     @property
     def value(self) -> float | None:

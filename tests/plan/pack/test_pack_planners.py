@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +13,15 @@ from hypothesis import strategies as st
 
 from weft.errors import PlanError
 from weft.plan.check import violations
-from weft.plan.pack import pack, planner_named
-from weft.plan.pack.planners import lower_bound
+from weft.plan.pack import pack, planner_named, planners
+from weft.plan.pack.planners import ExactPlanner, lower_bound
 from weft.plan.types import Batch, JobQueue, Limits, Program, Segment, Step
 
 CAPACITY = 10
+NARROW = [
+    JobQueue("a", (Batch(0, 0, (9, 9)), Batch(1, 0, (6,))), True),
+    JobQueue("b", (Batch(0, 0, (4, 9, 7)), Batch(1, 0, (2, 5, 2))), True),
+]
 
 
 @st.composite
@@ -101,12 +107,8 @@ def test_exact_when_greedy_is_not_the_best_then_saves_a_microbatch():
 
 def test_exact_when_a_batch_ends_in_a_microbatch_with_room_then_that_is_still_a_choice():
     """The next batch's sample may not join, however much room is left."""
-    queues = [
-        JobQueue("a", (Batch(0, 0, (9, 9)), Batch(1, 0, (6,))), True),
-        JobQueue("b", (Batch(0, 0, (4, 9, 7)), Batch(1, 0, (2, 5, 2))), True),
-    ]
-    assert len(pack(queues, Limits(CAPACITY)).microbatches) == 7
-    assert len(planner_named("exact")(queues, Limits(CAPACITY)).microbatches) == 6
+    assert len(pack(NARROW, Limits(CAPACITY)).microbatches) == 7
+    assert len(planner_named("exact")(NARROW, Limits(CAPACITY)).microbatches) == 6
 
 
 def test_exact_when_priorities_differ_then_leaves_the_order_to_greedy():
@@ -117,6 +119,47 @@ def test_exact_when_priorities_differ_then_leaves_the_order_to_greedy():
     assert planner_named("exact")(queues, Limits(CAPACITY)) == pack(queues, Limits(CAPACITY))
     equal = [dataclasses.replace(q, priority=1) for q in queues]
     assert planner_named("exact")(equal, Limits(CAPACITY)) != pack(equal, Limits(CAPACITY))
+
+
+def hard(seed: int, num_jobs: int = 8, capacity: int = 1024) -> list[JobQueue]:
+    """Queues as an engine has them, of many jobs: a search takes long."""
+    rng = random.Random(seed)
+    return [
+        JobQueue(f"job{j}", tuple(Batch(b, 0, tuple(rng.choices(range(16, 600), k=8))) for b in range(8)), False)
+        for j in range(num_jobs)
+    ]
+
+
+def test_exact_when_time_is_up_then_there_is_a_plan_all_the_same_and_soon():
+    queues, limits = hard(0), Limits(1024)
+    begun = time.perf_counter()
+    program = ExactPlanner(10**6, 0.05)(queues, limits)
+    assert time.perf_counter() - begun < 1.0
+    assert violations(program, queues, limits) == []
+    assert ExactPlanner(10**6, 60.0).within(0.0)(queues, limits) == pack(queues, limits)
+    assert ExactPlanner(10**6, 0.05).within(60.0).budget_s == 0.05
+
+
+def test_exact_when_its_wide_search_runs_out_of_time_then_no_worse_than_auto(monkeypatch):
+    """What the narrow search found before is kept."""
+    queues, limits, search = NARROW, Limits(CAPACITY), planners._search
+
+    def impatient(*given, **named):
+        if given[3] > planners.AUTO_STATES:
+            raise TimeoutError
+        return search(*given, **named)
+
+    monkeypatch.setattr(planners, "_search", impatient)
+    assert len(planner_named("exact")(queues, limits).microbatches) == 6
+
+
+def test_search_when_the_clock_has_passed_then_says_so():
+    """In the middle of a level too."""
+    chains = chains_of(pack(NARROW, Limits(CAPACITY)))
+    with pytest.raises(TimeoutError):
+        planners._search(chains, CAPACITY, 7, 300, until=0.0)
+    with pytest.raises(TimeoutError):
+        planners._undominated({(1,): (0,)}, 5, [[0, 1]], until=0.0)
 
 
 def test_planner_named_when_unknown_then_lists_the_names():

@@ -14,6 +14,7 @@ from weft.cost.types import LinearCost
 from weft.errors import PlanError
 from weft.plan.lemma import lemma_violations
 from weft.plan.pack import RoundLimits, pack_rounds
+from weft.plan.pack.packer import Work
 from weft.plan.types import Batch, JobQueue, Microbatch
 
 COST = LinearCost(fixed_s=2.0, token_s=1.0, pair_s=0.01)
@@ -170,3 +171,49 @@ def test_pack_rounds_when_input_is_wrong_then_says_what_and_where(make, words):
     with pytest.raises(PlanError, match=words) as raised:
         make()
     assert raised.value.code == "plan_error"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    """A device that computes whole tiles of 64 tokens, as the fused step does; nothing at all of no samples."""
+
+    def forward_s(self, lengths, stage):
+        return -(-sum(lengths) // 64)
+
+    backward_s = forward_s
+
+    def transfer_s(self, num_tokens):
+        return 0.0
+
+    def step_s(self, stage):
+        return 0.0
+
+    def held_bytes(self, lengths, stage):
+        return sum(lengths)
+
+
+def test_pack_rounds_when_the_device_computes_whole_tiles_then_small_samples_share_them():
+    """A sample of 4 tokens costs a tile alone and next to nothing beside others; one microbatch per stage is plenty."""
+    jobs = steady(2, 6, (4,) * 8)
+    plan = pack_rounds(jobs, RoundLimits(256, 3), cost=Tiled(), budget_s=0)
+    assert problems(plan, jobs) == []
+    assert plan.num_microbatches <= 3 * 6
+    work = Work(Tiled(), 3, 256)
+    assert work.fixed == pytest.approx(2.0, rel=0.02) and work.sample(4) == pytest.approx(6 / 63)
+
+
+@given(st.integers(1, CAPACITY), st.floats(0, 10), st.floats(0.1, 10), st.floats(0, 1))
+def test_work_when_the_cost_is_a_sum_then_it_is_that_sum(length, fixed_s, token_s, pair_s):
+    work = Work(LinearCost(fixed_s=fixed_s, token_s=token_s, pair_s=pair_s), 2, CAPACITY)
+    assert work.fixed == pytest.approx(2 * fixed_s, abs=1e-9)
+    assert work.sample(length) == pytest.approx(2 * (token_s * length + pair_s * length**2))
+
+
+def test_pack_rounds_when_only_the_solver_can_prove_a_round_then_it_does_and_without_time_it_does_not():
+    """39 tokens might fit two microbatches of 20 as far as any bound knows; 11 + 7 leaves 11 + 6 + 4."""
+    jobs = [JobQueue("a", (Batch(0, 0, (11, 6, 11, 4, 7)),), True)]
+    (proven,) = pack_rounds(jobs, RoundLimits(20), cost=COST).rounds
+    (unproven,) = pack_rounds(jobs, RoundLimits(20), cost=COST, budget_s=0).rounds
+    assert proven.num_microbatches == unproven.num_microbatches == 3
+    assert (proven.fewest, proven.is_fewest) == (3, True)
+    assert (unproven.fewest, unproven.is_fewest) == (2, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,9 @@ from weft.errors import PlanError
 from weft.plan.lemma import lemma_distance, lemma_violations
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
 from weft.plan.pipeline.check import problems
-from weft.plan.pipeline.serial import from_json, to_json
-from weft.plan.pipeline.split import split_layers
-from weft.plan.stages import Backward, Forward
+from weft.plan.pipeline.serial import KINDS, to_tree
+from weft.plan.pipeline.split import layer_seconds, split_layers
+from weft.plan.stages import Backward, Forward, StagedProgram
 from weft.plan.types import Microbatch, Segment
 from weft.simulate.interpret import simulate_stages
 
@@ -42,6 +43,16 @@ def order(program_stage: tuple[object, ...]) -> str:
     )
 
 
+def read_again(text: str) -> StagedProgram:
+    """The program whose tree this is: what JSON keeps of one is all of it."""
+    tree, kinds = json.loads(text), {name: kind for kind, name in KINDS.items()}
+    return StagedProgram(
+        tuple(Microbatch(tuple(Segment(*fields) for fields in segments)) for segments in tree["microbatches"]),
+        tuple(tuple(kinds[name](*fields) for name, *fields in stage) for stage in tree["stages"]),
+        tree["num_chunks"],
+    )
+
+
 @pytest.mark.parametrize("schedule", list(Schedule))
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), num_stages=st.integers(1, 5), num_chunks=st.integers(1, 3))
@@ -56,7 +67,7 @@ def test_build_of_any_stream_passes_the_validator_and_runs(
     assert sorted(str(m) for m in program.microbatches if m.segments) == sorted(map(str, stream))
     timeline = simulate_stages(program, COST)
     assert program == build(schedule, stream, num_stages, num_chunks=chunks, cost=COST)
-    assert from_json(to_json(program)) == program
+    assert read_again(json.dumps(to_tree(program))) == program
     work = sum(timeline.busy_s(stage) for stage in range(num_stages))
     transfers = sum(span.duration_s for span in timeline.spans if span.name == "send")
     assert timeline.makespan_s <= work + transfers + 1e-6
@@ -214,3 +225,8 @@ def test_split_layers_gives_the_stage_with_the_head_fewer_layers() -> None:
     assert split_layers([1.0] * 79 + [2.23], 4) == (21, 20, 20, 19)
     with pytest.raises(PlanError, match="2 layers cannot be cut into 3 stages; use 1 to 2"):
         split_layers([1.0, 1.0], 3)
+
+
+def test_layer_seconds_of_a_model_with_a_stage_per_layer_are_both_passes() -> None:
+    """What is split is forward and backward of each layer."""
+    assert layer_seconds(COST, 3, [4]) == [2.5 * (1.0 + 4.0)] * 3

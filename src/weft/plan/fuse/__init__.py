@@ -7,7 +7,7 @@ from weft.plan.fuse.operators import Operator, Subgraph, segment
 from weft.plan.fuse.partition import Fusion, fuse, fuse_by_count
 from weft.plan.fuse.plan import FusionPlan, plan_fusion
 from weft.plan.fuse.tasks import FusedTask, FuseTask, Pipe
-from weft.plan.fuse.template import Launch, Pass, Template, build_template
+from weft.plan.fuse.template import Launch, Template, build_template
 
 __all__ = [
     "Alignment",
@@ -19,7 +19,6 @@ __all__ = [
     "Launch",
     "LaunchOrder",
     "Operator",
-    "Pass",
     "Pipe",
     "Subgraph",
     "Template",

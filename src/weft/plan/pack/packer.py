@@ -27,10 +27,15 @@ _SOLVE_S = 1.0
 
 @dataclass
 class Work:
-    """Seconds on one stage, forward and backward, as a sum over samples and a fixed part."""
+    """Seconds on one stage, forward and backward, as a sum over samples and a fixed part.
+
+    Exact for cost models of that form. Others, which compute whole tiles or read weights however few the tokens, count
+    by the line from a microbatch with one sample to a full one; what is called a bound is then as good as the line.
+    """
 
     cost: CostModel
     num_stages: int
+    room: int
     known: dict[int, float] = field(default_factory=dict)
 
     def of(self, lengths: Sequence[int]) -> float:
@@ -42,12 +47,15 @@ class Work:
     @property
     def fixed(self) -> float:
         """A microbatch, however small."""
-        return self.sample(0)
+        if 0 not in self.known:
+            self.known[0] = max(self.of([1]) - self.sample(1), 0.0)
+        return self.known[0]
 
     def sample(self, length: int) -> float:
-        """What a sample adds; length 0 asks for the fixed part."""
+        """What a sample of some tokens adds."""
         if length not in self.known:
-            self.known[length] = self.of([length]) - self.fixed if length else self.of([])
+            count = max(2, self.room // length)
+            self.known[length] = (self.of([length] * count) - self.of([length])) / (count - 1)
         return self.known[length]
 
 

@@ -8,14 +8,16 @@ Lower bound: tokens and the other bounds of `bounds.py`, and the longest chain: 
 Where greedy meets the bound nothing else is done. Otherwise search by levels: all states (samples done of each job)
 that k microbatches can reach, kept only where no other state has done at least as much of every job; taking more
 never hurts, so that is exact. The first level that holds the end is the optimum. Exponential in the number of jobs;
-`max_states` bounds the work (deterministic, unlike a clock), and beyond it the states that have done most are kept.
+`max_states` bounds the work, deterministically, and beyond it the states that have done most are kept. `budget_s` is
+for those whom a slow machine would keep waiting: once it is spent, what has been found is the answer.
 Jobs of different priority are left to the greedy planner, whose order between priorities is a promise.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from weft.errors import PlanError
@@ -24,10 +26,10 @@ from weft.plan.pack.greedy import pack
 from weft.plan.pack.types import RoundLimits
 from weft.plan.types import ForwardBackward, Instruction, JobQueue, Limits, Microbatch, Planner, Program, Segment, Step
 
-AUTO_STATES = 300
+AUTO_STATES, AUTO_S = 300, 0.05
 """10 to 20 ms for a program of 16 microbatches, and only where greedy is not proven the best."""
-EXACT_STATES = 4_000
-"""Up to about a second, likewise."""
+EXACT_STATES, EXACT_S = 4_000, 1.0
+"""Half a second or so, likewise."""
 
 State = tuple[int, ...]
 
@@ -37,23 +39,38 @@ class ExactPlanner:
     """A planner with the fewest microbatches that its number of states lets it find; never more than greedy."""
 
     max_states: int
+    budget_s: float
+    """Most seconds for searching; with none, or with nothing found in time, the program is the greedy one."""
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         """The next program."""
         program = pack(queues, limits)
-        chains = _chains(program)
-        if len({q.priority for q in queues}) > 1 or len(program.microbatches) <= lower_bound(chains, limits.capacity):
-            return program
-        found = _search(chains, limits.capacity, len(program.microbatches), self.max_states)
+        chains = _chains(program) if self.budget_s > 0 and len({q.priority for q in queues}) == 1 else []
+        fewest = lower_bound(chains, limits.capacity) if chains else len(program.microbatches)
+        until = time.perf_counter() + self.budget_s
+        found: list[State] | None = None
+        # A narrow search first, so that a wide one that runs out of time is no worse.
+        for num_states in sorted({min(self.max_states, AUTO_STATES), self.max_states}):
+            num = len(program.microbatches) if found is None else len(found) - 1
+            if num <= fewest:
+                break
+            try:
+                found = _search(chains, limits.capacity, num, num_states, until) or found
+            except TimeoutError:
+                break
         return program if found is None else _rebuilt(program, chains, found)
+
+    def within(self, budget_s: float) -> ExactPlanner:
+        """The same planner with at most so many seconds for searching."""
+        return replace(self, budget_s=min(self.budget_s, budget_s))
 
 
 def planner_named(name: str) -> Planner:
     """The planner of this name."""
     planners: dict[str, Planner] = {
         "greedy": pack,
-        "auto": ExactPlanner(AUTO_STATES),
-        "exact": ExactPlanner(EXACT_STATES),
+        "auto": ExactPlanner(AUTO_STATES, AUTO_S),
+        "exact": ExactPlanner(EXACT_STATES, EXACT_S),
     }
     if name not in planners:
         raise PlanError(f"planner is '{name}'; use {', '.join(sorted(planners))}.")
@@ -83,8 +100,13 @@ def _chains(program: Program) -> list[list[Segment]]:
     return [chains[job] for job in sorted(chains)]
 
 
-def _search(chains: list[list[Segment]], capacity: int, limit: int, max_states: int) -> list[State] | None:
-    """States after each microbatch of a plan with fewer than `limit`; None if none was found."""
+def _search(
+    chains: list[list[Segment]], capacity: int, limit: int, max_states: int, until: float
+) -> list[State] | None:
+    """States after each microbatch of a plan with fewer than `limit`; None if none was found.
+
+    Raises TimeoutError once the clock has passed `until`.
+    """
     end = tuple(len(c) for c in chains)
     sums = [_prefix_sums(c) for c in chains]
     start: State = (0,) * len(chains)
@@ -97,7 +119,8 @@ def _search(chains: list[list[Segment]], capacity: int, limit: int, max_states: 
             for after in _fillings(chains, sums, state, capacity, budget):
                 reached.setdefault(after, state)
             budget -= 1
-        level = _undominated(reached, max(1, budget // max(1, limit)), sums)
+            _require_time(until)
+        level = _undominated(reached, max(1, budget // max(1, limit)), sums, until)
         came_from.update((s, reached[s]) for s in level)
         if end in reached:
             came_from[end] = reached[end]
@@ -108,6 +131,11 @@ def _search(chains: list[list[Segment]], capacity: int, limit: int, max_states: 
         if budget <= 0:
             level = level[:1]
     return None
+
+
+def _require_time(until: float) -> None:
+    if time.perf_counter() > until:
+        raise TimeoutError
 
 
 def _prefix_sums(chain: list[Segment]) -> list[int]:
@@ -144,13 +172,14 @@ def _has_room(chains: list[list[Segment]], before: State, after: State, free: in
     return False
 
 
-def _undominated(reached: dict[State, State], most: int, sums: list[list[int]]) -> list[State]:
+def _undominated(reached: dict[State, State], most: int, sums: list[list[int]], until: float) -> list[State]:
     """States that no other has overtaken in every job, those with most tokens done first."""
     ranked = sorted(reached, key=lambda s: (-sum(t[n] for t, n in zip(sums, s, strict=True)), s))
     kept: list[State] = []
     for state in ranked:
         if len(kept) == most:
             break
+        _require_time(until)
         if not any(all(a >= b for a, b in zip(other, state, strict=True)) for other in kept):
             kept.append(state)
     return kept

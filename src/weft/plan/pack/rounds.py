@@ -62,7 +62,7 @@ def pack_rounds(
     num_rounds = len(samples) if max_rounds is None else min(max_rounds, len(samples))
     # What follows decides where jobs should end, not how they are packed.
     samples = samples[: num_rounds + _LOOKED_AHEAD]
-    work = Work(cost or LinearCost(), limits.num_stages)
+    work = Work(cost or LinearCost(), limits.num_stages, limits.room)
     started = previous.rounds[:num_started] if previous else ()
     before = [m for r in started for m in r.slots]
     course = _Course.of(samples, limits, work)

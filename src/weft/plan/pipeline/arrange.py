@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from weft.errors import PlanError
 from weft.plan.pipeline.stream import read_stream
 from weft.plan.types import Microbatch
+
+Bucket = TypeVar("Bucket", tuple[str, ...], tuple[int, ...])
 
 
 def by_rounds(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
@@ -45,10 +48,15 @@ def by_template(
     ends: list[int] = []
     for _, buckets in sorted(rounds.items()):
         slowest = {bucket: max(latency_s(m) for m in members) for bucket, members in buckets.items()}
-        for bucket in sorted(buckets, key=lambda b: (-slowest[b], b)):
+        for bucket in slowest_first(slowest):
             stream.extend(sorted(buckets[bucket], key=latency_s, reverse=True))
         ends.append(len(stream))
     return tuple(stream), tuple(ends)
+
+
+def slowest_first(seconds: Mapping[Bucket, float]) -> list[Bucket]:
+    """Buckets in a template's order: a shorter one fills the bubbles of a longer one before it. Ties by name."""
+    return sorted(seconds, key=lambda bucket: (-seconds[bucket], bucket))
 
 
 def _round_numbers(microbatches: Sequence[Microbatch]) -> list[int]:

@@ -2,10 +2,10 @@
 
 Problem: choose every stage's order to minimise the makespan, subject to: data flows from stage to stage and back, a
 job's next global batch waits for its step on that stage, and what lies between forward and backward fits into memory.
-Method: list scheduling over the cost model, O(stages × microbatches × log). A stage that is free takes the first
-backward that has arrived (it frees memory and lets a step come), else the next forward of the stream if memory and the
-jobs' steps allow. Forwards, and hence backwards, keep the stream's order. No order can deadlock: the last stage's
-backward is ready when its forward ends, so some stage always goes on if every microbatch fits alone.
+Method: list scheduling over the cost model, O(stages × clocks × log). A stage that is free takes the first backward
+that has arrived (it frees memory and lets a step come), else the next forward of the stream if memory and the jobs'
+steps allow. Forwards, and hence backwards, keep the stream's order. No order can deadlock: the last stage's backward is
+ready when its forward ends, so some stage always goes on if every clock fits alone.
 Bound: as some stage always computes or some transfer is under way, the makespan is at most all work and transfers in a
 row; on N equal microbatches, each job's batches S or more apart, it is (N + S - 1)(forward + backward), the least.
 """
@@ -24,18 +24,42 @@ from weft.plan.stages import Backward, Forward
 NEVER = float("inf")
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What goes through the pipeline together, and what that costs on every stage."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    held_bytes: tuple[int, ...]
+    """Between forward and backward."""
+    transfer_s: float
+    """From one stage to the next, and back."""
+    step_s: tuple[float, ...]
+    """Optimizer steps behind its backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A stage's next piece of work, and when it is expected to run."""
+
+    clock: int
+    is_backward: bool
+    start_s: float
+    end_s: float
+
+
 @dataclass
 class _Stage:
     """One stage while the pipeline is run ahead."""
 
     activation_at: list[float]
-    """When each microbatch's input arrives."""
+    """When each clock's input arrives."""
     gradient_at: list[float]
     free_at: float = 0.0
     num_forwards: int = 0
     num_backwards: int = 0
     held: int = 0
-    order: Order = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
 
 
 def eager_orders(
@@ -47,32 +71,63 @@ def eager_orders(
     max_lead: Sequence[int] | None = None,
 ) -> list[Order]:
     """Orders of all stages; `max_lead` caps what a stage has in flight, in microbatches."""
-    return _Run(stream, num_stages, cost, memory_bytes, flushes, max_lead).orders()
+    num_steps = {k: len(batches) for k, batches in stream.completes.items()}
+    clocks = [
+        _clock([s.length for s in m.segments], num_steps.get(k, 0), num_stages, cost)
+        for k, m in enumerate(stream.microbatches)
+    ]
+    waits_for = list(stream.waits_for)
+    for start, end in zip((0, *flushes), flushes, strict=False):
+        if start:
+            waits_for[start:end] = [max(start - 1, w) for w in waits_for[start:end]]
+    played = play(clocks, num_stages, memory_bytes, waits_for, max_lead)
+    return [[Backward(p.clock) if p.is_backward else Forward(p.clock) for p in passes] for passes in played]
 
 
-class _Run:
+def play(
+    clocks: Sequence[Clock],
+    num_stages: int,
+    memory_bytes: Sequence[int] | None,
+    waits_for: Sequence[int] | None = None,
+    max_lead: Sequence[int] | None = None,
+) -> list[list[Pass]]:
+    """What every stage does, and when; forward k comes after backward `waits_for[k]` on the same stage."""
+    for k, clock in enumerate(clocks):
+        for place, limit in enumerate(memory_bytes or ()):
+            if clock.held_bytes[place] > limit:
+                raise does_not_fit(k, place, clock.held_bytes[place], limit)
+    return _Play(clocks, num_stages, memory_bytes, waits_for or [-1] * len(clocks), max_lead).run()
+
+
+def _clock(lengths: Sequence[int], num_steps: int, num_stages: int, cost: CostModel) -> Clock:
+    """One microbatch; one without samples takes no time."""
+    stages = range(num_stages)
+    return Clock(
+        tuple(cost.forward_s(lengths, s) if lengths else 0.0 for s in stages),
+        tuple(cost.backward_s(lengths, s) if lengths else 0.0 for s in stages),
+        tuple(cost.held_bytes(lengths, s) if lengths else 0 for s in stages),
+        cost.transfer_s(sum(lengths)),
+        tuple(num_steps * cost.step_s(s) for s in stages),
+    )
+
+
+class _Play:
     def __init__(
         self,
-        stream: Stream,
+        clocks: Sequence[Clock],
         num_stages: int,
-        cost: CostModel,
         memory_bytes: Sequence[int] | None,
-        flushes: Sequence[int],
+        waits_for: Sequence[int],
         max_lead: Sequence[int] | None,
     ) -> None:
-        size = len(stream.microbatches)
+        size = len(clocks)
         self.stages = [_Stage([0.0 if s == 0 else NEVER] * size, [NEVER] * size) for s in range(num_stages)]
-        self.lengths = [[segment.length for segment in m.segments] for m in stream.microbatches]
-        self.completes = {k: len(batches) for k, batches in stream.completes.items()}
-        self.waits_for = list(stream.waits_for)
-        for start, end in zip((0, *flushes), flushes, strict=False):
-            if start:
-                self.waits_for[start:end] = [max(start - 1, w) for w in self.waits_for[start:end]]
-        self.cost, self.memory_bytes, self.max_lead = cost, memory_bytes, max_lead
+        self.clocks, self.waits_for = clocks, waits_for
+        self.memory_bytes, self.max_lead = memory_bytes, max_lead
         self.wakes = [(0.0, 0)]
 
-    def orders(self) -> list[Order]:
-        size = len(self.lengths)
+    def run(self) -> list[list[Pass]]:
+        size = len(self.clocks)
         while self.wakes:
             now, place = heapq.heappop(self.wakes)
             stage = self.stages[place]
@@ -82,30 +137,24 @@ class _Run:
                 self._backward(stage, place, now)
             elif self._may_forward(stage, place, now):
                 self._forward(stage, place, now)
-        return [stage.order for stage in self.stages]
+        assert all(stage.num_backwards == size for stage in self.stages), "a stage waits for ever"
+        return [stage.passes for stage in self.stages]
 
     def _may_forward(self, stage: _Stage, place: int, now: float) -> bool:
         k = stage.num_forwards
-        if k == len(self.lengths) or stage.activation_at[k] > now or self.waits_for[k] >= stage.num_backwards:
+        if k == len(self.clocks) or stage.activation_at[k] > now or self.waits_for[k] >= stage.num_backwards:
             return False
         if self.max_lead is not None and k - stage.num_backwards >= self.max_lead[place]:
             return False
-        if self.memory_bytes is None:
-            return True
-        held, limit = self._held(k, place), self.memory_bytes[place]
-        if held > limit:
-            raise does_not_fit(k, place, held, limit)
-        return stage.held + held <= limit
-
-    def _held(self, k: int, place: int) -> int:
-        return self.cost.held_bytes(self.lengths[k], place) if self.lengths[k] else 0
+        held = stage.held + self.clocks[k].held_bytes[place]
+        return self.memory_bytes is None or held <= self.memory_bytes[place]
 
     def _forward(self, stage: _Stage, place: int, now: float) -> None:
-        k, lengths = stage.num_forwards, self.lengths[stage.num_forwards]
-        end = now + (self.cost.forward_s(lengths, place) if lengths else 0.0)
-        stage.order.append(Forward(k))
+        k, clock = stage.num_forwards, self.clocks[stage.num_forwards]
+        end = now + clock.forward_s[place]
+        stage.passes.append(Pass(k, False, now, end))
         stage.num_forwards += 1
-        stage.held += self._held(k, place)
+        stage.held += clock.held_bytes[place]
         if place + 1 < len(self.stages):
             self._arrive(self.stages[place + 1].activation_at, k, place + 1, end)
         else:
@@ -113,17 +162,18 @@ class _Run:
         self._busy_until(stage, place, end)
 
     def _backward(self, stage: _Stage, place: int, now: float) -> None:
-        k, lengths = stage.num_backwards, self.lengths[stage.num_backwards]
-        end = now + (self.cost.backward_s(lengths, place) if lengths else 0.0)
-        stage.order.append(Backward(k))
+        k, clock = stage.num_backwards, self.clocks[stage.num_backwards]
+        end = now + clock.backward_s[place]
+        stage.passes.append(Pass(k, True, now, end))
         stage.num_backwards += 1
-        stage.held -= self._held(k, place)
+        # No forward starts here before this backward ends, so its memory counts as free from now on.
+        stage.held -= clock.held_bytes[place]
         if place > 0:
             self._arrive(self.stages[place - 1].gradient_at, k, place - 1, end)
-        self._busy_until(stage, place, end + self.completes.get(k, 0) * self.cost.step_s(place))
+        self._busy_until(stage, place, end + clock.step_s[place])
 
     def _arrive(self, arrivals: list[float], k: int, place: int, sent_at: float) -> None:
-        arrivals[k] = sent_at + self.cost.transfer_s(sum(self.lengths[k]))
+        arrivals[k] = sent_at + self.clocks[k].transfer_s
         heapq.heappush(self.wakes, (arrivals[k], place))
 
     def _busy_until(self, stage: _Stage, place: int, end: float) -> None:

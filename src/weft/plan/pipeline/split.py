@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from weft.cost.types import CostModel
 from weft.errors import PlanError
 
 
@@ -34,3 +35,8 @@ def split_layers(layer_s: Sequence[float], num_stages: int) -> tuple[int, ...]:
     for ends_of in reversed(cuts):
         bounds.append(ends_of[bounds[-1]])
     return tuple(end - start for start, end in itertools.pairwise([*bounds, size]))
+
+
+def layer_seconds(layers: CostModel, num_layers: int, lengths: Sequence[int]) -> list[float]:
+    """Forward and backward of every layer over one microbatch, from a cost model with a stage for each layer."""
+    return [layers.forward_s(lengths, layer) + layers.backward_s(lengths, layer) for layer in range(num_layers)]

@@ -1,0 +1,158 @@
+"""`weft sweep`: many configurations together on one backbone; the best one kept.
+
+weft sweep sweep.yaml                        what the file says
+weft sweep sweep.yaml --trials 32            at most 32 configurations
+weft sweep sweep.yaml job.max_steps=200      another setting for all of them
+weft sweep jobs.yaml --space space.yaml      a jobs file with one job, and Axolotl's kind of sweep file
+weft sweep sweep.yaml --resume               go on after a stop or a crash
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from weft.errors import ConfigError, WeftError
+from weft.spec.load import parse, place_of
+from weft.spec.load_sweep import load_sweep, space_of
+from weft.spec.sweep import SweepSpec
+
+if TYPE_CHECKING:
+    from weft.sweep.api import PreparedSweep, SweepResult
+    from weft.sweep.run import SweepRun
+
+SHOWN = 40
+"""Trials of the table at the end; all of them are in leaderboard.csv."""
+
+
+def sweep(
+    sweep_file: Annotated[Path, typer.Argument(help="The sweep file; a jobs file with one job will do with --space.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: job.max_steps=200")] = None,
+    space: Annotated[str | None, typer.Option(help="A file with the search space, such as Axolotl's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where results go. Default: the file's output_dir.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in the output directory.")] = False,
+    trials: Annotated[int | None, typer.Option(help="Most configurations to try; short for trials=…")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to train on; short for max_tokens=…")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Longest time to train; short for max_seconds=…")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="grid, random, tpe, gp, qmc or nsgaii; short for sampler=…")
+    ] = None,
+    every_point: Annotated[bool, typer.Option("--all", help="Train a grid of any size without a budget.")] = False,
+    no_early_stop: Annotated[
+        bool, typer.Option("--no-early-stop", help="Train every configuration to its end.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train and write nothing.")] = False,
+) -> None:
+    """Try many configurations together on one backbone and keep the best."""
+    short = {"trials": trials, "max_tokens": max_tokens, "max_seconds": max_seconds, "sampler": sampler}
+    short |= {"all_points": "true" if every_point else None, "early_stop": "none" if no_early_stop else None}
+    changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
+    spec = load_sweep(sweep_file, changes, space=space)
+    try:
+        raise typer.Exit(_sweep(spec, sweep_file, out, Console(), resume=resume, dry_run=dry_run))
+    except ConfigError as error:
+        raise _placed(error, sweep_file, changes) from None
+    except _StoppedError as stopped:
+        again = ["weft", "sweep", str(sweep_file), *changes, *(["--space", space] if space else [])]
+        again += ["--out", str(stopped.folder), "--resume"]
+        Console().print(f"stopped; go on with: {shlex.join(again)}", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+class _StoppedError(Exception):
+    """The user asked the sweep to stop; everything is saved."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+
+def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftError:
+    """An error found late, said of the line that caused it."""
+    from weft.spec.load import apply_override
+
+    tree, lines = parse(path)
+    given = {apply_override(tree, change, SweepSpec): change for change in changes}
+    if error.where is None or " line " in error.where or ": " in error.where:
+        return error
+    return ConfigError(error.message, where=place_of(error.where, path, lines, given, SweepSpec), hint=error.hint)
+
+
+def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, resume: bool, dry_run: bool) -> int:
+    from weft.cli.watch import StopRequest, stop_signals
+    from weft.sweep.api import check_folder, conclude, open_run, prepare_sweep
+    from weft.sweep.live import LiveBoard
+
+    folder = out or Path(spec.output_dir)
+    check_folder(spec, folder, resume=resume)
+    with console.status("loading the backbone and the data"):
+        prepared = prepare_sweep(spec, file.parent)
+    _introduce(prepared, console)
+    if dry_run:
+        console.print("dry run: nothing was written")
+        return 0
+    stop = StopRequest(console)
+    board = LiveBoard(console)
+    with open_run(prepared, folder, resume=resume, on_news=board.hear) as run:
+        with board.watch(run), stop_signals(stop):
+            run.train(should_stop=lambda: stop.is_set)
+        if stop.is_set and not all(trial.state.is_final for trial in run.trials):
+            raise _StoppedError(folder)
+        with console.status("measuring one trial alone and writing the report"):
+            result = conclude(run)
+        _tell(run, result, console)
+    return 0 if result.best is not None else 1
+
+
+def _introduce(prepared: PreparedSweep, console: Console) -> None:
+    spec, backbone = prepared.spec, prepared.engine.backbone
+    points = space_of(spec).num_points
+    count = "endlessly many points" if points is None else f"{points:,} point{'s' * (points != 1)}"
+    budgets = [(spec.trials, "trials"), (spec.max_tokens, "tokens"), (spec.max_seconds, "s")]
+    limits = ", ".join(f"{amount:,} {unit}" for amount, unit in budgets if amount is not None)
+    objective = spec.objective
+    lines = [
+        f"backbone  {spec.base_model} on {backbone.device}, {str(backbone.dtype).removeprefix('torch.')}",
+        f"kernels   {backbone.kernels}",
+        *(f"note      {note}" for note in prepared.notes),
+        f"space     {', '.join(p.name for p in prepared.space.parameters)}: {count}",
+        f"sampler   {prepared.sampler}{f', at most {limits}' if limits else ''}",
+        f"objective {objective.name} ({objective.mode}), early stopping: {spec.early_stop.rule}",
+    ]
+    for data in prepared.configurations.loaded()[:4]:
+        lines.append(f"data      {data.train.summary.describe()}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
+    from weft.report import readable
+    from weft.report.sweep_live import leaderboard_table
+    from weft.sweep.live import params_text
+
+    metric, trials, best = run.parts.objective.metric, run.trials, result.best
+    console.print(leaderboard_table(run.ledger.board(with_curves=False), limit=SHOWN))
+    console.print()
+    if best is not None:
+        _line(console, f"best      {best.name}: {metric} {readable.loss(best.value)} with {params_text(best)}")
+        _line(console, f"          {result.folder}/best (PEFT adapter and jobs.yaml)")
+    else:
+        _line(console, "best      none: no trial has a value")
+    ledger = run.ledger
+    told = [f"{len(trials)} trials, {readable.count(ledger.tokens)} tokens in {readable.duration(ledger.seconds)}"]
+    left_out = 1 - sum(t.steps for t in trials) / max(sum(t.total_steps for t in trials), 1)
+    if left_out > 0.005:
+        told.append(f"{left_out:.0%} of the steps did not have to be trained")
+    if ledger.one_by_one_seconds is not None:
+        factor = ledger.one_by_one_seconds / ledger.seconds
+        told.append(f"one by one would take {readable.duration(ledger.one_by_one_seconds)}: {factor:.1f}x")
+    _line(console, f"total     {'; '.join(told)}")
+    _line(console, f"report    {result.folder}/report.html")
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,10 @@
+"""Which configurations of a sweep train together, on how many GPUs, and when.
+
+`plan_sweep` plans; `violations` checks any plan; `published` holds PLoRA's planner beside it.
+"""
+
+from weft.plan.sweep.check import violations
+from weft.plan.sweep.planner import plan_sweep
+from weft.plan.sweep.types import Configuration, Pack, SweepPlan
+
+__all__ = ["Configuration", "Pack", "SweepPlan", "plan_sweep", "violations"]

@@ -1,0 +1,119 @@
+"""Which group of GPUs trains which configurations.
+
+Groups ("lanes") work through their packs in turn. Longest first, every configuration goes to the lane that would be
+done first (LPT); then configurations move, or change places, between the lane that ends last and the others while that
+ends sooner. Time of a lane is exact for its split into packs; the number of tries is bounded, so the answer does not
+depend on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.plan.sweep.cost import Floats, PackCost
+from weft.plan.sweep.split import Split, Splitter
+
+MAX_TRIES = 120
+"""Changes tried for one assignment; about a millisecond each."""
+
+
+@dataclass
+class Lane:
+    """A group of GPUs and the kinds it trains from when it is free."""
+
+    gpus: tuple[int, ...]
+    ready_s: float = 0.0
+    kinds: list[int] = field(default_factory=list)
+
+    @property
+    def degree(self) -> int:
+        """Its GPUs."""
+        return len(self.gpus)
+
+
+class Assigner:
+    """Fills lanes with kinds."""
+
+    def __init__(self, cost: PackCost) -> None:
+        self.cost = cost
+        self.splitter = Splitter(cost)
+        self._work = {degree: self._estimates(degree) for degree in cost.setting.degrees}
+
+    def _estimates(self, degree: int) -> Floats:
+        """Seconds of every kind in full microbatches; inf where it does not fit."""
+        cost, ways = self.cost, self.cost.degree == degree
+        line = cost.large[:, ways]
+        work = cost.own[:, ways] + cost.rows[:, None] * (line[1] + line[0] / cost.filled[ways])
+        fits = cost.adapter[:, ways] <= cost.room[cost.width][:, ways]
+        return np.asarray(np.where(fits, work, np.inf).min(axis=1))
+
+    def work_s(self, kind: int, degree: int) -> float:
+        """An estimate of what a kind adds to a lane; inf where it does not fit."""
+        return float(self._work[degree][kind])
+
+    def split(self, lane: Lane) -> Split:
+        """The lane's packs."""
+        return self.splitter.split(lane.kinds, lane.degree) if lane.kinds else Split(0.0)
+
+    def end_s(self, lane: Lane) -> float:
+        """When a lane is done."""
+        return lane.ready_s + self.split(lane).seconds
+
+    def fill(self, lanes: Sequence[Lane], kinds: Sequence[int]) -> bool:
+        """Deals kinds to lanes; False if one fits on none."""
+        loads = [lane.ready_s for lane in lanes]
+        widest = max(lane.degree for lane in lanes)
+        for kind in sorted(kinds, key=lambda k: (-self.work_s(k, widest), k)):
+            ends = [load + self.work_s(kind, lane.degree) for load, lane in zip(loads, lanes, strict=True)]
+            place = int(np.argmin(ends))
+            if not np.isfinite(ends[place]):
+                return False
+            lanes[place].kinds.append(kind)
+            loads[place] = ends[place]
+        return True
+
+    def improve(self, lanes: Sequence[Lane]) -> None:
+        """Moves kinds between lanes while the last of them then ends sooner."""
+        tries_left = MAX_TRIES
+        while tries_left > 0:
+            last = max(lanes, key=self.end_s)
+            others = sorted((lane for lane in lanes if lane is not last), key=self.end_s)
+            changes = ((lane, *change) for lane in others for change in self._changes(last, lane))
+            for lane, mine, theirs in itertools.islice(changes, tries_left):
+                tries_left -= 1
+                if self._accept(last, lane, mine, theirs):
+                    break
+            else:
+                return
+
+    def _accept(self, last: Lane, lane: Lane, mine: list[int], theirs: list[int]) -> bool:
+        """Makes a change if the later of both lanes then ends sooner."""
+        limit = self.end_s(last) * (1 - 1e-9)
+        if last.ready_s + self._seconds(mine, last.degree) >= limit:
+            return False
+        if lane.ready_s + self._seconds(theirs, lane.degree) >= limit:
+            return False
+        last.kinds, lane.kinds = mine, theirs
+        return True
+
+    def _seconds(self, kinds: list[int], degree: int) -> float:
+        return self.splitter.split(kinds, degree).seconds if kinds else 0.0
+
+    def _changes(self, last: Lane, lane: Lane) -> Iterator[tuple[list[int], list[int]]]:
+        """Both lanes' kinds after one goes over, or after one goes over for a smaller one."""
+        for kind in sorted(set(last.kinds), key=lambda k: (self.work_s(k, last.degree), k)):
+            rest = _without(last.kinds, kind)
+            yield rest, [*lane.kinds, kind]
+            for other in sorted(set(lane.kinds)):
+                if self.work_s(other, last.degree) < self.work_s(kind, last.degree):
+                    yield [*rest, other], [*_without(lane.kinds, other), kind]
+
+
+def _without(kinds: Sequence[int], kind: int) -> list[int]:
+    rest = list(kinds)
+    rest.remove(kind)
+    return rest

@@ -1,0 +1,253 @@
+"""How long a pack of configurations trains and how much memory it takes, for every way of running it.
+
+A way is a tensor-parallel degree d, a microbatch of C rows, and what is recomputed. Kinds are configurations that cost
+the same. A pack H, run one way, takes M microbatches, since all of it must go through and a configuration's next global
+batch waits for its step:
+
+    M(H) = max(⌈Σ rows_k / C'⌉, max steps_k)            C' = C less what whole samples leave empty
+    T(H) = max(small·M + small'·R, large·M + large'·R) + Σ own_k
+    R    = M · (Σ rows_k / M, rounded up to whole samples and tiles)
+    bytes per GPU = weights + kept of C rows + working space + Σ adapter_k ≤ share of the device
+
+small and large are the two straight lines of the frozen step (bound by reading the weights, and by products); own_k is
+attention, the adapter's kernels and the optimizer's steps. All of it is read off `AnalyticCost` and `MemoryModel`.
+PLoRA's appendix A has the same form: a base, and for every adapter its parameters, gradients, moments and activations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.cost.analytic import AnalyticCost
+from weft.cost.hardware import Hardware
+from weft.cost.memory import RECOMPUTE, MemoryModel, rank_class
+from weft.cost.shape import ModelShape
+from weft.errors import PlanError
+from weft.plan.admit import size
+from weft.plan.sweep.types import Configuration
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Lines = dict[tuple[int, str], tuple[tuple[float, float], tuple[float, float]]]
+CAPACITIES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Rows of a microbatch that are tried; beyond them a step gains nothing."""
+GPU_TILE, CPU_TILE = 2048, 128
+"""Rows are computed in whole tiles, on a GPU of at most a whole microbatch; as the engine does."""
+ROUNDING = 1e-9
+MANY = 2048
+"""Rows far above where reading the weights bounds a step on any device of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of running a pack."""
+
+    degree: int
+    capacity: int
+    recompute: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a sweep runs on."""
+
+    shape: ModelShape
+    hardware: Hardware
+    num_gpus: int = 1
+    quantize: str = "none"
+    recompute: str | None = None
+    """None: whichever is best for a pack."""
+    capacity: int | None = None
+    memory_share: float = 0.95
+    """Of a device that may be planned; the rest is the driver's and the allocator's."""
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1:
+            raise PlanError(f"got {self.num_gpus}; a sweep needs at least 1.", where="gpus")
+        if not 0 < self.memory_share <= 1:
+            raise PlanError(f"got {self.memory_share:g}; it is above 0 and at most 1.", where="memory_share")
+        if self.capacity is not None and self.capacity < 1:
+            raise PlanError(f"got {self.capacity}; a microbatch holds at least 1 row.", where="capacity")
+
+    @property
+    def degrees(self) -> list[int]:
+        """Parallel degrees: powers of two, as many GPUs as there are."""
+        return [1 << i for i in range(self.num_gpus.bit_length())]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of one device."""
+        return int(self.memory_share * self.hardware.memory_bytes)
+
+    def memory(self, degree: int, recompute: str = "none") -> MemoryModel:
+        """The memory model of a pack on so many GPUs."""
+        each = self.hardware.activation_bytes
+        return MemoryModel(self.shape, self.quantize, recompute, each, tensor_parallel=degree)
+
+    def step_cost(self, way: Way, rank: int) -> AnalyticCost:
+        """The time model of a microbatch with adapters of one rank."""
+        return AnalyticCost(
+            self.shape,
+            self.hardware,
+            tensor_parallel=way.degree,
+            quantize=self.quantize,
+            recompute=way.recompute,
+            rank=rank,
+        )
+
+    def ways(self, longest: int) -> list[Way]:
+        """All ways, for samples of at most so many tokens."""
+        if self.capacity is None:
+            least = -(-longest // 64) * 64
+            capacities = sorted({c for c in CAPACITIES if c >= longest} | {least})
+        elif self.capacity < longest:
+            raise PlanError(
+                f"got {self.capacity}, and a sample has {longest} tokens; it must hold the longest.", where="capacity"
+            )
+        else:
+            capacities = [self.capacity]
+        modes = RECOMPUTE if self.recompute is None else (self.recompute,)
+        return [Way(d, rows, mode) for d in self.degrees for rows in capacities for mode in modes]
+
+
+class PackCost:
+    """Prices packs of the given configurations; kinds are numbered in order of first appearance."""
+
+    def __init__(self, configurations: Sequence[Configuration], setting: Setting) -> None:
+        if not configurations:
+            raise PlanError("got no configurations; a sweep plans at least one.", where="configurations")
+        for name, count in Counter(c.name for c in configurations).items():
+            if count > 1:
+                raise PlanError("is given twice; every configuration has its own name.", where=name)
+        self.setting = setting
+        unnamed = [replace(c, name="-") for c in configurations]
+        self.kinds = list(dict.fromkeys(unnamed))
+        self.kind_of = [self.kinds.index(c) for c in unnamed]
+        self.configurations = list(configurations)
+        self.ways = setting.ways(max(c.most_tokens for c in self.kinds))
+        self._prices: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+        self._tabulate()
+        for kind, configuration in zip(self.kind_of, configurations, strict=True):
+            if not any(np.isfinite(self.price([kind], degree)[0]) for degree in setting.degrees):
+                raise PlanError(self._why_never(kind), where=configuration.name)
+
+    def _tabulate(self) -> None:
+        """Rows k are kinds, columns q ways."""
+        kinds, ways, setting = self.kinds, self.ways, self.setting
+        self.degree = np.array([way.degree for way in ways])
+        capacity = np.array([way.capacity for way in ways], dtype=float)
+        tile = CPU_TILE if setting.hardware.name == "cpu" else GPU_TILE
+        self.tile = np.minimum(tile, capacity)
+        self.rows = np.array([k.num_tokens for k in kinds], dtype=float)
+        self.steps = np.array([k.num_steps for k in kinds], dtype=float)
+        self.sample = max(k.sample_tokens for k in kinds)
+        self.filled = capacity // self.sample * self.sample
+        """C': rows of a microbatch that whole samples fill."""
+        lines = {(w.degree, w.recompute): self._lines(w) for w in ways}
+        self.small, self.large = (
+            np.array([lines[w.degree, w.recompute][i] for w in ways]).T for i in range(2)
+        )  # [intercept and slope, q]
+        self.own = np.array([[self._own_s(kind, q, lines) for q in range(len(ways))] for kind in kinds])
+        self.adapter = np.array(
+            [[setting.memory(w.degree).adapter_bytes(k.rank, k.targets) for w in ways] for k in kinds], dtype=float
+        )
+        self.rank_classes = sorted({rank_class([k.rank]) for k in kinds})
+        bases = [[self._base_bytes(way, widest) for way in ways] for widest in self.rank_classes]
+        self.room = setting.usable_bytes - np.array(bases, dtype=float)
+        """For adapters, where the widest has the rank class of the row; below 0: not even the microbatch fits."""
+        self.width = np.array([self.rank_classes.index(rank_class([k.rank])) for k in kinds])
+
+    def _lines(self, way: Way) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(intercept, slope) over rows of the frozen step where weights' reading bounds it, and where products do."""
+        cost = self.setting.step_cost(way, rank=0)
+        one, two, many, twice = (_both_s(cost, [1] * n) for n in (1, 2, MANY, 2 * MANY))
+        slope = (twice - many) / MANY
+        return (2 * one - two, two - one), (2 * many - twice, slope)
+
+    def _own_s(self, kind: Configuration, q: int, lines: Lines) -> float:
+        """Of a kind's whole training, beyond the frozen rows: attention, its adapter, its optimizer."""
+        way = self.ways[q]
+        key = (kind.rank, kind.sample_tokens, kind.targets, way.degree, way.recompute)
+        if key not in self._prices:
+            _, (fixed, row) = lines[way.degree, way.recompute]
+            adapted = replace(self.setting.step_cost(way, kind.rank), targets=kind.targets)
+            length = kind.sample_tokens
+            count = -(-MANY // length)
+            frozen = fixed + row * count * length
+            once, twice = (
+                _both_s(adapted, [length] * (n * count)) - frozen - (n - 1) * (frozen - fixed) for n in (1, 2)
+            )
+            each = (twice - once) / count
+            self._prices[key] = each, once - count * each, adapted.step_s(0)
+        sample_s, visit_s, step_s = self._prices[key]
+        visits = max(kind.num_steps, kind.num_tokens / float(self.filled[q]))
+        return kind.num_samples * sample_s + visits * visit_s + kind.num_steps * step_s
+
+    def _base_bytes(self, way: Way, widest: int) -> int:
+        """On each GPU of a pack beside its adapters, the widest of which has that rank."""
+        memory = self.setting.memory(way.degree, way.recompute)
+        kept = memory.kept_bytes(way.capacity, widest) + memory.workspace_bytes(way.capacity, widest)
+        return memory.weight_bytes() + kept + memory.loss_bytes()
+
+    def prefixes(self, kinds: Sequence[int], degree: int) -> tuple[Floats, Ints]:
+        """Of every prefix of a list of kinds as one pack: seconds in its best way (inf: none fits), and that way."""
+        ways = np.flatnonzero(self.degree == degree)
+        order = np.asarray(kinds)
+        rows = np.cumsum(self.rows[order])[:, None]
+        steps = np.maximum.accumulate(self.steps[order])[:, None]
+        seconds = self._seconds(rows, steps, np.cumsum(self.own[np.ix_(order, ways)], axis=0), ways)
+        held = np.cumsum(self.adapter[np.ix_(order, ways)], axis=0)
+        room = self.room[np.ix_(np.maximum.accumulate(self.width[order]), ways)]
+        seconds[held > room] = np.inf
+        best = seconds.argmin(axis=1)
+        return seconds[np.arange(len(order)), best], ways[best]
+
+    def price(self, kinds: Sequence[int], degree: int) -> tuple[float, int]:
+        """Seconds of one pack in its best way on so many GPUs, and that way; inf if it does not fit."""
+        seconds, ways = self.prefixes(kinds, degree)
+        return float(seconds[-1]), int(ways[-1])
+
+    def seconds(self, kinds: Sequence[int], way: int) -> float:
+        """Of one pack in a given way, whether it fits or not."""
+        order, ways = np.asarray(kinds), np.array([way])
+        own = self.own[np.ix_(order, ways)].sum(axis=0)
+        return float(self._seconds(self.rows[order].sum(), self.steps[order].max(), own, ways)[0])
+
+    def _seconds(self, rows: Any, steps: Any, own: Floats, ways: Ints) -> Floats:
+        filled, tile = self.filled[ways], self.tile[ways]
+        count = np.maximum(np.ceil(rows / filled), steps)
+        samples = np.ceil(rows / count / self.sample - ROUNDING)
+        computed = count * tile * np.ceil(samples * self.sample / tile)
+        small, large = self.small[:, ways], self.large[:, ways]
+        frozen = np.maximum(small[0] * count + small[1] * computed, large[0] * count + large[1] * computed)
+        return np.asarray(frozen + own)
+
+    def gpu_bytes(self, kinds: Sequence[int], way: Way) -> int:
+        """Of a pack on each of its GPUs."""
+        memory, members = self.setting.memory(way.degree), [self.kinds[k] for k in kinds]
+        adapters = sum(memory.adapter_bytes(kind.rank, kind.targets) for kind in members)
+        return adapters + self._base_bytes(way, max(kind.rank for kind in members))
+
+    def _why_never(self, kind: int) -> str:
+        setting, degree = self.setting, self.setting.degrees[-1]
+        needs = [(self.gpu_bytes([kind], way), way) for way in self.ways if way.degree == degree]
+        needed, way = min(needs, key=lambda need: need[0])
+        memory, rank = setting.memory(degree), self.kinds[kind].rank
+        weights, adapter = memory.weight_bytes(), memory.adapter_bytes(rank, self.kinds[kind].targets)
+        return (
+            f"fits on no number of GPUs up to {setting.num_gpus}: on {degree} each needs {size(needed)} "
+            f"({size(weights)} weights, {size(adapter)} adapter of rank {rank} with its optimizer, "
+            f"{size(needed - weights - adapter)} for a microbatch of {way.capacity:,} rows), and of its "
+            f"{size(setting.hardware.memory_bytes)} {size(setting.usable_bytes)} may be used."
+        )
+
+
+def _both_s(cost: AnalyticCost, lengths: Sequence[int]) -> float:
+    """A microbatch forward and back."""
+    return cost.forward_s(lengths, 0) + cost.backward_s(lengths, 0)

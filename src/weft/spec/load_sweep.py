@@ -1,0 +1,157 @@
+"""Reads a sweep file, and makes the job of a trial out of it.
+
+A sweep file is YAML as in `spec.sweep`. Its `space` may be a file of its own, such as one that Axolotl's `--sweep`
+takes, and a jobs file with one job will do for everything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.spec.fields import describe, field_names, read
+from weft.spec.job import JobSpec
+from weft.spec.load import apply_override, canonical, merge, parse, place_of
+from weft.spec.space import Space, params_of, read_space, setting_path
+from weft.spec.sweep import SweepSpec
+
+_TIMES_R = re.compile(r"(\d+\.?\d*|\.\d+) *\*? *r")
+_DEFAULTS = "defaults"
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, space: str | None = None) -> SweepSpec:
+    """The sweep described by a YAML file, with overrides such as `trials=16` or `job.max_steps=100` applied.
+
+    `space` names a file with the search space, relative to the working directory. All other paths are relative to the
+    file's directory.
+    """
+    path = Path(path)
+    tree, lines = parse(path)
+    given = {apply_override(tree, override, SweepSpec): override for override in overrides}
+    if space is not None and isinstance(tree, Mapping):
+        tree = {**tree, "space": str(Path(space).absolute())}
+    try:
+        return sweep_from_mapping(tree, base_dir=path.parent)
+    except ConfigError as error:
+        if error.where and Path(error.where.partition(" line ")[0].partition(":")[0]).is_file():
+            raise
+        where = place_of(error.where, path, lines, given, SweepSpec)
+        raise ConfigError(error.message, where=where, hint=error.hint) from None
+
+
+def sweep_from_mapping(tree: Any, *, base_dir: Path) -> SweepSpec:
+    """The sweep described by plain data, as YAML or JSON gives it; `base_dir` is what paths are relative to."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"expected settings such as base_model and space, got {describe(tree)}.")
+    spec = read(SweepSpec, _with_one_job(tree))
+    _check_defaults(spec.defaults)
+    if isinstance(spec.space, str):
+        values = {**_own(tree), "space": _space_file(base_dir / spec.space)}
+        spec = read(SweepSpec, _with_one_job(values))
+    assert isinstance(spec.space, dict)
+    found = read_space(spec.space)
+    for point in found.probes():
+        job = trial_job(spec, "trial", params_of(point))
+        try:
+            spec.run(job)
+        except ConfigError as error:
+            raise _traced(error, (error.where or "").removeprefix("jobs.0."), params_of(point)) from None
+    _check_comparable(spec, found)
+    return spec
+
+
+def space_of(spec: SweepSpec) -> Space:
+    """The search space of a sweep that has been read."""
+    assert isinstance(spec.space, dict), "reading a sweep reads the file of its space too"
+    return read_space(spec.space)
+
+
+def trial_job(spec: SweepSpec, name: str, params: Mapping[str, Any]) -> JobSpec:
+    """The job of one configuration; a ConfigError says which parameter does not go."""
+    own: dict[str, Any] = {}
+    for key, value in params.items():
+        head, _, rest = setting_path(key).partition(".")
+        own = merge(own, {head: {rest: value}} if rest else {head: value})
+    settings = merge(canonical(spec.defaults, JobSpec, _DEFAULTS), {**own, "name": name})
+    try:
+        return read(JobSpec, _with_alpha(settings))
+    except ConfigError as error:
+        raise _traced(error, error.where or "", params) from None
+
+
+def _traced(error: ConfigError, where: str, params: Mapping[str, Any]) -> ConfigError:
+    """An error of a trial's job, said of the parameter that made it, or of what all trials share."""
+    guilty = [name for name in params if where and f"{where}.".startswith(f"{setting_path(name)}.")]
+    place = f"space.{guilty[0]}" if guilty else f"{_DEFAULTS}.{where}" if where else _DEFAULTS
+    return ConfigError(error.message, where=place, hint=error.hint)
+
+
+def _own(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """The settings without the space, whatever it is called."""
+    names = field_names(SweepSpec)
+    return {str(key): value for key, value in tree.items() if names.get(str(key)) != "space"}
+
+
+def _with_one_job(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A jobs file with one job as the sweep over that job."""
+    jobs = tree.get("jobs")
+    if not isinstance(jobs, list):
+        return dict(tree)
+    if len(jobs) != 1 or not isinstance(jobs[0], Mapping):
+        raise ConfigError(f"a sweep is over one job, got {len(jobs)}.", where="jobs")
+    names = field_names(SweepSpec)
+    shared = [key for key in tree if names.get(str(key)) == _DEFAULTS]
+    given = tree[shared[0]] if shared else {}
+    own = {key: value for key, value in jobs[0].items() if key != "name"}
+    defaults = merge(canonical(given or {}, JobSpec, _DEFAULTS), canonical(own, JobSpec, "jobs.0"))
+    return {**{key: value for key, value in tree.items() if key not in ("jobs", *shared)}, _DEFAULTS: defaults}
+
+
+def _check_defaults(defaults: Mapping[str, Any]) -> None:
+    """A mistake in what all trials share is reported there and not in the first trial."""
+    if "name" in defaults:
+        raise ConfigError("trials have names of their own; leave it out.", where=f"{_DEFAULTS}.name")
+    alone = {"name": "trial", "train_data": ["none"], "eval_data": 1}
+    read(JobSpec, _with_alpha(merge(alone, canonical(defaults, JobSpec, _DEFAULTS))), _DEFAULTS)
+
+
+def _check_comparable(spec: SweepSpec, space: Space) -> None:
+    """Trials are judged on the same samples, or their values mean nothing beside each other."""
+    searched = {setting_path(name): name for point in space.probes() for name in params_of(point)}
+    eval_data = trial_job(spec, "trial", params_of(next(space.probes()))).eval_data
+    if spec.objective.needs_eval_data and eval_data is None and "eval_data" not in searched:
+        raise ConfigError(
+            f"{spec.objective.name} needs eval_data: a fraction, a count or files.", where=f"{_DEFAULTS}.eval_data"
+        )
+    if "seed" in searched and isinstance(eval_data, float | int):
+        raise ConfigError(
+            "the seed also chooses the samples that are split off as eval_data, so trials would be judged on different "
+            "ones; name files as eval_data.",
+            where=f"space.{searched['seed']}",
+        )
+
+
+def _with_alpha(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which an alpha such as `2r` has become a number."""
+    adapter = settings.get("adapter")
+    alpha = adapter.get("lora_alpha") if isinstance(adapter, Mapping) else None
+    found = _TIMES_R.fullmatch(alpha.strip()) if isinstance(alpha, str) else None
+    if found is None or not isinstance(adapter, Mapping):
+        return settings
+    rank = read(JobSpec, {"name": "rank", "train_data": "none", "adapter": {"r": adapter.get("r", 16)}}).adapter.r
+    return {**settings, "adapter": {**adapter, "lora_alpha": float(found[1]) * rank}}
+
+
+def _space_file(path: Path) -> dict[str, Any]:
+    tree, lines = parse(path)
+    try:
+        read_space(tree)
+    except ConfigError as error:
+        setting = (error.where or "").removeprefix("space").lstrip(".")
+        line = next((lines[key] for key in (setting, setting.partition(".")[0]) if key in lines), None)
+        place = f"{path} line {line}: {setting}" if line else f"{path}: {setting}".rstrip(": ")
+        raise ConfigError(error.message, where=place, hint=error.hint) from None
+    return dict(tree)

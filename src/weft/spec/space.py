@@ -1,0 +1,318 @@
+"""A search space: which settings of a job vary, and over which values.
+
+    learning_rate: {min: 1e-5, max: 1e-2, log: true}    a range; `step` or `int: true` make it discrete
+    r: [8, 16, 64]                                      choices
+    lora_alpha: {times_r: [0.25, 1, 4]}                 the same as ["0.25r", "1r", "4r"]
+    _: [{r: 8, lora_alpha: 8}, {r: 64, lora_alpha: 16}] settings that vary together
+
+A point of the space maps the name of each parameter to a value. `params` are the same with the settings that vary
+together told apart; they become a job's settings by their own names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import ConfigError, closest
+from weft.spec.adapter import AdapterSpec
+from weft.spec.fields import convert, describe, field_names, join
+from weft.spec.job import JobSpec
+
+TOGETHER = "_"
+"""The parameter whose values are settings that vary together."""
+_WORDS = ("choices", "min", "max", "log", "step", "int", "times_r")
+_NOT_SEARCHED = ("name", "priority", "tenant")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One of some values."""
+
+    name: str
+    values: tuple[Any, ...]
+
+    def draw(self, share: float) -> Any:
+        """The value at a share of [0, 1) of them."""
+        return self.values[int(share * len(self.values))]
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is one of them."""
+        return any(same(value, mine) for mine in self.values)
+
+    def samples(self) -> tuple[Any, ...]:
+        """Values that show whether all of them can be used."""
+        return self.values
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number between two ends, both included."""
+
+    name: str
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+    whole: bool = False
+
+    @property
+    def values(self) -> tuple[Any, ...] | None:
+        """All of them, if they can be counted."""
+        if self.step is None:
+            return None
+        count = int((self.high - self.low) / self.step + 1e-9) + 1
+        return tuple(self._tidy(self.low + i * self.step) for i in range(count))
+
+    def draw(self, share: float) -> Any:
+        """The value at a share of [0, 1) of the way, on a logarithmic scale if that was asked for."""
+        values = self.values
+        if values is not None and not self.log:
+            return values[int(share * len(values))]
+        if not self.log:
+            return self._tidy(self.low + share * (self.high - self.low))
+        value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
+        return self._tidy(value if values is None else min(values, key=lambda known: abs(known - value)))
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value lies between the ends."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and self.low <= value <= self.high
+
+    def samples(self) -> tuple[Any, ...]:
+        """Values that show whether all of them can be used."""
+        return (self._tidy(self.low), self._tidy(self.high))
+
+    def _tidy(self, value: float) -> float | int:
+        return round(value) if self.whole else float(f"{value:.12g}")
+
+
+Parameter = Choices | Range
+
+
+@dataclass(frozen=True)
+class Space:
+    """All parameters of a sweep."""
+
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def num_points(self) -> int | None:
+        """How many points there are; None if they cannot be counted."""
+        total = 1
+        for parameter in self.parameters:
+            values = parameter.values
+            if values is None:
+                return None
+            total *= len(values)
+        return total
+
+    def point_at(self, index: int) -> dict[str, Any]:
+        """One of the countable points; the last parameter varies fastest."""
+        point: dict[str, Any] = {}
+        for parameter in reversed(self.parameters):
+            values = parameter.values
+            assert values is not None, "only countable points have numbers"
+            index, place = divmod(index, len(values))
+            point[parameter.name] = values[place]
+        return {parameter.name: point[parameter.name] for parameter in self.parameters}
+
+    def probes(self) -> Iterator[dict[str, Any]]:
+        """Points that show every choice and every end of a range at least once."""
+        firsts = {parameter.name: parameter.samples()[0] for parameter in self.parameters}
+        for parameter in self.parameters:
+            for value in parameter.samples():
+                yield {**firsts, parameter.name: value}
+
+    def point_of(self, params: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The point that has these params, under whatever names; None if it is not of this space."""
+        given = {setting_path(name): value for name, value in params.items()}
+        point: dict[str, Any] = {}
+        for parameter in self.parameters:
+            if parameter.name == TOGETHER:
+                fitting = [v for v in parameter.values or () if _is_part(v, given)]
+                value = fitting[0] if fitting else None
+            else:
+                value = given.get(setting_path(parameter.name))
+            if value is None or not parameter.holds(value):
+                return None
+            point[parameter.name] = value
+        return point
+
+
+def params_of(point: Mapping[str, Any]) -> dict[str, Any]:
+    """What a point chooses, setting by setting, by the names of the sweep file."""
+    params: dict[str, Any] = {}
+    for name, value in point.items():
+        params |= value if name == TOGETHER else {name: value}
+    return params
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of a parameter mean the same: lists and tuples, 1 and 1.0 do; true and 1 do not."""
+    return value_key(one) == value_key(other)
+
+
+def value_key(value: Any) -> str:
+    """A text that is the same for values that mean the same."""
+    return json.dumps(_plain(value), sort_keys=True, default=str)
+
+
+def read_space(tree: Any, where: str = "space") -> Space:
+    """The space written in a sweep file; a ConfigError names the parameter that is wrong."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"expected parameters such as r: [8, 16], got {describe(tree)}.", where=where)
+    parameters = list(_parameters(tree, "", where))
+    if not parameters:
+        raise ConfigError("there is nothing to search; name at least one parameter, e.g. r: [8, 16].", where=where)
+    spelled: dict[str, str] = {}
+    for parameter in parameters:
+        names = [name for value in parameter.values or () for name in value] if parameter.name == TOGETHER else []
+        for name in dict.fromkeys(names or [parameter.name]):
+            path = setting_path(name)
+            if path in spelled:
+                found = f"{spelled[path]} and {name} are" if spelled[path] != name else f"{name} is"
+                raise ConfigError(f"{found} searched twice; keep one.", where=join(where, name))
+            spelled[path] = name
+    return Space(tuple(parameters))
+
+
+def setting_path(name: str) -> str:
+    """The setting a name stands for, as a path in a job such as `adapter.r`; a name nobody knows stays as it is."""
+    first, _, rest = name.partition(".")
+    known = field_names(JobSpec).get(first)
+    if rest and known == "adapter":
+        return f"adapter.{field_names(AdapterSpec).get(rest, rest)}"
+    if known is not None or rest:
+        return known or name
+    return f"adapter.{field_names(AdapterSpec)[name]}" if name in field_names(AdapterSpec) else name
+
+
+def _parameters(tree: Mapping[Any, Any], prefix: str, where: str) -> Iterator[Parameter]:
+    for key, value in tree.items():
+        name, place = join(prefix, str(key)), join(where, str(key))
+        if name == TOGETHER:
+            yield _together(value, place)
+        elif field_names(JobSpec).get(name) == "adapter" and isinstance(value, Mapping):
+            yield from _parameters(value, name, place)
+        else:
+            _check_name(name, place)
+            yield _parameter(name, value, place)
+
+
+def _check_name(name: str, where: str) -> None:
+    path = setting_path(name)
+    adapter = {f"adapter.{field}" for field in field_names(AdapterSpec)}
+    known = {*field_names(JobSpec), *field_names(AdapterSpec), *adapter} - set(_NOT_SEARCHED)
+    if path not in known or path == "adapter":
+        guess = closest(name, sorted(known))
+        hint = f"Did you mean {guess}?" if guess else "`weft config` lists all settings of jobs and adapters."
+        raise ConfigError("is no setting that can be searched.", where=where, hint=hint)
+
+
+def _parameter(name: str, value: Any, where: str) -> Parameter:
+    if isinstance(value, Mapping):
+        for word in value:
+            if word not in _WORDS:
+                guess = closest(str(word), list(_WORDS))
+                hint = f"Did you mean {guess}?" if guess else f"Accepted are {', '.join(_WORDS)}."
+                raise ConfigError("unknown word.", where=join(where, str(word)), hint=hint)
+        kinds = [word for word in ("choices", "times_r") if word in value] + ["min"] * (
+            "min" in value or "max" in value
+        )
+        if len(kinds) != 1 or (kinds[0] != "min" and len(value) > 1):
+            raise ConfigError("write a list, {choices: [...]}, {min: ..., max: ...} or {times_r: [...]}.", where=where)
+        if kinds == ["min"]:
+            return _range(name, value, where)
+        if kinds == ["times_r"]:
+            return _times_r(name, value["times_r"], where)
+        value = value["choices"]
+    # A single value is a list of one, as in other tools' files.
+    values = value if isinstance(value, list | tuple) else [value]
+    return _choices(name, values, where)
+
+
+def _choices(name: str, values: Any, where: str) -> Choices:
+    if not values:
+        raise ConfigError("the list is empty; name at least one value.", where=where)
+    tidy = tuple(_number(value) for value in values)
+    for place, value in enumerate(tidy):
+        if any(same(value, earlier) for earlier in tidy[:place]):
+            raise ConfigError(f"{describe(value)} is there twice.", where=f"{where}.{place}")
+    return Choices(name, tidy)
+
+
+def _times_r(name: str, values: Any, where: str) -> Choices:
+    if setting_path(name) != "adapter.lora_alpha":
+        raise ConfigError("only lora_alpha can be a multiple of r.", where=where)
+    listed = values if isinstance(values, list | tuple) else [values]
+    factors = [convert(value, float, f"{where}.times_r.{place}") for place, value in enumerate(listed)]
+    return _choices(name, [f"{factor:g}r" for factor in factors], where)
+
+
+def _range(name: str, value: Mapping[str, Any], where: str) -> Range:
+    for word in ("min", "max"):
+        if word not in value:
+            raise ConfigError(f"{word} is missing.", where=where)
+    low, high = (_finite(value[word], f"{where}.{word}") for word in ("min", "max"))
+    log, whole = (convert(value.get(word, False), bool, f"{where}.{word}") for word in ("log", "int"))
+    step = None if value.get("step") is None else _finite(value["step"], f"{where}.step")
+    if low > high:
+        raise ConfigError(f"min {low:g} is above max {high:g}.", where=where)
+    if log and low <= 0:
+        raise ConfigError(f"a logarithmic range needs a min above 0, got {low:g}.", where=where)
+    if step is not None and step <= 0:
+        raise ConfigError(f"must be above 0, got {step:g}.", where=f"{where}.step")
+    whole = whole or (_takes_whole_numbers(name) and float(low).is_integer() and float(high).is_integer())
+    if whole and not all(float(number).is_integer() for number in (low, high, step or 1)):
+        raise ConfigError("whole numbers need a whole min, max and step.", where=where)
+    if whole and step is None and not log:
+        step = 1.0
+    return Range(name, low, high, log, step, whole)
+
+
+def _together(value: Any, where: str) -> Choices:
+    if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) and item for item in value):
+        raise ConfigError("expected a list of mappings, each with settings that go together.", where=where)
+    for place, item in enumerate(value):
+        for name in item:
+            _check_name(str(name), f"{where}.{place}.{name}")
+    return Choices(TOGETHER, tuple({str(name): _number(v) for name, v in item.items()} for item in value))
+
+
+def _takes_whole_numbers(name: str) -> bool:
+    whole = {"adapter.r", "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
+    return setting_path(name) in whole | {"max_steps", "seed", "max_length", "eval_steps"}
+
+
+def _finite(value: Any, where: str) -> float:
+    number: float = convert(value, float, where)
+    if not math.isfinite(number):
+        raise ConfigError(f"expected a finite number, got {number}.", where=where)
+    return number
+
+
+def _number(value: Any) -> Any:
+    """A number that YAML 1.1 took for text, such as 1e-4, as the number it is."""
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        return number if math.isfinite(number) else value
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {setting_path(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _is_part(value: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    return all(setting_path(k) in given and same(v, given[setting_path(k)]) for k, v in value.items())

@@ -1,0 +1,189 @@
+"""What a sweep is: a backbone, the settings every trial shares, a search space, and how trials are judged."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from weft.errors import ConfigError, closest
+from weft.spec.fields import above, at_least, between, setting, validate
+from weft.spec.job import JobSpec
+from weft.spec.run import RunSpec
+
+SAMPLERS = ("auto", "grid", "random", "tpe", "gp", "qmc", "nsgaii")
+RULES = ("asha", "halving", "median", "none")
+UNITS = ("progress", "steps", "tokens")
+METRICS = {"eval_loss": "min", "perplexity": "min", "exact_match": "max", "accuracy": "max"}
+"""What trials can be judged by, and which way is better."""
+COMMAND = "command"
+"""The metric of an objective that is a shell command."""
+_FUNCTION = re.compile(r"(?:python +)?(?P<file>\S.*\.py):(?P<name>[A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """By what trials are judged."""
+
+    metric: str | None = setting(None)
+    """eval_loss, perplexity, exact_match, accuracy, or a Python function as file.py:function. Default: eval_loss."""
+    mode: str | None = setting(None, aliases=("direction", "goal"), choices=("min", "max", "minimize", "maximize"))
+    """Whether the smallest or the largest value is best. Default: what the metric means."""
+    command: str | None = setting(None)
+    """A shell command instead of a metric; {adapter} stands for the adapter's directory. Its last line is the value."""
+    pattern: str | None = setting(None)
+    """For accuracy: a regular expression that finds what to compare in an answer and in its reference; its first group
+    if it has one."""
+    choices: tuple[str, ...] = setting(())
+    """For accuracy: the possible answers; the one that a text names first counts."""
+    max_new_tokens: int | None = setting(None, rule=at_least(1))
+    """Longest answer. Default: 8 tokens more than the longest reference."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.metric is not None and self.command is not None:
+            raise ConfigError("is given besides a metric; keep one.", where="command")
+        metric = COMMAND if self.command is not None else _metric_name(self.metric or "eval_loss")
+        object.__setattr__(self, "metric", metric)
+        mode = METRICS.get(metric) if self.mode is None else self.mode[:3]
+        if mode is None:
+            raise ConfigError("is missing: say whether min or max of this metric is best.", where="mode")
+        object.__setattr__(self, "mode", mode)
+        if (self.pattern is not None or self.choices) and metric != "accuracy":
+            wrong = "pattern" if self.pattern is not None else "choices"
+            raise ConfigError(f"is for the metric accuracy, not for {metric}.", where=wrong)
+        if metric == "accuracy" and (self.pattern is None) == (not self.choices):
+            raise ConfigError("needs either a pattern or choices.", where="metric")
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ConfigError(f"is not a regular expression ({error}).", where="pattern") from None
+
+    @property
+    def name(self) -> str:
+        """The metric's name."""
+        assert self.metric is not None
+        return self.metric
+
+    @property
+    def is_max(self) -> bool:
+        """Whether larger is better."""
+        return self.mode == "max"
+
+    @property
+    def function(self) -> tuple[str, str] | None:
+        """File and name of the user's function, if that is the metric."""
+        found = _FUNCTION.fullmatch(self.name)
+        return (found["file"], found["name"]) if found else None
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether adapters have to write answers to be judged."""
+        return self.name in ("exact_match", "accuracy") or self.function is not None
+
+    @property
+    def needs_eval_data(self) -> bool:
+        """Whether there is nothing to judge by without evaluation data."""
+        return self.name != COMMAND
+
+
+@dataclass(frozen=True)
+class EarlyStopSpec:
+    """When a trial is stopped because others do better."""
+
+    rule: str = setting("asha", choices=RULES)
+    """asha: at rungs, the best 1/factor go on, as values come; halving: the same, but all wait for each other; median:
+    who is worse than the median at the same place stops; none."""
+    factor: float = setting(3.0, aliases=("reduction_factor", "eta"), rule=above(1))
+    """At each rung one in this many goes on, and the next rung is this many times as far."""
+    unit: str = setting("progress", choices=UNITS)
+    """What places are measured in: progress (the part of a trial's own steps that is done), steps or tokens."""
+    grace: float | None = setting(None, aliases=("grace_period", "min_resource"), rule=above(0))
+    """The first rung; nobody stops before. Default: 1 / factor² of a trial's steps."""
+    min_trials: int = setting(3, aliases=("n_startup_trials",), rule=at_least(2))
+    """So many of those that have come to the same place always go on."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.unit == "progress" and self.grace is not None and self.grace >= 1:
+            raise ConfigError(f"must be below 1 where unit is progress, got {self.grace:g}.", where="grace")
+        if self.unit != "progress" and self.grace is None and self.rule != "none":
+            raise ConfigError(f"is missing: how many {self.unit} a trial gets in any case.", where="grace")
+
+    @property
+    def first_rung(self) -> float:
+        """Where trials are first compared."""
+        return self.factor**-2 if self.grace is None else self.grace
+
+
+@dataclass(frozen=True)
+class SweepSpec(RunSpec):
+    """A whole sweep file: the settings of a run, whose jobs come from a search space."""
+
+    jobs: tuple[JobSpec, ...] = setting(())
+    """Not written: trials are the jobs."""
+    output_dir: str = setting("runs/sweep", aliases=("out_dir",))
+    """Where results go. Relative to the working directory."""
+    defaults: dict[str, Any] = setting(factory=dict, aliases=("job", "base"))
+    """Job settings of every trial; what the space says comes on top."""
+    space: dict[str, Any] | str = setting(factory=dict, aliases=("parameters", "search_space"))
+    """The parameters to search, or a file with them, such as a sweep file of Axolotl."""
+    sampler: str = setting("auto", aliases=("method", "search_alg"), choices=SAMPLERS)
+    """Which points are tried: grid (all), random, one of Optuna's (tpe, gp, qmc, nsgaii), or auto: grid where the
+    points can be counted and fit the budget, else random."""
+    trials: int | None = setting(None, aliases=("n_trials", "num_samples", "max_trials"), rule=at_least(1))
+    """Most configurations to try."""
+    max_tokens: int | None = setting(None, rule=at_least(1))
+    """Most tokens to train on, over all trials."""
+    max_seconds: float | None = setting(None, aliases=("timeout",), rule=above(0))
+    """Longest time to train, in seconds."""
+    all_points: bool = setting(False)
+    """Train a grid of any size without a budget."""
+    seed: int = setting(42, rule=between(0, 2**32))
+    """Seed of the sampler; the jobs have their own."""
+    objective: ObjectiveSpec = setting(factory=ObjectiveSpec)
+    """By what trials are judged; a metric's name alone will do."""
+    early_stop: EarlyStopSpec = setting(factory=EarlyStopSpec, aliases=("early_stopping",))
+    """When a trial is stopped because others do better; a rule's name alone will do."""
+    start_from: str | None = setting(None)
+    """The folder of an earlier sweep: what it found is told to the sampler, and no configuration is trained again."""
+    storage: str | None = setting(None)
+    """An Optuna storage such as sqlite:///study.db that gets every trial too."""
+    compare_speed: bool = setting(True)
+    """Measure at the end what training one by one would have taken."""
+
+    def __post_init__(self) -> None:
+        for name, main in (("objective", "metric"), ("early_stop", "rule")):
+            value = "none" if getattr(self, name) is False else getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, {main: value})
+        validate(self)
+        self._check_settings()
+        if self.jobs:
+            raise ConfigError("a sweep makes its jobs from the space; write what they share in job.", where="jobs")
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether something ends the sweep besides the end of the space."""
+        return not (self.trials is None and self.max_tokens is None and self.max_seconds is None)
+
+    def run(self, *jobs: JobSpec) -> RunSpec:
+        """The run of some jobs with the settings of this sweep."""
+        own = {field.name: getattr(self, field.name) for field in fields(RunSpec)}
+        return RunSpec(**{**own, "jobs": jobs, "defaults": {}})
+
+
+def _metric_name(text: str) -> str:
+    found = _FUNCTION.fullmatch(text)
+    if found:
+        return f"{found['file']}:{found['name']}"
+    name = {"loss": "eval_loss"}.get(text, text.replace("-", "_"))
+    if name not in METRICS:
+        guess = closest(name, list(METRICS))
+        raise ConfigError(
+            f"got {text!r}; accepted are {', '.join(METRICS)}, file.py:function, or a command.",
+            where="metric",
+            hint=f"Did you mean {guess}?" if guess else None,
+        )
+    return name

@@ -1,0 +1,214 @@
+"""Runs a sweep from its description to its result: everything is checked before anything is written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.engine.engine import Engine
+from weft.engine.memory import load_within
+from weft.errors import ConfigError, StorageError
+from weft.plan.pack import planner_named
+from weft.report.sweep_page import write_sweep_report
+from weft.report.trackers import open_trackers
+from weft.spec.fields import field_names
+from weft.spec.load import parse
+from weft.spec.load_sweep import load_sweep, space_of, sweep_from_mapping
+from weft.spec.space import Space
+from weft.spec.sweep import SweepSpec
+from weft.store.atomic import remove_leftovers, write_file
+from weft.store.run_dir import RunDirectory
+from weft.sweep.configure import Configurations
+from weft.sweep.earlier import Earlier, read_earlier
+from weft.sweep.ledger import OnNews, Parts
+from weft.sweep.objective import Objective
+from weft.sweep.run import SweepRun
+from weft.sweep.samplers import make_sampler, sampler_name
+from weft.sweep.speed import one_by_one_seconds
+from weft.sweep.trial import Trial
+
+TRIALS, SETTINGS, REPORT = "trials", "sweep.yaml", "report.html"
+KEPT = ("base_model", "defaults", "space", "objective", "sampler", "seed", "capacity", "quantize", "dtype")
+"""What a resumed sweep cannot change: its trials would not be comparable. Budgets and early stopping may."""
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep found."""
+
+    best: Trial | None
+    """None if no trial has a value."""
+    trials: list[Trial]
+    """In the order they were tried."""
+    leaderboard: list[dict[str, Any]]
+    """The same as plain data, the best first."""
+    folder: Path
+
+
+@dataclass(frozen=True)
+class PreparedSweep:
+    """A sweep whose backbone, data and configurations are loaded and fit together."""
+
+    spec: SweepSpec
+    base_dir: Path
+    space: Space
+    sampler: str
+    engine: Engine
+    configurations: Configurations
+    objective: Objective
+    earlier: Earlier | None
+    notes: tuple[str, ...]
+
+
+def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **overrides: Any) -> SweepResult:
+    """Tries the configurations that a sweep file, or the same as a mapping, describes; returns what it found.
+
+    Keywords replace settings, such as `trials=8`. Paths are relative to the file, or to the working directory.
+    """
+    if isinstance(given, Mapping):
+        tree, base_dir = dict(given), Path()
+    else:
+        tree, base_dir = parse(Path(given))[0], Path(given).parent
+    if isinstance(given, Mapping) or overrides:
+        names = field_names(SweepSpec)
+        replaced = {names.get(name, name) for name in overrides}
+        kept = {key: value for key, value in tree.items() if names.get(str(key), key) not in replaced}
+        spec = sweep_from_mapping({**kept, **overrides}, base_dir=base_dir)
+    else:
+        spec = load_sweep(given)
+    folder = Path(spec.output_dir)
+    check_folder(spec, folder, resume=resume)
+    prepared = prepare_sweep(spec, base_dir)
+    with open_run(prepared, folder, resume=resume) as run:
+        run.train()
+        return conclude(run)
+
+
+def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> None:
+    """Raises if the folder cannot be used as asked; changes nothing."""
+    try:
+        RunDirectory.check(folder / TRIALS, resume=resume)
+    except StorageError as error:
+        message = error.message.replace("holds a run", "holds a sweep").replace("no run to", "no sweep to")
+        raise StorageError(message, where=str(folder), hint=error.hint) from None
+    if not resume:
+        return
+    saved = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
+    now = _plain(spec)
+    for name in KEPT:
+        if saved.get(name) != now[name]:
+            raise ConfigError(
+                f"the sweep in {folder} has {json.dumps(saved.get(name))}, this one {json.dumps(now[name])}; a resumed "
+                "sweep keeps it.",
+                where=name,
+            )
+
+
+def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
+    """Loads and checks everything and writes nothing."""
+    space = space_of(spec)
+    name = sampler_name(spec, space)
+    make_sampler(spec, space)
+    open_trackers(spec.report_to, Path(), "")
+    if spec.storage is not None:
+        from weft.sweep.optuna_study import import_optuna
+
+        import_optuna()
+    objective = Objective(spec.objective, base_dir)
+    earlier = None if spec.start_from is None else read_earlier(spec, base_dir / spec.start_from)
+    backbone, notes = load_within(spec.backbone, spec.memory_limit)
+    engine = Engine(backbone, capacity=spec.capacity, planner=planner_named(spec.planner), max_jobs=spec.max_jobs)
+    configurations = Configurations(spec, backbone, base_dir)
+    configurations.check(space, spec.trials)
+    for data in configurations.loaded():
+        if data.eval is not None:
+            objective.check(data.eval.samples, backbone)
+    return PreparedSweep(spec, base_dir, space, name, engine, configurations, objective, earlier, notes)
+
+
+@contextmanager
+def open_run(
+    prepared: PreparedSweep, folder: Path, *, resume: bool, on_news: OnNews = lambda kind, trial, text: None
+) -> Iterator[SweepRun]:
+    """The sweep in its folder, ready to train; no other process can have the folder until the block ends."""
+    spec, engine = prepared.spec, prepared.engine
+    name = spec.run_name or folder.resolve().name
+    trackers = open_trackers(spec.report_to, folder, name, warn=lambda text: on_news("warning", None, text))
+    with RunDirectory.open(folder / TRIALS, resume=resume) as directory, contextlib.closing(trackers):
+        # Undoes what a killed process left unfinished; nobody else can be writing here now.
+        remove_leftovers(folder)
+        copy_trial = _storage(prepared, name)
+        write_file(folder / SETTINGS, yaml.safe_dump(_plain(spec), sort_keys=False, allow_unicode=True, width=120))
+        directory.write_run(_run_record(prepared, name))
+        engine.keep_in(directory)
+        parts = Parts(
+            spec,
+            prepared.space,
+            make_sampler(spec, prepared.space),
+            prepared.sampler,
+            prepared.objective,
+            engine,
+            prepared.configurations,
+            folder,
+            directory,
+            prepared.base_dir,
+            trackers,
+            prepared.earlier,
+            copy_trial,
+        )
+        yield SweepRun(parts, on_news)
+
+
+def _run_record(prepared: PreparedSweep, name: str) -> dict[str, Any]:
+    """What the directory of the trials says of itself, as that of any run; its jobs are those found in it."""
+    spec, backbone = prepared.spec, prepared.engine.backbone
+    return {
+        "run_name": name,
+        "base_model": spec.base_model,
+        "device": str(backbone.device),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "quantize": spec.quantize,
+        "capacity": spec.capacity,
+        "jobs": [],
+        "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def conclude(run: SweepRun) -> SweepResult:
+    """Measures what one by one would have taken, writes the report, and returns what was found."""
+    ledger = run.ledger
+    ledger.stop_clock()
+    if run.parts.spec.compare_speed:
+        # A sweep that only had to be looked at again keeps what was measured then.
+        ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
+    ledger.write(at_once=True)
+    board = ledger.board()
+    write_sweep_report(run.parts.folder / REPORT, board)
+    return SweepResult(ledger.best, ledger.trials, board["trials"], run.parts.folder)
+
+
+def _storage(prepared: PreparedSweep, name: str) -> Callable[[Mapping[str, Any], Trial], None]:
+    spec = prepared.spec
+    if spec.storage is None:
+        return lambda point, trial: None
+    from weft.sweep.optuna_study import Storage
+
+    return Storage(spec.storage, name, prepared.space, spec.objective.is_max).add
+
+
+def _plain(spec: SweepSpec) -> dict[str, Any]:
+    """A sweep's settings as YAML and JSON give them back: itself a sweep file, with nothing left to defaults."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(spec)))
+    del values["jobs"]
+    if spec.objective.command is not None:
+        del values["objective"]["metric"]
+    return values

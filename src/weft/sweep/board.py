@@ -1,0 +1,169 @@
+"""The leaderboard: trials in order of merit, as plain data and as files that are always whole."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.engine.train import job_settings
+from weft.spec import JobSpec, RunSpec
+from weft.spec.sweep import SweepSpec
+from weft.store import json_text
+from weft.store.atomic import staged_directory, write_file, write_unsynced
+from weft.store.run_dir import RunDirectory
+from weft.sweep.trial import Trial, TrialState
+
+BOARD = "leaderboard.json"
+MAX_LOSSES = 500
+"""Training losses of a trial that the leaderboard keeps; longer curves are thinned."""
+_ORDER = {
+    TrialState.DONE: 0,
+    TrialState.TRAINING: 0,
+    TrialState.STOPPED: 1,
+    TrialState.WAITING: 2,
+    TrialState.FAILED: 3,
+}
+"""Whoever was stopped comes after all that were not, whatever its value then was."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a sweep has cost so far."""
+
+    sampler: str
+    seconds: float
+    tokens: int
+    one_by_one_seconds: float | None = None
+    """What the same training would have taken one trial after another."""
+
+
+def ranked(trials: Sequence[Trial], is_max: bool) -> list[Trial]:
+    """The best first."""
+
+    def merit(trial: Trial) -> tuple[int, bool, float, int]:
+        value = 0.0 if trial.value is None else trial.value
+        return (_ORDER[trial.state], trial.value is None, -value if is_max else value, trial.number)
+
+    return sorted(trials, key=merit)
+
+
+def best_of(trials: Sequence[Trial], is_max: bool, folder: Path) -> Trial | None:
+    """The best trial whose adapter is there to use; None while there is none."""
+    ended = [t for t in trials if t.state in (TrialState.DONE, TrialState.STOPPED) and t.value is not None]
+    return next((trial for trial in ranked(ended, is_max) if adapter_of(folder, trial).is_dir()), None)
+
+
+def adapter_of(folder: Path, trial: Trial) -> Path:
+    """Where the adapter of a trial is, if it has one."""
+    return (Path(trial.origin) if trial.origin else folder / "trials" / trial.name) / "adapter"
+
+
+def board_of(spec: SweepSpec, trials: Sequence[Trial], totals: Totals, *, with_curves: bool = True) -> dict[str, Any]:
+    """The leaderboard as plain data, with or without all that was seen on the way."""
+    rows = [_row(rank, trial) for rank, trial in enumerate(ranked(trials, spec.objective.is_max), start=1)]
+    if not with_curves:
+        rows = [{**row, "points": [], "losses": []} for row in rows]
+    return {"metric": spec.objective.name, "mode": spec.objective.mode, **asdict(totals), "trials": rows}
+
+
+def read_board(folder: Path) -> dict[str, Any]:
+    """The leaderboard that was last written; empty if there is none that can be read."""
+    try:
+        found = json_text.parse((folder / BOARD).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_board(folder: Path, board: dict[str, Any]) -> None:
+    """Writes leaderboard.json and leaderboard.csv."""
+    write_file(folder / BOARD, json.dumps(json_text.finite(board), allow_nan=False) + "\n")
+    names = list(dict.fromkeys(name for row in board["trials"] for name in row["params"]))
+    plain = ("rank", "name", "state", "value", "steps", "total_steps", "tokens", "seconds", "reason")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*plain[:4], *names, *plain[4:]])
+    for row in board["trials"]:
+        params = [_cell(row["params"].get(name)) for name in names]
+        writer.writerow([*(_cell(row[key]) for key in plain[:4]), *params, *(_cell(row[key]) for key in plain[4:])])
+    write_file(folder / "leaderboard.csv", text.getvalue())
+
+
+def write_best(folder: Path, trial: Trial, job: JobSpec, spec: SweepSpec, base_dir: Path) -> None:
+    """Makes `best/` a trial's adapter with a jobs.yaml that trains it again."""
+    with staged_directory(folder / "best") as staged:
+        for file in sorted(adapter_of(folder, trial).iterdir()):
+            shutil.copyfile(file, staged / file.name)
+        write_unsynced(staged / "jobs.yaml", jobs_file(job, spec, base_dir, folder))
+
+
+def jobs_file(job: JobSpec, spec: SweepSpec, base_dir: Path, folder: Path) -> str:
+    """A jobs file for one configuration; data is named by its whole path, so the file can lie anywhere."""
+    plain = RunSpec(spec.base_model, (job,), capacity=spec.capacity)
+    own = {f.name: getattr(spec, f.name) for f in fields(RunSpec) if f.name not in ("jobs", "defaults", "output_dir")}
+    run = {name: value for name, value in own.items() if name == "capacity" or value != getattr(plain, name)}
+    bare = job_settings(JobSpec(job.name, job.train_data))
+    settings = {name: value for name, value in job_settings(job).items() if value != bare[name]}
+    settings["adapter"] = {name: v for name, v in job_settings(job)["adapter"].items() if v != bare["adapter"][name]}
+    for name in ("train_data", "eval_data"):
+        value = getattr(job, name)
+        if isinstance(value, tuple):
+            settings[name] = [_whole_path(source, base_dir) for source in value]
+    if job.init_adapter is not None:
+        settings["init_adapter"] = _whole_path(job.init_adapter, base_dir)
+    base_model = {"base_model": spec.base_model, "output_dir": f"{spec.output_dir}-best"}
+    tree = {**base_model, **json.loads(json.dumps(run)), "jobs": [{"name": "best", **settings}]}
+    head = f"# {job.name} of the sweep in {folder.name}; train it again with: weft train jobs.yaml\n"
+    return head + yaml.safe_dump(tree, sort_keys=False, width=120, allow_unicode=True)
+
+
+def read_losses(directory: RunDirectory, name: str) -> list[tuple[int, float]]:
+    """The training losses in a trial's own directory."""
+    path = directory.metrics_path(name)
+    losses: list[tuple[int, float]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            record = json_text.parse(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("loss"), float):
+            losses.append((record["step"], record["loss"]))
+    return losses
+
+
+def _whole_path(source: str, base_dir: Path) -> str:
+    path = base_dir / source
+    return str(path.resolve()) if path.exists() else source
+
+
+def _row(rank: int, trial: Trial) -> dict[str, Any]:
+    every = -(-len(trial.losses) // MAX_LOSSES) or 1
+    thinned = [pair for place, pair in enumerate(reversed(trial.losses)) if place % every == 0][::-1]
+    return {
+        "rank": rank,
+        "number": trial.number,
+        "name": trial.name,
+        "state": str(trial.state),
+        "reason": trial.reason,
+        "value": None if trial.state is TrialState.FAILED else trial.value,
+        "params": trial.params,
+        "steps": trial.steps,
+        "total_steps": trial.total_steps,
+        "tokens": trial.tokens,
+        "seconds": trial.seconds,
+        "points": [asdict(point) for point in trial.points],
+        "losses": [list(pair) for pair in thinned],
+        "origin": trial.origin,
+    }
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | tuple | dict) else value

@@ -1,0 +1,100 @@
+"""Shows a sweep in the terminal while it trains: the leaderboard, redrawn in place; in a pipe or a log, plain lines."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from weft.report import readable
+from weft.report.sweep_live import leaderboard_table, status_line
+from weft.sweep.run import SweepRun
+from weft.sweep.trial import Trial
+
+FRAME_LINES = 6
+"""Lines of the table that are not trials, and one to spare."""
+
+
+class LiveBoard:
+    """The leaderboard of a sweep, kept up to date while the `with` block runs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._run: SweepRun | None = None
+        is_screen = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+        self._live = (
+            Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
+            if is_screen
+            else None
+        )
+
+    def watch(self, run: SweepRun) -> LiveBoard:
+        """The sweep to show."""
+        self._run = run
+        return self
+
+    def __enter__(self) -> LiveBoard:
+        if self._live is not None:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def hear(self, kind: str, trial: Trial | None, text: str) -> None:
+        """Takes news of the sweep; on a terminal only what the table cannot say is printed."""
+        who = f"{trial.name}: " if trial else ""
+        if kind == "warning":
+            self._say(f"warning: {who}{text}", "yellow")
+        elif kind == "failed":
+            self._say(f"{who}failed: {text}", "red")
+        elif self._live is None and trial is not None:
+            self._say_plainly(kind, trial, text)
+
+    def render(self) -> RenderableType:
+        """The table as it stands."""
+        if self._run is None:
+            return Text()
+        board = self._run.ledger.board(with_curves=False)
+        table = leaderboard_table(board, limit=max(self._console.height - FRAME_LINES, 1))
+        return Group(table, Text(), status_line(board))
+
+    def _say_plainly(self, kind: str, trial: Trial, text: str) -> None:
+        """The lines a log gets: the start, the values, and the end of each trial."""
+        metric = "" if self._run is None else self._run.parts.objective.metric
+        value = f"{metric} {readable.loss(trial.value)}"
+        if kind == "started":
+            place = f" at step {trial.steps}" if trial.steps else ""
+            self._say(f"{trial.name}: started{place} ({params_text(trial)})")
+        elif kind == "point":
+            self._say(f"{trial.name}: step {trial.steps}/{trial.total_steps}, {value}")
+        elif kind == "done":
+            self._say(f"{trial.name}: done, {value}{f' ({text})' if text else ''}")
+        elif kind == "stopped":
+            self._say(f"{trial.name}: stopped: {text}")
+        elif kind == "held":
+            self._say(f"{trial.name}: waits at step {trial.steps} for the others")
+
+    def _say(self, line: str, style: str = "") -> None:
+        # A log file may take ASCII only, and a name it cannot write must not end the sweep.
+        encoding = self._console.encoding
+        line = " ".join("".join(c if c.isprintable() else " " for c in line).split())
+        shown = Text(line.encode(encoding, "backslashreplace").decode(encoding), style=style)
+        self._console.print(shown, soft_wrap=self._live is None)
+
+
+def params_text(trial: Trial) -> str:
+    """What a trial chose, in one line."""
+    return ", ".join(f"{name} {_value_text(value)}" for name, value in trial.params.items())
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,194 @@
+"""What a trial is worth: its evaluation loss, how well it answers, a user's function, or a shell command.
+
+Answers are written greedily to the prompts of the evaluation samples: everything up to the last supervised run of
+tokens, which is the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.backbone.backbone import Backbone
+from weft.data.prompts import Prompt
+from weft.data.sample import Sample
+from weft.engine.admission import WAITING
+from weft.engine.engine import Engine
+from weft.engine.evaluate import mean_losses
+from weft.engine.generate import Decoding
+from weft.engine.live_job import LiveJob
+from weft.engine.score import Answer, answers
+from weft.errors import ConfigError, DataError, JobError
+from weft.spec.sweep import COMMAND, ObjectiveSpec
+
+SPARE_TOKENS = 8
+"""How much longer than the longest reference an answer may get, so that one that goes on is not cut to a match."""
+Function = Callable[[list[dict[str, str]]], float]
+
+
+class Objective:
+    """Judges trials by one metric."""
+
+    def __init__(self, spec: ObjectiveSpec, base_dir: Path) -> None:
+        """Paths of functions, and where commands run, are relative to `base_dir`."""
+        self._spec = spec
+        self._base_dir = base_dir
+        self._function = _load_function(spec, base_dir)
+        self._prompts: dict[int, tuple[Sequence[Sample], list[Prompt]]] = {}
+        """By the samples' identity; they are kept, so that no others can have it."""
+
+    @property
+    def metric(self) -> str:
+        """Its name."""
+        return self._spec.name
+
+    @property
+    def is_max(self) -> bool:
+        """Whether larger is better."""
+        return self._spec.is_max
+
+    def check(self, samples: Sequence[Sample], backbone: Backbone) -> None:
+        """DataError if there is nothing to compare answers with."""
+        if self._spec.needs_answers:
+            self._asked(samples, backbone)
+
+    def value(self, engine: Engine, job: LiveJob, eval_loss: float | None, folder: Path) -> float:
+        """The metric of a job as it is now; a JobError says why there is none.
+
+        `eval_loss` is the one just measured; a shell command finds the adapter in `folder`.
+        """
+        if self.metric == COMMAND:
+            engine.export_adapter(job.spec.name, folder)
+            return self._run_command(folder)
+        if not self._spec.needs_answers:
+            assert eval_loss is not None, "a job with evaluation data has been evaluated"
+            if self.metric == "eval_loss":
+                return eval_loss
+            return math.exp(eval_loss) if eval_loss < 700 else math.inf
+        return self._score(self._answers(engine.backbone, job))
+
+    def measure(self, engine: Engine, job: LiveJob, folder: Path) -> float:
+        """The metric of a job that nobody has just evaluated."""
+        eval_loss = None
+        if job.data.eval is not None and not self._spec.needs_answers and self.metric != COMMAND:
+            with _slot_of(job, engine.backbone) as slot:
+                asked = [(slot, job.data.eval.samples)]
+                (eval_loss,) = mean_losses(engine.backbone, asked, engine.limits.capacity, engine.row_tile)
+        return self.value(engine, job, eval_loss, folder)
+
+    def _answers(self, backbone: Backbone, job: LiveJob) -> list[Answer]:
+        assert job.data.eval is not None
+        prompts = self._asked(job.data.eval.samples, backbone)
+        with _slot_of(job, backbone) as slot:
+            return answers(backbone, {job.spec.name: (slot, prompts)}, self._decoding(prompts, backbone))[job.spec.name]
+
+    def _score(self, given: Sequence[Answer]) -> float:
+        if self._function is not None:
+            rows = [{"prompt": a.prompt.text, "answer": a.text, "reference": a.prompt.reference or ""} for a in given]
+            return self._call(self._function, rows)
+        if self.metric == "exact_match":
+            return sum(answer.is_exact for answer in given) / len(given)
+        found = [(self._part(answer.text), self._part(answer.prompt.reference or "")) for answer in given]
+        return sum(mine is not None and mine == right for mine, right in found) / len(found)
+
+    def _part(self, text: str) -> str | None:
+        """What accuracy compares of a text."""
+        if self._spec.pattern is not None:
+            found = re.search(self._spec.pattern, text)
+            return None if found is None else (found[1] if found.re.groups else found[0])
+        named = {text.find(choice): choice for choice in reversed(self._spec.choices) if choice in text}
+        return named[min(named)] if named else None
+
+    def _call(self, function: Function, rows: list[dict[str, str]]) -> float:
+        try:
+            return float(function(rows))
+        except Exception as error:  # a user's function may raise anything
+            raise JobError(f"{self.metric} raised {type(error).__name__}: {error}") from None
+
+    def _run_command(self, adapter: Path) -> float:
+        assert self._spec.command is not None
+        text = self._spec.command.replace("{adapter}", str(adapter.resolve()))
+        done = subprocess.run(text, shell=True, cwd=self._base_dir, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            raise JobError(f"the command exited with {done.returncode}{': ' + said[-1] if said else ''}.")
+        lines = done.stdout.split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        try:
+            return float(last)
+        except ValueError:
+            raise JobError(f"the last line of the command's output is no number: {last[:80]!r}.") from None
+
+    def _asked(self, samples: Sequence[Sample], backbone: Backbone) -> list[Prompt]:
+        """The prompts of evaluation samples, made once for all trials that share them."""
+        key = id(samples)
+        if key not in self._prompts:
+            made = [_prompt(sample, i, backbone.tokenizer) for i, sample in enumerate(samples)]
+            self._prompts[key] = (samples, made)
+        return self._prompts[key][1]
+
+    def _decoding(self, prompts: Sequence[Prompt], backbone: Backbone) -> Decoding:
+        if self._spec.max_new_tokens is not None:
+            return Decoding(self._spec.max_new_tokens)
+        encode = backbone.tokenizer.encode
+        lengths = [len(encode(p.reference or "", add_special_tokens=False, verbose=False)) for p in prompts]
+        return Decoding(max(lengths) + SPARE_TOKENS)
+
+
+@contextmanager
+def _slot_of(job: LiveJob, backbone: Backbone) -> Iterator[int]:
+    """The job's slot, or one for the moment: who has ended or waits has none."""
+    if job.slot is not None:
+        yield job.slot
+        return
+    job.move_to(backbone.device)
+    slot = backbone.attach(job.adapter)
+    try:
+        yield slot
+    finally:
+        backbone.detach(slot)
+        job.move_to(WAITING)
+
+
+def _prompt(sample: Sample, place: int, tokenizer: Any) -> Prompt:
+    """Everything before the last supervised run, with that run as the reference."""
+    ends = np.flatnonzero(sample.supervised)
+    start = int(ends[-1])
+    while sample.supervised[start - 1]:
+        start -= 1
+    where = f"evaluation sample {place}"
+    if start <= 1:
+        raise DataError("has no prompt to answer, only text; judge it by eval_loss or perplexity.", where=where)
+    decode = tokenizer.decode
+    reference = str(decode(sample.tokens[start : int(ends[-1]) + 1].tolist(), skip_special_tokens=True))
+    return Prompt(sample.tokens[:start], str(decode(sample.tokens[:start].tolist())), reference, where)
+
+
+def _load_function(spec: ObjectiveSpec, base_dir: Path) -> Function | None:
+    if spec.function is None:
+        return None
+    file, name = spec.function
+    path = base_dir / file
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}.", where="objective.metric")
+    module_spec = importlib.util.spec_from_file_location(f"weft_objective_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may raise anything
+        raise ConfigError(
+            f"{path} cannot be imported ({type(error).__name__}: {error}).", where="objective.metric"
+        ) from None
+    function: Function | None = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{path} has no function {name}.", where="objective.metric")
+    return function

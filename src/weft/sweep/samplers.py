@@ -1,0 +1,135 @@
+"""Which points of a search space are tried: a grid, random draws, or what Optuna proposes.
+
+A sampler is asked for one point after another and told how each ended. What grid and random draw for the n-th trial
+depends on the seed and n alone, so a resumed sweep goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.order import permutation
+from weft.errors import ConfigError
+from weft.spec.space import Space
+from weft.spec.sweep import SweepSpec
+from weft.sweep.trial import Trial
+
+Point = Mapping[str, Any]
+"""A value for each parameter of a space."""
+IsNew = Callable[[Point], bool]
+LARGEST_GRID = 1000
+"""Points of a grid that are trained without being asked twice."""
+MAX_DRAWS = 100
+"""Draws in a row that may repeat known points before the space counts as used up."""
+LARGEST_SHUFFLED = 10**7
+"""Points of a grid whose order is drawn as a whole."""
+
+
+class Sampler(Protocol):
+    """Proposes points."""
+
+    def ask(self, number: int, is_new: IsNew) -> dict[str, Any] | None:
+        """The point of the n-th trial, one that is new; None once there are no more."""
+
+    def tell(self, point: Point, trial: Trial) -> None:
+        """How the trial of a point ended."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All points in order; with a budget below their number, a random part of them."""
+
+    space: Space
+    trials: int | None
+    seed: int
+
+    def ask(self, number: int, is_new: IsNew) -> dict[str, Any] | None:
+        """The n-th point, or the next one that is new: a resumed sweep may have another budget."""
+        total = self.space.num_points
+        assert total is not None, "a grid is countable"
+        if number >= total:
+            return None
+        points = (self.space.point_at(self._index((number + i) % total, total)) for i in range(total))
+        return next((point for point in points if is_new(point)), None)
+
+    def _index(self, place: int, total: int) -> int:
+        if self.trials is None or self.trials >= total:
+            return place
+        if total <= LARGEST_SHUFFLED:
+            return int(_order(total, self.seed)[place])
+        # Too many to put in order; equal steps through all of them meet none twice.
+        return place * (total // self.trials) % total
+
+    def tell(self, point: Point, trial: Trial) -> None:
+        """Nothing depends on it."""
+
+
+@dataclass(frozen=True)
+class RandomDraws:
+    """Points drawn one by one, none twice while others can be found."""
+
+    space: Space
+    seed: int
+
+    def ask(self, number: int, is_new: IsNew) -> dict[str, Any] | None:
+        """A new point."""
+        for attempt in range(MAX_DRAWS):
+            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, number, attempt))))
+            shares = rng.random(len(self.space.parameters))
+            point = {p.name: p.draw(float(share)) for p, share in zip(self.space.parameters, shares, strict=True)}
+            if is_new(point):
+                return point
+        return None
+
+    def tell(self, point: Point, trial: Trial) -> None:
+        """Nothing depends on it."""
+
+
+@functools.lru_cache(maxsize=1)
+def _order(total: int, seed: int) -> npt.NDArray[np.int64]:
+    # A third number, so that no job with the same seed repeats the draw.
+    return permutation(total, (seed, 0, 2))
+
+
+def sampler_name(spec: SweepSpec, space: Space) -> str:
+    """What `auto` means here; a ConfigError says why a sampler cannot do this space."""
+    total, name = space.num_points, spec.sampler
+    if name == "auto":
+        fits = total is not None and (spec.trials is None or total <= spec.trials)
+        name = "grid" if fits or not spec.has_budget else "random"
+    if name == "grid" and total is None:
+        endless = next(p.name for p in space.parameters if p.values is None)
+        hint = "Give it choices or a step" if spec.sampler == "grid" else "Set trials, max_tokens or max_seconds"
+        wrong = (
+            "a grid needs countable values, and this is a range."
+            if spec.sampler == "grid"
+            else ("has endlessly many values, so the sweep needs a budget.")
+        )
+        raise ConfigError(wrong, where=f"space.{endless}", hint=f"{hint}, or use another sampler.")
+    if name == "grid" and total is not None and total > LARGEST_GRID and not (spec.has_budget or spec.all_points):
+        raise ConfigError(
+            f"the grid has {total:,} points and there is no budget.",
+            where="space",
+            hint="--trials N tries N of them, --all tries every one.",
+        )
+    if name != "grid" and not spec.has_budget:
+        raise ConfigError(f"{name} never ends by itself; set trials, max_tokens or max_seconds.", where="sampler")
+    return name
+
+
+def make_sampler(spec: SweepSpec, space: Space) -> Sampler:
+    """The sampler a sweep asks for."""
+    name = sampler_name(spec, space)
+    if name == "grid":
+        return Grid(space, spec.trials, spec.seed)
+    if name == "random":
+        return RandomDraws(space, spec.seed)
+    from weft.sweep.optuna_study import OptunaSampler
+
+    return OptunaSampler(name, space, spec.seed, spec.objective.is_max)

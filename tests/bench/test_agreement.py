@@ -1,0 +1,26 @@
+"""The comparison of both paths: small where they agree, and large where one of them is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.backbone.fused import layer
+from weft.bench.agreement import measure_agreement
+from weft.bench.shapes import find_shape
+
+CPU = torch.device("cpu")
+
+
+def test_agreement_when_both_paths_are_right_then_is_rounding():
+    lines: list[str] = []
+    found = measure_agreement(find_shape("tiny"), torch.float32, CPU, lines.append)
+    assert found.value < 1e-4 and found.is_met
+    assert len(lines) == 8
+
+
+@pytest.mark.parametrize("broken", ["expand_grad", "weight_grad"])
+def test_agreement_when_a_kernel_is_wrong_then_says_so(monkeypatch, broken):
+    monkeypatch.setattr(layer, broken, lambda *args: None)
+    found = measure_agreement(find_shape("tiny"), torch.float32, CPU, lambda _: None)
+    assert found.value > 0.1 and not found.is_met

@@ -1,0 +1,130 @@
+"""`weft sweep` tries what a file describes, says what it does, and refuses what cannot be meant before it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from weft.demo.skills import SKILLS
+from weft.sweep.live import LiveBoard
+
+FILE = """\
+base_model: tiny
+output_dir: out
+capacity: 128
+compare_speed: false
+job:
+  train_data: rows.jsonl
+  eval_data: 2
+  max_length: 48
+  max_steps: 2
+  global_batch_size: 2
+space:
+  lr: [1e-3, 8e-3]
+  r: [2]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(json.dumps(row) + "\n" for row in SKILLS["shout"].rows(0, 12))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "sweep.yaml").write_text(FILE)
+    return tmp_path
+
+
+def test_sweep_when_it_ends_then_tells_the_best_and_where_everything_is(weft, folder):
+    result = weft("sweep", "sweep.yaml")
+    assert result.code == 0, result.err
+    assert "space     lr, r: 2 points" in result.out and "sampler   grid" in result.out
+    assert "t000: started (lr 0.001, r 2)" in result.out
+    assert "best      t001: eval_loss" in result.out and "report    out/report.html" in result.out
+    assert (folder / "out/best/adapter_config.json").exists()
+    again = weft("train", "out/best/jobs.yaml", "--out", "again")
+    assert again.code == 0, again.err
+    mine, best = (Path(place, "adapter_model.safetensors").read_bytes() for place in ("again/best/adapter", "out/best"))
+    assert mine == best
+    more = weft("sweep", "sweep.yaml", "--resume")
+    assert more.code == 0 and "started" not in more.out and "best      t001" in more.out
+
+
+def test_dry_run_when_asked_for_then_checks_everything_and_writes_nothing(weft, folder):
+    result = weft("sweep", "sweep.yaml", "--dry-run", "--trials", "1", "--no-early-stop")
+    assert result.code == 0
+    assert "sampler   random, at most 1 trials" in result.out and "early stopping: none" in result.out
+    assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
+
+
+def test_sweep_when_no_trial_has_a_value_then_exits_with_1(weft, folder):
+    result = weft("sweep", "sweep.yaml", "space.lr=[1e12]")
+    assert result.code == 1
+    assert "failed: diverged" in " ".join(result.out.split()) and "best      none" in result.out
+
+
+HUGE = "space={r: {min: 1, max: 40}, max_steps: {min: 1, max: 40}}"
+CASES = {
+    "empty space": (["space={}"], "space={}: space: there is nothing to search"),
+    "unknown parameter": (["space.learning_rat=[1]"], "space.learning_rat: is no setting that can be searched. Did"),
+    "rank": (["space.r=[2, 4096]"], "space.r=[2, 4096]: space.r: rank 4096 is above the smaller side of model."),
+    "shared rank": (["space.r=[2]", "job.adapter.rank_pattern={q_proj: 999}"], "rank 999 is above the smaller side"),
+    "metric": (["objective=exact_mach"], "objective=exact_mach: objective.metric: got 'exact_mach'; accepted are"),
+    "metric without data": (["job.eval_data="], "job.eval_data=: defaults.eval_data: eval_loss needs eval_data"),
+    "batch": (["space.batch_size=[2, 11]"], "space.batch_size: a batch of 11 samples is larger than the data set of"),
+    "shared batch": (["job.global_batch_size=64"], "job.global_batch_size=64: defaults.global_batch_size: a batch"),
+    "huge grid": ([HUGE], "space: the grid has 1,600 points and there is no budget. --trials N tries N of them, --all"),
+    "grid over a range": (["sampler=grid", "space.lr={min: 1, max: 2}"], "space.lr: a grid needs countable values"),
+    "min above max": (["space.lr={min: 2, max: 1}"], "space.lr: min 2 is above max 1."),
+    "log of zero": (["space.lr={min: 0, max: 1, log: true}"], "space.lr: a logarithmic range needs a min above 0"),
+    "no module": (["space.target_modules=[[q_prj]]"], "the backbone has no linear module 'q_prj'"),
+    "resume": (["--resume"], "out: there is no sweep to resume."),
+    "data": (["job.train_data=gone.jsonl"], "gone.jsonl"),
+    "function": (["objective={metric: gone.py:f, mode: max}"], "objective.metric: there is no file gone.py."),
+    "start": (["start_from=elsewhere"], "start_from=elsewhere: start_from: elsewhere holds no sweep."),
+    "trials": (["--trials", "0"], "trials=0: trials: must be at least 1, got 0."),
+    "model": (["base_model=nowhere"], "nowhere"),
+    "file": (["--space", "gone.yaml"], "gone.yaml: there is no such file."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mistake_when_made_then_is_one_sentence_and_nothing_is_written(refused, folder, name):
+    arguments, says = CASES[name]
+    assert says in " ".join(refused("sweep", "sweep.yaml", *arguments).split())
+    assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
+
+
+def test_folder_when_it_holds_a_sweep_then_is_left_alone(weft, refused, folder):
+    assert weft("sweep", "sweep.yaml", "space.lr=[1e-3]").code == 0
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert refused("sweep", "sweep.yaml").startswith("out: already holds a sweep. Use --resume to go on with it")
+    changed = refused("sweep", "sweep.yaml", "--resume")
+    assert "space: the sweep in out has" in changed and "a resumed sweep keeps it" in changed
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_huge_grid_when_answered_by_a_flag_then_is_accepted(weft, folder):
+    assert weft("sweep", "sweep.yaml", HUGE, "--trials", "3", "--dry-run").code == 0
+    assert weft("sweep", "sweep.yaml", HUGE, "--all", "--dry-run").code == 0
+
+
+def test_sweep_when_interrupted_then_saves_everything_and_says_how_to_go_on(weft, folder, monkeypatch):
+    hear = LiveBoard.hear
+
+    def interrupting(board, kind, trial, text):
+        hear(board, kind, trial, text)
+        if kind == "step" and trial.name == "t000" and trial.steps == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LiveBoard, "hear", interrupting)
+        result = weft("sweep", "sweep.yaml", "--trials", "2")
+    assert result.code == 130
+    assert "go on with: weft sweep sweep.yaml trials=2 --out out --resume" in result.out
+    assert json.loads((folder / "out/trials/t000/status.json").read_text())["step"] == 1
+    again = weft("sweep", "sweep.yaml", "trials=2", "--out", "out", "--resume")
+    assert again.code == 0 and "t000: started at step 1" in again.out

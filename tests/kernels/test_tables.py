@@ -1,0 +1,43 @@
+"""The slots' table: what jobs coming and going change for kernels already captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.kernels.tables import Entry, RankLaunch, Site, SlotTable, rank_classes
+
+SITE = Site(0, (8,), 16)
+
+
+def entry(rank: int) -> dict[int, Entry]:
+    a_PD, b_OP = torch.zeros((rank + 7) // 8 * 8, 16), torch.zeros(8, (rank + 7) // 8 * 8)
+    return {0: Entry(rank, a_PD, b_OP, torch.zeros(rank, 16), torch.zeros(8, rank), 1.0, 0.0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "classes"),
+    [((), (16,)), ((8, 16), (16,)), ((32,), (16, 64)), ((64, 128), (16, 64, 128)), ((100, 256), (16, 256))],
+)
+def test_rank_classes_when_ranks_are_seen_then_each_has_one_class(ranks, classes):
+    """Narrow, middle and wide; a class nobody needs is not launched, but for the narrow one, which has bare rows."""
+    assert rank_classes(ranks) == classes
+
+
+def test_launches_when_there_are_several_then_each_rank_belongs_to_exactly_one():
+    table = SlotTable([SITE], torch.device("cpu"))
+    for rank in (4, 40, 200):
+        table.put(entry(rank))
+    assert table.launches == (RankLaunch(-1, 16), RankLaunch(16, 64), RankLaunch(64, 256))
+    for width in range(0, 201, 8):
+        assert sum(launch.above < width <= launch.upto for launch in table.launches) == 1
+
+
+def test_version_when_a_rank_needs_a_new_launch_then_changes_and_else_stays():
+    """What was captured serves every job of a class it was captured for."""
+    table = SlotTable([SITE], torch.device("cpu"))
+    versions = [table.version]
+    for rank in (8, 16, 64, 33, 300, 257, 64, 8):
+        table.remove(table.put(entry(rank)))
+        versions.append(table.version)
+    assert versions == [0, 0, 0, 1, 1, 2, 2, 2, 2]

@@ -1,0 +1,130 @@
+"""Early stopping stops those that others leave behind, tells why, and nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.spec.sweep import EarlyStopSpec
+from weft.sweep.early_stop import EarlyStop
+from weft.sweep.trial import Point, Trial, TrialState
+
+TOTAL = 90
+
+
+def rules(*, is_max: bool = False, **settings: Any) -> EarlyStop:
+    return EarlyStop(EarlyStopSpec(**settings), "eval_loss", is_max)
+
+
+def trial(number: int, *points: tuple[int, float], state: TrialState = TrialState.TRAINING, steps: int = 0) -> Trial:
+    """A trial of 90 steps of 10 tokens that was seen at some steps."""
+    seen = [Point(step, 10 * step, value, 0.0) for step, value in points]
+    last = steps or (points[-1][0] if points else 0)
+    return Trial(number, f"t{number}", {}, state, points=seen, steps=last, tokens=10 * last, total_steps=TOTAL)
+
+
+def stopped(verdict: Any) -> list[str]:
+    return [loser.name for loser, _ in verdict.stop]
+
+
+def test_asha_when_all_are_at_the_first_rung_then_the_best_third_goes_on_and_the_others_hear_why():
+    trials = [trial(i, (10, 1.0 + i)) for i in range(9)]
+    verdict = rules().judge(trials)
+    assert stopped(verdict) == [f"t{i}" for i in range(3, 9)]
+    assert verdict.stop[0][1] == (
+        "at step 10 its eval_loss 4 was not among the best 1/3 of 9 trials (≤ 3)"
+    )  # fmt: skip
+
+
+def test_asha_when_larger_is_better_then_the_largest_go_on():
+    trials = [trial(i, (10, i / 10)) for i in range(6)]
+    verdict = rules(is_max=True).judge(trials)
+    assert stopped(verdict) == ["t0", "t1", "t2"]
+    assert "was not among the best 3 of 6 trials (≥ 0.3)" in verdict.stop[0][1]
+
+
+def test_asha_when_values_are_equal_then_nobody_stops():
+    assert not rules().judge([trial(i, (10, 0.5)) for i in range(6)]).stop
+
+
+def test_asha_when_others_are_about_to_come_then_waits_for_them():
+    here = [trial(i, (10, 1.0 + i)) for i in range(4)]
+    near, far = trial(4, steps=9), trial(5, steps=2)
+    assert not rules().judge([*here, near, far]).stop
+    assert stopped(rules().judge([*here, far])) == ["t3"]
+
+
+def test_asha_when_few_have_come_then_some_always_go_on():
+    few = [trial(i, (10, 1.0 + i)) for i in range(4)]
+    assert not rules().judge(few[:3]).stop
+    assert stopped(rules().judge(few)) == ["t3"]
+    assert stopped(rules(min_trials=2).judge(few)) == ["t2", "t3"]
+    assert not rules(min_trials=5).judge(few).stop
+
+
+def test_asha_when_a_trial_has_passed_a_rung_then_only_its_highest_one_counts():
+    ended = [trial(i, (10, 2.0), (30, 1.0 + i), state=TrialState.STOPPED) for i in range(3)]
+    late = trial(3, (10, 9.0), (30, 0.5))
+    early = trial(4, (10, 2.5))
+    assert stopped(rules().judge([*ended, late, early])) == ["t4"]
+
+
+def test_asha_when_a_trial_is_at_its_end_then_it_is_not_stopped():
+    trials = [trial(i, (30, 1.0 + i), (90, 1.0)) for i in range(5)]
+    assert not rules().judge(trials).stop
+
+
+def test_asha_when_measured_in_steps_or_tokens_then_rungs_are_there():
+    trials = [trial(i, (20, 1.0 + i)) for i in range(5)]
+    assert not rules(unit="steps", grace=21).judge(trials).stop
+    assert stopped(rules(unit="steps", grace=20).judge(trials)) == ["t3", "t4"]
+    assert not rules(unit="tokens", grace=201).judge(trials).stop
+    assert stopped(rules(unit="tokens", grace=200).judge(trials)) == ["t3", "t4"]
+
+
+def test_none_when_asked_for_then_nobody_stops():
+    assert not rules(rule="none").judge([trial(i, (10, 1.0 + i)) for i in range(9)]).stop
+
+
+def test_median_when_a_trial_is_worse_than_most_at_the_same_place_then_it_stops():
+    others = [trial(i, (10, 1.0 + i), (20, 0.5 + i), state=TrialState.DONE) for i in range(3)]
+    worse, better = trial(3, (20, 1.8)), trial(4, (20, 1.2))
+    verdict = rules(rule="median").judge([*others, worse, better])
+    assert stopped(verdict) == ["t3"]
+    assert verdict.stop[0][1] == (
+        "at step 20 its eval_loss 1.8 was worse than 1.35, the median of 4 other trials there"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "grace"), [(5, 0.1), (9, 0.2)])
+def test_median_when_a_trial_is_in_its_grace_then_it_goes_on(step, grace):
+    others = [trial(i, (step, 1.0), state=TrialState.DONE) for i in range(3)]
+    assert not rules(rule="median", grace=grace).judge([*others, trial(3, (step, 9.0))]).stop
+
+
+def test_halving_when_others_are_still_to_come_then_holds_and_then_releases_the_best():
+    halving = rules(rule="halving", min_trials=2)
+    first, second, third = trial(0, (10, 1.0)), trial(1, (10, 2.0)), trial(2, steps=4)
+    verdict = halving.judge([first, second, third])
+    assert verdict.hold == (first, second) and not verdict.stop and not verdict.release
+    assert halving.judge([first, second, third], {"t0", "t1"}).hold == ()
+    third.points.append(Point(10, 100, 3.0, 0.0))
+    verdict = halving.judge([first, second, third], {"t0", "t1"})
+    assert stopped(verdict) == ["t2"] and verdict.release == (first, second) and not verdict.hold
+    third.state = TrialState.STOPPED
+    assert not halving.judge([first, second, third]).hold
+
+
+def test_halving_when_a_trial_is_at_its_end_then_it_does_not_wait():
+    trials = [trial(i, (30, 1.0 + i), (90, 1.0)) for i in range(2)]
+    verdict = rules(rule="halving", unit="steps", grace=10).judge([*trials, trial(2, steps=5)])
+    assert not verdict.hold and not verdict.stop
+
+
+def test_halving_when_trials_have_not_started_yet_then_waits_for_them_too():
+    trials = [trial(i, (10, 1.0 + i)) for i in range(4)]
+    assert rules(rule="halving").judge(trials, num_to_come=1).hold == tuple(trials)
+    waiting = Trial(4, "t4", {}, total_steps=TOTAL)
+    assert rules(rule="halving").judge([*trials, waiting]).hold == tuple(trials)
+    assert stopped(rules(rule="halving").judge(trials)) == ["t3"]

@@ -1,0 +1,158 @@
+"""A sweep that was stopped or killed goes on where it was, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+from weft import faults
+from weft.errors import StorageError
+from weft.spec.load_sweep import sweep_from_mapping
+from weft.sweep.api import open_run, prepare_sweep
+from weft.sweep.record import Record
+from weft.sweep.trial import Point, Trial, TrialState
+
+SCRIPT = Path(__file__).parent / "killed_sweep.py"
+
+
+def lines(folder: str | Path, kind: str) -> list[dict]:
+    told = [json.loads(line) for line in Path(folder, "trials.jsonl").read_text().splitlines()]
+    return [line for line in told if line["kind"] == kind]
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_sweep_when_killed_again_and_again_then_ends_as_if_it_never_was(settings, small_model, tmp_path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path), str(small_model), "2"]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=one_thread)
+    assert finished.returncode == 0, finished.stderr
+    ends = json.loads(finished.stdout)
+    assert ends[-1] == "done", finished.stderr
+    assert ends.count("killed") == len(ends) - 1 >= 3
+    killed, undisturbed = (json.loads((tmp_path / name / "leaderboard.json").read_text()) for name in ends_of())
+    for mine, theirs in zip(killed["trials"], undisturbed["trials"], strict=True):
+        for name in ("rank", "name", "state", "value", "params", "steps", "tokens", "losses"):
+            assert mine[name] == theirs[name], name
+        seen = [[(p["step"], p["tokens"], p["value"]) for p in trial["points"]] for trial in (mine, theirs)]
+        assert seen[0] == seen[1]
+        adapter = Path("trials", mine["name"], "adapter", "adapter_model.safetensors")
+        assert (tmp_path / "killed" / adapter).read_bytes() == (tmp_path / "undisturbed" / adapter).read_bytes()
+    assert sorted(line["name"] for line in lines(tmp_path / "killed", "end")) == ["t000", "t001", "t002", "t003"]
+    best = Path("best", "adapter_model.safetensors")
+    assert (tmp_path / "killed" / best).read_bytes() == (tmp_path / "undisturbed" / best).read_bytes()
+    assert not list((tmp_path / "killed").rglob(".tmp-weft-*"))
+
+
+def ends_of() -> tuple[str, str]:
+    return "killed", "undisturbed"
+
+
+def test_sweep_when_stopped_then_every_trial_is_saved_and_goes_on_from_there(settings):
+    given = settings(max_jobs=2, job={"save_steps": 100})
+    whole = weft.sweep({**given, "output_dir": "whole"})
+    prepared = prepare_sweep(sweep_from_mapping(given, base_dir=Path()), Path())
+    with open_run(prepared, Path("out"), resume=False) as run:
+        run.train(should_stop=lambda: any(trial.steps >= 4 for trial in run.trials))
+        assert sorted(str(trial.state) for trial in run.trials) == ["training", "training"]
+    result = weft.sweep(given, resume=True)
+    assert [t.value for t in result.trials] == [t.value for t in whole.trials]
+    assert [t.losses for t in result.trials] == [t.losses for t in whole.trials]
+    assert [json.loads(Path(f"out/trials/t00{i}/status.json").read_text())["step"] for i in range(4)] == [9] * 4
+
+
+def test_trial_when_it_goes_on_from_an_earlier_step_then_what_was_seen_later_is_forgotten_first(settings):
+    class GoneError(Exception):
+        """The process is no more."""
+
+    def leave(kind, trial, text):
+        if kind == "point" and trial.steps == 6:
+            raise GoneError
+
+    spec = sweep_from_mapping(settings(job={"eval_steps": 3}), base_dir=Path())
+    with (
+        pytest.raises(GoneError),
+        open_run(prepare_sweep(spec, Path()), Path("out"), resume=False, on_news=leave) as run,
+    ):
+        run.train()
+    assert max(line["step"] for line in lines("out", "point")) == 6
+    begun = []
+
+    def note(kind, trial, text):
+        if kind == "started":
+            begun.append((trial.name, trial.steps, list(trial.points), list(trial.losses)))
+
+    with open_run(prepare_sweep(spec, Path()), Path("out"), resume=True, on_news=note) as run:
+        run.train()
+        assert begun == [(f"t00{i}", 0, [], []) for i in range(4)]
+        assert [[point.step for point in trial.points] for trial in run.trials] == [[3, 6, 9]] * 4
+
+
+def test_storage_when_it_is_first_named_on_resume_then_gets_the_trials_that_had_ended(settings):
+    import optuna
+
+    given = settings(space={"lr": [1e-3, 2e-3]})
+    first = weft.sweep(given)
+    weft.sweep({**given, "storage": "sqlite:///study.db"}, resume=True)
+    study = optuna.load_study(study_name="out", storage="sqlite:///study.db")
+    assert [trial.value for trial in study.trials] == [trial.value for trial in first.trials]
+
+
+def test_sweep_when_resumed_after_its_end_then_trains_nothing_and_takes_a_larger_budget(settings):
+    given = settings(space={"lr": {"min": 1e-3, "max": 1e-2}}, trials=2)
+    first = weft.sweep(given)
+    again = weft.sweep(given, resume=True)
+    assert [t.value for t in again.trials] == [t.value for t in first.trials]
+    assert len(lines("out", "trial")) == 2
+    more = weft.sweep({**given, "trials": 3}, resume=True)
+    assert [t.params for t in more.trials[:2]] == [t.params for t in first.trials]
+    assert len(more.trials) == 3 and more.trials[2].state is TrialState.DONE
+
+
+def test_sweep_when_the_disk_is_full_then_says_so_and_goes_on_later(settings):
+    given = settings()
+    faults.arm(faults.parse("enospc@7:trials.append"))
+    try:
+        with pytest.raises(StorageError, match="the disk is full"):
+            weft.sweep(given)
+    finally:
+        faults.disarm()
+    assert [str(t.state) for t in weft.sweep(given, resume=True).trials] == ["done"] * 4
+
+
+def test_record_when_written_then_is_read_back_and_a_torn_line_is_dropped(tmp_path):
+    record = Record(tmp_path)
+    trial = Trial(3, "t003", {"lr": 1e-3, "target_modules": ["q_proj"]}, total_steps=9)
+    record.add_trial(trial)
+    trial.points = [Point(2, 20, 0.5, 1.0)]
+    record.add_point(trial, -1)
+    trial.state, trial.reason, trial.steps, trial.tokens = TrialState.STOPPED, "because", 2, 20
+    record.add_end(trial, 7.5)
+    whole = record.path.read_bytes()
+    record.path.write_bytes(whole + b'{"kind": "poi')
+    again = Record(tmp_path)
+    assert again.read() == [trial] and again.seconds == 7.5
+    assert record.path.read_bytes() == whole
+
+
+def test_record_when_a_point_is_seen_again_then_the_later_line_counts(tmp_path):
+    record = Record(tmp_path)
+    trial = Trial(0, "t000", {})
+    record.add_trial(trial)
+    for step in (2, 4, 2):
+        trial.points.append(Point(step, 10 * step, 1.0 / step, float(step)))
+        record.add_point(trial, -1)
+    (read,) = record.read()
+    assert [point.step for point in read.points] == [2] and read.state is TrialState.TRAINING
+
+
+def test_record_when_a_line_means_nothing_then_it_is_named(tmp_path):
+    Record(tmp_path).path.write_text('{"kind": "end", "name": "nobody"}\n')
+    with pytest.raises(StorageError, match=r"trials.jsonl line 1: is not a line of a sweep's record"):
+        Record(tmp_path).read()

@@ -1,0 +1,220 @@
+"""A sweep trains what the space describes, keeps the best, and each trial is what it would be alone."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import weft
+from weft.engine.engine import Engine
+from weft.engine.train import execute_run, prepare_run
+from weft.errors import ConfigError, StorageError
+from weft.spec import load_run
+from weft.store.run_dir import RunDirectory
+from weft.sweep.trial import TrialState
+
+
+def states(result) -> list[str]:
+    return [str(trial.state) for trial in result.trials]
+
+
+def lines(path: str = "out/trials.jsonl") -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_sweep_when_it_ends_then_the_best_is_kept_and_everything_is_written(settings):
+    result = weft.sweep(settings(compare_speed=True))
+    values = {trial.name: trial.value for trial in result.trials}
+    assert states(result) == ["done"] * 4
+    assert [trial.params for trial in result.trials] == [
+        {"lr": 1e-3, "r": 2}, {"lr": 1e-3, "r": 4}, {"lr": 8e-3, "r": 2}, {"lr": 8e-3, "r": 4},
+    ]  # fmt: skip
+    assert result.best is not None and result.best.value == min(values.values())
+    board = json.loads(Path("out/leaderboard.json").read_text())
+    assert [row["name"] for row in board["trials"]] == sorted(values, key=lambda name: values[name])
+    assert (board["metric"], board["mode"], board["sampler"]) == ("eval_loss", "min", "grid")
+    assert board["tokens"] == sum(trial.tokens for trial in result.trials) > 0
+    assert board["one_by_one_seconds"] > 0 and board["seconds"] > 0
+    assert result.leaderboard[0]["points"][-1]["value"] == result.best.value
+    assert all(len(row["losses"]) == 9 and row["seconds"] > 0 for row in board["trials"])
+    with open("out/leaderboard.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [row["name"] for row in board["trials"]]
+    assert float(rows[0]["lr"]) == result.best.params["lr"]
+    best = load_file("out/best/adapter_model.safetensors")
+    own = load_file(f"out/trials/{result.best.name}/adapter/adapter_model.safetensors")
+    assert all((best[name] == own[name]).all() for name in own)
+    assert "t000" in Path("out/report.html").read_text()
+
+
+def test_trial_when_its_job_is_trained_alone_then_is_the_same_to_the_bit(settings):
+    result = weft.sweep(settings(early_stop="asha"))
+    assert result.best is not None
+    spec = load_run("out/best/jobs.yaml")
+    run = prepare_run(spec, base_dir=Path("out/best"))
+    with RunDirectory.open("alone", resume=False) as directory:
+        execute_run(run, directory, on_event=lambda event: None)
+    written = Path("alone/best/adapter/adapter_model.safetensors").read_bytes()
+    assert written == Path("out/best/adapter_model.safetensors").read_bytes()
+    assert run.engine.jobs["best"].best_eval == min(point.value for point in result.best.points)
+
+
+def test_sweep_when_slots_are_few_then_a_trial_that_ends_makes_room_for_the_next(settings, monkeypatch):
+    most, engines = 0, []
+    submit = Engine.submit
+
+    def counted(self, *args, **keywords):
+        nonlocal most
+        engines.append(self)
+        submit(self, *args, **keywords)
+        most = max(most, sum(not job.state.is_final for job in self.jobs.values()))
+
+    monkeypatch.setattr(Engine, "submit", counted)
+    few = weft.sweep(settings(max_jobs=2, output_dir="few"))
+    assert most == 2 and states(few) == ["done"] * 4
+    assert not engines[0].jobs, "a job that has ended holds its adapter and its optimizer"
+    many = weft.sweep(settings(output_dir="many"))
+    assert most == 4
+    assert [trial.value for trial in few.trials] == [trial.value for trial in many.trials]
+
+
+def test_trials_when_they_share_data_then_it_is_tokenised_once(settings, monkeypatch):
+    from weft.sweep import configure
+
+    read = []
+    load = configure.load_job_data
+    monkeypatch.setattr(configure, "load_job_data", lambda job, *rest: read.append(job.max_length) or load(job, *rest))
+    weft.sweep(settings(space={"lr": [1e-3, 8e-3], "max_length": [32, 48]}))
+    assert sorted(read) == [32, 48]
+    weft.sweep(settings(space={"seed": [1, 2]}, job={"eval_data": ["rows.jsonl"]}, output_dir="seeds"))
+    assert len(read) == 3
+
+
+def test_asha_when_some_fall_behind_then_they_stop_with_a_reason_and_the_best_is_the_same(settings):
+    space = {"lr": [1e-5, 1e-4, 2e-3, 8e-3, 1.6e-2, 3e-2]}
+    full = weft.sweep(settings(space=space, output_dir="full"))
+    result = weft.sweep(settings(space=space, early_stop={"rule": "asha", "grace": 3, "unit": "steps"}))
+    stopped = [trial for trial in result.trials if trial.state is TrialState.STOPPED]
+    assert len(stopped) == 3
+    assert all("was not among the best 3 of 6 trials" in trial.reason for trial in stopped)
+    assert all(trial.steps < 9 and trial.points[0].step == 3 for trial in stopped)
+    assert result.best is not None and full.best is not None
+    assert (result.best.params, result.best.value) == (full.best.params, full.best.value)
+    assert sum(trial.tokens for trial in result.trials) < 0.8 * sum(trial.tokens for trial in full.trials)
+    recorded = {line["name"]: (line["reason"], line["steps"]) for line in lines() if line["kind"] == "end"}
+    assert all(recorded[trial.name] == (trial.reason, trial.steps) for trial in stopped)
+    assert not Path(f"out/trials/{stopped[0].name}/adapter").exists()
+
+
+def test_halving_when_slots_are_few_then_all_wait_for_each_other_and_the_best_go_on(settings):
+    rule = {"rule": "halving", "grace": 3, "unit": "steps", "min_trials": 2}
+    result = weft.sweep(settings(max_jobs=2, early_stop=rule))
+    assert sorted(states(result)) == ["done", "done", "stopped", "stopped"]
+    first = sorted(trial.points[0].value for trial in result.trials)
+    assert all(t.points[0].value in first[2:] for t in result.trials if t.state is TrialState.STOPPED)
+
+
+def test_trial_when_it_diverges_then_it_fails_with_its_reason_and_the_others_do_not_notice(settings):
+    wild = weft.sweep(settings(space={"lr": [1e-3, 1e12]}, output_dir="wild"))
+    tame = weft.sweep(settings(space={"lr": [1e-3]}))
+    assert states(wild) == ["done", "failed"]
+    assert "diverged" in wild.trials[1].reason
+    assert wild.trials[0].value == tame.trials[0].value
+    assert wild.leaderboard[-1]["value"] is None
+
+
+def test_sweep_when_every_trial_fails_then_there_is_no_best_and_all_is_told(settings):
+    result = weft.sweep(settings(space={"lr": [1e12]}))
+    assert result.best is None and not Path("out/best").exists()
+    assert Path("out/report.html").exists()
+
+
+def test_budget_when_it_is_used_up_then_running_trials_are_judged_and_kept(settings):
+    result = weft.sweep(settings(max_tokens=300))
+    assert states(result) == ["stopped"] * 4
+    assert all("the budget of 300 tokens was used up" in trial.reason for trial in result.trials)
+    assert all(trial.value is not None for trial in result.trials)
+    assert result.best is not None and Path("out/best/adapter_model.safetensors").exists()
+    quick = weft.sweep(settings(max_seconds=1e-6, output_dir="quick"))
+    assert all(trial.steps == 0 for trial in quick.trials) and quick.best is None
+
+
+def test_random_when_given_a_number_of_trials_then_tries_that_many(settings):
+    space = {"lr": {"min": 1e-3, "max": 1e-2, "log": True}, "alpha": {"times_r": [1, 2]}}
+    result = weft.sweep(settings(space=space, trials=3))
+    assert len({trial.params["lr"] for trial in result.trials}) == 3
+    job = json.loads(Path("out/trials/t000/job.json").read_text())
+    assert job["adapter"]["lora_alpha"] == float(result.trials[0].params["alpha"][:-1]) * 2
+
+
+def test_tpe_when_used_then_learns_while_a_constant_number_trains(settings):
+    space = {"lr": {"min": 1e-4, "max": 1e-2, "log": True}}
+    result = weft.sweep(settings(space=space, trials=5, sampler="tpe", max_jobs=2, storage="sqlite:///study.db"))
+    assert states(result) == ["done"] * 5
+    import optuna
+
+    study = optuna.load_study(study_name="out", storage="sqlite:///study.db")
+    assert result.best is not None and study.best_value == result.best.value
+
+
+def test_configuration_when_only_together_it_cannot_be_then_that_trial_fails_and_the_others_go_on(settings):
+    together = [{"r": 2, "init": "orthogonal"}, {"r": 3, "init": True}]
+    space = {"_": together, "lr": {"min": 1e-3, "max": 2e-3}}
+    assert states(weft.sweep(settings(space=space, trials=2))) == ["done", "done"]
+    space = {"r": {"min": 2, "max": 3, "step": 1}, "init": [True, "orthogonal"], "lr": {"min": 1e-3, "max": 2e-3}}
+    with pytest.raises(ConfigError, match="orthogonal needs even ranks"):
+        weft.sweep(settings(space={"r": [2, 3], "init": [True, "orthogonal"]}, output_dir="grid"))
+    result = weft.sweep(settings(space=space, trials=6, seed=1, output_dir="draws"))
+    failed = [trial for trial in result.trials if trial.state is TrialState.FAILED]
+    assert failed and all("orthogonal needs even ranks" in trial.reason for trial in failed)
+    assert len(failed) < 6
+
+
+def test_patience_when_it_runs_out_then_the_value_is_that_of_the_adapter_that_is_written(settings):
+    job = {"eval_steps": 1, "early_stopping_patience": 2, "max_steps": 30}
+    result = weft.sweep(settings(space={"lr": [3e-2]}, job=job))
+    (trial,) = result.trials
+    assert trial.steps < 30 and trial.state is TrialState.DONE
+    assert trial.value == min(point.value for point in trial.points)
+
+
+def test_second_sweep_when_started_from_the_first_then_nothing_is_trained_twice(settings):
+    first = weft.sweep(settings())
+    space = {"r": [2, 4], "learning_rate": [8e-3, 4e-3]}
+    second = weft.sweep(settings(space=space, start_from="out", output_dir="second"))
+    taken = {trial.name: trial for trial in second.trials if trial.origin}
+    assert [trial.params["learning_rate"] for trial in taken.values()] == [8e-3, 8e-3]
+    same = {trial.params["r"]: trial.value for trial in first.trials if trial.params["lr"] == 8e-3}
+    assert all(trial.value == same[trial.params["r"]] for trial in taken.values())
+    assert sorted(path.name for path in Path("second/trials").glob("t0*")) == ["t001", "t003"]
+    assert second.best is not None and Path("second/best/adapter_model.safetensors").exists()
+    other = settings(start_from="out", output_dir="third", objective="exact_match")
+    with pytest.raises(ConfigError, match=r"start_from: out was judged by eval_loss \(min\), this sweep by exact"):
+        weft.sweep(other)
+    assert not Path("third").exists()
+
+
+def test_sweep_when_the_folder_holds_one_then_only_resume_touches_it(settings):
+    weft.sweep(settings(space={"lr": [1e-3]}))
+    with pytest.raises(StorageError, match=r"out: already holds a sweep\. Use --resume"):
+        weft.sweep(settings())
+    with pytest.raises(ConfigError, match=r"space: the sweep in out has .* a resumed sweep keeps it"):
+        weft.sweep(settings(), resume=True)
+    with pytest.raises(StorageError, match="new: there is no sweep to resume"):
+        weft.sweep(settings(output_dir="new"), resume=True)
+
+
+def test_file_when_given_by_its_path_then_keywords_change_it_and_data_lies_beside_it(settings, tmp_path, monkeypatch):
+    import yaml
+
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(settings()))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    result = weft.sweep("../sweep.yaml", space={"lr": [1e-3]}, out_dir="mine")
+    assert result.folder == Path("mine") and states(result) == ["done"]
+    assert (elsewhere / "mine/best/jobs.yaml").exists()
