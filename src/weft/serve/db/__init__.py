@@ -1,0 +1,1 @@
+"""What must survive everything: tenants, keys, files, jobs, events, checkpoints, models, usage."""
