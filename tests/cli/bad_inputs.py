@@ -164,6 +164,11 @@ RUN = [
     top("device: tpu", "got 'tpu'; accepted are auto, cpu, cuda."),
     top("report_to: [tensorbord]", "got tensorbord; accepted are tensorboard, wandb, mlflow."),
     Case(
+        "tenant_weights: {a: 0}",
+        (at(3, "tenant_weights.a"), "must be above 0, got 0."),
+        (OUT, f"{OUT}\ntenant_weights: {{a: 0}}"),
+    ),
+    Case(
         "tracker not installed",
         ("report_to: wandb cannot be imported", "pip install 'weft-lora[wandb]'"),
         (OUT, f"{OUT}\nreport_to: wandb"),

@@ -170,6 +170,15 @@ def test_tenants_when_one_comes_late_then_it_starts_level_with_those_present(bac
     assert len(since) > 1 and all(shares["y"].served_tokens >= level for shares in since), "it keeps its start"
 
 
+def test_tenants_when_one_weighs_more_then_it_has_more_places(backbone):
+    """Three places, and a tenant of weight 2 beside one of weight 1: two of them are its own."""
+    engine = Engine(backbone, capacity=48, max_jobs=3, tenant_weights={"y": 2.0})
+    jobs = [small_job(f"{tenant}{i}", i, tenant=tenant) for tenant in "xy" for i in range(3)]
+    submit(engine, *jobs)
+    _, events = run(engine)
+    assert changes(events)[:3] == ["job_started x0", "job_started y0", "job_started y1"]
+
+
 def test_pause_when_a_job_waits_then_it_holds_back_and_resume_queues_it_again(backbone, undisturbed):
     engine = Engine(backbone, capacity=48, max_jobs=1)
     submit(engine, small_job("b", 1, max_steps=12), small_job("a"), small_job("c", 2))

@@ -33,9 +33,19 @@ class Places:
     """The places on one backbone: how many there is memory for, and who has one."""
 
     def __init__(
-        self, backbone: Backbone, jobs: Mapping[str, LiveJob], *, max_jobs: int | None, job_memory: int | None
+        self,
+        backbone: Backbone,
+        jobs: Mapping[str, LiveJob],
+        *,
+        max_jobs: int | None,
+        job_memory: int | None,
+        weights: Mapping[str, float],
     ) -> None:
-        """`jobs`: those of the engine, as they come and go; `job_memory`: bytes for all with a place, if limited."""
+        """`jobs`: those of the engine, as they come and go; `job_memory`: bytes for all with a place, if limited.
+
+        `weights`: by tenant, and may change; 1 where none is given.
+        """
+        self._weights = weights
         self._backbone = backbone
         self._jobs = jobs
         self._max_jobs = max_jobs
@@ -146,7 +156,7 @@ class Places:
         return at_most, at_rest + activation_bytes(self._backbone, capacity)
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
-        """What each tenant has had. Who comes, or comes back, starts level with the least served of those present.
+        """What each tenant has had. Who comes, or comes back, starts level, by weight, with the least served present.
 
         Otherwise a newcomer would have the backbone to itself until it had made up for all that others ever had.
         """
@@ -156,11 +166,13 @@ class Places:
         present = {job.spec.tenant for job in (*waiting, *running)}
         stayed = {job.spec.tenant for job in (*waiting, *running) if job.slot is not None or job.has_heard}
         had = {tenant: served[tenant] + self._credit.get(tenant, 0) for tenant in present}
-        least = min((had[tenant] for tenant in stayed), default=0)
+        weight = {tenant: self._weights.get(tenant, 1.0) for tenant in present}
+        least = min((had[tenant] / weight[tenant] for tenant in stayed), default=0.0)
         for tenant in present - stayed:
-            self._credit[tenant] = self._credit.get(tenant, 0) + max(least - had[tenant], 0)
-            had[tenant] = max(had[tenant], least)
-        return {tenant: Share(1.0, tokens) for tenant, tokens in had.items()}
+            level = int(least * weight[tenant])
+            self._credit[tenant] = self._credit.get(tenant, 0) + max(level - had[tenant], 0)
+            had[tenant] = max(had[tenant], level)
+        return {tenant: Share(weight[tenant], tokens) for tenant, tokens in had.items()}
 
 
 def activation_bytes(backbone: Backbone, capacity: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from weft.backbone.load import load_backbone
 from weft.data.dataset import JobData
 from weft.engine.admission import Places
 from weft.engine.admit import admit
-from weft.engine.evaluate import mean_losses
+from weft.engine.evaluate import evaluate_due
 from weft.engine.events import (
     EvalDone,
     Event,
@@ -67,11 +67,12 @@ class Engine:
         planner: Planner = pack,
         max_jobs: int | None = None,
         job_memory: int | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         """Nothing is written until `keep_in` names a directory; read results from `adapter_of`.
 
         At most `max_jobs` train at a time, and their adapters with optimizers take at most `job_memory` bytes. Default:
-        as many as there is room for on a GPU; all of them on a CPU.
+        as many as there is room for on a GPU; all of them on a CPU. When not all fit, tenants get tokens by weight.
         """
         if isinstance(backbone, str):
             backbone = BackboneSpec(backbone)
@@ -79,7 +80,9 @@ class Engine:
         self.jobs: dict[str, LiveJob] = {}
         self.timeline = Timeline()
         self._room = Room(self.backbone, capacity, self.jobs)
-        self._places = Places(self.backbone, self.jobs, max_jobs=max_jobs, job_memory=job_memory)
+        self._places = Places(
+            self.backbone, self.jobs, max_jobs=max_jobs, job_memory=job_memory, weights=tenant_weights or {}
+        )
         self._plans = Plans(planner, self.timeline)
         self._keeper = Keeper(self.backbone, self._room)
         self._commands: deque[_Command] = deque()
@@ -269,13 +272,16 @@ class Engine:
             yield from self._make_room([job.spec.name])
 
     def _evaluate(self, job: LiveJob) -> Event:
-        assert job.data.eval is not None
-        with self.timeline.span("eval", jobs={job.spec.name: job.data.eval.summary.num_tokens}):
-            request = (job.slot, job.data.eval.samples)
-            (loss,) = mean_losses(self.backbone, [request], self.limits.capacity, self.row_tile)
-        is_best = job.record_eval(loss)
-        runtime = self.timeline.spans[-1].duration_s
-        event = EvalDone(job.spec.name, job.step, job.epoch, loss, runtime, is_best, self.timeline.now())
+        """The evaluation of one job; all others that are due by now are done with it and told when it is their turn."""
+        if not job.is_looked_at:
+            others = [other for other in self._running() if other is not job and other.settled_step != other.step]
+            due = [other for other in others if other.is_eval_due() and not (other.is_looked_at or other.diverged)]
+            evaluate_due(self.backbone, [job, *due], self.limits.capacity, self.row_tile, self.timeline)
+        looked, job.looked = job.looked, None
+        assert looked is not None
+        is_best = job.record_eval(looked.eval_loss)
+        now_s = self.timeline.now()
+        event = EvalDone(job.spec.name, job.step, job.epoch, looked.eval_loss, looked.seconds, is_best, now_s)
         self._keeper.note_eval(job, event)
         return event
 

@@ -1,4 +1,4 @@
-"""Mean loss of jobs on their evaluation samples, all due jobs packed together."""
+"""Mean loss of jobs on their evaluation samples: one pass of the frozen model serves all jobs that are due."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
+from weft.engine.live_job import LiveJob, Looked
+from weft.engine.timeline import Timeline
 
 
 def mean_losses(
@@ -27,3 +29,17 @@ def mean_losses(
             counts[which] += item.sample.num_supervised
         start = end
     return [total / count if count else float("nan") for total, count in zip(sums, counts, strict=True)]
+
+
+def evaluate_due(
+    backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row_tile: int, timeline: Timeline
+) -> None:
+    """Evaluates jobs at their last step in the same microbatches; each keeps its result until that is told."""
+    tokens = {job.spec.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}
+    requests = [(job.slot, job.data.eval.samples) for job in jobs if job.data.eval is not None]
+    assert len(requests) == len(jobs), "only jobs with evaluation data are due"
+    with timeline.span("eval", jobs=tokens):
+        losses = mean_losses(backbone, requests, capacity, row_tile)
+    whole_s, total = timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
+    for job, loss in zip(jobs, losses, strict=True):
+        job.looked = Looked(job.step, loss, whole_s * tokens[job.spec.name] / total)

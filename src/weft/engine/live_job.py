@@ -58,6 +58,16 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """An evaluation that is done and not yet told."""
+
+    step: int
+    eval_loss: float
+    seconds: float
+    """Its share of the time."""
+
+
+@dataclass(frozen=True)
 class GlobalBatch:
     """The samples between two optimizer steps."""
 
@@ -107,6 +117,8 @@ class LiveJob:
         self.settled_step = 0
         """The last step after which everything due is done: metrics, evaluation, checkpoint, adapter."""
         self.evaluated_step = 0
+        self.looked: Looked | None = None
+        """The evaluation after its last step, if it was done together with others."""
         self.saved_step = 0
         self._batches: dict[int, GlobalBatch] = {}
         """Global batches at hand, by step: the current one, and the next if it has been asked for."""
@@ -218,6 +230,11 @@ class LiveJob:
         every = self.spec.eval_steps or self.order.steps_per_epoch
         return self.step % every == 0 or self.step == self.num_steps
 
+    @property
+    def is_looked_at(self) -> bool:
+        """The evaluation after the last step is done, but not yet told."""
+        return self.looked is not None and self.looked.step == self.step
+
     def is_save_due(self) -> bool:
         """A checkpoint belongs after the last step and is not written yet."""
         return self.saved_step != self.step and (self.step % self.spec.save_steps == 0 or self.is_complete)
@@ -267,6 +284,7 @@ class LiveJob:
         """Goes back to a step boundary described by `tensors` and `counters`."""
         self.step, self._batches = step, {}
         self.evaluated_step = self.saved_step = self.settled_step = step
+        self.looked = None
         self.rewind()
         self.adapter.params_a.copy_(tensors["params_a"])
         self.adapter.params_b.copy_(tensors["params_b"])

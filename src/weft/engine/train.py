@@ -54,7 +54,13 @@ def prepare_run(
     are left out.
     """
     backbone, notes = load_within(spec.backbone, spec.memory_limit)
-    engine = Engine(backbone, capacity=spec.capacity, planner=planner_named(spec.planner), max_jobs=spec.max_jobs)
+    engine = Engine(
+        backbone,
+        capacity=spec.capacity,
+        planner=planner_named(spec.planner),
+        max_jobs=spec.max_jobs,
+        tenant_weights=spec.tenant_weights,
+    )
     run = PreparedRun(spec, engine, notes=notes)
     for place, job in enumerate(spec.jobs):
         if job.name in skip:

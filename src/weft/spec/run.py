@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -87,10 +88,12 @@ class RunSpec:
     capacity: int = setting(2048, aliases=("microbatch_tokens",), rule=at_least(2))
     """Most tokens of one microbatch, over all jobs; no sample may be longer."""
     planner: str = setting("auto", choices=PLANNERS)
-    """How samples are packed into microbatches: greedy (at once), exact (fewest microbatches, by a solver) or auto:
-    exact where it pays. No result depends on it."""
+    """How samples are packed into microbatches: greedy (at once), exact (fewest microbatches, searched for beside
+    training; a plan that would come too late is greedy) or auto: exact where it pays. No result depends on it."""
     max_jobs: int | None = setting(None, rule=at_least(1))
     """Most jobs that train at a time; the others wait. Default: as many as the memory has room for."""
+    tenant_weights: dict[str, float] = setting(factory=dict)
+    """When not all jobs fit, a tenant of weight 2 gets twice the tokens of one of weight 1, which is the default."""
     memory_limit: float | str | None = setting(None)
     """Most GPU memory to take: a size such as 40GB or 512MiB, or a share of the GPU such as 0.5. Default: all of it."""
     report_to: tuple[str, ...] = setting((), aliases=("loggers",))
@@ -124,6 +127,9 @@ class RunSpec:
         """What no field can say alone, the jobs aside."""
         if not self.output_dir:
             raise ConfigError("is empty; name a directory.", where="output_dir")
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise ConfigError(f"must be above 0, got {weight:g}.", where=f"tenant_weights.{tenant}")
         if self.memory_limit is not None:
             memory_fraction(self.memory_limit, 1)
         if len(set(self.report_to)) != len(self.report_to) or not set(self.report_to) <= set(TRACKERS):

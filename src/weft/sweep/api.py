@@ -126,7 +126,13 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
     objective = Objective(spec.objective, base_dir)
     earlier = None if spec.start_from is None else read_earlier(spec, base_dir / spec.start_from)
     backbone, notes = load_within(spec.backbone, spec.memory_limit)
-    engine = Engine(backbone, capacity=spec.capacity, planner=planner_named(spec.planner), max_jobs=spec.max_jobs)
+    engine = Engine(
+        backbone,
+        capacity=spec.capacity,
+        planner=planner_named(spec.planner),
+        max_jobs=spec.max_jobs,
+        tenant_weights=spec.tenant_weights,
+    )
     configurations = Configurations(spec, backbone, base_dir)
     configurations.check(space, spec.trials)
     for data in configurations.loaded():
