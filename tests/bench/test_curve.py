@@ -12,6 +12,7 @@ from weft.bench.curve import measure_curves
 @pytest.mark.slow
 def test_curves_when_measured_on_a_cpu_then_agree_with_peft_and_with_the_job_alone(monkeypatch):
     monkeypatch.setattr(curve, "SKILLS", ("reverse", "shout"))
+    monkeypatch.setattr(curve, "NUM_SEEDS", 1)
     lines: list[str] = []
     figures = {found.key: found for found in measure_curves(torch.device("cpu"), 3, "fused", lines.append)}
     assert figures["curve_vs_peft"].value < 1e-5
