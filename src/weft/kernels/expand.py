@@ -22,7 +22,9 @@ from weft.kernels.tile import (
     is_mine,
     line_of,
     out_delta,
+    part_bounds,
     part_column,
+    part_of_block,
     part_width,
     rank_tile,
     weight_a,
@@ -79,21 +81,8 @@ def _expand(  # type: ignore[no-untyped-def]
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
         return
-    # Blocks are counted part by part, so that none has columns of two.
-    block = tl.program_id(0)
-    part = 0
-    begin = 0
-    size = size_0
-    if NUM_PARTS > 1 and block >= tl.cdiv(size_0, BN):
-        block -= tl.cdiv(size_0, BN)
-        part = 1
-        begin = size_0
-        size = size_1
-        if NUM_PARTS > 2 and block >= tl.cdiv(size_1, BN):
-            block -= tl.cdiv(size_1, BN)
-            part = 2
-            begin = size_0 + size_1
-            size = size_2
+    part, block = part_of_block(tl.program_id(0), size_0, size_1, NUM_PARTS, BN)
+    begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
     line = line_of(table, slot, module + part, num_modules)
     width = part_width(line)
     if (end <= start) | (width == 0):

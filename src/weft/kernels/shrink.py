@@ -18,7 +18,7 @@ import torch
 
 from weft.kernels.launch import jit, runs_triton, tl
 from weft.kernels.tables import ROW_TILE, RowTables, Site, SlotTable, padded
-from weft.kernels.tile import drop_seed, drop_threshold, is_kept, is_mine, keep_scale, line_of, pad
+from weft.kernels.tile import drop_seed, drop_threshold, is_kept, is_mine, keep_scale, line_of, pad, part_bounds
 from weft.kernels.tuning import REDUCTION, shrink_blocks
 
 
@@ -161,14 +161,7 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
         return
     column = tl.multiple_of(tl.load(line + 1).to(tl.int32), 8)
     b = tl.multiple_of(tl.load(line + 3).to(tl.pointer_type(dy.dtype.element_ty)), 16)
-    begin = 0
-    size = size_0
-    if NUM_PARTS > 1 and part == 1:
-        begin = size_0
-        size = size_1
-    if NUM_PARTS > 2 and part == 2:
-        begin = size_0 + size_1
-        size = size_2
+    begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
     ranks = first + tl.arange(0, BR)

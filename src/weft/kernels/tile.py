@@ -94,6 +94,34 @@ def part_column(line):  # type: ignore[no-untyped-def]
 
 
 @jit
+def part_bounds(part, size_0, size_1, size_2, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a part's outputs begin among a site's, and how many they are."""
+    begin = 0
+    size = size_0
+    if NUM_PARTS > 1 and part == 1:
+        begin = size_0
+        size = size_1
+    if NUM_PARTS > 2 and part == 2:
+        begin = size_0 + size_1
+        size = size_2
+    return begin, size
+
+
+@jit
+def part_of_block(block, size_0, size_1, NUM_PARTS: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The part a block of outputs belongs to, and its number there: blocks are counted part by part, so that none has
+    outputs of two."""
+    part = 0
+    if NUM_PARTS > 1 and block >= tl.cdiv(size_0, BN):
+        block -= tl.cdiv(size_0, BN)
+        part = 1
+        if NUM_PARTS > 2 and block >= tl.cdiv(size_1, BN):
+            block -= tl.cdiv(size_1, BN)
+            part = 2
+    return part, block
+
+
+@jit
 def weight_a(line, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where a part's A lies."""
     return tl.multiple_of(tl.load(line + 2).to(tl.pointer_type(dtype)), 16)

@@ -28,7 +28,9 @@ from weft.kernels.tile import (
     keep_scale,
     line_of,
     pad,
+    part_bounds,
     part_column,
+    part_of_block,
 )
 from weft.kernels.tuning import REDUCTION, weight_grad_blocks
 
@@ -194,27 +196,14 @@ def _grad_b(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    blocks_0, blocks_1 = tl.cdiv(size_0, BN), tl.cdiv(size_1, BN)
-    column_blocks = blocks_0 + blocks_1 + tl.cdiv(size_2, BN)
+    column_blocks = tl.cdiv(size_0, BN) + tl.cdiv(size_1, BN) + tl.cdiv(size_2, BN)
     num_items = tl.load(owners).to(tl.int32) * column_blocks
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         owner = owners + (1 + item // column_blocks) * 4
         first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
         if is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
-            block = item % column_blocks
-            part = 0
-            begin = 0
-            size = size_0
-            if NUM_PARTS > 1 and block >= blocks_0:
-                block -= blocks_0
-                part = 1
-                begin = size_0
-                size = size_1
-                if NUM_PARTS > 2 and block >= blocks_1:
-                    block -= blocks_1
-                    part = 2
-                    begin = size_0 + size_1
-                    size = size_2
+            part, block = part_of_block(item % column_blocks, size_0, size_1, NUM_PARTS, BN)
+            begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
             line = line_of(table, slot, module + part, num_modules)
             rank = tl.load(line).to(tl.int32)
             column = part_column(line)
