@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.bench.clock import Effort, median_s, release
+from weft.bench.clock import Effort, release, replayed_s
 from weft.bench.figures import Figure, Kind
 from weft.bench.regimes import MIXED_RANKS
 from weft.errors import ConfigError, JobError, closest
@@ -181,7 +181,8 @@ def measure_case(
             inputs = [_inputs(linear, number) for number in range(NUM_INPUTS)]
             errors = relative_errors(linear, *inputs[0])
             worst = max(worst, *errors.values())
-            ours, frozen = (_graph_s(work, device, effort) for work in _turns(linear, inputs))
+            times = {"warmups": effort.warmups, "repeats": 4 * effort.repeats}
+            ours, frozen = (replayed_s(work, device, **times) / NUM_INPUTS for work in _turns(linear, inputs))
             logs.append(math.log(ours / frozen))
             found = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
             say(
@@ -222,18 +223,3 @@ def _turns(
             torch.mm(dy_TO, linear.weight_OD)
 
     return ours, frozen
-
-
-def _graph_s(work: Callable[[], None], device: torch.device, effort: Effort) -> float:
-    """Median seconds of the work, replayed from a CUDA graph where there is one."""
-    if device.type != "cuda":
-        return median_s(work, device, warmups=1, repeats=effort.repeats) / NUM_INPUTS
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return median_s(graph.replay, device, warmups=effort.warmups, repeats=4 * effort.repeats) / NUM_INPUTS

@@ -127,6 +127,7 @@ def _kernels() -> Finding:
 
     from weft.backbone.backbone import why_slow
     from weft.backbone.fused.model import FAMILIES
+    from weft.kernels.tuning import table_of
 
     has_gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if has_gpu else (torch.device("cpu"), torch.float32)
@@ -135,7 +136,7 @@ def _kernels() -> Finding:
         advice = "pip install triton" if "Triton" in obstacle else ""
         return Finding("kernels", "warn" if advice else "ok", f"reference (plain torch): {obstacle}", advice)
     text = f"fused (Triton {_version('triton')}, captured graphs) for {', '.join(FAMILIES)}; reference for other models"
-    return Finding("kernels", "ok", text)
+    return Finding("kernels", "ok", f"{text}; launches: {table_of(device)[1]}")
 
 
 def _memory() -> Finding:

@@ -163,7 +163,7 @@ def _expand_grad(  # type: ignore[no-untyped-def]
 def expand_kernel(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds every owner's S Bᵀ to its rows of y."""
     for launch in table.launches:
-        blocks = expand_blocks(launch.upto)
+        blocks = expand_blocks(launch.upto, y_TO.device)
         num_blocks = sum(cdiv(size, blocks["BN"]) for size in site.sizes)
         _expand[(num_blocks, len(rows.tiles_N4))](
             y_TO,
@@ -185,7 +185,7 @@ def expand_kernel(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
 def expand_grad_kernel(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds every owner's drop(dS A) to its rows of dx."""
     for launch in table.launches:
-        blocks = expand_grad_blocks(launch.upto, len(site.sizes))
+        blocks = expand_grad_blocks(launch.upto, len(site.sizes), dx_TD.device)
         _expand_grad[(cdiv(site.num_in, blocks["BN"]), len(rows.tiles_N4))](
             dx_TD,
             ds_TR,

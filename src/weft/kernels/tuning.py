@@ -1,10 +1,19 @@
-"""Sizes of blocks, by operation and kind of GPU.
+"""Sizes of blocks and numbers of warps, by operation, class of ranks and kind of GPU.
 
-Keys are the GPU, the operation and the widest rank; never what is in a batch. No block size changes a bit of a result
-but the sizes along a reduction (BK, BT), which are the same everywhere.
+Keys never hold what is in a batch. No choice here changes a bit of a result: what is summed in which order is in
+`REDUCTION` and `rank_blocks`, the same everywhere. A GPU without a table of its own gets the H200's, with as many
+stages as its shared memory holds, until `weft tune` has measured it.
 """
 
 from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
 
 import torch
 
@@ -14,8 +23,6 @@ from weft.kernels.tables import ROW_TILE
 REDUCTION = 128
 """Elements of one block along a summed dimension: part of every result, so never tuned. On an H200 128 moved 3.5 TB/s
 in `shrink` where 64 moved 1.2 to 2.6."""
-
-
 SHARED_BYTES = {
     (8, 0): 163 * 1024,  # A100
     (8, 6): 99 * 1024,  # A40, RTX 3090
@@ -26,6 +33,119 @@ SHARED_BYTES = {
 }
 """Shared memory of one program by compute capability; unknown GPUs get the least."""
 
+Choice = Mapping[str, int]
+Table = Mapping[str, Choice]
+"""By "operation/class", such as "swiglu/16"; the classes are those of `RankLaunch`: up to 16, up to 64, more."""
+
+H200: Table = {
+    # us at 8192 x 4096: 19 for one part of rank 16, 21 for three
+    "shrink/16": {"num_warps": 4, "num_stages": 5},
+    "shrink/64": {"num_warps": 4, "num_stages": 3},
+    "shrink/more": {"num_warps": 4, "num_stages": 3},
+    # 22 for A or B of rank 16, 27 for the A of three parts
+    "weight_grad/16": {"BN": 64, "num_warps": 4, "num_stages": 3},
+    "weight_grad/64": {"BN": 64, "num_warps": 4, "num_stages": 3},
+    "weight_grad/more": {"BN": 64, "num_warps": 4, "num_stages": 3},
+    # 38 for rank 16
+    "expand/16": {"BN": 64, "num_warps": 4, "num_stages": 2},
+    "expand/64": {"BN": 128, "num_warps": 4, "num_stages": 1},
+    "expand/more": {"BN": 128, "num_warps": 4, "num_stages": 1},
+    # 42 for two parts of rank 16, 47 for three
+    "expand_grad/16": {"BN": 128, "num_warps": 4, "num_stages": 2},
+    "expand_grad/64": {"BN": 128, "num_warps": 4, "num_stages": 2},
+    "expand_grad/more": {"BN": 128, "num_warps": 4, "num_stages": 2},
+    # at 8192 x 14336: 205 for rank 16, 276 for rank 64; registers decide how many programs run side by side
+    "swiglu/16": {"BN": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 80},
+    "swiglu/64": {"BN": 64, "num_warps": 8, "num_stages": 3},
+    "swiglu/more": {"BN": 64, "num_warps": 4, "num_stages": 3},
+    # 440 and 535
+    "swiglu_grad/16": {"BN": 64, "num_warps": 4, "num_stages": 3},
+    "swiglu_grad/64": {"BN": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 128},
+    "swiglu_grad/more": {"BN": 64, "num_warps": 4, "num_stages": 3},
+}
+SHIPPED = {"H200": H200, "H100": H200}
+"""Tables that were measured, by what a GPU's name holds; the H100 has the H200's multiprocessors."""
+
+_WARPS, _STAGES = (4, 8), (2, 3, 4, 5)
+_WIDTHS = (64, 128, 256)
+"""Never 32: with it Triton 3.6 got products of wide ranks wrong."""
+_OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
+    "shrink": {"num_warps": _WARPS, "num_stages": _STAGES},
+    "weight_grad": {"BN": _WIDTHS[:2], "num_warps": _WARPS, "num_stages": _STAGES},
+    "expand": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2, 3)},
+    "expand_grad": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2)},
+    "swiglu": {"BN": _WIDTHS[:2], "num_warps": _WARPS, "num_stages": (2, 3), "maxnreg": (0, 80, 128)},
+    "swiglu_grad": {"BN": _WIDTHS[:2], "num_warps": _WARPS, "num_stages": (2, 3), "maxnreg": (0, 128, 168)},
+}
+"""What `weft tune` tries; maxnreg 0: no limit."""
+
+TRYING: dict[str, Choice] = {}
+"""What is being tried right now, by key."""
+
+
+def class_of(rank_class: int) -> str:
+    """The last part of a key."""
+    return str(rank_class) if rank_class <= 16 else "64" if rank_class <= 64 else "more"
+
+
+def candidates(key: str) -> list[Choice]:
+    """All that can be tried for a key."""
+    options = _OPTIONS[key.partition("/")[0]]
+    found = [dict(zip(options, values, strict=True)) for values in product(*options.values())]
+    return [{name: value for name, value in choice.items() if name != "maxnreg" or value} for choice in found]
+
+
+@contextmanager
+def trying(key: str, choice: Choice) -> Iterator[None]:
+    """Inside, launches of this key use the choice."""
+    TRYING[key] = choice
+    try:
+        yield
+    finally:
+        del TRYING[key]
+
+
+def tuning_file() -> Path:
+    """Where `weft tune` keeps what it found: WEFT_TUNING, or the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("WEFT_TUNING") or Path(cache) / "weft" / "tuning.json")
+
+
+def tuned_tables(path: Path) -> dict[str, Table]:
+    """What was measured on this machine, by the GPU's whole name; a file that is none counts as empty."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            str(gpu): {key: {name: int(value) for name, value in choice.items()} for key, choice in table.items()}
+            for gpu, table in found.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+@functools.cache
+def table_of(device: torch.device) -> tuple[Table, str]:
+    """The choices for a device, and where they come from."""
+    if device.type != "cuda":
+        return H200, "the H200's"
+    name = torch.cuda.get_device_name(device)
+    tuned = tuned_tables(tuning_file())
+    if name in tuned:
+        return {**H200, **tuned[name]}, "measured on this machine"
+    for family, table in SHIPPED.items():
+        if family in name:
+            return table, f"the {family}'s"
+    return H200, "the H200's; `weft tune` would measure this GPU"
+
+
+def _chosen(operation: str, rank_class: int, device: torch.device, stage_bytes: int = 0) -> dict[str, int]:
+    """The choice for an operation, with no more stages than fit; how many changes no result."""
+    key = f"{operation}/{class_of(rank_class)}"
+    choice = dict(TRYING[key] if key in TRYING else table_of(device)[0][key])
+    if stage_bytes:
+        choice["num_stages"] = max(2, min(choice["num_stages"], shared_limit(device) // stage_bytes))
+    return choice
+
 
 def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory one program may have on a device."""
@@ -34,52 +154,34 @@ def shared_limit(device: torch.device) -> int:
     return SHARED_BYTES.get(torch.cuda.get_device_capability(device), min(SHARED_BYTES.values()))
 
 
-def _stages(wanted: int, stage_bytes: int, device: torch.device) -> int:
-    """As many blocks in flight as wanted and as fit; how many changes no result."""
-    return max(2, min(wanted, shared_limit(device) // stage_bytes))
-
-
 def shrink_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[str, int]:
-    """For `shrink`, all parts' ranks in one block where they fit. H200, in us at 8192 x 4096: 19 for one part of rank
-    16, 21 for three."""
+    """For `shrink`, all parts' ranks in one block where they fit."""
     blocks = rank_blocks(rank_class, num_parts)
     stage = (ROW_TILE + blocks["BR"]) * REDUCTION * like.element_size()
-    return {**blocks, "num_warps": 4, "num_stages": _stages(5 if blocks["BR"] < 64 else 3, stage, like.device)}
+    return {**blocks, **_chosen("shrink", rank_class, like.device, stage)}
 
 
 def weight_grad_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[str, int]:
-    """For `weight_grad`, likewise. H200, in us at 8192 x 4096: 22 for A or B of rank 16, 27 for three parts' A."""
+    """For `weight_grad`, likewise."""
     block = rank_blocks(rank_class, num_parts)["BR"]
-    stage = (64 + block) * REDUCTION * like.element_size()
-    return {"BN": 64, "BR": block, "num_warps": 4, "num_stages": _stages(3, stage, like.device)}
+    choice = _chosen("weight_grad", rank_class, like.device)
+    stage = (choice["BN"] + block) * REDUCTION * like.element_size()
+    return {"BR": block, **_chosen("weight_grad", rank_class, like.device, stage)}
 
 
-def expand_blocks(rank_class: int) -> dict[str, int]:
-    """For `expand`. H200, in us at 8192 x 4096: 38 for rank 16; 128 columns at a time are 20 % slower there, and 20 %
-    faster for ranks above 32."""
-    blocks = rank_blocks(rank_class)
-    is_wide = blocks["BR"] >= 64
-    return {**blocks, "BN": 128 if is_wide else 64, "num_warps": 4, "num_stages": 1 if is_wide else 2}
+def expand_blocks(rank_class: int, device: torch.device) -> dict[str, int]:
+    """For `expand`."""
+    return {**rank_blocks(rank_class), **_chosen("expand", rank_class, device)}
 
 
-def expand_grad_blocks(rank_class: int, num_parts: int) -> dict[str, int]:
-    """For `expand_grad`, all parts' ranks in one block where they fit. H200, in us at 8192 x 4096: 42 for two parts of
-    rank 16, 47 for three."""
-    return {**rank_blocks(rank_class, num_parts), "BN": 128, "num_warps": 4, "num_stages": 2}
+def expand_grad_blocks(rank_class: int, num_parts: int, device: torch.device) -> dict[str, int]:
+    """For `expand_grad`, all parts' ranks in one block where they fit."""
+    return {**rank_blocks(rank_class, num_parts), **_chosen("expand_grad", rank_class, device)}
 
 
-def swiglu_blocks(rank_class: int, *, backward: bool) -> dict[str, int]:
-    """For `swiglu`, launched once for each class of ranks. Registers decide: as many programs side by side as can be.
-
-    H200, in us at 8192 x 14336, forward and backward: 205 and 440 for rank 16, 276 and 535 for rank 64. Blocks of 32
-    columns are not to be had: Triton 3.6 then gets the products with A wrong for ranks above 64.
-    """
-    blocks = {**rank_blocks(rank_class), "BN": 64, "num_warps": 8, "num_stages": 3}
-    if rank_class <= 16:
-        return blocks | ({"num_warps": 4} if backward else {"maxnreg": 80})
-    if rank_class <= 64:
-        return blocks | ({"num_stages": 2, "maxnreg": 128} if backward else {})
-    return blocks | {"num_warps": 4}
+def swiglu_blocks(rank_class: int, device: torch.device, *, backward: bool) -> dict[str, int]:
+    """For `swiglu`, launched once for each class of ranks."""
+    return {**rank_blocks(rank_class), **_chosen("swiglu_grad" if backward else "swiglu", rank_class, device)}
 
 
 def rank_blocks(rank_class: int, num_parts: int = 1) -> dict[str, int]:

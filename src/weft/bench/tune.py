@@ -1,0 +1,182 @@
+"""Measures the choices of `kernels/tuning.py` on this GPU: every candidate that gives the same bits, the fastest kept.
+
+Each key is timed over all sites of one layer of a shape that use it, with four jobs of the class's rank. A candidate
+that does not compile, runs out of registers or shared memory, or differs in one bit from the choice in use is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from weft.bench.clock import replayed_s
+from weft.bench.shapes import Shape
+from weft.kernels.dropout import row_keys
+from weft.kernels.expand import expand_grad_kernel, expand_kernel
+from weft.kernels.shrink import shrink_grad_kernel, shrink_kernel
+from weft.kernels.swiglu import swiglu_grad_kernel, swiglu_kernel
+from weft.kernels.tables import Delta, Entry, RowTables, Site, SlotTable, Span, TableSizes, padded, row_tables
+from weft.kernels.tuning import Choice, Table, candidates, table_of, trying
+from weft.kernels.weight_grad import weight_grad_kernel
+
+NUM_JOBS = 4
+RANKS = {"16": 16, "64": 64, "more": 256}
+WORTH = 0.98
+"""A candidate is kept if it takes less than this of what is in use: timings differ by a per cent from run to run."""
+
+Outputs = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's sites with their adapters, and activations to run them on."""
+
+    sites: dict[str, Site]
+    table: SlotTable
+    rows: RowTables
+    wide: dict[int, torch.Tensor]
+    """Random activations by their width; kernels that add to them get a copy."""
+
+    def rank_space(self, site: Site) -> torch.Tensor:
+        """A random S."""
+        return _normal(self.rows.num_rows, len(site.sizes) * self.table.rank_class, like=next(iter(self.wide.values())))
+
+
+def make_layer(shape: Shape, rank: int, num_rows: int, dtype: torch.dtype, device: torch.device) -> Layer:
+    """A layer of the shape with jobs of one rank on equal runs of rows."""
+    query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    sites = {
+        "qkv": Site(0, (query, key, key), shape.hidden),
+        "out": Site(3, (shape.hidden,), query),
+        "gate_up": Site(4, (shape.ffn, shape.ffn), shape.hidden),
+        "down": Site(6, (shape.hidden,), shape.ffn),
+    }
+    table = SlotTable(list(sites.values()), device)
+    like = torch.empty(0, dtype=dtype, device=device)
+    spans = []
+    for job in range(NUM_JOBS):
+        entries = {}
+        for site in sites.values():
+            a_MPD = _normal(len(site.sizes), padded(rank), site.num_in, like=like)
+            grad_a_MRD = torch.zeros(len(site.sizes), rank, site.num_in, device=device)
+            for part, size in enumerate(site.sizes):
+                b_OP, grad_b_OR = _normal(size, padded(rank), like=like), torch.zeros(size, rank, device=device)
+                entries[site.module + part] = Entry(rank, a_MPD[part], b_OP, grad_a_MRD[part], grad_b_OR, 2.0, 0.0, 1)
+        start, end = num_rows * job // NUM_JOBS, num_rows * (job + 1) // NUM_JOBS
+        spans.append(Span(start, end, table.put(entries)))
+    keys_T = torch.from_numpy(row_keys(1, num_rows).copy()).to(device)
+    rows = row_tables(spans, TableSizes(num_rows, len(spans)), keys_T)
+    widths = {width for site in sites.values() for width in (site.num_in, site.num_out)}
+    return Layer(sites, table, rows, {width: _normal(num_rows, width, like=like) for width in widths})
+
+
+def _normal(*shape: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=like.device).mul_(0.05).to(like.dtype)
+
+
+def operations(layer: Layer) -> dict[str, Callable[[], Outputs]]:
+    """By operation: runs it on every site that uses it, and returns what it wrote."""
+    table, rows = layer.table, layer.rows
+    spaces = {name: layer.rank_space(site) for name, site in layer.sites.items()}
+
+    def shrinks() -> Iterator[torch.Tensor]:
+        for name, site in layer.sites.items():
+            for run, width in ((shrink_kernel, site.num_in), (shrink_grad_kernel, site.num_out)):
+                out_TR = torch.zeros_like(spaces[name])
+                run(layer.wide[width], out_TR, site, rows, table)
+                yield out_TR
+
+    def expands() -> Iterator[torch.Tensor]:
+        for name in ("qkv", "out", "down"):
+            site = layer.sites[name]
+            out_TO = layer.wide[site.num_out].clone()
+            expand_kernel(out_TO, spaces[name], site, rows, table)
+            yield out_TO
+
+    def expand_grads() -> Iterator[torch.Tensor]:
+        for name in ("qkv", "out", "gate_up"):
+            site = layer.sites[name]
+            out_TD = layer.wide[site.num_in].clone()
+            expand_grad_kernel(out_TD, spaces[name], site, rows, table)
+            yield out_TD
+
+    def weight_grads() -> Iterator[torch.Tensor]:
+        entries = [entry for own in table.entries.values() for entry in own.values()]
+        for entry in entries:
+            entry.grad_a_RD.zero_()
+            entry.grad_b_OR.zero_()
+        for name, site in layer.sites.items():
+            x_TD, dy_TO, s_TR = layer.wide[site.num_in], layer.wide[site.num_out], spaces[name]
+            weight_grad_kernel(x_TD, s_TR, dy_TO, s_TR, site, rows, table)
+        for entry in entries:
+            yield from (entry.grad_a_RD.clone(), entry.grad_b_OR.clone())
+
+    gate_up, down = layer.sites["gate_up"], layer.sites["down"]
+    delta = Delta(spaces["gate_up"], gate_up, rows, table)
+    down_delta = Delta(spaces["down"], down, rows, table)
+
+    def swiglus() -> Iterator[torch.Tensor]:
+        yield swiglu_kernel(layer.wide[gate_up.num_out], delta)
+
+    def swiglu_grads() -> Iterator[torch.Tensor]:
+        gu_TJ, dact_TI = layer.wide[gate_up.num_out].clone(), layer.wide[down.num_in]
+        dgu_TJ, act_TI = swiglu_grad_kernel(gu_TJ, delta, dact_TI, down_delta, True)
+        assert act_TI is not None
+        yield from (dgu_TJ, act_TI)
+
+    work = {
+        "shrink": shrinks,
+        "weight_grad": weight_grads,
+        "expand": expands,
+        "expand_grad": expand_grads,
+        "swiglu": swiglus,
+        "swiglu_grad": swiglu_grads,
+    }
+    return {name: lambda run=run: list(run()) for name, run in work.items()}  # type: ignore[misc]
+
+
+def tune(
+    shape: Shape, num_rows: int, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]
+) -> dict[str, Choice]:
+    """The fastest choice for every key, where it is not the one in use."""
+    in_use, found = table_of(device)[0], dict[str, Choice]()
+    for kind, rank in RANKS.items():
+        smallest = min(shape.kv_heads * shape.head_size, shape.hidden)
+        layer = make_layer(shape, min(rank, smallest), num_rows, dtype, device)
+        for operation, run in operations(layer).items():
+            key = f"{operation}/{kind}"
+            best = _fastest(key, run, in_use, device, say)
+            if best is not None:
+                found[key] = best
+    return found
+
+
+def _fastest(
+    key: str, run: Callable[[], Outputs], in_use: Table, device: torch.device, say: Callable[[str], None]
+) -> Choice | None:
+    expected = run()
+    usual_s = _seconds(run, device)
+    best, best_s, wrong = None, usual_s * WORTH, 0
+    for choice in candidates(key):
+        if choice == in_use[key]:
+            continue
+        with trying(key, choice):
+            try:
+                if not all(torch.equal(one, other) for one, other in zip(run(), expected, strict=True)):
+                    wrong += 1
+                    continue
+                seconds = _seconds(run, device)
+            except Exception:  # whatever the compiler or the launch finds, this candidate is not to be had
+                continue
+        if seconds < best_s:
+            best, best_s = choice, seconds
+    told = f"{best_s / usual_s:.0%} of the time with {dict(best)}" if best else "as it is"
+    differ = f"; {wrong} candidates gave other bits" if wrong else ""
+    say(f"{key}: {usual_s * 1e6:,.0f} us, {told}{differ}")
+    return best
+
+
+def _seconds(run: Callable[[], Outputs], device: torch.device) -> float:
+    return replayed_s(run, device, warmups=1, repeats=5)

@@ -1,0 +1,47 @@
+"""`weft tune`: keeps the fastest launch that gives the same bits, and none that does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weft.bench import tune as tuning_bench
+from weft.bench.shapes import SHAPES
+from weft.bench.tune import make_layer, operations, tune
+from weft.cli.main import app
+from weft.kernels import tuning
+
+CPU = torch.device("cpu")
+SLOW, FAST, WRONG = ({"num_warps": 4, "num_stages": n} for n in (2, 3, 4))
+
+
+@pytest.mark.parametrize("operation", ["shrink", "weight_grad", "expand", "expand_grad", "swiglu", "swiglu_grad"])
+def test_operations_when_run_twice_then_write_the_same_finite_numbers(operation):
+    """What is compared between candidates depends on nothing but the launch."""
+    layer = make_layer(SHAPES["tiny"], 16, 96, torch.float32, CPU)
+    run = operations(layer)[operation]
+    one, other = run(), run()
+    assert all(torch.equal(a, b) and a.isfinite().all() and a.any() for a, b in zip(one, other, strict=True))
+
+
+def test_tune_when_candidates_differ_then_keeps_the_fastest_right_one(monkeypatch):
+    layers = {"shrink": lambda: [torch.tensor([1.0 + (tuning.TRYING.get("shrink/16") == WRONG)])]}
+    monkeypatch.setattr(tuning_bench, "RANKS", {"16": 16})
+    monkeypatch.setattr(tuning_bench, "operations", lambda layer: layers)
+    monkeypatch.setattr(tuning_bench, "candidates", lambda key: [SLOW, FAST, WRONG])
+    seconds = {2: 2e-3, 3: 0.5e-3, 4: 0.1e-3, None: 1e-3}
+    monkeypatch.setattr(
+        tuning_bench,
+        "_seconds",
+        lambda run, device: seconds[tuning.TRYING.get("shrink/16", {}).get("num_stages")],
+    )
+    lines: list[str] = []
+    assert tune(SHAPES["tiny"], 96, torch.float32, CPU, lines.append) == {"shrink/16": FAST}
+    assert "50% of the time" in lines[0] and "1 candidates gave other bits" in lines[0]
+
+
+def test_verb_when_there_is_no_gpu_then_says_so_and_writes_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("WEFT_TUNING", str(tmp_path / "tuning.json"))
+    done = CliRunner().invoke(app, ["tune"])
+    assert done.exit_code != 0 and not list(tmp_path.iterdir())
