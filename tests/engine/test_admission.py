@@ -144,9 +144,10 @@ def test_tenants_when_one_floods_then_the_others_job_comes_in_turn(backbone):
     assert changes(events)[:2] == ["job_started x0", "job_started y"]
 
 
-def test_tenants_when_one_comes_late_then_it_starts_level_with_those_present(backbone):
-    """Its lack of history is no credit, and a long history of others is no debt."""
-    engine = Engine(backbone, capacity=48, max_jobs=1)
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_tenants_when_one_comes_late_then_it_starts_level_with_those_present(backbone, weight):
+    """Its lack of history is no credit, and a long history of others is no debt; level is by weight."""
+    engine = Engine(backbone, capacity=48, max_jobs=1, tenant_weights={"y": weight})
     submit(engine, small_job("x", tenant="x"), small_job("z", tenant="z"))
     engine.jobs["x"].num_tokens = 50 * QUANTUM_TOKENS
     list_of_shares: list[dict[str, Any]] = []
@@ -166,7 +167,7 @@ def test_tenants_when_one_comes_late_then_it_starts_level_with_those_present(bac
     run(engine, act)
     since = [shares for shares in list_of_shares if "y" in shares]
     level = since[0]["y"].served_tokens
-    assert level == min(since[0]["x"].served_tokens, since[0]["z"].served_tokens) > 0
+    assert level == weight * min(since[0]["x"].served_tokens, since[0]["z"].served_tokens) > 0
     assert len(since) > 1 and all(shares["y"].served_tokens >= level for shares in since), "it keeps its start"
 
 
