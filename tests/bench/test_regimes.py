@@ -8,7 +8,7 @@ import torch
 from weft.bench.clock import Measured
 from weft.bench.figures import Kind
 from weft.bench.kernels import CASES
-from weft.bench.regimes import FOUR, MIXED_RANKS, REGIMES, Program, Regime, Run, choose, regimes_of
+from weft.bench.regimes import FOUR, MAIN_SHAPE, MIXED_RANKS, REGIMES, Program, Regime, Run, choose, regimes_of
 from weft.bench.roofline import seconds_per_token
 from weft.bench.samples import packed_samples, padded_batch
 from weft.bench.session import figure
@@ -23,6 +23,9 @@ WANTED = {
     "sweep16_bf16",
     "sweep16_fp8",
     "sweep32",
+    "sweep32_tiny",
+    "sweep32_3b",
+    "sweep32_8b",
     "linear4_p0",
     "linear4_p10",
     "linear4_r64",
@@ -51,8 +54,8 @@ def test_names_of_runs_when_shapes_share_a_file_then_are_unique():
 
 
 def test_regimes_when_a_shape_has_no_targets_then_keys_carry_its_name():
-    regimes = regimes_of("qwen2.5-3b")
-    assert [r.key for r in regimes][:2] == ["qwen2.5-3b.step_bf16_vs_peft", "qwen2.5-3b.step_bf16_vs_liger"]
+    regimes = regimes_of("qwen2.5-7b")
+    assert [r.key for r in regimes][:2] == ["qwen2.5-7b.step_bf16_vs_peft", "qwen2.5-7b.step_bf16_vs_liger"]
     assert {r.target for r in regimes} == {None}
 
 
@@ -106,6 +109,19 @@ def test_samples_when_packed_then_fill_the_microbatch_and_serve_every_job(shape)
         assert workload.capacity - workload.lengths[0] < sum(lengths) <= workload.capacity
         assert workload.lengths[0] <= min(lengths)
         assert max(lengths) <= workload.lengths[1]
+
+
+def test_sweep_of_32_when_packed_then_every_configuration_has_a_batch_of_one_and_peft_the_same_lengths():
+    found = {regime.key: (shape, regime) for shape, regimes in REGIMES.items() for regime in regimes}
+    wanted = {"sweep32_tiny": ("tinyllama-1.1b", 40), "sweep32_3b": ("qwen2.5-3b", 20), "sweep32_8b": (MAIN_SHAPE, 10)}
+    for key, (shape, target) in wanted.items():
+        where, regime = found[key]
+        assert (where, regime.target) == (shape, target)
+        assert regime.peer is not None and regime.peer.program is Program.PEFT_SOLO
+        assert regime.peer.workload == regime.ours.workload
+        workload = regime.ours.workload
+        assert workload.lengths == (256, 512) and workload.ranks == (8, 16, 32, 64) * 8
+        assert [len(samples) for samples in packed_samples(workload, 100)] == [1] * 32
 
 
 def test_mixed_ranks_when_read_then_are_32_from_8_to_256():

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from weft.spec import load_run, run_from_mapping
-from weft.spec.reference import json_schema, sections
+from weft.spec.reference import json_schema, sections, sweep_schema
 
 JOBS = """\
 base_model: tiny
@@ -39,6 +39,15 @@ def test_config_when_asked_for_json_then_lists_the_same_as_data(weft):
 
 def test_config_when_asked_for_the_schema_then_prints_it(weft):
     assert json.loads(weft("config", "--schema").out) == json_schema()
+
+
+def test_config_when_asked_about_sweeps_then_tells_of_them_too(weft, tmp_path: Path):
+    assert json.loads(weft("config", "--sweep", "--schema").out) == sweep_schema()
+    assert "EARLY STOPPING  in early_stop of a sweep file" in weft("config", "--sweep").out
+    path = tmp_path / "sweep.yaml"
+    path.write_text("base_model: tiny\njob: {data: a.jsonl, eval_data: 4}\nspace: {lr: [1e-3]}\n")
+    printed = yaml.safe_load(weft("config", path, "--sweep", "trials=3").out)
+    assert (printed["trials"], printed["early_stop"]["factor"], printed["objective"]["mode"]) == (3, 3, "min")
 
 
 def test_config_when_given_a_file_then_prints_a_jobs_file_with_every_value(weft, tmp_path: Path):

@@ -60,6 +60,17 @@ def test_dry_run_when_asked_for_then_checks_everything_and_writes_nothing(weft, 
     assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
 
 
+def test_dry_run_when_asked_for_then_shows_the_plan_for_this_device_or_for_others(weft, folder):
+    here = weft("sweep", "sweep.yaml", "--dry-run")
+    assert "2 configurations, 120 tokens, in 1 pack on 1 x cpu: about" in here.out, here.out
+    assert "for any plan: this one is within" in here.out and "2: t000, t001" in here.out
+    ranges = "space={lr: {min: 1e-4, max: 1e-2, log: true}, r: [2, 64]}"
+    there = weft("sweep", "sweep.yaml", ranges, "--trials", "6", "--dry-run", "--device", "A100-40", "--gpus", "4")
+    assert there.code == 0 and "6 configurations" in there.out and "on 4 x a100-40" in there.out
+    assert "one by one with PEFT about" in there.out and "kernels" not in there.out
+    assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
+
+
 def test_sweep_when_no_trial_has_a_value_then_exits_with_1(weft, folder):
     result = weft("sweep", "sweep.yaml", "space.lr=[1e12]")
     assert result.code == 1
@@ -73,13 +84,15 @@ CASES = {
     "rank": (["space.r=[2, 4096]"], "space.r=[2, 4096]: space.r: rank 4096 is above the smaller side of model."),
     "shared rank": (["space.r=[2]", "job.adapter.rank_pattern={q_proj: 999}"], "rank 999 is above the smaller side"),
     "metric": (["objective=exact_mach"], "objective=exact_mach: objective.metric: got 'exact_mach'; accepted are"),
-    "metric without data": (["job.eval_data="], "job.eval_data=: defaults.eval_data: eval_loss needs eval_data"),
+    "metric without data": (["job.eval_data="], "job.eval_data=: job.eval_data: eval_loss needs eval_data"),
     "batch": (["space.batch_size=[2, 11]"], "space.batch_size: a batch of 11 samples is larger than the data set of"),
-    "shared batch": (["job.global_batch_size=64"], "job.global_batch_size=64: defaults.global_batch_size: a batch"),
+    "shared batch": (["job.global_batch_size=64"], "job.global_batch_size=64: job.global_batch_size: a batch"),
     "huge grid": ([HUGE], "space: the grid has 1,600 points and there is no budget. --trials N tries N of them, --all"),
     "grid over a range": (["sampler=grid", "space.lr={min: 1, max: 2}"], "space.lr: a grid needs countable values"),
     "min above max": (["space.lr={min: 2, max: 1}"], "space.lr: min 2 is above max 1."),
     "log of zero": (["space.lr={min: 0, max: 1, log: true}"], "space.lr: a logarithmic range needs a min above 0"),
+    "a device without a dry run": (["--device", "h100"], "--device: is what --dry-run plans for; a sweep trains on"),
+    "device": (["--dry-run", "--device", "h300"], "--device: there is no device 'h300' in the table; it has h200"),
     "no module": (["space.target_modules=[[q_prj]]"], "the backbone has no linear module 'q_prj'"),
     "resume": (["--resume"], "out: there is no sweep to resume."),
     "data": (["job.train_data=gone.jsonl"], "gone.jsonl"),

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import attending_eagerly, random_backbone, random_model, random_sample
+from tiny_models import attending_eagerly, finish, job_spec, random_backbone, random_data, random_model, random_sample
 
 from weft.data.sample import Sample
+from weft.engine.engine import Engine
 from weft.engine.evaluate import mean_losses
 from weft.spec import AdapterSpec
 
@@ -50,3 +51,34 @@ def test_mean_losses_when_nothing_is_supervised_then_nan():
     silent = Sample(np.array([3, 4, 5]), np.zeros(3, dtype=bool))
     silent_loss, other = mean_losses(random_backbone("llama"), [(None, [silent]), (None, samples(0))], 64, 128)
     assert math.isnan(silent_loss) and math.isfinite(other)
+
+
+def evaluated(*names: str) -> tuple[dict[str, list[float]], list[dict[str, int]]]:
+    """The evaluation losses of jobs that train together, and who was evaluated with whom."""
+    every = {"a": 2, "b": 2, "c": 3}
+    engine = Engine(random_backbone("llama"), capacity=256)
+    for name in names:
+        seed = "abc".index(name)
+        engine.submit(job_spec(name, seed=seed, eval_steps=every[name], eval_data=5), random_data(seed, num_eval=5))
+    losses = {name: outcome.eval_losses for name, outcome in finish(engine).items()}
+    return losses, [span.args["jobs"] for span in engine.timeline.spans if span.name == "eval"]
+
+
+def test_evaluations_when_due_at_the_same_time_then_share_a_pass_and_keep_their_bits():
+    losses, passes = evaluated("a", "b", "c")
+    assert [sorted(jobs) for jobs in passes] == [["a", "b"], ["c"], ["a", "b"], ["a", "b", "c"]]
+    assert all(losses[name] == evaluated(name)[0][name] for name in "abc")
+
+
+def test_evaluation_when_a_job_is_stopped_by_anothers_result_then_nobody_is_evaluated_twice():
+    engine = Engine(random_backbone("llama"), capacity=256)
+    for seed, name in enumerate("ab"):
+        engine.submit(job_spec(name, seed=seed, eval_steps=2, eval_data=5), random_data(seed, num_eval=5))
+    told = []
+    for event in engine.events():
+        if event.kind == "eval":
+            told.append((event.job, event.step))
+            if event.job == "a":
+                engine.cancel("b")
+    assert told == [("a", 2), ("b", 2), ("a", 4), ("a", 6)]
+    assert sum(span.name == "eval" for span in engine.timeline.spans) == 3

@@ -8,7 +8,7 @@ import pytest
 from synthetic_run import write_json, write_run
 
 from weft.errors import MissingExtraError, StorageError
-from weft.report import page as page_module
+from weft.report.document import json_for_script
 from weft.report.page import ReportExtra, Skill, render, write_report
 from weft.report.run_data import Span, read_run
 
@@ -90,7 +90,7 @@ def test_figures_when_a_plotly_does_not_escape_them_then_they_still_cannot_leave
         def to_json(self) -> str:
             return '{"name": "</script>\u2028&"}'
 
-    text = page_module._json_for_script({"loss": Figure()})
+    text = json_for_script({"loss": Figure()})
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == {"loss": {"name": "</script>\u2028&"}}
 

@@ -9,7 +9,9 @@ import pytest
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec, JobSpec, RunSpec, run_from_mapping
 from weft.spec.fields import field_names
-from weft.spec.reference import json_schema, markdown, sections, settings_of
+from weft.spec.load_sweep import sweep_from_mapping
+from weft.spec.reference import json_schema, markdown, sections, settings_of, sweep_schema, sweep_sections
+from weft.spec.sweep import EarlyStopSpec, ObjectiveSpec, SweepSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -119,3 +121,53 @@ def test_schema_when_the_loader_refuses_a_value_then_refuses_it_too(tree: dict[s
     with pytest.raises(ConfigError):
         run_from_mapping(tree)
     assert not matches(json_schema(), tree, json_schema())
+
+
+def sweep(**settings: Any) -> dict[str, Any]:
+    """A sweep file with some settings; None takes one away."""
+    job = {"train_data": "a.jsonl", "eval_data": 0.1}
+    tree = {"base_model": "tiny", "job": job, "space": {"lr": [1e-3, 2e-3]}, **settings}
+    return {key: value for key, value in tree.items() if value is not None}
+
+
+JOB = sweep()["job"]
+GOOD_SWEEPS = [
+    sweep(),
+    sweep(job=None, base={**JOB, "lora": {"alpha": "2r"}}, n_trials=4, early_stopping=False, objective="perplexity"),
+    sweep(space=None, parameters={"r": {"min": 4, "max": 8, "step": 2}}, early_stop={"rule": "median", "eta": 2}),
+    sweep(objective={"metric": "accuracy", "choices": ["a", "b"]}, sampler="random", max_seconds=1.5, capacity=4096),
+]
+BAD_SWEEPS = [
+    sweep(space=None),
+    sweep(base_model=None),
+    sweep(trails=3),
+    sweep(trials=0),
+    sweep(sampler="best"),
+    sweep(jobs=[{"name": "a"}], job=None, space={"lr": [1]}),
+    sweep(early_stop="never"),
+    sweep(early_stop={"rule": "asha", "factor": 1}),
+    sweep(objective={"metrik": "eval_loss"}),
+    sweep(job={**JOB, "name": "a"}),
+    sweep(job={**JOB, "adapter": {"lora_alpha": "twice"}}),
+]
+
+
+@pytest.mark.parametrize("tree", GOOD_SWEEPS)
+def test_schema_of_sweeps_when_the_loader_takes_a_file_then_takes_it_too(tree: dict[str, Any]):
+    sweep_from_mapping(tree, base_dir=Path())
+    assert matches(sweep_schema(), tree, sweep_schema())
+
+
+@pytest.mark.parametrize("tree", BAD_SWEEPS)
+def test_schema_of_sweeps_when_the_loader_refuses_a_value_then_refuses_it_too(tree: dict[str, Any]):
+    with pytest.raises(ConfigError):
+        sweep_from_mapping(tree, base_dir=Path())
+    assert not matches(sweep_schema(), tree, sweep_schema())
+
+
+def test_sections_of_sweeps_when_listed_then_name_what_a_jobs_file_does_not_have():
+    names = [{s.name for s in section.settings} for section in sweep_sections()]
+    own = field_names(SweepSpec).keys() - field_names(RunSpec).keys()
+    assert {field_names(SweepSpec)[name] for name in own} <= names[0] and "jobs" not in names[0]
+    assert names[1:] == [set(field_names(cls).values()) for cls in (ObjectiveSpec, EarlyStopSpec)]
+    assert all(setting.description.endswith(".") for section in sweep_sections() for setting in section.settings)

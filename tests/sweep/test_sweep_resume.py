@@ -129,9 +129,11 @@ def test_sweep_when_the_disk_is_full_then_says_so_and_goes_on_later(settings):
 def test_record_when_written_then_is_read_back_and_a_torn_line_is_dropped(tmp_path):
     record = Record(tmp_path)
     trial = Trial(3, "t003", {"lr": 1e-3, "target_modules": ["q_proj"]}, total_steps=9)
-    record.add_trial(trial)
+    record.add_trial(trial, 0.25)
+    assert Record(tmp_path).read()[0].started_s == 0.25, "one that was killed is known to have started"
     trial.points = [Point(2, 20, 0.5, 1.0)]
     record.add_point(trial, -1)
+    trial.started_s, trial.ended_s = 0.5, 7.5
     trial.state, trial.reason, trial.steps, trial.tokens = TrialState.STOPPED, "because", 2, 20
     record.add_end(trial, 7.5)
     whole = record.path.read_bytes()
@@ -144,7 +146,7 @@ def test_record_when_written_then_is_read_back_and_a_torn_line_is_dropped(tmp_pa
 def test_record_when_a_point_is_seen_again_then_the_later_line_counts(tmp_path):
     record = Record(tmp_path)
     trial = Trial(0, "t000", {})
-    record.add_trial(trial)
+    record.add_trial(trial, 0.0)
     for step in (2, 4, 2):
         trial.points.append(Point(step, 10 * step, 1.0 / step, float(step)))
         record.add_point(trial, -1)

@@ -14,7 +14,9 @@ from weft.engine.engine import Engine
 from weft.engine.train import execute_run, prepare_run
 from weft.errors import ConfigError, StorageError
 from weft.spec import load_run
+from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
+from weft.sweep.api import open_run, prepare_sweep
 from weft.sweep.trial import TrialState
 
 
@@ -141,6 +143,43 @@ def test_budget_when_it_is_used_up_then_running_trials_are_judged_and_kept(setti
     assert result.best is not None and Path("out/best/adapter_model.safetensors").exists()
     quick = weft.sweep(settings(max_seconds=1e-6, output_dir="quick"))
     assert all(trial.steps == 0 for trial in quick.trials) and quick.best is None
+
+
+def test_trial_when_it_has_been_stopped_then_what_the_engine_still_tells_of_it_is_not_heard(settings):
+    result = weft.sweep(settings(max_tokens=300, job={"eval_steps": 1}))
+    told = lines()
+    for trial in result.trials:
+        kinds = [line["kind"] for line in told if line["name"] == trial.name]
+        assert kinds.count("end") == 1 and kinds[-1] == "end"
+        assert trial.points[-1].step == trial.steps == len({point.step for point in trial.points})
+        assert trial.points[-1].tokens == trial.tokens
+        assert f"at step {trial.steps} the budget of 300 tokens" in trial.reason
+
+
+def test_order_when_trials_differ_in_length_then_the_longest_start_first_and_end_the_same(settings):
+    space = {"max_steps": [2, 5, 9, 3], "lr": [4e-3]}
+    result = weft.sweep(settings(space=space, max_jobs=2))
+    assert [trial.name for trial in result.trials] == ["t002", "t001", "t003", "t000"]
+    assert [trial.params["max_steps"] for trial in result.trials] == [9, 5, 3, 2]
+    began = [trial.started_s for trial in result.trials]
+    assert None not in began and began == sorted(began)
+    assert all(trial.ended_s > trial.started_s for trial in result.trials)
+    alone = weft.sweep(settings(space={**space, "max_steps": [3]}, output_dir="alone"))
+    assert alone.trials[0].value == result.trials[2].value
+    cut = weft.sweep(settings(space=space, max_jobs=2, max_tokens=10**6, output_dir="cut"))
+    assert [trial.name for trial in cut.trials] == ["t000", "t001", "t002", "t003"]
+
+
+def test_order_when_the_sweep_is_stopped_then_goes_on_with_the_same_trials(settings):
+    given = settings(space={"max_steps": [2, 5, 9, 3], "lr": [4e-3]}, max_jobs=1, sampler="random", trials=3)
+    whole = weft.sweep({**given, "output_dir": "whole"})
+    prepared = prepare_sweep(sweep_from_mapping(given, base_dir=Path()), Path())
+    with open_run(prepared, Path("out"), resume=False) as run:
+        run.train(should_stop=lambda: run.trials[0].steps >= 2)
+    result = weft.sweep(given, resume=True)
+    expected = {trial.name: (trial.params, trial.value) for trial in whole.trials}
+    assert {trial.name: (trial.params, trial.value) for trial in result.trials} == expected
+    assert sorted(expected) == ["t000", "t001", "t002"]
 
 
 def test_random_when_given_a_number_of_trials_then_tries_that_many(settings):

@@ -115,6 +115,17 @@ def load_backbone(spec: BackboneSpec) -> Backbone:
     return backbone
 
 
+def load_skeleton(base_model: str) -> Backbone:
+    """The backbone with its modules and their shapes but no weights: enough to check adapters, whatever its size."""
+    from transformers import AutoModelForCausalLM
+
+    source = find_source(base_model)
+    config = _read_config(source)
+    with _quiet(), _readable(source, f"the {config.model_type} model cannot be made"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return Backbone(model, load_tokenizer(base_model), base_model)
+
+
 def _quantise_linears(backbone: Backbone, kind: str, device: torch.device) -> None:
     """Stores every linear but the head in fewer bits and moves all to the device, where at most one is ever dense."""
     anchor = torch.zeros((), device=device, requires_grad=True)

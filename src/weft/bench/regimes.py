@@ -129,6 +129,8 @@ FOUR = Workload((16,) * 4, (512, 1024), 8192)
 SWEEP16 = Workload((16,) * 16, (512, 512), 8192)
 SWEEP32 = Workload((16,) * 32, (256, 256), 8192)
 MIXED32 = Workload(MIXED_RANKS, (256, 256), 8192)
+RAGGED32 = Workload((8, 16, 32, 64) * 8, (256, 512), 12800)
+"""A sweep of 32 configurations of batch 1: one sample each fills the microbatch."""
 TINY16 = Workload((16,) * 16, (256, 256), 4096)
 TINY4 = Workload((16,) * 4, (512, 512), 8192)
 LONG = Workload((16,), (32768, 32768), 32768)
@@ -167,13 +169,16 @@ MAIN = (
     _speed("step_nf4_tok_s", FOUR, NF4),
     _speed("fits_32k_tok_s", LONG, BF16_RECOMPUTED),
     _speed("fits_32k_offload_tok_s", LONG, BF16_OFFLOADED),
+    _step("sweep32_8b", BF16, Program.PEFT_SOLO, 10.0, RAGGED32),
 )
 REGIMES: dict[str, tuple[Regime, ...]] = {
     MAIN_SHAPE: MAIN,
     "tinyllama-1.1b": (
         _step("tiny16", BF16, Program.PEFT_SOLO, 42.0, TINY16),
         _step("tiny4", BF16, Program.PEFT_BEST, 2.5, TINY4),
+        _step("sweep32_tiny", BF16, Program.PEFT_SOLO, 40.0, RAGGED32),
     ),
+    "qwen2.5-3b": (_step("sweep32_3b", BF16, Program.PEFT_SOLO, 20.0, RAGGED32),),
     "llama-3.1-70b": (
         Regime(
             "fits_70b_tok_s",

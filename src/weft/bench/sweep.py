@@ -1,4 +1,4 @@
-"""All figures of sweeps. Nothing here needs a GPU or a data file."""
+"""All figures of sweeps that need no GPU and no data file; `weft bench step` has those of real ones (`sweep32_…`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from weft.bench.figures import Figure, Kind
 from weft.bench.sweep_plan import measure_sweep_plan
+from weft.bench.sweep_train import measure_early_stop, measure_sweep_together
 
 TARGETS: dict[str, tuple[Kind, float | None]] = {
     "plan120_s": (Kind.SECONDS, 20.0),
@@ -14,11 +15,19 @@ TARGETS: dict[str, tuple[Kind, float | None]] = {
     **{f"sim_makespan_{size}": (Kind.SPEEDUP, 7.5) for size in ("3b", "7b", "14b", "32b")},
     **{f"sim_ceiling_{size}": (Kind.SPEEDUP, None) for size in ("3b", "7b", "14b", "32b")},
     **{f"sim_makespan_{size}_gsm8k": (Kind.SPEEDUP, None) for size in ("3b", "7b", "14b", "32b")},
+    "cpu16": (Kind.SPEEDUP, 3.0),
+    "cpu16_largest_difference": (Kind.ERROR, 1e-5),
+    "cpu16_same_best": (Kind.SHARE, 1.0),
+    "cpu16_batch4": (Kind.SPEEDUP, None),
+    "early_stop_tokens": (Kind.SPEEDUP, 2.0),
+    "early_stop_same_best": (Kind.SHARE, None),
     **{f"sim_makespan_{size}_rte": (Kind.SPEEDUP, None) for size in ("3b", "7b", "14b", "32b")},
 }
 """What is shown of the measured values; the others go into the JSON file alone."""
 PARTS: dict[str, Callable[[], dict[str, float]]] = {
     "planning": measure_sweep_plan,
+    "together": measure_sweep_together,
+    "early stopping": measure_early_stop,
 }
 
 

@@ -141,7 +141,7 @@ def plan(json: JsonFile = None) -> None:
 
 @bench.command("sweep")
 def sweep(json: JsonFile = None) -> None:
-    """Sweeps: 120 configurations planned on eight GPUs, how near the best that is, and beside one by one."""
+    """Sweeps: 120 configurations planned on eight GPUs; 16 really trained beside one by one, and stopped early."""
     from weft.bench.sweep import measure_sweep
 
     _measure_parts(measure_sweep, json)

@@ -1,12 +1,13 @@
-"""`weft config`: every setting with its meaning, or a jobs file with every value it leads to."""
+"""`weft config`: every setting with its meaning, or a jobs or sweep file with every value it leads to."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -15,29 +16,37 @@ from rich.text import Text
 
 from weft.errors import ConfigError
 from weft.spec import RunSpec, load_run
+from weft.spec.load_sweep import load_sweep
+from weft.spec.sweep import resolved_sweep
+
+if TYPE_CHECKING:
+    from weft.spec.reference import Section
 
 
 def config(
-    jobs_file: Annotated[Path | None, typer.Argument(help="A jobs file to check.", show_default=False)] = None,
+    jobs_file: Annotated[Path | None, typer.Argument(help="A file to check.", show_default=False)] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: jobs.0.adapter.r=32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON Schema of jobs files.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON Schema of the files.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="The same for sweep files.")] = False,
 ) -> None:
     """List all settings, or check a jobs file and show every value it leads to."""
-    from weft.spec.reference import json_schema, sections
+    from weft.spec.reference import json_schema, sections, sweep_schema, sweep_sections
 
+    listed_sections = [*sections(), *sweep_sections()] if sweep else sections()
     if jobs_file is not None and schema:
-        raise ConfigError("describes all jobs files; leave out the file.", where="--schema")
+        raise ConfigError(f"describes all {'sweep' if sweep else 'jobs'} files; leave out the file.", where="--schema")
     if jobs_file is not None:
-        values = resolved(load_run(jobs_file, overrides or ()))
+        given = overrides or ()
+        values = resolved_sweep(load_sweep(jobs_file, given)) if sweep else resolved(load_run(jobs_file, given))
         typer.echo(_json(values) if as_json else yaml.safe_dump(values, sort_keys=False, width=120), nl=False)
     elif schema:
-        typer.echo(_json(json_schema()), nl=False)
+        typer.echo(_json(sweep_schema() if sweep else json_schema()), nl=False)
     elif as_json:
-        listed = {section.title.lower(): [dataclasses.asdict(s) for s in section.settings] for section in sections()}
+        listed = {part.title.lower(): [dataclasses.asdict(s) for s in part.settings] for part in listed_sections}
         typer.echo(_json(listed), nl=False)
     else:
-        _show(Console())
+        _show(Console(), listed_sections)
 
 
 def resolved(run: RunSpec) -> dict[str, Any]:
@@ -56,10 +65,8 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _show(console: Console) -> None:
-    from weft.spec.reference import sections
-
-    for section in sections():
+def _show(console: Console, sections: Sequence[Section]) -> None:
+    for section in sections:
         console.print(Text(f"{section.title.upper()}  {section.place.replace('`', '')}", style="bold"))
         for setting in section.settings:
             default = "required" if setting.is_required else f"default {setting.default}"

@@ -21,10 +21,14 @@ from weft.cli.evaluate import evaluate
 from weft.cli.export import export, merge
 from weft.cli.generate import generate
 from weft.cli.init import init
+from weft.cli.keys import keys
 from weft.cli.plan import plan
 from weft.cli.profile import profile
+from weft.cli.serve import serve
 from weft.cli.sweep import sweep
 from weft.cli.train import train
+from weft.cli.tune import tune
+from weft.cli.worker import worker
 from weft.errors import WeftError
 
 app = typer.Typer(
@@ -49,9 +53,13 @@ for verb, name in (
     (merge, "merge"),
     (doctor, "doctor"),
     (profile, "profile"),
+    (worker, "worker"),
+    (serve, "serve"),
+    (tune, "tune"),
 ):
     app.command(name)(verb)
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 
 
 def _show_version(value: bool) -> None:

@@ -2,6 +2,8 @@
 
 weft sweep sweep.yaml                        what the file says
 weft sweep sweep.yaml --trials 32            at most 32 configurations
+weft sweep sweep.yaml --dry-run              check everything, and plan it: packs, time, memory
+weft sweep sweep.yaml --dry-run --device a100-40 --gpus 8      the plan for GPUs that are not here
 weft sweep sweep.yaml job.max_steps=200      another setting for all of them
 weft sweep jobs.yaml --space space.yaml      a jobs file with one job, and Axolotl's kind of sweep file
 weft sweep sweep.yaml --resume               go on after a stop or a crash
@@ -18,7 +20,7 @@ from rich.console import Console
 
 from weft.errors import ConfigError, WeftError
 from weft.spec.load import parse, place_of
-from weft.spec.load_sweep import load_sweep, space_of
+from weft.spec.load_sweep import in_its_words, load_sweep, space_of
 from weft.spec.sweep import SweepSpec
 
 if TYPE_CHECKING:
@@ -45,14 +47,28 @@ def sweep(
     no_early_stop: Annotated[
         bool, typer.Option("--no-early-stop", help="Train every configuration to its end.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train and write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and show the plan; train and write nothing.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="With --dry-run: plan for h200, h100, a100-80, … Default: what is here.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="With --dry-run: plan for so many of them.", min=1)] = None,
 ) -> None:
     """Try many configurations together on one backbone and keep the best."""
     short = {"trials": trials, "max_tokens": max_tokens, "max_seconds": max_seconds, "sampler": sampler}
     short |= {"all_points": "true" if every_point else None, "early_stop": "none" if no_early_stop else None}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_sweep(sweep_file, changes, space=space)
+    if not dry_run and (device is not None or gpus is not None):
+        flag = "--gpus" if device is None else "--device"
+        raise ConfigError("is what --dry-run plans for; a sweep trains on the device that is here.", where=flag)
+    if device is not None:
+        _check_device(device)
     try:
+        if device is not None or gpus is not None:
+            _plan_elsewhere(spec, sweep_file, Console(), device, gpus or 1)
+            return
         raise typer.Exit(_sweep(spec, sweep_file, out, Console(), resume=resume, dry_run=dry_run))
     except ConfigError as error:
         raise _placed(error, sweep_file, changes) from None
@@ -76,6 +92,7 @@ def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftErr
     from weft.spec.load import apply_override
 
     tree, lines = parse(path)
+    error = in_its_words(error, tree)
     given = {apply_override(tree, change, SweepSpec): change for change in changes}
     if error.where is None or " line " in error.where or ": " in error.where:
         return error
@@ -93,6 +110,7 @@ def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, r
         prepared = prepare_sweep(spec, file.parent)
     _introduce(prepared, console)
     if dry_run:
+        _show_plan(prepared, console)
         console.print("dry run: nothing was written")
         return 0
     stop = StopRequest(console)
@@ -106,6 +124,39 @@ def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, r
             result = conclude(run)
         _tell(run, result, console)
     return 0 if result.best is not None else 1
+
+
+def _check_device(device: str) -> None:
+    from weft.cost.hardware import find_hardware
+
+    try:
+        find_hardware(device)
+    except ConfigError as error:
+        raise ConfigError(error.message, where="--device", hint=error.hint) from None
+
+
+def _plan_elsewhere(spec: SweepSpec, file: Path, console: Console, device: str | None, gpus: int) -> None:
+    """Plans for hardware that is not here, without the model's weights."""
+    from weft.sweep.planned import device_here, plan_elsewhere
+
+    with console.status("reading the data and planning"):
+        plan = plan_elsewhere(spec, file.parent, device or device_here(), gpus)
+    _line(console, str(plan))
+    console.print("dry run: nothing was written")
+
+
+def _show_plan(prepared: PreparedSweep, console: Console) -> None:
+    """The plan for the device that is here, or why there is none; the sweep does not depend on it."""
+    from weft.sweep.planned import device_here, plan_configurations
+
+    here = "cpu" if prepared.engine.backbone.device.type == "cpu" else device_here()
+    try:
+        plan = plan_configurations(prepared.spec, prepared.configurations, here)
+    except WeftError as error:
+        _line(console, f"plan      none: {error}")
+        return
+    console.print()
+    _line(console, str(plan))
 
 
 def _introduce(prepared: PreparedSweep, console: Console) -> None:
@@ -131,7 +182,7 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
 
 def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
     from weft.report import readable
-    from weft.report.sweep_live import leaderboard_table
+    from weft.report.sweep.live import leaderboard_table
     from weft.sweep.live import params_text
 
     metric, trials, best = run.parts.objective.metric, run.trials, result.best

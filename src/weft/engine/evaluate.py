@@ -31,9 +31,7 @@ def mean_losses(
     return [total / count if count else float("nan") for total, count in zip(sums, counts, strict=True)]
 
 
-def evaluate_due(
-    backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row_tile: int, timeline: Timeline
-) -> None:
+def evaluate_due(backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row_tile: int, timeline: Timeline) -> None:
     """Evaluates jobs at their last step in the same microbatches; each keeps its result until that is told."""
     tokens = {job.spec.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}
     requests = [(job.slot, job.data.eval.samples) for job in jobs if job.data.eval is not None]

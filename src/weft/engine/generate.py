@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,12 +40,21 @@ class Decoding:
     seed: int = 0
 
 
-@dataclass
-class _Sequence:
+@dataclass(eq=False)
+class Continuation:
+    """A request under way: what has been written so far, and what the model remembers of it."""
+
     request: Request
-    generator: torch.Generator
-    cache: dict[int, Any] = field(default_factory=dict)
+    decoding: Decoding
     tokens: list[int] = field(default_factory=list)
+    is_over: bool = False
+    """Nothing more will be written: an end token came, or the longest length is reached."""
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(mix(self.decoding.seed, self.request.seed))
+        self._cache: dict[int, Any] = {}
+        self.new: list[int] = list(self.request.tokens)
+        """Tokens the model has not read yet: the whole request at first, then the last one written."""
 
 
 def generate(
@@ -62,15 +71,37 @@ def generate(
     ends = end_tokens(backbone)
     results: list[list[int]] = []
     for start in range(0, len(requests), BATCH):
-        group = [
-            _Sequence(request, torch.Generator().manual_seed(mix(decoding.seed, request.seed)))
-            for request in requests[start : start + BATCH]
-        ]
-        for which, token in _decode(backbone, group, decoding, ends):
-            if on_token is not None:
-                on_token(start + which, token)
-        results.extend(sequence.tokens for sequence in group)
+        group = [Continuation(request, decoding) for request in requests[start : start + BATCH]]
+        while going := [(which, item) for which, item in enumerate(group) if not item.is_over]:
+            written = advance(backbone, [item for _, item in going], ends)
+            for (which, _), token in zip(going, written, strict=True):
+                if token is not None and on_token is not None:
+                    on_token(start + which, token)
+        results.extend(item.tokens for item in group)
     return results
+
+
+def advance(backbone: Backbone, going: Sequence[Continuation], ends: Collection[int]) -> list[int | None]:
+    """Writes the next token of each, in one pass of the backbone; None where an end token came instead.
+
+    What is written depends on a continuation alone, not on the others in the pass.
+    """
+    known = [len(item.request.tokens) + len(item.tokens) - len(item.new) for item in going]
+    logits = _logits(backbone, going, known)
+    return [_write(item, row, ends, backbone.max_positions) for item, row in zip(going, logits, strict=True)]
+
+
+def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
+    """Lets the model read the first of the new tokens and writes nothing, so that a long request takes several passes.
+
+    At least one must be left for `advance`.
+    """
+    assert 0 < num_tokens < len(item.new)
+    rest = item.new[num_tokens:]
+    item.new = item.new[:num_tokens]
+    known = len(item.request.tokens) + len(item.tokens) - num_tokens - len(rest)
+    _logits(backbone, [item], [known])
+    item.new = rest
 
 
 def end_tokens(backbone: Backbone) -> set[int]:
@@ -80,36 +111,27 @@ def end_tokens(backbone: Backbone) -> set[int]:
     return {int(t) for t in [*listed, backbone.tokenizer.eos_token_id] if t is not None}
 
 
-def _decode(
-    backbone: Backbone, group: list[_Sequence], decoding: Decoding, ends: Collection[int]
-) -> Iterator[tuple[int, int]]:
-    waiting = [(which, sequence, list(sequence.request.tokens)) for which, sequence in enumerate(group)]
-    longest = backbone.max_positions
-    while waiting:
-        logits = _advance(backbone, [(sequence, new) for _, sequence, new in waiting])
-        going = []
-        for (which, sequence, _), row in zip(waiting, logits, strict=True):
-            token = _choose(row, decoding, sequence.generator)
-            if token in ends:
-                continue
-            sequence.tokens.append(token)
-            yield which, token
-            length = len(sequence.request.tokens) + len(sequence.tokens)
-            if len(sequence.tokens) < decoding.max_new_tokens and length < longest:
-                going.append((which, sequence, [token]))
-        waiting = going
+def _write(item: Continuation, logits_V: torch.Tensor, ends: Collection[int], longest: int) -> int | None:
+    token = _choose(logits_V, item.decoding, item._generator)
+    if token in ends:
+        item.is_over = True
+        return None
+    item.tokens.append(token)
+    item.new = [token]
+    length = len(item.request.tokens) + len(item.tokens)
+    item.is_over = len(item.tokens) >= item.decoding.max_new_tokens or length >= longest
+    return token
 
 
-def _advance(backbone: Backbone, fed: list[tuple[_Sequence, list[int]]]) -> torch.Tensor:
-    """Feeds new tokens to their sequences; the logits after each one's last."""
+def _logits(backbone: Backbone, going: Sequence[Continuation], known: Sequence[int]) -> torch.Tensor:
+    """Feeds new tokens to their continuations, after those `known` to each; the logits after each one's last."""
     placed = []
-    for sequence, new in fed:
-        known = len(sequence.request.tokens) + len(sequence.tokens) - len(new)
-        sample = Sample(np.array(new, dtype=np.int32), np.zeros(len(new), dtype=bool))
-        placed.append(Placed(sample, sequence.request.slot, position=known))
+    for item, position in zip(going, known, strict=True):
+        sample = Sample(np.array(item.new, dtype=np.int32), np.zeros(len(item.new), dtype=bool))
+        placed.append(Placed(sample, item.request.slot, position=position))
     batch = pack_samples(placed, None, backbone.device)
     rows = [segment.end - 1 for segment in batch.segments]
-    return backbone.logits(batch, rows, [sequence.cache for sequence, _ in fed])
+    return backbone.logits(batch, rows, [item._cache for item in going])
 
 
 def _choose(logits_V: torch.Tensor, decoding: Decoding, generator: torch.Generator) -> int:

@@ -114,7 +114,7 @@ class LiveTable:
             bar = ProgressBar(total=max(job.num_steps, 1), completed=job.step, width=16)
             rate = job.tokens.per_s if job.state == "running" else None
             table.add_row(
-                Text(_one_line(job.name)),
+                Text(readable.one_line(job.name)),
                 Text(job.state, style=STATE_STYLES[job.state]),
                 *([bar] if is_wide else []),
                 f"{job.step}/{job.num_steps}",
@@ -165,7 +165,7 @@ class LiveTable:
     def _say(self, line: str, style: str = "") -> None:
         # A log file may take ASCII only, and a name it cannot write must not end the run.
         encoding = self._console.encoding
-        line = _one_line(line).encode(encoding, "backslashreplace").decode(encoding)
+        line = readable.one_line(line).encode(encoding, "backslashreplace").decode(encoding)
         self._console.print(Text(line, style=style), soft_wrap=self._live is None)
 
 
@@ -182,14 +182,14 @@ def summary_table(rows: Sequence[JobData]) -> Table:
     for job in rows:
         steps = f"{job.step}" if job.num_steps in (None, job.step) else f"{job.step}/{job.num_steps}"
         table.add_row(
-            Text(_one_line(job.name)),
-            Text(_one_line(job.state), style=STATE_STYLES.get(job.state, "")),
+            Text(readable.one_line(job.name)),
+            Text(readable.one_line(job.state), style=STATE_STYLES.get(job.state, "")),
             steps,
             readable.loss(job.final_loss),
             readable.loss(job.best_eval_loss),
             readable.count(job.trained_tokens),
             readable.rate(job.tokens_per_s),
-            *([Text(_one_line("; ".join(job.remarks)), style="dim")] if has_remarks else []),
+            *([Text(readable.one_line("; ".join(job.remarks)), style="dim")] if has_remarks else []),
         )
     return table
 
@@ -197,8 +197,3 @@ def summary_table(rows: Sequence[JobData]) -> Table:
 def _losses(job: JobProgress) -> str:
     text = f"loss {readable.loss(job.loss)}"
     return text if job.eval_loss is None else f"{text}, eval loss {readable.loss(job.eval_loss)}"
-
-
-def _one_line(text: str) -> str:
-    """Text that cannot move the cursor or colour the screen, whatever a data file or an error put in it."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -1,7 +1,7 @@
 """Writes report.html: one self-contained page about a run that opens offline, in light and dark, on a phone too.
 
 All text of users (names, reasons, settings) goes through the template's autoescape or, inside the data of the charts,
-through `_json_for_script`; the page's own policy forbids it to load anything from anywhere.
+through `json_for_script`; the page's own policy forbids it to load anything from anywhere.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from weft import __version__
 from weft.report import readable
 from weft.report.charts import draw_charts
-from weft.report.figure import Figure, graph_objects
+from weft.report.document import Cell, json_for_script, template_file, templates
+from weft.report.figure import graph_objects
 from weft.report.palette import job_colours
 from weft.report.run_data import JobData, RunData, read_run
 from weft.report.time_charts import drawn_microbatches
 from weft.store.atomic import write_file
 
-Cell = tuple[str, str, float | None]
 STATE_ORDER = ("running", "paused", "queued", "succeeded", "failed", "cancelled", "unknown")
 # Greys with a tint: the colours proper belong to the jobs.
 SPAN_NAMES = {
@@ -76,13 +75,7 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
     graph_objects()  # a missing plotly is reported before any work
     from plotly.offline import get_plotlyjs
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("weft.report", "template"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     charts = draw_charts(run)
     shown, total = len(drawn_microbatches(run)), len(run.microbatches)
     return environment.get_template("page.html").render(
@@ -91,15 +84,15 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
         tiles=_tiles(run),
         jobs=_job_rows(run),
         charts=charts,
-        figures=_json_for_script(charts),
+        figures=json_for_script(charts),
         work=_work(run),
         timeline_note=f"{f'the first {shown:,} of ' if shown < total else ''}{total:,} recorded microbatches",
         extra=extra,
         skill_colours=dict(zip((job.name for job in run.jobs), job_colours(len(run.jobs)), strict=True)),
         readable=readable,
         plotly=Markup(get_plotlyjs()),
-        style=Markup(_template_file(environment, "page.css")),
-        script=Markup(_template_file(environment, "page.js")),
+        style=Markup(template_file(environment, "page.css")),
+        script=Markup(template_file(environment, "page.js")),
         version=__version__,
     )
 
@@ -187,16 +180,3 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", ", ".join(str(item) for item in value)
         else:
             yield f"{prefix}{key}", readable.NOTHING if value in (None, {}) else str(value)
-
-
-def _json_for_script(charts: Mapping[str, Figure]) -> Markup:
-    """The figures as JSON that no text inside can break out of a script element with."""
-    text = "{" + ",".join(f'"{name}":{figure.to_json()}' for name, figure in charts.items()) + "}"
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
-
-
-def _template_file(environment: jinja2.Environment, name: str) -> str:
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]

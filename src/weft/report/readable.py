@@ -1,4 +1,4 @@
-"""Writes numbers the way people read them: durations, token counts, rates, losses, learning rates."""
+"""Writes numbers and texts the way people read them: durations, token counts, rates, losses, learning rates."""
 
 from __future__ import annotations
 
@@ -71,3 +71,15 @@ def learning_rate(value: float | None) -> str:
 def percent(fraction: float | None) -> str:
     """`93 %`."""
     return NOTHING if fraction is None else f"{100 * fraction:.0f} %"
+
+
+def one_line(text: str) -> str:
+    """Text that cannot move the cursor or colour the screen, whatever a data file or an error put in it."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def time_unit(end_s: float) -> tuple[str, float]:
+    """The unit for an axis up to `end_s`, and its seconds."""
+    if end_s > 3 * 3600:
+        return "hours", 3600.0
+    return ("minutes", 60.0) if end_s > 300 else ("seconds", 1.0)

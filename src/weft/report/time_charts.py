@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from weft.report import readable
 from weft.report.figure import Figure, bare_figure, graph_objects, label
 from weft.report.palette import faint, job_colours
 from weft.report.run_data import JobData, RunData, Span
@@ -26,7 +27,7 @@ def throughput(run: RunData) -> Figure | None:
     end = run.seconds
     if not end:
         return None
-    unit, unit_s = _time_unit(end)
+    unit, unit_s = readable.time_unit(end)
     centres = rounded([(i + 0.5) * end / NUM_BINS / unit_s for i in range(NUM_BINS)])
     traces = []
     for index, job in enumerate(run.jobs):
@@ -44,7 +45,7 @@ def fill(run: RunData) -> Figure | None:
     spans = [span for span in run.microbatches if span.rows]
     if not spans:
         return None
-    unit, unit_s = _time_unit(run.seconds or 0.0)
+    unit, unit_s = readable.time_unit(run.seconds or 0.0)
     chunks = [spans[part] for part in in_chunks(len(spans), MAX_FILL_POINTS)]
     trace = graph_objects().Scatter(
         x=rounded([(chunk[0].start_s + _end(chunk[-1])) / 2 / unit_s for chunk in chunks], 6),
@@ -154,13 +155,6 @@ def _lane(run: RunData, name: str, start_s: float, end_s: float) -> Any:
         marker={"color": GREY, "line": {"width": 1, "color": GREY}},
         hovertemplate=f"{name}: %{{customdata}} ms<extra></extra>",
     )
-
-
-def _time_unit(end_s: float) -> tuple[str, float]:
-    """The unit for an axis up to `end_s`, and its seconds."""
-    if end_s > 3 * 3600:
-        return "hours", 3600.0
-    return ("minutes", 60.0) if end_s > 300 else ("seconds", 1.0)
 
 
 def _end(span: Span) -> float:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.spec.adapter import AdapterSpec
 from weft.spec.fields import describe, field_names, read
 from weft.spec.job import JobSpec
 from weft.spec.load import apply_override, canonical, merge, parse, place_of
 from weft.spec.space import Space, params_of, read_space, setting_path
-from weft.spec.sweep import SweepSpec
+from weft.spec.sweep import TIMES_R, SweepSpec
 
-_TIMES_R = re.compile(r"(\d+\.?\d*|\.\d+) *\*? *r")
 _DEFAULTS = "defaults"
 
 
@@ -46,6 +46,24 @@ def sweep_from_mapping(tree: Any, *, base_dir: Path) -> SweepSpec:
     """The sweep described by plain data, as YAML or JSON gives it; `base_dir` is what paths are relative to."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"expected settings such as base_model and space, got {describe(tree)}.")
+    try:
+        return _read_sweep(tree, base_dir)
+    except ConfigError as error:
+        raise in_its_words(error, tree) from None
+
+
+def in_its_words(error: ConfigError, tree: Any) -> ConfigError:
+    """An error about what all trials share, said of the section as the file calls it: job, base, defaults or jobs."""
+    where = error.where or ""
+    if where != _DEFAULTS and not where.startswith(f"{_DEFAULTS}."):
+        return error
+    names = field_names(SweepSpec)
+    keys = [str(key) for key in tree] if isinstance(tree, Mapping) else []
+    called = "jobs.0" if "jobs" in keys else next((key for key in keys if names.get(key) == _DEFAULTS), "job")
+    return ConfigError(error.message, where=called + where.removeprefix(_DEFAULTS), hint=error.hint)
+
+
+def _read_sweep(tree: Mapping[Any, Any], base_dir: Path) -> SweepSpec:
     spec = read(SweepSpec, _with_one_job(tree))
     _check_defaults(spec.defaults)
     if isinstance(spec.space, str):
@@ -114,6 +132,10 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
     """A mistake in what all trials share is reported there and not in the first trial."""
     if "name" in defaults:
         raise ConfigError("trials have names of their own; leave it out.", where=f"{_DEFAULTS}.name")
+    for key in defaults:
+        if key not in field_names(JobSpec) and key in field_names(AdapterSpec):
+            hint = f"Write adapter: {{{key}: …}}, or search it in space."
+            raise ConfigError("is a setting of the adapter.", where=f"{_DEFAULTS}.{key}", hint=hint)
     alone = {"name": "trial", "train_data": ["none"], "eval_data": 1}
     read(JobSpec, _with_alpha(merge(alone, canonical(defaults, JobSpec, _DEFAULTS))), _DEFAULTS)
 
@@ -138,7 +160,7 @@ def _with_alpha(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings in which an alpha such as `2r` has become a number."""
     adapter = settings.get("adapter")
     alpha = adapter.get("lora_alpha") if isinstance(adapter, Mapping) else None
-    found = _TIMES_R.fullmatch(alpha.strip()) if isinstance(alpha, str) else None
+    found = re.match(TIMES_R, alpha.strip()) if isinstance(alpha, str) else None
     if found is None or not isinstance(adapter, Mapping):
         return settings
     rank = read(JobSpec, {"name": "rank", "train_data": "none", "adapter": {"r": adapter.get("r", 16)}}).adapter.r

@@ -1,4 +1,4 @@
-"""All settings of a jobs file, described from the spec dataclasses themselves: as records, Markdown and JSON Schema.
+"""All settings of jobs and sweep files, described from the spec dataclasses: as records, Markdown and JSON Schema.
 
 `python -m weft.spec.reference` writes the Markdown of docs/configuration.md.
 """
@@ -21,9 +21,21 @@ from weft.spec.adapter import AdapterSpec
 from weft.spec.fields import Rule, type_name
 from weft.spec.job import JobSpec
 from weft.spec.run import RunSpec
+from weft.spec.sweep import RULES, TIMES_R, EarlyStopSpec, ObjectiveSpec, SweepSpec
 
 _BOUNDS = {"at least": "minimum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
-_WORDS = {tuple[JobSpec, ...]: "list of jobs", AdapterSpec: "mapping of adapter settings"}
+_WORDS = {
+    tuple[JobSpec, ...]: "list of jobs",
+    AdapterSpec: "mapping of adapter settings",
+    ObjectiveSpec: "name of a metric, or mapping",
+    EarlyStopSpec: "name of a rule, or mapping",
+}
+_REFERENCES: dict[Any, str] = {
+    JobSpec: "job",
+    AdapterSpec: "adapter",
+    ObjectiveSpec: "objective",
+    EarlyStopSpec: "early_stop",
+}
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 """A number written as text: what YAML 1.1 makes of 1e-4."""
 
@@ -65,6 +77,17 @@ def sections() -> list[Section]:
     ]
 
 
+def sweep_sections() -> list[Section]:
+    """Every setting that only a sweep file has, or in which it has another meaning."""
+    of_a_run = settings_of(RunSpec)
+    own = tuple(s for s in settings_of(SweepSpec) if s not in of_a_run and s.name != "jobs")
+    return [
+        Section("Sweep", "at the top of a sweep file, beside those of a run except `jobs`", own),
+        Section("Objective", "in `objective` of a sweep file", settings_of(ObjectiveSpec)),
+        Section("Early stopping", "in `early_stop` of a sweep file", settings_of(EarlyStopSpec)),
+    ]
+
+
 @functools.cache
 def settings_of(cls: type) -> tuple[Setting, ...]:
     """The settings of one spec."""
@@ -83,10 +106,12 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 
 def _descriptions(cls: type) -> dict[str, str]:
-    """The docstring under each field, as one line."""
+    """The docstring under each field, its bases' included, as one line."""
+    texts: dict[str, str] = {}
+    for base in cls.__bases__:
+        texts |= _descriptions(base) if dataclasses.is_dataclass(base) else {}
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    texts: dict[str, str] = {}
     for above, below in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
             texts[above.target.id] = " ".join(ast.literal_eval(below.value).split())
@@ -124,7 +149,7 @@ def _yaml(value: Any) -> str:
 def markdown() -> str:
     """The text of docs/configuration.md."""
     parts = [_INTRODUCTION]
-    for section in sections():
+    for section in (*sections(), *sweep_sections()):
         parts.append(f"## {section.title}\n\nWritten {section.place}.\n")
         parts.append("| setting | values | default | meaning |\n|---|---|---|---|")
         parts.extend(_table_row(setting) for setting in section.settings)
@@ -160,7 +185,7 @@ first column that stands below another is a second name of the same setting, kno
 errors.
 
 `weft config` shows this reference in the terminal, `weft config jobs.yaml` checks a file and shows every value it leads
-to, and `weft config --schema` prints a JSON Schema for editors.
+to, and `weft config --schema` prints a JSON Schema for editors; `--sweep` does the same for sweep files.
 
 This page is generated: `python -m weft.spec.reference > docs/configuration.md`.
 """
@@ -171,8 +196,6 @@ def json_schema() -> dict[str, Any]:
 
     It cannot tell that a setting is given under two names, nor that a value fits the backbone; `weft config FILE` does.
     """
-    defaults = _object(JobSpec)
-    del defaults["properties"]["name"]
     run = _object(RunSpec)
     run["properties"]["defaults"] = {"$ref": "#/$defs/defaults", "description": _named(RunSpec, "defaults").description}
     run["allOf"] = [_one_of("base_model", RunSpec)]
@@ -184,10 +207,40 @@ def json_schema() -> dict[str, Any]:
         # A job's data may come from `defaults`, so only the name is required here.
         "$defs": {
             "job": _object(JobSpec) | {"required": ["name"]},
-            "defaults": defaults,
+            "defaults": _shared_settings(),
             "adapter": _object(AdapterSpec),
         },
     }
+
+
+def sweep_schema() -> dict[str, Any]:
+    """The same of a sweep file; parameters of the space are settings of a job or its adapter, which it leaves open."""
+    sweep = _object(SweepSpec)
+    properties = sweep["properties"]
+    del properties["jobs"]
+    for name in ("defaults", *_named(SweepSpec, "defaults").aliases):
+        properties[name] = {"$ref": "#/$defs/defaults", "description": properties[name]["description"]}
+    for name, short in (("objective", {"type": "string"}), ("early_stop", {"enum": [*RULES, False]})):
+        for spelling in (name, *_named(SweepSpec, name).aliases):
+            about = properties[spelling]["description"]
+            properties[spelling] = {"anyOf": [short, {"$ref": f"#/$defs/{name}"}], "description": about}
+    sweep["allOf"] = [_one_of("base_model", RunSpec), _one_of("space", SweepSpec)]
+    parts = {_REFERENCES[kind]: _object(kind) for kind in (AdapterSpec, ObjectiveSpec, EarlyStopSpec)}
+    for spelling in ("lora_alpha", *_named(AdapterSpec, "lora_alpha").aliases):
+        parts["adapter"]["properties"][spelling]["anyOf"].append({"type": "string", "pattern": TIMES_R})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Weft sweep file",
+        **sweep,
+        "$defs": {"defaults": _shared_settings(), **parts},
+    }
+
+
+def _shared_settings() -> dict[str, Any]:
+    """Settings of a job that several share, so without its name."""
+    defaults = _object(JobSpec)
+    del defaults["properties"]["name"]
+    return defaults
 
 
 def _object(cls: type) -> dict[str, Any]:
@@ -231,7 +284,7 @@ def _kind_schemas(kind: Any, rule: Rule | None) -> list[dict[str, Any]]:
         array = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
         return [array] if dataclasses.is_dataclass(args[0]) else [array, *items]
     if dataclasses.is_dataclass(kind):
-        return [{"$ref": "#/$defs/job" if kind is JobSpec else "#/$defs/adapter"}]
+        return [{"$ref": f"#/$defs/{_REFERENCES[kind]}"}]
     if kind is Any:
         return [{}]
     return [{"type": {str: "string", bool: "boolean", type(None): "null"}[kind]}]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from weft.errors import ConfigError, closest
@@ -16,6 +17,8 @@ RULES = ("asha", "halving", "median", "none")
 UNITS = ("progress", "steps", "tokens")
 METRICS = {"eval_loss": "min", "perplexity": "min", "exact_match": "max", "accuracy": "max"}
 """What trials can be judged by, and which way is better."""
+TIMES_R = r"^(\d+\.?\d*|\.\d+) *\*? *r$"
+"""An alpha that is a multiple of the rank, such as 2r."""
 COMMAND = "command"
 """The metric of an objective that is a shell command."""
 _FUNCTION = re.compile(r"(?:python +)?(?P<file>\S.*\.py):(?P<name>[A-Za-z_]\w*)")
@@ -172,6 +175,15 @@ class SweepSpec(RunSpec):
         """The run of some jobs with the settings of this sweep."""
         own = {field.name: getattr(self, field.name) for field in fields(RunSpec)}
         return RunSpec(**{**own, "jobs": jobs, "defaults": {}})
+
+
+def resolved_sweep(spec: SweepSpec) -> dict[str, Any]:
+    """A sweep's settings as YAML and JSON give them back: itself a sweep file, with nothing left to defaults."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(spec)))
+    del values["jobs"]
+    if spec.objective.command is not None:
+        del values["objective"]["metric"]
+    return values
 
 
 def _metric_name(text: str) -> str:

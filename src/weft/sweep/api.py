@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +17,13 @@ from weft.engine.engine import Engine
 from weft.engine.memory import load_within
 from weft.errors import ConfigError, StorageError
 from weft.plan.pack import planner_named
-from weft.report.sweep_page import write_sweep_report
+from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
 from weft.spec.fields import field_names
 from weft.spec.load import parse
-from weft.spec.load_sweep import load_sweep, space_of, sweep_from_mapping
+from weft.spec.load_sweep import in_its_words, load_sweep, space_of, sweep_from_mapping
 from weft.spec.space import Space
-from weft.spec.sweep import SweepSpec
+from weft.spec.sweep import SweepSpec, resolved_sweep
 from weft.store.atomic import remove_leftovers, write_file
 from weft.store.run_dir import RunDirectory
 from weft.sweep.configure import Configurations
@@ -87,7 +86,10 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
         spec = load_sweep(given)
     folder = Path(spec.output_dir)
     check_folder(spec, folder, resume=resume)
-    prepared = prepare_sweep(spec, base_dir)
+    try:
+        prepared = prepare_sweep(spec, base_dir)
+    except ConfigError as error:
+        raise in_its_words(error, tree) from None
     with open_run(prepared, folder, resume=resume) as run:
         run.train()
         return conclude(run)
@@ -103,7 +105,7 @@ def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> None:
     if not resume:
         return
     saved = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
-    now = _plain(spec)
+    now = resolved_sweep(spec)
     for name in KEPT:
         if saved.get(name) != now[name]:
             raise ConfigError(
@@ -153,7 +155,9 @@ def open_run(
         # Undoes what a killed process left unfinished; nobody else can be writing here now.
         remove_leftovers(folder)
         copy_trial = _storage(prepared, name)
-        write_file(folder / SETTINGS, yaml.safe_dump(_plain(spec), sort_keys=False, allow_unicode=True, width=120))
+        write_file(
+            folder / SETTINGS, yaml.safe_dump(resolved_sweep(spec), sort_keys=False, allow_unicode=True, width=120)
+        )
         directory.write_run(_run_record(prepared, name))
         engine.keep_in(directory)
         parts = Parts(
@@ -209,12 +213,3 @@ def _storage(prepared: PreparedSweep, name: str) -> Callable[[Mapping[str, Any],
     from weft.sweep.optuna_study import Storage
 
     return Storage(spec.storage, name, prepared.space, spec.objective.is_max).add
-
-
-def _plain(spec: SweepSpec) -> dict[str, Any]:
-    """A sweep's settings as YAML and JSON give them back: itself a sweep file, with nothing left to defaults."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(spec)))
-    del values["jobs"]
-    if spec.objective.command is not None:
-        del values["objective"]["metric"]
-    return values

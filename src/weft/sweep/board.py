@@ -159,6 +159,8 @@ def _row(rank: int, trial: Trial) -> dict[str, Any]:
         "total_steps": trial.total_steps,
         "tokens": trial.tokens,
         "seconds": trial.seconds,
+        "started_s": trial.started_s,
+        "ended_s": trial.ended_s,
         "points": [asdict(point) for point in trial.points],
         "losses": [list(pair) for pair in thinned],
         "origin": trial.origin,

@@ -30,7 +30,7 @@ class Configurations:
 
     def __init__(self, spec: SweepSpec, backbone: Backbone, base_dir: Path) -> None:
         self._spec = spec
-        self._backbone = backbone
+        self.backbone = backbone
         self._base_dir = base_dir
         self._data: dict[tuple[Any, ...], JobData] = {}
 
@@ -48,7 +48,7 @@ class Configurations:
             )
         try:
             if job.init_adapter is None:
-                self._backbone.check_adapter(job.adapter)
+                self.backbone.check_adapter(job.adapter)
         except ConfigError as error:
             raise self._error(error.message, error.where or "adapter", params, error.hint) from None
         return replace(job, eval_steps=self._eval_steps(job, data))
@@ -58,7 +58,7 @@ class Configurations:
         is_split = job.eval_data is not None and not isinstance(job.eval_data, tuple)
         key = (*(getattr(job, name) for name in _DATA_SETTINGS), job.chat_template, job.seed if is_split else None)
         if key not in self._data:
-            self._data[key] = load_job_data(job, self._backbone.tokenizer, self._base_dir)
+            self._data[key] = load_job_data(job, self.backbone.tokenizer, self._base_dir)
         return self._data[key]
 
     def loaded(self) -> list[JobData]:

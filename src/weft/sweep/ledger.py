@@ -117,7 +117,7 @@ class Ledger:
         """A configuration has been chosen, or is taken up again."""
         if trial.name not in self.by_name:
             self._enter(trial)
-            self._record.add_trial(trial)
+            self._record.add_trial(trial, self.seconds)
 
     def take_over(self, trial: Trial, home: Path, twin: Trial) -> None:
         """An earlier sweep has trained the very same: its result counts, and its directory stays where it is."""
@@ -138,6 +138,7 @@ class Ledger:
     def end(self, trial: Trial, state: TrialState, reason: str) -> None:
         """A trial has come to its end."""
         trial.state, trial.reason = state, reason
+        trial.ended_s = None if trial.started_s is None else self.seconds
         self._record.add_end(trial, self.seconds)
         self._tell_end(trial)
         self.tell_news(str(state), trial, reason)

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from weft.report import readable
-from weft.report.sweep_live import leaderboard_table, status_line
+from weft.report.sweep.live import leaderboard_table, status_line
 from weft.sweep.run import SweepRun
 from weft.sweep.trial import Trial
 
@@ -84,8 +84,7 @@ class LiveBoard:
     def _say(self, line: str, style: str = "") -> None:
         # A log file may take ASCII only, and a name it cannot write must not end the sweep.
         encoding = self._console.encoding
-        line = " ".join("".join(c if c.isprintable() else " " for c in line).split())
-        shown = Text(line.encode(encoding, "backslashreplace").decode(encoding), style=style)
+        shown = Text(readable.one_line(line).encode(encoding, "backslashreplace").decode(encoding), style=style)
         self._console.print(shown, soft_wrap=self._live is None)
 
 

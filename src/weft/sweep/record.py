@@ -3,9 +3,10 @@
 Lines are only ever added, each synced before the sweep goes on, so whatever kills the process leaves a file that says
 which trials exist, what was seen of them and how they ended:
 
-    {"kind": "trial", "name": "t003", "number": 3, "params": {...}, "total_steps": 160}
+    {"kind": "trial", "name": "t003", "number": 3, "params": {...}, "total_steps": 160, "at_s": 3.2}
     {"kind": "point", "name": "t003", "step": 18, "tokens": 4100, "value": 1.93, "at_s": 12.4}
-    {"kind": "end",   "name": "t003", "state": "stopped", "reason": "...", "steps": 18, "tokens": 4100, "seconds": 3.1}
+    {"kind": "end",   "name": "t003", "state": "stopped", "reason": "...", "steps": 18, "tokens": 4100, "seconds": 3.1,
+                      "origin": "", "started_s": 3.3, "at_s": 12.5}
 
 What a trial did between two points is in its own directory.
 """
@@ -51,9 +52,9 @@ class Record:
                 raise StorageError("is not a line of a sweep's record.", where=f"{self.path} line {number}") from None
         return list(trials.values())
 
-    def add_trial(self, trial: Trial) -> None:
+    def add_trial(self, trial: Trial, at_s: float) -> None:
         """A configuration has been chosen."""
-        self._append({"kind": "trial", **_named(trial, "name", "number", "params", "total_steps")})
+        self._append({"kind": "trial", **_named(trial, "name", "number", "params", "total_steps"), "at_s": at_s})
 
     def add_point(self, trial: Trial, place: int) -> None:
         """The objective of a trial was seen: one of its points, by place."""
@@ -61,17 +62,17 @@ class Record:
 
     def add_end(self, trial: Trial, at_s: float) -> None:
         """A trial has come to its end."""
-        told = _named(trial, "name", "state", "reason", "steps", "tokens", "seconds", "origin")
+        told = _named(trial, "name", "state", "reason", "steps", "tokens", "seconds", "origin", "started_s")
         self._append({"kind": "end", **told, "at_s": at_s})
 
     def _apply(self, line: Any, trials: dict[str, Trial]) -> None:
-        name = line["name"]
+        name, at_s = line["name"], float(line.get("at_s") or 0.0)
+        self.seconds = max(self.seconds, at_s)
         if line["kind"] == "trial":
             params, total_steps = dict(line["params"]), int(line["total_steps"])
-            trials[name] = Trial(int(line["number"]), name, params, total_steps=total_steps)
+            trials[name] = Trial(int(line["number"]), name, params, total_steps=total_steps, started_s=at_s)
             return
         trial = trials[name]
-        self.seconds = max(self.seconds, float(line.get("at_s") or 0.0))
         if line["kind"] == "point":
             # A trial that went on from an earlier checkpoint sees the same again.
             trial.points = [point for point in trial.points if point.step < line["step"]]
@@ -80,7 +81,8 @@ class Record:
         elif line["kind"] == "end":
             trial.state, trial.reason = TrialState(line["state"]), line["reason"]
             trial.steps, trial.tokens, trial.seconds = line["steps"], line["tokens"], line["seconds"]
-            trial.origin = line["origin"]
+            trial.origin, trial.started_s = line["origin"], line.get("started_s")
+            trial.ended_s = None if trial.started_s is None else at_s
 
     def _append(self, line: dict[str, Any]) -> None:
         data = json.dumps(json_text.finite(line), allow_nan=False).encode() + b"\n"

@@ -8,6 +8,7 @@ the others go on from their checkpoints.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -29,8 +30,10 @@ from weft.spec.space import params_of
 from weft.sweep.configure import configuration_error
 from weft.sweep.early_stop import EarlyStop
 from weft.sweep.ledger import Ledger, OnNews, Parts
+from weft.sweep.samplers import num_planned
 from weft.sweep.shares import Shares
-from weft.sweep.trial import Trial, TrialState
+from weft.sweep.trial import Trial, TrialState, trial_name
+from weft.sweep.upcoming import BLIND, longest_first
 
 AT_A_TIME = 32
 """Trials that train together unless max_jobs says otherwise."""
@@ -38,8 +41,6 @@ AT_A_TIME_ADAPTIVE = 8
 """The same for samplers that learn from values: with more under way they would choose blindly."""
 TRACKED = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "eval_loss")
 """What trackers get."""
-_BLIND = ("grid", "random", "qmc")
-"""Samplers that learn nothing."""
 
 
 class SweepRun:
@@ -55,6 +56,8 @@ class SweepRun:
         """Trials that wait at a rung."""
         self._is_closed = False
         """No more trials are asked for."""
+        self._upcoming: deque[Trial] | None = None
+        """The trials to come, if they are known."""
         self._obstacle: str | None = None
         """Why a trial cannot go on although nobody asked it to stop."""
 
@@ -66,10 +69,7 @@ class SweepRun:
     @property
     def num_planned(self) -> int | None:
         """Trials there will be, as far as that is known."""
-        total, budget = self.parts.space.num_points, self.parts.spec.trials
-        if self.parts.sampler_name == "grid":
-            return min(total or 0, budget or total or 0)
-        return budget
+        return num_planned(self.parts.spec, self.parts.space)
 
     def train(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Trains until the space or the budget is used up, or until asked to stop; then every trial is saved."""
@@ -77,6 +77,7 @@ class SweepRun:
         for trial in self.trials:
             if not trial.state.is_final:
                 self._begin(trial)
+        self._upcoming = longest_first(self.parts, self.ledger)
         self._refill()
         for event in self.parts.engine.events():
             self._hear(event)
@@ -88,16 +89,23 @@ class SweepRun:
 
     def _refill(self) -> None:
         """Starts new trials while there are slots and points for them."""
-        blind = self.parts.sampler_name in _BLIND
+        blind = self.parts.sampler_name in (*BLIND, "qmc")
         slots = self.parts.spec.max_jobs or (AT_A_TIME if blind else AT_A_TIME_ADAPTIVE)
         while not self._is_closed and self._num_active() < slots:
-            number, planned = len(self.trials), self.num_planned
-            is_over = planned is not None and number >= planned
-            point = None if is_over else self.parts.sampler.ask(number, self.ledger.is_new)
-            if point is None:
+            trial = self._next()
+            if trial is None:
                 self._is_closed = True
                 return
-            self._begin(Trial(number, f"t{number:03d}", params_of(point)))
+            self._begin(trial)
+
+    def _next(self) -> Trial | None:
+        """The trial to start now; None once there are no more."""
+        if self._upcoming is not None:
+            return self._upcoming.popleft() if self._upcoming else None
+        number, planned = len(self.trials), self.num_planned
+        is_over = planned is not None and number >= planned
+        point = None if is_over else self.parts.sampler.ask(number, self.ledger.is_new)
+        return None if point is None else Trial(number, trial_name(number), params_of(point))
 
     def _num_active(self) -> int:
         return sum(not trial.state.is_final and trial.name not in self._held for trial in self.trials)
@@ -168,6 +176,8 @@ class SweepRun:
         trial.points = [point for point in trial.points if point.step <= event.step]
         trial.losses = [pair for pair in trial.losses if pair[0] <= event.step]
         trial.tokens = self.parts.engine.jobs[trial.name].num_tokens
+        if trial.started_s is None:
+            trial.started_s = self.ledger.seconds
         self.ledger.tell_news("started", trial, "")
         self._after(trial)
 
@@ -243,16 +253,20 @@ class SweepRun:
         self._is_closed = True
         for trial in self.trials:
             if not trial.state.is_final:
-                self._cut_short(trial, f"at step {trial.steps} {spent}")
+                self._cut_short(trial, spent)
         self.ledger.keep_best()
 
-    def _cut_short(self, trial: Trial, reason: str) -> None:
+    def _cut_short(self, trial: Trial, spent: str) -> None:
         """Stops a trial that others did not beat: it may be the best, so it is looked at and its adapter is kept."""
         engine = self.parts.engine
+        if trial.name in engine.jobs:
+            # Its last step may be done and not yet told; what is judged and kept has it.
+            job = engine.jobs[trial.name]
+            trial.steps, trial.tokens = job.step, job.num_tokens
         if trial.steps:
             if not trial.points or trial.points[-1].step < trial.steps:
                 self._see(trial, None)
             engine.export_adapter(trial.name, self.parts.directory.adapter_dir(trial.name))
         if not trial.state.is_final:
-            self.ledger.end(trial, TrialState.STOPPED, reason)
+            self.ledger.end(trial, TrialState.STOPPED, f"at step {trial.steps} {spent}")
             engine.cancel(trial.name)

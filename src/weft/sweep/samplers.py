@@ -123,6 +123,14 @@ def sampler_name(spec: SweepSpec, space: Space) -> str:
     return name
 
 
+def num_planned(spec: SweepSpec, space: Space) -> int | None:
+    """Trials there will be, as far as that is known."""
+    total = space.num_points
+    if sampler_name(spec, space) == "grid":
+        return min(total or 0, spec.trials or total or 0)
+    return spec.trials
+
+
 def make_sampler(spec: SweepSpec, space: Space) -> Sampler:
     """The sampler a sweep asks for."""
     name = sampler_name(spec, space)

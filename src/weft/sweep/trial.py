@@ -59,6 +59,10 @@ class Trial:
     """Trained."""
     seconds: float = 0.0
     """Its share of the time of the microbatches it was in."""
+    started_s: float | None = None
+    """When it began to train, since the sweep began; None while it waits."""
+    ended_s: float | None = None
+    """When it came to its end."""
     origin: str = ""
     """The directory of the earlier sweep's trial that it was taken from; empty if it is trained here."""
 
@@ -66,3 +70,8 @@ class Trial:
     def value(self) -> float | None:
         """The objective, as last seen."""
         return self.points[-1].value if self.points else None
+
+
+def trial_name(number: int) -> str:
+    """What the n-th trial is called."""
+    return f"t{number:03d}"

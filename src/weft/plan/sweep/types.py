@@ -156,8 +156,9 @@ class SweepPlan:
         count = sum(len(pack.configurations) for pack in self.packs)
         gpus = f"{self.num_gpus} x {self.device}"
         lines = [
-            f"{count} configurations, {self.num_tokens:,} tokens, in {len(self.packs)} packs on {gpus}: about "
-            f"{duration(self.makespan_s)} (a model's estimate)",
+            f"{count} configuration{'s' * (count != 1)}, {self.num_tokens:,} tokens, in {len(self.packs)} "
+            f"pack{'s' * (len(self.packs) != 1)} on {gpus}: about {duration(self.makespan_s)} (a model's estimate, all "
+            "trained to their end)",
             f"at least {duration(self.lower_bound_s)} for any plan: this one is within "
             f"{self.approximation_ratio - 1:.1%} of the best",
         ]

@@ -1,0 +1,109 @@
+"""Sweeps that are really trained, on the embedded backbone and the CPU: together beside one by one, and stopped early.
+
+cpu16              wall time of 16 configurations of batch 1 with max_jobs 1 over that of the same sweep as it is: whole
+                   sweeps, from reading the files to the report. Both must find the same best and the same values. One
+                   by one loads the backbone once, which most tools do for every configuration.
+cpu16_batch4       the same with batches of 4, where even alone half of the computed rows are used.
+early_stop_tokens  tokens trained without early stopping over those with the default rule; the mean over `HELD_OUT`,
+                   skills and seeds that had no part in choosing the rule.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.demo.skills import SKILLS
+from weft.sweep.api import SweepResult, sweep
+
+SPACE16 = {"learning_rate": [5e-4, 1e-3, 2e-3, 4e-3], "r": [4, 8, 16, 32]}
+STEPS16 = {1: 60, 4: 20}
+"""By batch size."""
+HELD_OUT = (("double", 11), ("spell", 12), ("acronym", 13), ("drop_vowels", 14), ("pig_latin", 15), ("sort", 16))
+"""Skill and seed. The rule was chosen on reverse and shout with seed 0."""
+SPACE27 = {"learning_rate": {"min": 1e-4, "max": 2e-2, "log": True}, "r": [4, 8, 16], "lora_alpha": {"times_r": [1, 2]}}
+NUM_TRIALS, STEPS27 = 27, 90
+NUM_TRAIN, NUM_EVAL = 240, 24
+
+
+def measure_sweep_together(steps: Mapping[int, int] = STEPS16) -> dict[str, float]:
+    """Keys as in `weft bench sweep --json`: the speed-ups, the times, the largest difference of any value."""
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = _write_rows(Path(folder), "reverse", 0)
+        _train(data, "warm", space={"r": [4, 8]}, job={"max_steps": 1})
+        for batch, num_steps in steps.items():
+            job = {"global_batch_size": batch, "max_steps": num_steps}
+            together, together_s = _train(data, f"together{batch}", space=SPACE16, job=job)
+            alone, alone_s = _train(data, f"alone{batch}", space=SPACE16, job=job, max_jobs=1)
+            key = "cpu16" if batch == 1 else f"cpu16_batch{batch}"
+            pairs = zip(_values(together), _values(alone), strict=True)
+            figures |= {
+                key: alone_s / together_s,
+                f"{key}_together_s": together_s,
+                f"{key}_one_by_one_s": alone_s,
+                f"{key}_largest_difference": max(abs(mine - other) for mine, other in pairs),
+                f"{key}_same_best": float(_best(together) == _best(alone)),
+            }
+    return figures
+
+
+def measure_early_stop(tasks: Sequence[tuple[str, int]] = HELD_OUT, steps: int = STEPS27) -> dict[str, float]:
+    """Keys as in `weft bench sweep --json`: tokens saved, how often the best is the same, what is lost where not."""
+    ratios, same, losses = [], [], []
+    # As often as the default rule looks, with or without it.
+    job = {"global_batch_size": 2, "max_steps": steps, "eval_steps": -(-steps // 9)}
+    for skill, seed in tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            data = _write_rows(Path(folder), skill, seed)
+            settings: dict[str, Any] = {"space": SPACE27, "trials": NUM_TRIALS, "seed": seed, "job": job}
+            whole, _ = _train(data, "whole", **settings)
+            stopped, _ = _train(data, "stopped", early_stop="asha", **settings)
+        ratios.append(sum(t.tokens for t in whole.trials) / sum(t.tokens for t in stopped.trials))
+        same.append(_best(whole) == _best(stopped))
+        losses.append(_value(stopped) / _value(whole) - 1)
+    return {
+        "early_stop_tokens": statistics.mean(ratios),
+        "early_stop_tokens_least": min(ratios),
+        "early_stop_same_best": statistics.mean(same),
+        "early_stop_worst_value": max(losses),
+    }
+
+
+def _write_rows(folder: Path, skill: str, seed: int) -> Path:
+    for split, count in (("train", NUM_TRAIN), ("eval", NUM_EVAL)):
+        rows = SKILLS[skill].rows(seed, count, split=split)
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def _train(
+    folder: Path, name: str, *, job: Mapping[str, Any], early_stop: str = "none", **settings: Any
+) -> tuple[SweepResult, float]:
+    """One sweep and its wall time."""
+    files = {"train_data": str(folder / "train.jsonl"), "eval_data": [str(folder / "eval.jsonl")], "max_length": 64}
+    shared = {"base_model": "tiny", "device": "cpu", "capacity": 1024, "compare_speed": False}
+    own = {"output_dir": str(folder / name), "early_stop": early_stop, "job": {**files, **job}}
+    began = time.perf_counter()
+    result = sweep({**shared, **own, **settings})
+    return result, time.perf_counter() - began
+
+
+def _values(result: SweepResult) -> list[float]:
+    """The value of every trial; all are trained to their end."""
+    return [trial.value for trial in result.trials if trial.value is not None]
+
+
+def _best(result: SweepResult) -> dict[str, Any]:
+    assert result.best is not None, "some configuration learns"
+    return result.best.params
+
+
+def _value(result: SweepResult) -> float:
+    assert result.best is not None and result.best.value is not None, "some configuration learns"
+    return result.best.value

@@ -1,0 +1,199 @@
+"""`weft serve`: the fine-tuning service, with its workers as child processes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from weft.serve.db.engine import Database
+    from weft.serve.settings import Settings
+
+WORKER_GRACE_S = 60.0
+DbUrl = Annotated[
+    str, typer.Option("--db", help="sqlite:///PATH or postgresql://…", envvar="WEFT_DB", show_default="in --data-dir")
+]
+DataDir = Annotated[Path, typer.Option(help="Home of the database, the files and the workers.")]
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.", min=0, max=65535)] = 8000,
+    data_dir: DataDir = Path("weft-data"),
+    base_model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]PATH", help="A backbone that may be trained; repeat for several.  [tiny]"),
+    ] = None,
+    db: DbUrl = "",
+    store: Annotated[str, typer.Option(help="Directory or fsspec URL of the file store.", envvar="WEFT_STORE")] = "",
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Everybody is one tenant; on loopback only.")] = False,
+    workers: Annotated[int, typer.Option(help="Worker processes for each backbone.", min=0)] = 1,
+    api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1)] = 1,
+    min_samples: Annotated[int, typer.Option(help="Fewest lines of a training file.", min=1)] = 1,
+    migrate_only: Annotated[
+        bool, typer.Option("--migrate-only", help="Bring the database up to date, and end.")
+    ] = False,
+    api_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Serve fine-tuning to many tenants behind OpenAI's API."""
+    need_serve()
+    from weft.serve.db.migrate import migrate
+    from weft.serve.settings import Limits, Settings
+
+    settings = Settings(
+        data_dir=data_dir,
+        db=db,
+        store=store,
+        base_models=parse_models(base_model or ["tiny"]),
+        host=host,
+        port=port,
+        auth=not no_auth,
+        api_processes=api_processes,
+        limits=Limits(min_samples=min_samples),
+    )
+    database = open_home(settings)
+    if migrate_only:
+        typer.echo(f"the database is at revision {migrate(database)}")
+        return
+    if api_fd is not None:
+        _run_api(settings, database, socket.socket(fileno=api_fd))
+        return
+    migrate(database)
+    first_key = _first_key(settings, database)
+    from weft.serve.api.run import listen
+
+    with listen(host, port) as sock:
+        _greet(settings, sock, first_key)
+        clean = _run(settings, database, sock, workers)
+    raise typer.Exit(0 if clean else 1)
+
+
+def need_serve() -> None:
+    """The packages of the service are installed, or a clear sentence says how to install them."""
+    try:
+        import alembic  # noqa: F401
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import python_multipart  # noqa: F401
+        import sqlalchemy  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        hint = "Install it: pip install 'weft-lora[serve]'."
+        raise MissingExtraError(f"the service needs {error.name}.", hint=hint) from None
+
+
+def parse_models(texts: list[str]) -> dict[str, str]:
+    """`name=path` pairs; a path alone is called by its last component, anything else by itself."""
+    models: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals:
+            name, path = (Path(text).resolve().name if Path(text).is_dir() else text), text
+        if not name or not path:
+            raise ConfigError(f"{text!r} is not NAME=PATH.", where="--base-model")
+        if name in models:
+            raise ConfigError(f"two backbones are called {name!r}.", where="--base-model")
+        models[name] = path
+    return models
+
+
+def open_home(settings: Settings) -> Database:
+    """The database of a service; its directory is made if it is not there."""
+    from weft.serve.db.engine import open_database
+    from weft.store.atomic import storage_errors
+
+    with storage_errors(settings.data_dir):
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return open_database(settings.db_url)
+
+
+def _first_key(settings: Settings, database: Database) -> str | None:
+    """Makes the tenant `default` if there is no tenant, and a key for it if there is no key."""
+    from weft.serve.records.keys import SCOPES, create_key, list_keys
+    from weft.serve.records.tenants import DEFAULT_TENANT, create_tenant, find_tenant, list_tenants
+
+    with database.begin() as tx:
+        if find_tenant(tx, DEFAULT_TENANT) is None and (not list_tenants(tx) or not settings.auth):
+            create_tenant(tx, DEFAULT_TENANT)
+        if settings.auth and not list_keys(tx) and find_tenant(tx, DEFAULT_TENANT) is not None:
+            return create_key(tx, DEFAULT_TENANT, "first", SCOPES)
+    return None
+
+
+def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    typer.echo(f"serving   http://{host}:{sock.getsockname()[1]}/v1")
+    typer.echo(f"models    {', '.join(settings.base_models)}")
+    typer.echo(f"data      {settings.data_dir.resolve()}")
+    if key is not None:
+        typer.echo(f"key       {key}")
+        typer.echo("          shown this once; `weft keys create` makes more")
+    elif not settings.auth:
+        typer.echo("key       none needed: whoever reaches this address may do everything")
+
+
+def _run(settings: Settings, database: Database, sock: socket.socket, num_workers: int) -> bool:
+    """Serves until asked to stop; True if everything ended well."""
+    from weft.serve.supervise import Child, Supervisor
+
+    children = [
+        Child(f"worker-{name}-{i}", _worker_arguments(settings, name, path))
+        for name, path in settings.base_models.items()
+        for i in range(num_workers)
+    ]
+    if settings.api_processes > 1:
+        sock.set_inheritable(True)
+        arguments = _api_arguments(settings, sock.fileno())
+        children += [Child(f"api-{i}", arguments, (sock.fileno(),)) for i in range(settings.api_processes)]
+    supervisor = Supervisor(children)
+    supervisor.start()
+    try:
+        if settings.api_processes > 1:
+            _wait_for_signal(supervisor)
+        else:
+            _run_api(settings, database, sock, supervisor)
+    finally:
+        supervisor.ask_to_stop()
+        clean = supervisor.stop(WORKER_GRACE_S)
+    return clean
+
+
+def _run_api(settings: Settings, database: Database, sock: socket.socket, supervisor: object | None = None) -> None:
+    from weft.serve.api.app import make_app
+    from weft.serve.api.run import run_app
+    from weft.serve.blobs import Blobs
+
+    app = make_app(settings, database, Blobs(settings.store_url))
+    run_app(app, sock, getattr(supervisor, "ask_to_stop", lambda: None))
+    database.close()
+
+
+def _wait_for_signal(supervisor: object) -> None:
+    from weft.serve.api.observe import log_json
+
+    log_json()
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    while not asked.wait(0.5):
+        pass
+
+
+def _worker_arguments(settings: Settings, name: str, path: str) -> list[str]:
+    home = ["--data-dir", str(settings.data_dir), "--db", settings.db_url, "--store", settings.store_url]
+    return ["worker", *home, "--base-model", f"{name}={path}"]
+
+
+def _api_arguments(settings: Settings, fd: int) -> list[str]:
+    home = ["--data-dir", str(settings.data_dir), "--db", settings.db_url, "--store", settings.store_url]
+    models = [part for name, path in settings.base_models.items() for part in ("--base-model", f"{name}={path}")]
+    rest = ["--host", settings.host, "--api-processes", str(settings.api_processes), "--api-fd", str(fd)]
+    limits = ["--min-samples", str(settings.limits.min_samples), *([] if settings.auth else ["--no-auth"])]
+    return ["serve", *home, *models, *rest, *limits]

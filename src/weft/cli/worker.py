@@ -1,0 +1,108 @@
+"""`weft worker`: trains the jobs of a service; `weft serve` starts one by itself, clusters start them one by one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from weft.serve.worker.run import Worker
+
+AT_ONCE = 75
+"""Exit code of a worker that was told twice to stop: its jobs go on elsewhere when their leases run out."""
+
+
+REPEAT_S = 2.0
+"""Signals that come so soon after the first are the same request: a supervisor, its end and a terminal all send one."""
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C: the first lets the worker finish its step and give its jobs back, the second ends it."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        """Who is to stop, once it is there."""
+        self.is_set = False
+        self._at = 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set and time.monotonic() - self._at > REPEAT_S:
+            os._exit(AT_ONCE)
+        if not self.is_set:
+            self.is_set, self._at = True, time.monotonic()
+        if self.worker is not None:
+            self.worker.stop()
+
+
+def worker(
+    data_dir: Annotated[Path, typer.Option(help="Where the worker keeps what it is working on.")] = Path("weft-data"),
+    db: Annotated[str, typer.Option(help="Database URL. Default: SQLite in the data directory.")] = "",
+    store: Annotated[
+        str, typer.Option(help="Directory or URL of the file store. Default: in the data directory.")
+    ] = "",
+    base_model: Annotated[
+        str, typer.Option(metavar="NAME[=MODEL]", help="Name of the frozen model in the API, and what it is.")
+    ] = "tiny",
+    max_jobs: Annotated[int, typer.Option(help="Most jobs that train at a time.")] = 32,
+    capacity: Annotated[int, typer.Option(help="Most tokens of one microbatch, over all jobs.")] = 2048,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    quantize: Annotated[str, typer.Option(help="Bits of the frozen weights: none, fp8, int8 or nf4.")] = "none",
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Most GPU memory, such as 40GB or 0.5.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address on which it answers prompts of the API.")] = "127.0.0.1",
+    lease: Annotated[float, typer.Option(help="Seconds of silence after which others take its jobs.")] = 30.0,
+    pulse: Annotated[float, typer.Option(help="Seconds between two signs of life.")] = 1.0,
+    grace: Annotated[float, typer.Option(help="Seconds it may take to give its jobs back when it is stopped.")] = 30.0,
+) -> None:
+    """Train the jobs of a service and answer its prompts, until stopped."""
+    try:
+        import sqlalchemy  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        hint = "Install it: pip install 'weft-lora[serve]'."
+        raise MissingExtraError(f"a worker needs {error.name}.", hint=hint) from None
+    signals = StopSignals()
+    name, equals, model = base_model.partition("=")
+    if not name or (equals and not model):
+        raise ConfigError(f"got {base_model!r}; write NAME or NAME=MODEL.", where="--base-model")
+    from weft.serve.api.observe import log_json
+    from weft.serve.blobs import Blobs
+    from weft.serve.db.engine import open_database
+    from weft.serve.db.migrate import migrate
+    from weft.serve.settings import Settings
+    from weft.serve.worker.options import WorkerOptions
+    from weft.serve.worker.run import Worker
+    from weft.spec import BackboneSpec
+
+    log_json()
+    settings = Settings(data_dir, db, store, {name: model or name})
+    options = WorkerOptions(
+        settings.data_dir.resolve(),
+        name,
+        BackboneSpec(model or name, dtype, device, quantize),
+        capacity,
+        max_jobs,
+        memory_limit,
+        lease_s=lease,
+        pulse_s=pulse,
+        grace_s=grace,
+        host=host,
+    )
+    database = open_database(settings.db_url)
+    migrate(database)
+    signals.worker = Worker(options, database, Blobs(settings.store_url))
+    if not signals.is_set:
+        signals.worker.run()
+    database.close()

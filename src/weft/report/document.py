@@ -1,0 +1,38 @@
+"""What every page of a report is made with: its templates, their files, and data that no text can break out of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jinja2
+from markupsafe import Markup
+
+from weft.report.figure import Figure
+
+Cell = tuple[str, str, float | None]
+"""Label, text and sort key of one number in a table."""
+
+
+def templates() -> jinja2.Environment:
+    """The templates of pages; everything that is put into them is escaped."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("weft.report", "template"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def json_for_script(charts: Mapping[str, Figure]) -> Markup:
+    """The figures as JSON that no text inside can break out of a script element with."""
+    text = "{" + ",".join(f'"{name}":{figure.to_json()}' for name, figure in charts.items()) + "}"
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def template_file(environment: jinja2.Environment, name: str) -> str:
+    """A style sheet or a script as it is."""
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]

@@ -1,0 +1,143 @@
+"""Places the values of a searched parameter on an axis: choices side by side, ranges linear or logarithmic.
+
+One `Axis` serves the parallel coordinates, the scatter plots, the importance and the sorting of the table, so that a
+parameter looks the same everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.report import readable
+from weft.report.sweep.board import BoardTrial, finite
+
+MAX_CHOICES = 8
+"""Numbers with at most this many different values were a list of choices, as far as a reader can tell."""
+LOG_FROM = 10.0
+"""A range whose ends differ by less is never logarithmic."""
+MAX_LABEL = 22
+"""Characters of one tick label."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parameter that differs between trials."""
+
+    name: str
+    kind: str
+    """`choice`, `linear` or `log`."""
+    choices: tuple[str, ...]
+    """The labels of a choice, in order; empty for a range."""
+    low: float
+    high: float
+    label: str = ""
+    """The last part of the name where that is enough to tell it from the others: `r` for `adapter.r`."""
+
+    def place(self, params: Mapping[str, Any]) -> float | None:
+        """Where the value lies between 0 and 1; None where the trial has none."""
+        if self.name not in params:
+            return None
+        value = params[self.name]
+        if self.kind == "choice":
+            label = value_label(value)
+            return (self.choices.index(label) + 0.5) / len(self.choices) if label in self.choices else None
+        number = finite(value)
+        if number is None:
+            return None
+        return (self._scaled(number) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
+
+    def value_at(self, place: float) -> float:
+        """The value at a place between 0 and 1 of a range."""
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        scaled = low + place * (high - low)
+        return 10.0**scaled if self.kind == "log" else scaled
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Place and label of what an axis shows: every choice, or five values of a range."""
+        if self.kind == "choice":
+            return [((i + 0.5) / len(self.choices), shortened(label)) for i, label in enumerate(self.choices)]
+        return [(i / 4, number_label(self.value_at(i / 4), digits=2)) for i in range(5)]
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self.kind == "log" else value
+
+
+def varied_axes(trials: Sequence[BoardTrial]) -> list[Axis]:
+    """One axis for every parameter that differs between trials, in the order of the search space."""
+    names = param_names(trials)
+    ends = Counter(_last_part(name) for name in names)
+    axes = [axis for name in names if (axis := _axis(name, trials)) is not None]
+    labels = [end if ends[end := _last_part(axis.name)] == 1 else axis.name for axis in axes]
+    return [dataclasses.replace(axis, label=label) for axis, label in zip(axes, labels, strict=True)]
+
+
+def param_names(trials: Sequence[BoardTrial]) -> list[str]:
+    """All parameters any trial has, in the order they are met by trial number."""
+    by_number = sorted(trials, key=lambda trial: trial.number)
+    return list(dict.fromkeys(name for trial in by_number for name in trial.params))
+
+
+def value_label(value: Any) -> str:
+    """A parameter's value as a person writes it: `2e-4`, `16`, `true`, `q_proj, v_proj`."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return number_label(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(value_label(item) for item in value)
+    return readable.NOTHING if value is None else str(value)
+
+
+def number_label(value: float, *, digits: int = 4) -> str:
+    """`0.05`, `16`, `2.5e-4`."""
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        return str(value)
+    # Never a digit before the point lost: 1234 stays 1234 with two digits too.
+    plain = f"{value:.{max(digits, len(str(int(abs(value)))))}g}"
+    if value == 0 or 1e-2 <= abs(value) < 1e5 or (abs(value) >= 1e-3 and len(plain.lstrip("-")) <= len("0.005")):
+        return plain
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+
+
+def shortened(label: str, limit: int = MAX_LABEL) -> str:
+    """The label in at most `limit` characters."""
+    return label if len(label) <= limit else label[: limit - 1].rstrip(" ,") + "…"
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _axis(name: str, trials: Sequence[BoardTrial]) -> Axis | None:
+    """None when all trials that have the parameter agree."""
+    values = [trial.params[name] for trial in trials if name in trial.params]
+    labels = dict.fromkeys(value_label(value) for value in values)
+    if len(labels) < 2:
+        return None
+    numbers = [number for value in values if (number := finite(value)) is not None]
+    if len(numbers) < len(values) or len(labels) <= MAX_CHOICES:
+        keyed = {
+            value_label(value): (finite(value) is None, finite(value) or 0.0, value_label(value)) for value in values
+        }
+        return Axis(name, "choice", tuple(sorted(labels, key=lambda label: keyed[label])), 0.0, 1.0)
+    low, high = min(numbers), max(numbers)
+    return Axis(name, "log" if _is_log(numbers) else "linear", (), low, high)
+
+
+def _is_log(numbers: Sequence[float]) -> bool:
+    """Whether the middle value lies nearer the middle of a logarithmic axis than that of a linear one."""
+    low, high, median = min(numbers), max(numbers), statistics.median(numbers)
+    if low <= 0 or high / low < LOG_FROM:
+        return False
+    linear = (median - low) / (high - low)
+    logarithmic = math.log(median / low) / math.log(high / low)
+    return abs(logarithmic - 0.5) < abs(linear - 0.5)

@@ -1,0 +1,101 @@
+"""The app: routes, errors, logs and limits put together. It never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio.to_thread
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+
+from weft import __version__
+from weft.serve.api import chat, errors, events, files, health, jobs, models, usage
+from weft.serve.api.metrics import Metrics
+from weft.serve.api.observe import Observe
+from weft.serve.api.rate import RateLimits
+from weft.serve.api.requests import BODIES
+from weft.serve.api.service import Service
+from weft.serve.blobs import Blobs
+from weft.serve.db.engine import Database
+from weft.serve.settings import Settings
+
+NUM_THREADS = 100
+"""Requests worked on at once; most of their time is waiting for the database or a worker."""
+
+
+def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
+    """The service as an ASGI app; the database has been migrated by the caller."""
+    app = FastAPI(
+        title="Weft",
+        version=__version__,
+        description="Fine-tuning behind OpenAI's API: many adapters at once on one frozen model.",
+        redirect_slashes=False,
+        lifespan=_threads,
+        docs_url="/docs",
+        redoc_url=None,
+    )
+    app.state.service = Service(
+        settings, database, blobs, Metrics(database), RateLimits(1 / max(1, settings.api_processes))
+    )
+    errors.install(app)
+    for part in (files, jobs, events, models, chat, usage, health):
+        app.include_router(part.router)
+    app.add_middleware(Observe, metrics=app.state.service.metrics)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+@asynccontextmanager
+async def _threads(app: FastAPI) -> AsyncIterator[None]:
+    anyio.to_thread.current_default_thread_limiter().total_tokens = NUM_THREADS
+    yield
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's own description, with our bodies, our one error shape, and the key."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        parts = schema.setdefault("components", {})
+        schemas = parts.setdefault("schemas", {})
+        for model in BODIES:
+            body = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= body.pop("$defs", {})
+            schemas[model.__name__] = body
+        schemas["Error"] = _ERROR
+        parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+                operation["responses"]["default"] = {
+                    "description": "An error, in OpenAI's shape.",
+                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+                }
+        for route in app.routes:
+            if isinstance(route, APIRoute) and route.path.startswith("/v1"):
+                for method in route.methods or ():
+                    schema["paths"][route.path_format][method.lower()]["security"] = [{"key": []}]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}

@@ -1,0 +1,81 @@
+"""Who is asking: a key of a tenant with the scope the route needs, or everybody as `default` without auth."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from weft.serve.api.errors import ApiError, too_many
+from weft.serve.api.service import Service, service_of
+from weft.serve.db.engine import Tx
+from weft.serve.records import audit
+from weft.serve.records.keys import SCOPES, find_key, needs_touch, touch_key
+from weft.serve.records.rows import Record
+from weft.serve.records.tenants import DEFAULT_TENANT, get_tenant
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A tenant with a right to be here, and what to write about it in logs and audit."""
+
+    tenant: str
+    owner: Record
+    """The tenant's row: its limits."""
+    key: str | None
+    """The id of its key."""
+    scopes: tuple[str, ...]
+    request: str
+    """The request's id."""
+
+    def note(self, tx: Tx, action: str, object: str = "", data: Any = None) -> None:
+        """Writes an action down in the audit table, in the transaction that does it."""
+        audit.note(tx, self.tenant, action, object, key=self.key, request=self.request, data=data)
+
+
+def needs(scope: str) -> Callable[[Request], Caller]:
+    """A dependency: the caller, if it has this scope."""
+    assert scope in SCOPES
+
+    def caller(request: Request) -> Caller:
+        service = service_of(request)
+        found = _caller(request, service)
+        request.state.log.update(tenant=found.tenant, key=found.key)
+        if scope not in found.scopes:
+            message = f"This key lacks the scope '{scope}'; it has {', '.join(found.scopes)}."
+            raise ApiError(403, message, code="missing_scope")
+        wait_s = service.rates.wait_s(found.tenant, found.owner["max_requests_per_minute"])
+        if wait_s > 0:
+            limit = found.owner["max_requests_per_minute"]
+            message = f"Rate limit reached: {limit:,} requests per minute. Try again in {wait_s:.1f} s."
+            raise too_many(message, "rate_limit_exceeded", retry_after_s=math.ceil(wait_s))
+        return found
+
+    caller.scope = scope  # type: ignore[attr-defined]
+    return caller
+
+
+def _caller(request: Request, service: Service) -> Caller:
+    id = request.state.request_id
+    if not service.settings.auth:
+        with service.database.read() as tx:
+            return Caller(DEFAULT_TENANT, get_tenant(tx, DEFAULT_TENANT), None, SCOPES, id)
+    kind, _, text = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not text.strip():
+        message = "You didn't provide an API key; send it as 'Authorization: Bearer YOUR_KEY'."
+        raise ApiError(401, message, headers={"www-authenticate": "Bearer"})
+    with service.database.read() as tx:
+        key = find_key(tx, text.strip())
+    if key is None:
+        # One answer for unknown, wrong, revoked and disabled, without the key in it.
+        raise ApiError(
+            401, "Incorrect API key provided.", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+        )
+    if needs_touch(key, time.time()):
+        with service.database.begin() as tx:
+            touch_key(tx, key["tenant"], key["id"])
+    return Caller(key["tenant"], key["owner"], key["id"], tuple(key["scopes"]), id)

@@ -1,0 +1,175 @@
+"""/v1/chat/completions and /v1/completions: try what was trained, beside what is being trained."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from weft.serve.api import models, prompts
+from weft.serve.api.auth import Caller, needs
+from weft.serve.api.body import body_of, documented
+from weft.serve.api.errors import ApiError, invalid
+from weft.serve.api.requests import CreateChat, CreateCompletion, Message
+from weft.serve.api.service import Service, service_of
+from weft.serve.api.shapes import event_stream
+from weft.serve.records.rows import Record, new_id
+from weft.serve.records.usage import add_usage
+from weft.serve.records.workers import live_workers
+
+router = APIRouter(prefix="/v1", tags=["Chat"])
+User = Annotated[Caller, Depends(needs("chat"))]
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How the two routes differ in what they say."""
+
+    prefix: str
+    object: str
+    chunk_object: str
+    choice: Callable[[str, str | None, bool], dict[str, Any]]
+
+
+def _chat_choice(text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+    said = {"delta": {"content": text} if text else {}} if is_chunk else {"message": _message(text)}
+    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+
+
+def _text_choice(text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+CHAT = _Kind("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice)
+TEXT = _Kind("cmpl-", "text_completion", "text_completion", _text_choice)
+
+
+@router.post("/chat/completions", openapi_extra=documented(CreateChat), response_model=None)
+async def chat(request: Request, user: User, body: Annotated[CreateChat, Depends(body_of(CreateChat))]) -> Response:
+    """Answers a chat with a backbone, a fine-tuned model or a checkpoint."""
+    if body.response_format and body.response_format.get("type", "text") != "text":
+        raise invalid("Only text answers are available.", "response_format", "not_supported")
+    question = _question(request, body, body.max_completion_tokens or body.max_tokens)
+    question["messages"] = [{"role": m.role, "content": _text(m, i)} for i, m in enumerate(body.messages)]
+    return await _answer(request, user, body, question, CHAT)
+
+
+@router.post("/completions", openapi_extra=documented(CreateCompletion), response_model=None)
+async def complete(
+    request: Request, user: User, body: Annotated[CreateCompletion, Depends(body_of(CreateCompletion))]
+) -> Response:
+    """Goes on with a text."""
+    question = _question(request, body, body.max_tokens)
+    question["prompt"] = body.prompt
+    return await _answer(request, user, body, question, TEXT)
+
+
+def _text(message: Message, index: int) -> str:
+    if message.content is None:
+        raise invalid(f"messages[{index}].content is missing.", f"messages.{index}.content", "invalid_value")
+    return message.content if isinstance(message.content, str) else "".join(p.text for p in message.content)
+
+
+def _question(request: Request, body: CreateChat | CreateCompletion, max_tokens: int | None) -> dict[str, Any]:
+    most = service_of(request).settings.limits.max_tokens
+    if max_tokens is not None and max_tokens > most:
+        raise invalid(f"max_tokens is {max_tokens:,}; at most {most:,}.", "max_tokens", "invalid_value")
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return {
+        "max_tokens": min(most, DEFAULT_MAX_TOKENS) if max_tokens is None else max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "seed": secrets.randbits(32) if body.seed is None else body.seed % 2**32,
+        "stop": [text for text in stop if text],
+        "stream": bool(body.stream),
+    }
+
+
+async def _answer(
+    request: Request, user: Caller, body: CreateChat | CreateCompletion, question: dict[str, Any], kind: _Kind
+) -> Response:
+    service = service_of(request)
+    worker = await run_in_threadpool(_place, service, user.tenant, body.model, question)
+    reply = _Reply(service, user, body.model, kind)
+    pieces = prompts.generate(worker, question)
+    # The first piece before the first byte of the answer: whatever is wrong until then is still a proper error.
+    first = await run_in_threadpool(next, pieces)
+    if not question["stream"]:
+        return JSONResponse(await run_in_threadpool(reply.whole, first))
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    chunks = reply.stream(first, pieces, with_usage)
+    return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+def _place(service: Service, tenant: str, model: str, question: dict[str, Any]) -> Record:
+    with service.database.read() as tx:
+        found = models.find(tx, service, tenant, model)
+        worker = prompts.choose(live_workers(tx, found.base), found.base)
+    question |= {"base": found.base, "model_blob": found.blob}
+    return worker
+
+
+class _Reply:
+    """One answer in OpenAI's words, counted once."""
+
+    def __init__(self, service: Service, user: Caller, model: str, kind: _Kind) -> None:
+        self._service, self._user, self._kind = service, user, kind
+        self._same = {"id": new_id(kind.prefix), "created": int(time.time()), "model": model}
+
+    def whole(self, piece: prompts.Piece) -> dict[str, Any]:
+        usage = self._count(piece)
+        choice = self._kind.choice(piece.text, piece.finish_reason or "stop", False)
+        return {"object": self._kind.object, **self._same, "choices": [choice], "usage": usage}
+
+    def stream(self, first: prompts.Piece, rest: Iterator[prompts.Piece], with_usage: bool) -> Iterator[bytes]:
+        """Chunks until the answer is done; one that breaks off says so and has no [DONE]."""
+        if self._kind is CHAT:
+            opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            yield self._chunk([opening])
+        piece = first
+        try:
+            while True:
+                if piece.text:
+                    yield self._chunk([self._kind.choice(piece.text, None, True)])
+                if piece.done:
+                    break
+                piece = next(rest)
+        except ApiError as error:
+            yield event_stream(json.dumps(error.body))
+            return
+        finally:
+            rest.close()  # type: ignore[attr-defined]
+        yield self._chunk([self._kind.choice("", piece.finish_reason or "stop", True)])
+        usage = self._count(piece)
+        if with_usage:
+            yield self._chunk([], usage=usage)
+        yield event_stream("[DONE]")
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event_stream(json.dumps({"object": self._kind.chunk_object, **self._same, "choices": choices, **more}))
+
+    def _count(self, piece: prompts.Piece) -> dict[str, int]:
+        asked, said = piece.prompt_tokens, piece.completion_tokens
+        with self._service.database.begin() as tx:
+            for name, tokens in (("prompt", asked), ("completion", said)):
+                add_usage(
+                    tx,
+                    self._user.tenant,
+                    self._user.request,
+                    kind=name,
+                    tokens=tokens,
+                    model=str(self._same["model"]),
+                )
+        return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+
+
+def _message(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "refusal": None}

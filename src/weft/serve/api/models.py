@@ -1,0 +1,136 @@
+"""/v1/models: the backbones and the adapters trained on them; permissions of checkpoints, of which there are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import StreamingResponse
+
+from weft.serve.api.auth import Caller, needs
+from weft.serve.api.body import body_of, documented
+from weft.serve.api.errors import ApiError
+from weft.serve.api.files import download
+from weft.serve.api.requests import CreatePermission
+from weft.serve.api.service import Service, service_of
+from weft.serve.api.shapes import deleted, model_object
+from weft.serve.db.engine import Tx
+from weft.serve.errors import NotFound
+from weft.serve.records import checkpoints, jobs, models
+
+router = APIRouter(prefix="/v1", tags=["Models"])
+User = Annotated[Caller, Depends(needs("models"))]
+OWNER = "weft"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a model's name stands for."""
+
+    base: str
+    blob: str | None
+    """The adapter's archive; None is the bare backbone."""
+    created: int
+    owner: str
+
+
+def find(tx: Tx, service: Service, tenant: str, name: str) -> Found:
+    """A backbone, a fine-tuned model or a checkpoint of the tenant, by its name."""
+    if name in service.settings.base_models:
+        return Found(name, None, 0, OWNER)
+    if ":ckpt-step-" not in name:
+        row = models.get_model(tx, tenant, name)
+        return Found(row["base"], row["blob"], row["created_at"], tenant)
+    try:
+        row = checkpoints.get_checkpoint(tx, tenant, name)
+    except NotFound:
+        raise _missing(name) from None
+    if row["blob"] is None:
+        raise _missing(name)
+    return Found(jobs.get_job(tx, tenant, row["job"])["model"], row["blob"], row["created_at"], tenant)
+
+
+def _missing(name: str) -> NotFound:
+    return NotFound(f"The model '{name}' does not exist or you do not have access to it.", where="model")
+
+
+@router.get("/models")
+def list_models(request: Request, user: User) -> dict[str, Any]:
+    """Backbones and fine-tuned models."""
+    service = service_of(request)
+    with service.database.read() as tx:
+        mine = models.list_models(tx, user.tenant)
+    data = [model_object(name, 0, OWNER) for name in service.settings.base_models]
+    data += [_shape(row["id"], row["created_at"], user.tenant, row["base"]) for row in mine]
+    return {"object": "list", "data": data}
+
+
+@router.get("/models/{model:path}/adapter", response_class=StreamingResponse)
+def download_adapter(request: Request, user: User, model: str) -> StreamingResponse:
+    """The adapter as a zip archive of PEFT's files."""
+    service = service_of(request)
+    with service.database.read() as tx:
+        found = find(tx, service, user.tenant, model)
+    if found.blob is None:
+        raise _missing(model)
+    return download(service, found.blob, f"{model.replace(':', '-')}.zip", "application/zip")
+
+
+@router.get("/models/{model:path}")
+def retrieve_model(request: Request, user: User, model: str) -> dict[str, Any]:
+    """One model."""
+    service = service_of(request)
+    with service.database.read() as tx:
+        found = find(tx, service, user.tenant, model)
+    return _shape(model, found.created, found.owner, found.base)
+
+
+@router.delete("/models/{model:path}")
+def delete_model(request: Request, user: User, model: str) -> dict[str, Any]:
+    """Forgets a fine-tuned model and its weights."""
+    service = service_of(request)
+    with service.database.begin() as tx:
+        row = models.delete_model(tx, user.tenant, model)
+        user.note(tx, "model.delete", model)
+    service.blobs.delete(row["blob"])
+    return deleted(model, "model")
+
+
+@router.get("/fine_tuning/checkpoints/{checkpoint}/permissions")
+def list_permissions(
+    request: Request,
+    user: User,
+    checkpoint: str,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 10,
+) -> dict[str, Any]:
+    """Projects that may use a checkpoint: none, a tenant's models are its own."""
+    with service_of(request).database.read() as tx:
+        checkpoints.get_checkpoint(tx, user.tenant, checkpoint)
+    return {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
+
+
+@router.post("/fine_tuning/checkpoints/{checkpoint}/permissions", openapi_extra=documented(CreatePermission))
+def create_permission(
+    request: Request,
+    user: User,
+    checkpoint: str,
+    body: Annotated[CreatePermission, Depends(body_of(CreatePermission))],
+) -> dict[str, Any]:
+    """Refused: there are no projects to share with."""
+    with service_of(request).database.read() as tx:
+        checkpoints.get_checkpoint(tx, user.tenant, checkpoint)
+    raise ApiError(403, "Checkpoints cannot be shared with other projects here.", code="not_supported")
+
+
+@router.delete("/fine_tuning/checkpoints/{checkpoint}/permissions/{permission_id}")
+def delete_permission(request: Request, user: User, checkpoint: str, permission_id: str) -> dict[str, Any]:
+    """There is none to delete."""
+    with service_of(request).database.read() as tx:
+        checkpoints.get_checkpoint(tx, user.tenant, checkpoint)
+    raise NotFound(f"No such permission: {permission_id}", where="permission_id")
+
+
+def _shape(id: str, created: int, owner: str, base: str) -> dict[str, Any]:
+    return model_object(id, created, owner, **({"root": base} if base != id else {}))

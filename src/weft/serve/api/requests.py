@@ -1,0 +1,149 @@
+"""Bodies the API takes, as types: OpenAI's fields, and ours for what OpenAI has no word for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator
+
+Text = Annotated[StrictStr, Field(min_length=1, max_length=512)]
+Auto = Literal["auto"]
+
+
+class Body(BaseModel):
+    """A body in which every field is known."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Hyperparameters(Body):
+    """Each a number, or `auto` for the rule of the service."""
+
+    n_epochs: Auto | Annotated[StrictInt, Field(ge=1, le=50)] = "auto"
+    batch_size: Auto | Annotated[StrictInt, Field(ge=1, le=256)] = "auto"
+    learning_rate_multiplier: (
+        Auto | Annotated[StrictFloat, Field(gt=0, le=1e4)] | Annotated[StrictInt, Field(gt=0, le=10_000)]
+    ) = "auto"
+
+
+class Supervised(Body):
+    """The one objective there is."""
+
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(BaseModel):
+    """How to learn; `dpo` and `reinforcement` are known and refused."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["supervised", "dpo", "reinforcement"]
+    supervised: Supervised | None = None
+
+
+class Wandb(Body):
+    """Where Weights & Biases is to show the job."""
+
+    project: Text
+    name: Text | None = None
+    entity: Text | None = None
+    tags: list[Annotated[StrictStr, Field(max_length=64)]] = Field(default=[], max_length=50)
+
+
+class Integration(Body):
+    """A tracker to tell."""
+
+    type: Literal["wandb"]
+    wandb: Wandb
+
+
+class CreateJob(Body):
+    """A new fine-tuning job. `lora`, `priority`, `max_steps`, `max_length` and `settings` are ours (`extra_body`)."""
+
+    model: Text
+    training_file: Annotated[StrictStr, Field(min_length=1, max_length=64)]
+    validation_file: Annotated[StrictStr, Field(min_length=1, max_length=64)] | None = None
+    suffix: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] | None = None
+    method: Method | None = None
+    hyperparameters: Hyperparameters | None = None
+    integrations: list[Integration] | None = Field(default=None, max_length=5)
+    metadata: dict[str, StrictStr] | None = None
+    lora: dict[str, Any] | None = Field(default=None, description="Of the adapter: r, alpha, dropout, target_modules…")
+    priority: Annotated[StrictInt, Field(ge=-1000, le=1000)] | None = None
+    max_steps: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    max_length: Annotated[StrictInt, Field(ge=2, lt=2**31)] | None = None
+    settings: dict[str, Any] | None = Field(default=None, description="Any setting of a job in a jobs file.")
+
+    @field_validator("metadata")
+    @classmethod
+    def _small(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        if value is None:
+            return None
+        if len(value) > 16:
+            raise ValueError(f"has {len(value)} pairs; at most 16 are kept")
+        for key, text in value.items():
+            if not 0 < len(key) <= 64 or '"' in key or "\\" in key:
+                raise ValueError("keys have 1 to 64 characters, without quotes and backslashes")
+            if len(text) > 512:
+                raise ValueError(f"the value of {key} is longer than 512 characters")
+        return value
+
+
+class CreatePermission(Body):
+    """Projects that may use a checkpoint; there are none here."""
+
+    project_ids: list[StrictStr]
+
+
+class StreamOptions(BaseModel):
+    """What a stream ends with."""
+
+    include_usage: StrictBool = False
+
+
+class _Generate(BaseModel):
+    """What both kinds of completion take. Fields that change nothing here are let through."""
+
+    model_config = ConfigDict(extra="ignore")
+    model: Text
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=4)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=1)] | None = Field(default=None, description="One answer at a time.")
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Message(BaseModel):
+    """One turn."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart] | None = None
+
+
+class CreateChat(_Generate):
+    """A chat to answer."""
+
+    messages: list[Message] = Field(min_length=1, max_length=2048)
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(default=None, description="Not available.")
+    response_format: dict[str, Any] | None = None
+
+
+class CreateCompletion(_Generate):
+    """A text to go on with."""
+
+    prompt: StrictStr
+
+
+BODIES: tuple[type[BaseModel], ...] = (CreateJob, CreatePermission, CreateChat, CreateCompletion)

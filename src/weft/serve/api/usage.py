@@ -1,0 +1,36 @@
+"""/v1/usage: what the tenant used, and what is left of its limits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+
+from weft.serve.api.auth import Caller, needs
+from weft.serve.api.service import service_of
+from weft.serve.records import files, jobs, usage
+
+router = APIRouter(prefix="/v1", tags=["Usage"])
+User = Annotated[Caller, Depends(needs("usage"))]
+Time = Annotated[int | None, Query(ge=0, lt=2**53)]
+
+
+@router.get("/usage")
+def read_usage(request: Request, user: User, start_time: Time = None, end_time: Time = None) -> dict[str, Any]:
+    """Tokens trained, asked and answered, of what began within [start_time, end_time); and the limits as of now."""
+    with service_of(request).database.read() as tx:
+        used = usage.usage_of(tx, user.tenant, start=start_time, end=end_time)
+        limits = {
+            "active_jobs": (jobs.count_active(tx, user.tenant), user.owner["max_active_jobs"]),
+            "trained_tokens": (usage.trained_tokens(tx, user.tenant), user.owner["max_trained_tokens"]),
+            "stored_bytes": (files.stored_bytes(tx, user.tenant), user.owner["max_stored_bytes"]),
+        }
+    return {
+        "object": "usage",
+        "organization_id": user.tenant,
+        "trained_tokens": used["totals"]["trained"],
+        "prompt_tokens": used["totals"]["prompt"],
+        "completion_tokens": used["totals"]["completion"],
+        "by_model": used["by_model"],
+        "limits": {name: {"used": now, "limit": most} for name, (now, most) in limits.items()},
+    }

@@ -1,0 +1,139 @@
+"""What the dashboard shows beyond the public routes: workers, the queue, usage by month; for operators all tenants.
+
+A tenant sees the machines it shares, and of other tenants' jobs on them only that they are there and how many tokens
+they take. An operator (scope `admin`) sees whose they are.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from typing import Any
+
+import sqlalchemy as sa
+
+from weft.serve.db.engine import Tx
+from weft.serve.db.tables import FILES, JOBS, MODELS
+from weft.serve.jobs.states import FINAL
+from weft.serve.records import files, keys, tenants, usage
+from weft.serve.records.rows import Record, every
+
+Json = dict[str, Any]
+_SHORT = 6
+"""Letters of a worker's id that people tell it by."""
+
+
+def workers_view(tx: Tx, workers: list[Record], tenant: str, *, sees_all: bool) -> list[Json]:
+    """Live workers as a tenant may see them, or with everybody's jobs named."""
+    ids = {id for worker in workers for id in _ids(worker["info"])}
+    rows = every(tx, sa.select(JOBS.c.id, JOBS.c.tenant, JOBS.c.suffix).where(JOBS.c.id.in_(sorted(ids))))
+    names = {row["id"]: row["suffix"] or row["id"] for row in rows if sees_all or row["tenant"] == tenant}
+    mine = {row["id"] for row in rows if tenant == row["tenant"]}
+    return [_worker_view(worker, names, mine) for worker in sorted(workers, key=lambda w: (w["started_at"], w["id"]))]
+
+
+def _ids(info: Json) -> set[str]:
+    """Jobs a worker speaks of: those it holds, and those of its last steps."""
+    recent = {id for span in info.get("program", ()) for id in span.get("jobs") or ()}
+    return recent | {job["id"] for job in info.get("jobs", ())}
+
+
+def _worker_view(worker: Record, names: dict[str, str], mine: set[str]) -> Json:
+    info = worker["info"]
+    jobs = [job["id"] for job in info.get("jobs", ()) if job.get("state") not in FINAL]
+    return {
+        "id": worker["id"],
+        "name": f"worker {worker['id'][-_SHORT:]}",
+        "base_model": worker["base_model"],
+        "device": info.get("device_name") or info.get("device"),
+        "started_at": worker["started_at"],
+        "seen_at": worker["seen_at"],
+        "is_draining": worker["is_draining"],
+        "memory_bytes": info.get("memory_bytes"),
+        "memory_total_bytes": info.get("memory_total_bytes"),
+        "tokens_per_second": info.get("tokens_per_s"),
+        "jobs": [{"id": id, "name": names[id], "is_mine": id in mine} for id in jobs if id in names],
+        "num_other_jobs": sum(id not in names for id in jobs),
+        "names": {id: names[id] for id in sorted(_ids(info)) if id in names},
+        "program": [_span_view(span, names, info.get("capacity")) for span in info.get("program", ())],
+    }
+
+
+def _span_view(span: Json, names: dict[str, str], capacity: int | None) -> Json:
+    """One span of the program; the tokens of jobs that may not be named are together under ""."""
+    tokens: dict[str, int] = {}
+    for id, number in (span.get("jobs") or {}).items():
+        known = id if id in names else ""
+        tokens[known] = tokens.get(known, 0) + number
+    return {
+        "name": span.get("name", ""),
+        "start": span.get("start_s", 0.0),
+        "seconds": span.get("duration_s", 0.0),
+        "tokens": tokens,
+        "capacity": capacity,
+    }
+
+
+def queues(tx: Tx, tenant: str | None) -> dict[str, Json]:
+    """Number of jobs by state and tokens trained, by tenant; None is all tenants."""
+    query = sa.select(
+        JOBS.c.tenant, JOBS.c.status, sa.func.count().label("num"), sa.func.sum(JOBS.c.trained_tokens).label("tokens")
+    ).group_by(JOBS.c.tenant, JOBS.c.status)
+    found: dict[str, Json] = {}
+    for row in every(tx, query if tenant is None else query.where(JOBS.c.tenant == tenant)):
+        mine = found.setdefault(row["tenant"], {"queue": {}, "trained_tokens": 0})
+        mine["queue"][row["status"]] = int(row["num"])
+        mine["trained_tokens"] += int(row["tokens"] or 0)
+    return found
+
+
+def total_queue(by_tenant: dict[str, Json]) -> dict[str, int]:
+    """Jobs by state of all tenants given."""
+    total: dict[str, int] = {}
+    for one in by_tenant.values():
+        for state, number in one["queue"].items():
+            total[state] = total.get(state, 0) + number
+    return total
+
+
+def tenants_view(tx: Tx, by_tenant: dict[str, Json]) -> list[Json]:
+    """Every tenant with what it has and does, for the operator."""
+    stored: dict[str, int] = {}
+    for table in (FILES, MODELS):
+        query = sa.select(table.c.tenant, sa.func.sum(table.c.bytes).label("bytes")).where(table.c.deleted_at.is_(None))
+        for row in every(tx, query.group_by(table.c.tenant)):
+            stored[row["tenant"]] = stored.get(row["tenant"], 0) + int(row["bytes"])
+    views = []
+    for row in tenants.list_tenants(tx):
+        mine = by_tenant.get(row["id"], {"queue": {}, "trained_tokens": 0})
+        active = sum(number for state, number in mine["queue"].items() if state not in FINAL)
+        shown = {name: row[name] for name in ("id", "name", "is_disabled", "weight")}
+        views.append({**shown, **mine, "num_active_jobs": active, "stored_bytes": stored.get(row["id"], 0)})
+    return views
+
+
+def keys_view(tx: Tx) -> list[Json]:
+    """Every key without its secret, for the operator."""
+    return [dict(row) for row in keys.list_keys(tx)]
+
+
+def usage_view(tx: Tx, tenant: str, months: int, at: float) -> Json:
+    """Tokens of a tenant in all and in each of the last months (UTC), oldest first, and its bytes."""
+    bounds = month_starts(at, months)
+    totals = [usage.usage_of(tx, tenant, start=start, end=end)["totals"] for start, end in bounds]
+    return {
+        "totals": usage.usage_of(tx, tenant)["totals"],
+        "stored_bytes": files.stored_bytes(tx, tenant),
+        "months": [{"start": start, **total} for (start, _), total in zip(bounds, totals, strict=True)],
+    }
+
+
+def month_starts(at: float, months: int) -> list[tuple[int, int]]:
+    """Begin and end of the last `months` months, oldest first, the present one included."""
+    today = datetime.datetime.fromtimestamp(at, datetime.UTC)
+    index = today.year * 12 + today.month - 1
+    starts = [
+        int(datetime.datetime(i // 12, i % 12 + 1, 1, tzinfo=datetime.UTC).timestamp())
+        for i in range(index - months + 1, index + 2)
+    ]
+    return list(itertools.pairwise(starts))

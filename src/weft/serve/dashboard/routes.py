@@ -1,0 +1,123 @@
+"""The dashboard's routes: the page, its files, and the overview it polls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from weft.serve.api.auth import Caller, needs
+from weft.serve.api.service import Service, service_of
+from weft.serve.dashboard import overview
+from weft.serve.dashboard.assets import PAGE, Asset, assets
+from weft.serve.dashboard.history import SAMPLE_S, History
+from weft.serve.db.engine import now
+from weft.serve.errors import Busy, NotFound
+from weft.serve.records.tenants import LIMITS
+from weft.serve.records.workers import live_workers
+
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    # Asked for again every time, answered with 304 while it is the same: an upgrade shows at once.
+    "cache-control": "no-cache",
+}
+"""Only files of our own run or are shown, and nobody frames the page."""
+
+User = Annotated[Caller, Depends(needs("usage"))]
+
+
+@contextlib.asynccontextmanager
+async def _sampling(app: FastAPI) -> AsyncIterator[None]:
+    """Takes points of the workers while the app runs, so that the charts are there when somebody looks."""
+    task = asyncio.create_task(_sample(app))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _sample(app: FastAPI) -> None:
+    while True:
+        # A database that is away leaves a gap in the charts.
+        with contextlib.suppress(Busy):
+            await run_in_threadpool(_history(app).sample, app.state.service.database)
+        await asyncio.sleep(SAMPLE_S)
+
+
+router = APIRouter(tags=["Dashboard"], lifespan=_sampling)
+
+
+@router.get("/", include_in_schema=False)
+def page(request: Request) -> Response:
+    """The page itself; it holds nothing of anybody's and needs no key."""
+    return _answer(request, assets()[PAGE])
+
+
+@router.get("/dashboard/static/{name:path}", include_in_schema=False)
+def static(request: Request, name: str) -> Response:
+    """A file of the page."""
+    asset = assets().get(name)
+    if asset is None:
+        raise NotFound("There is no such file of the dashboard.")
+    return _answer(request, asset)
+
+
+@router.get("/dashboard/overview")
+def read_overview(request: Request, user: User, months: Annotated[int, Query(ge=0, le=24)] = 0) -> dict[str, Any]:
+    """Workers, queue and limits as of now; with `months` also the usage of the last months and, for operators, keys."""
+    service = service_of(request)
+    history = _history(request.app)
+    history.sample(service.database)
+    return {"object": "dashboard.overview", **_overview(service, user, months), "history": history.points()}
+
+
+def _overview(service: Service, user: Caller, months: int) -> dict[str, Any]:
+    is_admin = "admin" in user.scopes
+    with service.database.read() as tx:
+        at = now(tx)
+        by_tenant = overview.queues(tx, None if is_admin else user.tenant)
+        view = {
+            "at": at,
+            "is_admin": is_admin,
+            "tenant": {name: user.owner[name] for name in ("id", "name", *LIMITS)},
+            "workers": overview.workers_view(tx, live_workers(tx), user.tenant, sees_all=is_admin),
+            "queue": overview.total_queue(by_tenant),
+            "queue_of_tenant": by_tenant.get(user.tenant, {"queue": {}})["queue"],
+        }
+        if months:
+            view["usage"] = overview.usage_view(tx, user.tenant, months, at)
+        if is_admin:
+            view["tenants"] = overview.tenants_view(tx, by_tenant)
+        if is_admin and months:
+            view["keys"] = overview.keys_view(tx)
+    return view
+
+
+def _history(app: FastAPI) -> History:
+    history: History | None = getattr(app.state, "dashboard_history", None)
+    if history is None:
+        history = app.state.dashboard_history = History()
+    return history
+
+
+def _answer(request: Request, asset: Asset) -> Response:
+    headers = {**HEADERS, "etag": asset.tag}
+    if request.headers.get("if-none-match") == asset.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(asset.content, media_type=asset.kind, headers=headers)

@@ -1,0 +1,118 @@
+// The machines: who trains what, how fast, with how much memory, and what waits.
+
+import { patience } from "../api.js";
+import { binaryTicks, curves, meter, strip, timeTicks } from "../charts.js";
+import { facts, h, notice, repeat, show, tile } from "../dom.js";
+import { ago, bytes, clock, count } from "../format.js";
+import { CALM, OTHERS, colours } from "../palette.js";
+
+const STATES = [["running", "var(--busy)"], ["queued", OTHERS], ["validating_files", CALM[4]], ["paused", "var(--warn)"]];
+const TIMES = { x: (at) => clock(at), xTick: (at) => clock(at, false), xMarks: timeTicks };
+const ENDED = ["succeeded", "failed", "cancelled"];
+
+export function operationsScreen(root, { signal, overview }) {
+  const speed = curves("Throughput", { ...TIMES, y: count, fromZero: true, empty: "No worker has reported yet." });
+  const memory = curves("Memory", { ...TIMES, y: bytes, yMarks: binaryTicks, fromZero: true, empty: "No worker has reported yet." });
+  const [tiles, queue, workers] = [h("section", { class: "tiles" }), h("section", { class: "card padded" }), h("div", { class: "workers" })];
+  let isDrawn = false;
+  show(root, h("p", { class: "loading" }, "Loading…"));
+
+  async function refresh() {
+    let seen;
+    try {
+      seen = await overview();
+    } catch (error) {
+      if (error.name !== "AbortError" && !isDrawn) show(root, notice(error.message, { bad: true }));
+      return patience(error);
+    }
+    if (!isDrawn) {
+      show(root, h("header", { class: "head" }, h("h1", null, "Operations")), tiles,
+        h("h2", null, "Over time"), h("div", { class: "grid two" }, chart("Throughput", "trained tokens per second", speed), chart("Memory", "in use, by worker", memory)),
+        h("h2", null, seen.is_admin ? "Queue, all tenants" : "Queue"), queue, h("h2", null, "Workers"), workers);
+      isDrawn = true;
+    }
+    show(tiles, tilesOf(seen));
+    drawHistory(seen, speed, memory);
+    show(queue, queueOf(seen));
+    show(workers, seen.workers.length ? seen.workers.map(workerCard) : notice("No worker is alive: jobs wait until one starts (weft worker)."));
+    return undefined;
+  }
+
+  return repeat(refresh, 2, signal);
+}
+
+function chart(title, note, { node }) {
+  return h("section", { class: "card chart-card" }, h("header", null, h("h3", null, title), h("p", null, note)), node);
+}
+
+function tilesOf({ workers, queue }) {
+  const sum = (name) => workers.reduce((total, worker) => total + (worker[name] || 0), 0);
+  const waiting = (queue.queued || 0) + (queue.validating_files || 0);
+  return [
+    tile("workers", count(workers.length), workers.some((worker) => worker.is_draining) ? "some are leaving" : workers.length ? "alive" : "none is alive"),
+    tile("tokens per second", workers.length ? count(sum("tokens_per_second")) : "–", "all workers together"),
+    tile("memory in use", sum("memory_bytes") ? bytes(sum("memory_bytes")) : "–", sum("memory_total_bytes") ? `of ${bytes(sum("memory_total_bytes"))}` : ""),
+    tile("jobs", `${count(queue.running || 0)} running`, `${count(waiting)} waiting`),
+  ];
+}
+
+function drawHistory({ history, workers }, speed, memory) {
+  const ids = Object.keys(history);
+  const colour = colours(ids);
+  const name = (id) => workers.find((worker) => worker.id === id)?.name || id.slice(-6);
+  const series = (field, more) => ids.map((id) => ({ name: name(id), colour: colour.get(id), points: history[id].map((point) => [point.at, point[field] ?? NaN]), ...more }));
+  speed.update(series("tokens_per_second", { area: ids.length === 1 }));
+  memory.update(series("memory_bytes", { area: ids.length === 1 }));
+}
+
+function queueOf({ queue, tenants }) {
+  const active = STATES.map(([state, colour]) => [state.replaceAll("_", " "), queue[state] || 0, colour]);
+  const ended = ENDED.map((state) => `${count(queue[state] || 0)} ${state}`).join(", ");
+  if (!active.some(([, number]) => number)) return notice(`Nothing is running or waiting; ${ended} so far.`);
+  const rows = (tenants || []).filter((tenant) => STATES.some(([state]) => tenant.queue[state])).map((tenant) => h("li", null, h("b", null, tenant.name),
+    STATES.filter(([state]) => tenant.queue[state]).map(([state]) => ` ${tenant.queue[state]} ${state.replaceAll("_", " ")}`).join(",")));
+  return [strip("Jobs by state", active, count), h("p", { class: "soft" }, `Ended so far: ${ended}.`), rows.length ? h("ul", { class: "plain" }, rows) : null];
+}
+
+function workerCard(worker) {
+  const share = worker.memory_total_bytes ? worker.memory_bytes / worker.memory_total_bytes : null;
+  return h("section", { class: "card padded worker" },
+    h("header", null, h("h3", null, worker.name), h("span", { class: `badge ${worker.is_draining ? "paused" : "running"}` }, worker.is_draining ? "leaving" : "alive")),
+    facts([
+      ["device", worker.device], ["base model", worker.base_model], ["tokens per second", Number.isFinite(worker.tokens_per_second) ? count(worker.tokens_per_second) : null],
+      ["memory", worker.memory_bytes ? `${bytes(worker.memory_bytes)}${worker.memory_total_bytes ? ` of ${bytes(worker.memory_total_bytes)}` : ""}` : null],
+      ["last seen", ago(worker.seen_at)], ["up since", clock(worker.started_at, false)],
+    ]),
+    share === null ? null : meter(share, "memory in use", share > 0.92 ? "var(--warn)" : "var(--accent)"),
+    h("h4", null, "Training now"), jobsOf(worker), h("h4", null, "Current program"), programOf(worker));
+}
+
+function jobsOf({ jobs, num_other_jobs: others }) {
+  if (!jobs.length && !others) return h("p", { class: "soft" }, "Nothing.");
+  return h("ul", { class: "plain row" }, jobs.map((job) => h("li", null, job.is_mine ? h("a", { href: `#/jobs/${encodeURIComponent(job.id)}` }, job.name) : job.name)),
+    others ? h("li", { class: "soft" }, `${others} of other tenants`) : null);
+}
+
+// Spans side by side, as wide as they were long. Those that train are coloured by each job's share of the tokens.
+function programOf({ program, names }) {
+  if (!program.length) return h("p", { class: "soft" }, "No step has been reported.");
+  const trains = (span) => Object.values(span.tokens).some((tokens) => tokens > 0);
+  const ids = [...new Set(program.filter(trains).flatMap((span) => Object.keys(span.tokens)))];
+  const colour = colours(ids.filter((id) => id));
+  colour.set("", OTHERS);
+  const nameOf = (id) => names[id] || "other tenants";
+  const seconds = program.reduce((sum, span) => sum + span.seconds, 0);
+  return h("div", null,
+    h("div", { class: "program", role: "img", "aria-label": `The last ${program.length} spans of work` }, program.map((span) => spanBox(span, colour, nameOf, trains(span)))),
+    h("p", { class: "soft" }, `The last ${seconds.toFixed(2)} s of work. Wide: long; high: full; low and grey: optimizer, planning, checkpoints.`),
+    h("ul", { class: "legend" }, ids.map((id) => h("li", null, h("i", { class: "dot", style: { background: colour.get(id) } }), nameOf(id)))));
+}
+
+function spanBox({ name, seconds, tokens, capacity }, colour, nameOf, trains) {
+  const total = Object.values(tokens).reduce((a, b) => a + b, 0);
+  const lines = Object.entries(tokens).filter(([, number]) => number).map(([id, number]) => `${nameOf(id)}: ${count(number)} tokens`);
+  const title = [`${name.replaceAll("_", " ")}, ${(1000 * seconds).toFixed(1)} ms`, ...lines].join("\n");
+  const fill = capacity ? Math.min(1, total / capacity) : 1;
+  return h("i", { class: trains ? "span" : "span other", title, style: { "flex-grow": String(Math.max(seconds, 1e-5) * 1000) } },
+    trains ? Object.entries(tokens).map(([id, number]) => h("i", { style: { height: `${(100 * fill * number) / total}%`, background: colour.get(id) } })) : null);
+}

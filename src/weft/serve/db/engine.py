@@ -1,0 +1,163 @@
+"""One database behind one small type: transactions that read, transactions that write, and the clock all agree on.
+
+SQLite: WAL, synchronous=FULL, and writers that take the lock when they begin, so that nothing can fail half way for
+want of it. Whoever finds it taken waits a random moment and tries again; SQLite's own waiting lets a busy writer
+starve the others. PostgreSQL: plain transactions; rows about to change are locked by the functions in `records`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from weft.errors import ConfigError, MissingExtraError
+from weft.serve.errors import Busy
+
+Tx = sa.Connection
+"""An open transaction."""
+LOCK_WAIT_S = 10.0
+"""How long a writer tries to get SQLite's lock before the caller hears that the database is busy."""
+_PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=20")
+
+
+class Database:
+    """Transactions on one database; safe to share between threads."""
+
+    def __init__(self, engine: sa.Engine, *, lock_wait_s: float = LOCK_WAIT_S) -> None:
+        self.engine = engine
+        self.is_sqlite = engine.dialect.name == "sqlite"
+        self._lock_wait_s = lock_wait_s
+        self._writing = engine.execution_options(weft_writes=True)
+        # Threads of one process wait for each other here, in order, and only the first of them asks SQLite.
+        self._turn = threading.Lock()
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[Tx]:
+        """A transaction that may write: all of it happens when the block ends, or nothing if it raises."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_connection_errors())
+            if self.is_sqlite and not self._turn.acquire(timeout=self._lock_wait_s):
+                raise Busy("the database is busy; try again.")
+            if self.is_sqlite:
+                stack.callback(self._turn.release)
+            connection = stack.enter_context(self._writing.connect())
+            transaction = self._begin(connection)
+            with transaction:
+                yield connection
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Tx]:
+        """A transaction that only reads; writers do not hold it up."""
+        with _connection_errors(), self.engine.connect() as connection, connection.begin():
+            yield connection
+
+    def close(self) -> None:
+        """Closes all connections; open transactions end as if the process had died."""
+        self.engine.dispose()
+
+    def _begin(self, connection: Tx) -> sa.RootTransaction:
+        deadline = time.monotonic() + self._lock_wait_s
+        while True:
+            try:
+                return connection.begin()
+            except OperationalError as error:
+                if not (self.is_sqlite and is_locked(error)):
+                    raise
+                if time.monotonic() > deadline:
+                    raise Busy("the database is locked by another process; try again.") from None
+                time.sleep(random.uniform(0.002, 0.05))
+
+
+def open_database(url: str, *, lock_wait_s: float = LOCK_WAIT_S) -> Database:
+    """The database at a URL such as `sqlite:////var/lib/weft/weft.db` or `postgresql://user@host/weft`."""
+    try:
+        parsed = sa.make_url(_with_driver(url))
+    except sa.exc.ArgumentError:
+        raise ConfigError(
+            f"{url!r} is not a database URL; use sqlite:///PATH or postgresql://…", where="--db"
+        ) from None
+    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+        found = parsed.get_backend_name()
+        raise ConfigError(f"{found} is not supported; use sqlite:///PATH or postgresql://…", where="--db")
+    options: dict[str, Any] = {"json_serializer": _strict_json}
+    if parsed.get_backend_name() == "postgresql":
+        options |= {"pool_pre_ping": True, "pool_size": 10, "max_overflow": 40, "connect_args": {"connect_timeout": 5}}
+    else:
+        if parsed.database:
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        options |= {"pool_size": 50, "max_overflow": 50, "connect_args": {"check_same_thread": False}}
+    try:
+        engine = sa.create_engine(parsed, **options)
+    except ImportError:
+        raise MissingExtraError(
+            "PostgreSQL needs psycopg.", where="--db", hint="Install it: pip install 'weft-lora[postgres]'."
+        ) from None
+    if parsed.get_backend_name() == "sqlite":
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return Database(engine, lock_wait_s=lock_wait_s)
+
+
+def now(tx: Tx) -> float:
+    """Unix seconds by the database's clock, the only one that leases and times are judged by."""
+    if tx.dialect.name == "sqlite":
+        return float(tx.exec_driver_sql("SELECT (julianday('now') - 2440587.5) * 86400.0").scalar_one())
+    return float(tx.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one())
+
+
+def is_locked(error: DBAPIError) -> bool:
+    """Whether SQLite refused because another connection holds its lock."""
+    return "database is locked" in str(error.orig) or "database table is locked" in str(error.orig)
+
+
+@contextlib.contextmanager
+def _connection_errors() -> Iterator[None]:
+    """A database that went away is Busy, not a bug of ours."""
+    try:
+        yield
+    except OperationalError as error:
+        if is_locked(error) or error.connection_invalidated or "connect" in str(error.orig):
+            raise Busy("the database cannot be reached at the moment; try again.") from error
+        raise
+    except DBAPIError as error:
+        if error.connection_invalidated:
+            raise Busy("the connection to the database was lost; try again.") from error
+        raise
+    except sa.exc.TimeoutError as error:
+        raise Busy("too many requests wait for the database; try again.") from error
+
+
+def _with_driver(url: str) -> str:
+    for prefix in ("postgresql://", "postgres://"):
+        if url.startswith(prefix):
+            return "postgresql+psycopg://" + url.removeprefix(prefix)
+    return url
+
+
+def _strict_json(value: Any) -> str:
+    import json
+
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _set_up_sqlite(connection: Any, record: Any) -> None:
+    # Python's own transaction handling would begin late and without the lock.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in _PRAGMAS:
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Tx) -> None:
+    writes = connection.get_execution_options().get("weft_writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,50 @@
+"""What the service refuses on purpose, as errors of Weft's tree; the API gives each its HTTP status.
+
+WeftError
+├── NotFound        there is no such object, or it is another tenant's: nobody can tell which
+├── NotPossible     the object is in a state in which this cannot be done
+├── Conflict        the same idempotency key came with another request
+├── OverLimit       a quota of the tenant is used up
+├── Fenced          another worker has taken the job since; whoever gets this must stop writing about it
+└── Busy            the database is locked or away; the same request may succeed later
+"""
+
+from __future__ import annotations
+
+from weft.errors import WeftError
+
+
+class NotFound(WeftError):  # noqa: N818 - these are answers, named as the API's readers know them
+    """There is no such object, or it is another tenant's."""
+
+    code = "not_found"
+
+
+class NotPossible(WeftError):  # noqa: N818
+    """The object is in a state in which this cannot be done."""
+
+    code = "invalid_state"
+
+
+class Conflict(WeftError):  # noqa: N818
+    """The same idempotency key came with another request."""
+
+    code = "idempotency_mismatch"
+
+
+class OverLimit(WeftError):  # noqa: N818
+    """A quota of the tenant is used up."""
+
+    code = "quota_exceeded"
+
+
+class Fenced(WeftError):  # noqa: N818
+    """Another worker has taken the job since."""
+
+    code = "fenced"
+
+
+class Busy(WeftError):  # noqa: N818
+    """The database is locked or away; the same request may succeed later."""
+
+    code = "busy"

@@ -1,0 +1,116 @@
+"""From the words of the API to a JobSpec: the same validated type that `weft train` reads.
+
+`auto` is resolved by fixed rules, from nothing but the number of training samples n:
+
+| hyper-parameter | auto |
+|---|---|
+| n_epochs | 3 for n < 1,000; 2 for n < 10,000; else 1 |
+| batch_size | n / 8 rounded down, at least 1 and at most 8; 16 for n >= 10,000 |
+| learning_rate_multiplier | 1, of a peak learning rate of 2e-4 |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.serve.records.rows import Record
+from weft.spec import AdapterSpec, JobSpec
+from weft.spec.fields import read
+from weft.spec.load import canonical
+
+BASE_LEARNING_RATE = 2e-4
+OURS = ("name", "train_data", "eval_data", "tenant", "priority", "seed")
+"""Settings of a job that the service sets itself."""
+REFUSED = {
+    "init_adapter": "names a directory of the server",
+    "chat_template": "is a program that would run on the server",
+}
+"""Settings of a jobs file that a stranger may not use, and why."""
+_MODULE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+"""A plain module name; a regular expression of a stranger could keep the worker busy for ever."""
+
+
+def resolve(hyperparameters: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+    """n_epochs, batch_size and learning_rate_multiplier as numbers."""
+    auto = {
+        "n_epochs": 3 if num_samples < 1_000 else 2 if num_samples < 10_000 else 1,
+        "batch_size": min(8, max(1, num_samples // 8)) if num_samples < 10_000 else 16,
+        "learning_rate_multiplier": 1.0,
+    }
+    given = {name: value for name, value in hyperparameters.items() if value not in (None, "auto")}
+    return auto | given
+
+
+def job_settings(hyperparameters: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The `settings` column: what a jobs file would say of the job, without its name, data and owner.
+
+    `hyperparameters` are resolved; `extra` comes from `user_settings` and wins.
+    """
+    settings: dict[str, Any] = {
+        "num_train_epochs": hyperparameters["n_epochs"],
+        "global_batch_size": hyperparameters["batch_size"],
+        "learning_rate": BASE_LEARNING_RATE * hyperparameters["learning_rate_multiplier"],
+    }
+    return settings | dict(extra)
+
+
+def user_settings(settings: Mapping[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings a user sent, under their own names, with the short forms merged in; what may not be set is refused."""
+    own = canonical(settings, JobSpec, "settings")
+    for name in OURS:
+        if name in own:
+            raise ConfigError("is set by the service; leave it out.", where=f"settings.{name}")
+    for name, reason in REFUSED.items():
+        if own.get(name) is not None:
+            raise ConfigError(f"{reason}; leave it out.", where=f"settings.{name}")
+    for name, value in short.items():
+        if name in own:
+            raise ConfigError("is given twice; keep one.", where=f"settings.{name}")
+        own[name] = canonical(value, AdapterSpec, "lora") if name == "adapter" else value
+    adapter = own.get("adapter")
+    if isinstance(adapter, Mapping):
+        _check_modules(adapter)
+    return own
+
+
+def _check_modules(adapter: Mapping[str, Any]) -> None:
+    """Modules are named, not matched."""
+    for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        value = adapter.get(name)
+        for word in [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []:
+            if isinstance(word, str) and not _MODULE.fullmatch(word):
+                raise ConfigError(f"{word[:60]!r} is not a module name such as q_proj.", where=f"lora.{name}")
+
+
+def build_spec(
+    settings: Mapping[str, Any],
+    *,
+    name: str,
+    train_data: Path | str,
+    eval_data: Path | str | None = None,
+    seed: int = 42,
+    priority: int = 0,
+    tenant: str = "default",
+) -> JobSpec:
+    """The JobSpec of a `settings` column; whatever is wrong with it is a ConfigError naming the setting."""
+    values: dict[str, Any] = {**settings, "name": name, "train_data": [str(train_data)]}
+    if eval_data is not None:
+        values["eval_data"] = [str(eval_data)]
+    return read(JobSpec, {**values, "seed": seed, "priority": priority, "tenant": tenant})
+
+
+def spec_of(job: Record, train_data: Path | str, eval_data: Path | str | None = None) -> JobSpec:
+    """The JobSpec of a job's row, with its files where the worker has put them."""
+    return build_spec(
+        job["settings"],
+        name=job["id"],
+        train_data=train_data,
+        eval_data=eval_data,
+        seed=job["seed"],
+        priority=job["priority"],
+        tenant=job["tenant"],
+    )

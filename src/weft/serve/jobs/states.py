@@ -1,0 +1,152 @@
+"""The states of a job and the only way from one to another.
+
+    validating_files ──> queued <──> running ──> succeeded
+                           ^ |          | |
+                           | v          | └────> failed
+                           paused <─────┘
+    Every state but the last three can also become cancelled or failed.
+
+A move changes the row and appends the event that tells of it in the caller's one transaction. A worker passes the
+fence it got when it took the job: if another has taken the job since, the move is Fenced and nothing is written.
+What a user asks for (`ask`) happens at once where no worker holds the job, and else waits in `wanted` for the worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from weft.serve.db.engine import Tx, now
+from weft.serve.db.tables import JOBS
+from weft.serve.errors import Fenced, NotFound, NotPossible
+from weft.serve.records.events import add_event
+from weft.serve.records.rows import Record, first
+
+FINAL = ("succeeded", "failed", "cancelled")
+STATES = ("validating_files", "queued", "running", "paused", *FINAL)
+MOVES: dict[str, tuple[str, ...]] = {
+    "validating_files": ("queued", "cancelled", "failed"),
+    "queued": ("running", "paused", "cancelled", "failed"),
+    "running": ("queued", "paused", "succeeded", "failed", "cancelled"),
+    "paused": ("queued", "cancelled", "failed"),
+    "succeeded": (),
+    "failed": (),
+    "cancelled": (),
+}
+"""Where a job may go from each state."""
+MESSAGES = {
+    "queued": "Files validated, moving job to queued state",
+    "running": "Fine-tuning job started",
+    "paused": "Fine-tuning job paused",
+    "succeeded": "The job has successfully completed",
+    "failed": "Fine-tuning job failed",
+    "cancelled": "Fine-tuning job cancelled",
+}
+
+
+def find_job(tx: Tx, tenant: str, id: str, *, for_update: bool = False) -> Record:
+    """A job of the tenant; with `for_update` nobody else changes it until the transaction ends."""
+    query = sa.select(JOBS).where(JOBS.c.tenant == tenant, JOBS.c.id == id)
+    job = first(tx, query.with_for_update() if for_update else query)
+    if job is None:
+        raise NotFound(f"Could not find fine tune: {id}", where="fine_tuning_job_id")
+    return job
+
+
+def move(
+    tx: Tx,
+    tenant: str,
+    id: str,
+    to: str,
+    *,
+    fence: int | None = None,
+    message: str | None = None,
+    level: str | None = None,
+    data: Any = None,
+    shut_out: bool = False,
+    **columns: Any,
+) -> Record:
+    """Changes a job's status, sets `columns` beside it, appends the event, and returns the job as it is now.
+
+    An illegal move is NotPossible. `finished_at` is set on the way into a final state; whoever holds the job lets go
+    of it on the way out of `running`; what was asked for is settled by a move to `paused` or a final state. `shut_out`
+    raises the fence, so that whoever held the job can write no more about it.
+    """
+    job = find_job(tx, tenant, id, for_update=True)
+    _check_fence(job, fence)
+    if to not in MOVES[job["status"]]:
+        raise NotPossible(f"Job {id} is {job['status']} and cannot become {to}.", where="status")
+    changes: dict[str, Any] = {"status": to}
+    if to != "running":
+        changes |= {"worker": None, "lease_until": None, "estimated_finish": None}
+    if to in (*FINAL, "paused"):
+        changes["wanted"] = None
+    if to in FINAL:
+        changes["finished_at"] = int(now(tx))
+    if shut_out:
+        changes["fence"] = job["fence"] + 1
+    changes |= columns
+    tx.execute(sa.update(JOBS).where(JOBS.c.tenant == tenant, JOBS.c.id == id).values(changes))
+    text = message or _message(job["status"], to)
+    add_event(tx, tenant, id, level or ("error" if to == "failed" else "info"), text, data=data)
+    return {**job, **changes}
+
+
+def update_job(tx: Tx, tenant: str, id: str, *, fence: int, **columns: Any) -> None:
+    """Sets columns of a job that the worker with this fence still holds, without a move; else Fenced."""
+    query = sa.update(JOBS).where(JOBS.c.tenant == tenant, JOBS.c.id == id, JOBS.c.fence == fence)
+    if tx.execute(query.values(columns)).rowcount == 0:
+        _check_fence(find_job(tx, tenant, id), fence)
+
+
+def check_fence(tx: Tx, tenant: str, id: str, fence: int) -> Record:
+    """The job, locked, if the worker with this fence still holds it; else Fenced."""
+    job = find_job(tx, tenant, id, for_update=True)
+    _check_fence(job, fence)
+    return job
+
+
+def ask(tx: Tx, tenant: str, id: str, wish: str) -> Record:
+    """Does or notes what a user wants of a job: cancel, pause or resume. Asking twice is asking once."""
+    job = find_job(tx, tenant, id, for_update=True)
+    status = job["status"]
+    if status == {"cancel": "cancelled", "pause": "paused"}.get(wish):
+        return job
+    if status in FINAL:
+        raise NotPossible(f"Job {id} is {status}; it is too late to {wish} it.", where="fine_tuning_job_id")
+    if job["wanted"] == "cancel" and wish != "cancel":
+        raise NotPossible(f"Job {id} is being cancelled; it is too late to {wish} it.", where="fine_tuning_job_id")
+    if wish == "resume" and status != "paused":
+        # Nothing to resume, unless a pause was asked for and has not happened yet.
+        return _want(tx, job, None) if job["wanted"] == "pause" else job
+    if wish == "pause" and status == "validating_files":
+        raise NotPossible(f"Job {id} is {status}; pause it when it is queued.", where="fine_tuning_job_id")
+    if job["worker"] and (job["lease_until"] or 0) > now(tx):
+        return _want(tx, job, wish)
+    # Nobody holds it, or somebody dead does: raise the fence so that the dead one stays so.
+    to, text = {
+        "cancel": ("cancelled", None),
+        "pause": ("paused", None),
+        "resume": ("queued", "Fine-tuning job resumed, moving job to queued state"),
+    }[wish]
+    return move(tx, tenant, id, to, message=text, shut_out=job["worker"] is not None)
+
+
+def _want(tx: Tx, job: Record, wish: str | None) -> Record:
+    if job["wanted"] != wish:
+        tx.execute(sa.update(JOBS).where(JOBS.c.id == job["id"]).values(wanted=wish))
+    return {**job, "wanted": wish}
+
+
+def _check_fence(job: Record, fence: int | None) -> None:
+    if fence is not None and job["fence"] != fence:
+        raise Fenced(f"Job {job['id']} was taken over: its fence is {job['fence']}, not {fence}.")
+
+
+def _message(before: str, to: str) -> str:
+    if to == "queued" and before == "running":
+        return "The worker stops; the job goes back to the queue and will go on where it was"
+    if to == "running" and before == "paused":
+        return "Fine-tuning job resumed"
+    return MESSAGES[to]

@@ -1,0 +1,106 @@
+"""Checks a training file line by line before anything is stored about a job; every problem has its line.
+
+Bounded in memory and time: one line at a time, of a bounded length and nesting. The rows are read by the same code the
+worker trains with, so what passes here is what `weft train` would accept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+from weft.data.formats import convert_rows
+from weft.data.json_rows import parse_json
+from weft.data.row import BOM, Row, decode
+from weft.errors import DataError
+from weft.serve.settings import Limits
+from weft.spec.fields import describe
+
+MAX_PROBLEMS = 20
+"""After so many the rest of the file is not read."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with one line."""
+
+    line: int | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a file holds."""
+
+    num_samples: int
+    format: str | None
+    problems: tuple[Problem, ...]
+
+
+def check_training_file(
+    stream: IO[bytes], name: str, limits: Limits, *, data_format: str | None = "auto", min_samples: int | None = None
+) -> Report:
+    """Reads the whole file; `data_format` None asks only whether each line is an object."""
+    least = limits.min_samples if min_samples is None else min_samples
+    problems: list[Problem] = []
+    count, chosen = 0, None
+    for number, line in _lines(stream, limits.line_bytes):
+        try:
+            row = _read_line(line, number, name, limits)
+            if row is None:
+                continue
+            count += 1
+            if data_format is not None:
+                found, _ = convert_rows([row], data_format)
+                if chosen not in (None, found):
+                    raise DataError(f"is in the {found} format, but the lines before it are {chosen}.", where=row.where)
+                chosen = found
+        except DataError as error:
+            problems.append(Problem(number, str(error)))
+            # A line without an end is as far as one can read.
+            if len(problems) >= MAX_PROBLEMS or len(line) > limits.line_bytes:
+                break
+        if count > limits.max_samples:
+            problems.append(Problem(number, f"{name}: has more than {limits.max_samples:,} samples."))
+            break
+    if not problems and count < least:
+        problems.append(Problem(None, f"{name}: has {count} samples; at least {least} are needed."))
+    return Report(count, chosen, tuple(problems))
+
+
+def _lines(stream: IO[bytes], most: int) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := stream.readline(most + 2):
+        number += 1
+        yield number, line.rstrip(b"\r\n")
+
+
+def _read_line(line: bytes, number: int, name: str, limits: Limits) -> Row | None:
+    """The row on a line, or None for a blank one."""
+    where = f"{name} line {number}"
+    if len(line) > limits.line_bytes:
+        raise DataError(f"is longer than {limits.line_bytes:,} bytes.", where=where)
+    text = decode(line.removeprefix(BOM) if number == 1 else line, name, number)
+    if not text.strip():
+        return None
+    if number == 1 and text.startswith("["):
+        raise DataError("a jsonl file has one object per line, not one list.", where=where)
+    value = parse_json(text, where)
+    if not isinstance(value, dict):
+        raise DataError(f'is {describe(value)}; each line is an object such as {{"messages": [...]}}.', where=where)
+    if depth_of(value, limits.nesting) > limits.nesting:
+        raise DataError(f"is nested more than {limits.nesting} deep.", where=where)
+    return Row(value, where)
+
+
+def depth_of(value: object, most: int) -> int:
+    """How deep lists and objects are nested, as far as `most` + 1."""
+    depth, level = 0, [value]
+    while depth <= most:
+        outer = [item for item in level if isinstance(item, dict | list)]
+        if not outer:
+            break
+        depth += 1
+        level = [inner for item in outer for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth

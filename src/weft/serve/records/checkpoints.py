@@ -1,0 +1,51 @@
+"""Checkpoints of jobs that can be used as models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from weft.serve.db.engine import Tx, now
+from weft.serve.db.tables import CHECKPOINTS
+from weft.serve.errors import NotFound
+from weft.serve.records.rows import Page, Record, first, new_id, page
+
+
+def add_checkpoint(
+    tx: Tx, tenant: str, job: str, step: int, *, model: str, metrics: Mapping[str, Any], blob: str | None = None
+) -> Record:
+    """The checkpoint of a job at a step; the same step told again replaces what it was."""
+    found = first(tx, sa.select(CHECKPOINTS).where(CHECKPOINTS.c.job == job, CHECKPOINTS.c.step == step))
+    if found is not None:
+        values = {"metrics": dict(metrics), "blob": blob or found["blob"], "model": model}
+        tx.execute(sa.update(CHECKPOINTS).where(CHECKPOINTS.c.seq == found["seq"]).values(values))
+        return {**found, **values}
+    row = {
+        "id": new_id("ftckpt_"),
+        "tenant": tenant,
+        "job": job,
+        "step": step,
+        "model": model,
+        "metrics": dict(metrics),
+        "blob": blob,
+        "created_at": int(now(tx)),
+    }
+    tx.execute(sa.insert(CHECKPOINTS).values(row))
+    return row
+
+
+def list_checkpoints(tx: Tx, tenant: str, job: str, after: str | None = None, limit: int = 10) -> Page:
+    """Checkpoints of a job, newest first."""
+    mine = sa.and_(CHECKPOINTS.c.tenant == tenant, CHECKPOINTS.c.job == job)
+    return page(tx, CHECKPOINTS, [mine], after=after, limit=limit)
+
+
+def get_checkpoint(tx: Tx, tenant: str, model: str) -> Record:
+    """A checkpoint by its id or by the name of its model (`ft:…:ckpt-step-88`)."""
+    named = sa.or_(CHECKPOINTS.c.model == model, CHECKPOINTS.c.id == model)
+    row = first(tx, sa.select(CHECKPOINTS).where(CHECKPOINTS.c.tenant == tenant, named))
+    if row is None:
+        raise NotFound(f"No such checkpoint: {model}", where="fine_tuned_model_checkpoint")
+    return row

@@ -1,0 +1,57 @@
+"""Events of jobs: appended, never changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from weft.serve.db.engine import Tx, now
+from weft.serve.db.tables import EVENTS
+from weft.serve.errors import NotFound
+from weft.serve.records.rows import Page, Record, every, new_id, page
+
+
+def add_event(
+    tx: Tx,
+    tenant: str,
+    job: str,
+    level: str,
+    message: str,
+    type: str = "message",
+    data: Any = None,
+) -> str:
+    """Appends an event to a job's list and returns its id; levels are info, warn, error, types message, metrics."""
+    event = {
+        "id": new_id("ftevent-"),
+        "tenant": tenant,
+        "job": job,
+        "created_at": int(now(tx)),
+        "level": level,
+        "type": type,
+        "message": message,
+        "data": data,
+    }
+    tx.execute(sa.insert(EVENTS).values(event))
+    return str(event["id"])
+
+
+def list_events(tx: Tx, tenant: str, job: str, after: str | None = None, limit: int = 20) -> Page:
+    """Events of a job, newest first."""
+    mine = sa.and_(EVENTS.c.tenant == tenant, EVENTS.c.job == job)
+    return page(tx, EVENTS, [mine], after=after, limit=limit)
+
+
+def events_since(tx: Tx, tenant: str, job: str, seq: int, limit: int = 500) -> list[Record]:
+    """Events of a job after the one with number `seq`, oldest first: what a stream sends next."""
+    query = sa.select(EVENTS).where(EVENTS.c.tenant == tenant, EVENTS.c.job == job, EVENTS.c.seq > seq)
+    return every(tx, query.order_by(EVENTS.c.seq).limit(limit))
+
+
+def seq_of(tx: Tx, tenant: str, job: str, id: str) -> int:
+    """The number of an event of a job."""
+    query = sa.select(EVENTS.c.seq).where(EVENTS.c.tenant == tenant, EVENTS.c.job == job, EVENTS.c.id == id)
+    seq = tx.execute(query).scalar_one_or_none()
+    if seq is None:
+        raise NotFound(f"No such object: {id}", where="after")
+    return int(seq)

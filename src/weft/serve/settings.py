@@ -1,0 +1,76 @@
+"""What the operator decides: where things are kept, which backbones may be trained, and how much is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.errors import ConfigError
+
+MIB = 2**20
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most of everything one request may bring; per tenant limits are in the `tenants` table."""
+
+    file_bytes: int = 512 * MIB
+    """Longest file."""
+    line_bytes: int = MIB
+    """Longest line of a training file."""
+    nesting: int = 64
+    """Deepest nesting of one line, or of a request's body."""
+    min_samples: int = 1
+    """Fewest lines of a training file; OpenAI asks for 10."""
+    max_samples: int = 1_000_000
+    """Most lines of a training file."""
+    body_bytes: int = 4 * MIB
+    """Longest body of a request that is not an upload."""
+    disk_floor_bytes: int = 256 * MIB
+    """Uploads are refused when less than this would be left on the disk."""
+    max_tokens: int = 4096
+    """Longest answer to a prompt."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One service. Everything that must survive is in the database and the file store."""
+
+    data_dir: Path = Path("weft-data")
+    """Home of the default database and file store, and of the workers' directories."""
+    db: str = ""
+    """Database URL. Default: SQLite in data_dir."""
+    store: str = ""
+    """Directory or fsspec URL of the file store. Default: `blobs` in data_dir."""
+    base_models: Mapping[str, str] = field(default_factory=lambda: {"tiny": "tiny"})
+    """Backbones that may be trained: the name in the API, and what `base_model` is in a jobs file."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    auth: bool = True
+    """Without it everybody is the tenant `default`; only on a loopback address."""
+    api_processes: int = 1
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not self.auth and self.host not in LOOPBACK:
+            raise ConfigError(
+                f"anybody who reaches {self.host} could use the service; it is only for {', '.join(LOOPBACK)}.",
+                where="--no-auth",
+            )
+        if not self.base_models:
+            raise ConfigError("name at least one backbone.", where="--base-model")
+        for name in self.base_models:
+            if not name or ":" in name or len(name) > 200 or not name.isprintable():
+                raise ConfigError(f"{name!r} is not a name for a backbone; leave out ':'.", where="--base-model")
+
+    @property
+    def db_url(self) -> str:
+        """The database's URL, the default spelled out."""
+        return self.db or f"sqlite:///{self.data_dir.resolve() / 'weft.db'}"
+
+    @property
+    def store_url(self) -> str:
+        """The file store's directory or URL, the default spelled out."""
+        return self.store or str(self.data_dir.resolve() / "blobs")

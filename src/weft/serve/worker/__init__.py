@@ -1,0 +1,1 @@
+"""The process that trains: takes jobs from the database, trains them together on one backbone, answers prompts."""

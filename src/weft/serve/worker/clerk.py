@@ -1,0 +1,370 @@
+"""Keeps the database and the engine of one worker in step, in a thread of its own, so that training waits for neither.
+
+About once a second, in one transaction for all jobs: a sign of life, leases renewed, everything the engine said since
+written down, and new jobs claimed. The renewal comes first and holds the rows, so what is not ours any more is found
+before anything is written about it. A database that is away is tried again; nothing that was heard is lost meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from weft.data.dataset import JobData
+from weft.engine.engine import Engine
+from weft.engine.events import CheckpointSaved, JobFailed, JobSucceeded
+from weft.errors import StorageError, WeftError
+from weft.serve.blobs import Blobs
+from weft.serve.db.engine import Database, Tx, now
+from weft.serve.db.tables import JOBS
+from weft.serve.errors import Busy
+from weft.serve.jobs.claim import claim, give_up, has_free, release, renew
+from weft.serve.jobs.states import FINAL, move
+from weft.serve.records.rows import Record
+from weft.serve.records.workers import put_worker, remove_worker
+from weft.serve.worker.directory import WorkDirectory
+from weft.serve.worker.held import Heard, Held, prepare
+from weft.serve.worker.journal import Fate, Journal
+from weft.serve.worker.options import WorkerOptions
+from weft.serve.worker.outcome import error_of, store_result
+from weft.spec import JobSpec
+
+LOG = logging.getLogger("weft.serve.worker")
+Prepared = tuple[JobSpec, JobData]
+LOOK_S = 0.2
+"""How often an idle worker looks for new jobs; it only reads."""
+RETRY_S = 5.0
+"""How soon a job that could not write, or whose data could not be stored here, is tried again."""
+
+
+class Clerk:
+    """Everything of a worker that is neither training nor answering."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        database: Database,
+        blobs: Blobs,
+        work: WorkDirectory,
+        engine: Engine,
+        *,
+        address: tuple[str, str],
+        wake: Callable[[], None],
+    ) -> None:
+        """`address`: where prompts are answered, and the token; `wake` tells the trainer that there is work."""
+        self.info: dict[str, Any] = {}
+        """What the worker's row says about it."""
+        self.crash: BaseException | None = None
+        """What ended the thread, if anything did."""
+        self.num_claims = 0
+        self._options = options
+        self._database = database
+        self._blobs = blobs
+        self._work = work
+        self._engine = engine
+        self._address, self._token = address
+        self._wake = wake
+        self._held: dict[str, Held] = {}
+        self._heard: deque[tuple[str, Heard]] = deque()
+        self._prepared: deque[tuple[Held, Future[Prepared]]] = deque()
+        self._hurry = threading.Event()
+        self._is_draining = False
+        self._has_left = False
+        self._cool_until = 0.0
+        self._to_prepare: queue.SimpleQueue[tuple[Held, Future[Prepared]]] = queue.SimpleQueue()
+        # Daemons: a process that must go does not wait for a long file to be read.
+        self._thread = threading.Thread(target=self._run, name="weft-clerk", daemon=True)
+        self._preparer = threading.Thread(target=self._prepare, name="weft-prepare", daemon=True)
+
+    def start(self) -> None:
+        """The worker is seen, and jobs come."""
+        self._sweep()
+        self._thread.start()
+        self._preparer.start()
+
+    def hear(self, name: str, heard: Heard, *, hurry: bool = False) -> None:
+        """Takes note of something; called by the trainer, never waits."""
+        self._heard.append((name, heard))
+        if hurry:
+            self._hurry.set()
+
+    def drain(self) -> None:
+        """Takes no more jobs."""
+        self._is_draining = True
+
+    def leave(self) -> None:
+        """After the engine has stopped: all jobs go back to the queue and the worker's row goes; waits for that."""
+        self._is_draining = self._has_left = True
+        self._hurry.set()
+        self._thread.join(self._options.grace_s)
+
+    def abandon(self) -> None:
+        """The worker crashes: others may have its jobs at once, each with a loss counted."""
+        with contextlib.suppress(WeftError), self._database.begin() as tx:
+            give_up(tx, self._options.id)
+            remove_worker(tx, self._options.id)
+
+    def _run(self) -> None:
+        try:
+            due = 0.0
+            while True:
+                is_last = self._has_left
+                if time.monotonic() >= due or self._hurry.is_set() or is_last or self._is_work_waiting():
+                    self._hurry.clear()
+                    due = time.monotonic() + self._options.pulse_s
+                    if self._try_pulse(is_last) and is_last:
+                        return
+                self._hurry.wait(min(LOOK_S, self._options.pulse_s))
+        except BaseException as error:
+            self.crash = error
+
+    def _try_pulse(self, is_last: bool) -> bool:
+        try:
+            self._pulse(is_last)
+            return True
+        except Busy as error:
+            LOG.warning("the database does not answer: %s", error)
+        except StorageError as error:
+            LOG.warning("the file store does not answer: %s", error)
+        return False
+
+    def _is_work_waiting(self) -> bool:
+        """A cheap look, so that an idle worker starts soon without writing all the time."""
+        if self._prepared and self._prepared[0][1].done():
+            return True
+        if self._is_draining or self._room() < 1 or time.monotonic() < self._cool_until:
+            return False
+        try:
+            with self._database.read() as tx:
+                return not self._held and has_free(tx, self._options.base_model)
+        except Busy:
+            return False
+
+    def _room(self) -> int:
+        return self._options.max_jobs - len(self._held)
+
+    def _pulse(self, is_last: bool) -> None:
+        self._collect()
+        self._submit_prepared()
+        self._store()
+        journals: list[Journal] = []
+        lost: list[Held] = []
+        with self._database.begin() as tx:
+            rows = {row["id"]: row for row in renew(tx, self._options.id, lease_s=self._options.lease_s)}
+            at = now(tx)
+            for held in self._held.values():
+                row = rows.get(held.id)
+                if row is None or row["fence"] != held.fence:
+                    lost.append(held)
+                    continue
+                journals.append(self._journal(tx, held, row, at, is_last))
+            claimed = [] if is_last else self._claim(tx, rows)
+            self._sign_life(tx, is_last)
+        for held in lost:
+            self._lose(held)
+        for journal in journals:
+            self._conclude(journal)
+        for job in claimed:
+            self._take(job)
+        if not is_last:
+            self._obey(rows)
+
+    def _journal(self, tx: Tx, held: Held, row: Record, at: float, is_last: bool) -> Journal:
+        journal = Journal(tx, held, row, at)
+        journal.write()
+        if journal.fate is Fate.ENDED or journal.fate is Fate.PAUSED:
+            return journal
+        if (is_last or not held.is_training) and row["wanted"] in ("cancel", "pause"):
+            to = {"cancel": "cancelled", "pause": "paused"}[row["wanted"]]
+            move(tx, held.tenant, held.id, to, fence=held.fence)
+            journal.fate = Fate.ENDED if to == "cancelled" else Fate.PAUSED
+        elif is_last or held.is_put_back:
+            # What is durable of it was counted when its checkpoint was.
+            release(tx, held.tenant, held.id, fence=held.fence)
+            journal.fate = Fate.RELEASED
+        return journal
+
+    def _claim(self, tx: Tx, rows: dict[str, Record]) -> list[Record]:
+        """New jobs, and any that were claimed in a transaction whose success we did not hear of."""
+        known = {held.id for held in self._held.values()}
+        strays = [row for row in rows.values() if row["id"] not in known]
+        if self._is_draining or time.monotonic() < self._cool_until:
+            return strays
+        room = self._room() - len(strays)
+        options = self._options
+        return [*strays, *claim(tx, options.id, options.base_model, room, lease_s=options.lease_s)]
+
+    def _sign_life(self, tx: Tx, is_last: bool) -> None:
+        if is_last:
+            remove_worker(tx, self._options.id)
+            return
+        put_worker(
+            tx,
+            self._options.id,
+            base_model=self._options.base_model,
+            address=self._address,
+            token=self._token,
+            info=self.info,
+            is_draining=self._is_draining,
+        )
+
+    def _collect(self) -> None:
+        """Sorts what was heard by job; what is said of a job that is not ours any more is dropped."""
+        while self._heard:
+            name, heard = self._heard.popleft()
+            if name in self._held:
+                self._held[name].heard.append(heard)
+
+    def _store(self) -> None:
+        """Puts adapters into the file store, before the transaction that names them."""
+        for held in self._held.values():
+            for heard in held.heard:
+                if isinstance(heard.event, JobSucceeded) and held.result is None:
+                    assert heard.event.adapter_dir is not None
+                    metrics = self._work.run.metrics_path(held.name)
+                    held.result = store_result(held, Path(heard.event.adapter_dir), metrics, self._blobs)
+                elif isinstance(heard.event, CheckpointSaved) and heard.export and heard.event.step not in held.blobs:
+                    held.blobs[heard.event.step] = self._blobs.put_dir(heard.export)
+
+    def _take(self, job: Record) -> None:
+        """Starts to prepare a job that was just claimed."""
+        held = Held(job, priority=job["priority"])
+        self.num_claims += 1
+        LOG.info("claimed", extra={"fields": {"job": held.id, "tenant": held.tenant, "fence": held.fence}})
+        self._held[held.name] = held
+        future: Future[Prepared] = Future()
+        self._prepared.append((held, future))
+        self._to_prepare.put((held, future))
+
+    def _prepare(self) -> None:
+        """Fetches and reads the data of one job after another."""
+        while True:
+            held, future = self._to_prepare.get()
+            try:
+                tokenizer = self._engine.backbone.tokenizer
+                future.set_result(prepare(held, self._database, self._blobs, self._work, tokenizer))
+            except Exception as error:
+                future.set_exception(error)
+            self._hurry.set()
+
+    def _submit_prepared(self) -> None:
+        """Hands prepared jobs to the engine; those that cannot be trained have failed."""
+        while self._prepared and self._prepared[0][1].done():
+            held, future = self._prepared.popleft()
+            if held.name not in self._held:
+                self._work.drop(held.name)
+                continue
+            try:
+                spec, data = future.result()
+                self._engine.submit(replace(spec, priority=held.priority), data)
+                held.is_training = True
+                self._wake()
+            except (StorageError, Busy) as error:
+                # Nothing is wrong with the job, but it cannot be prepared here and now.
+                LOG.warning("put back: %s", error, extra={"fields": {"job": held.id, "tenant": held.tenant}})
+                self._cool_until = time.monotonic() + RETRY_S
+                held.is_put_back = True
+            except WeftError as error:
+                self._fail(held, error_of(error, held.job))
+            except Exception:
+                # Whatever is wrong with this job's data is not the others' fault.
+                LOG.exception("a job could not be prepared", extra={"fields": {"job": held.id, "tenant": held.tenant}})
+                message = "The job could not be prepared because of an internal error."
+                self._fail(held, {"code": "server_error", "message": message, "param": None})
+
+    def _fail(self, held: Held, error: dict[str, Any]) -> None:
+        held.heard.append(Heard(JobFailed(held.name, 0, error["message"]), error=error))
+
+    def _lose(self, held: Held) -> None:
+        """Another worker has the job, or it is over: nothing more is written about it."""
+        LOG.warning("lost", extra={"fields": {"job": held.id, "tenant": held.tenant, "fence": held.fence}})
+        self._let_go(held)
+        unused = [*held.blobs.values(), *((held.result.adapter, held.result.table) if held.result else ())]
+        self._delete(unused)
+
+    def _conclude(self, journal: Journal) -> None:
+        """What follows for a claim once the transaction is done."""
+        held = journal.held
+        for heard in held.heard:
+            if isinstance(heard.event, CheckpointSaved):
+                held.blobs.pop(heard.event.step, None)
+        held.heard.clear()
+        self._delete(journal.unused)
+        if journal.fate is Fate.ENDED:
+            self._forget(held)
+            self._work.drop(held.name)
+        elif journal.fate is Fate.RELEASED:
+            self._forget(held)
+        elif journal.fate is Fate.PAUSED:
+            self._let_go(held)
+        elif journal.fate is Fate.GOES_ON:
+            held.asked = None
+            self._command(self._engine.resume, held)
+        elif journal.fate is Fate.STALLED:
+            held.has_stalled, held.retry_at = True, time.monotonic() + RETRY_S
+
+    def _obey(self, rows: dict[str, Record]) -> None:
+        """Passes on what users want of jobs that train."""
+        for held in list(self._held.values()):
+            row = rows.get(held.id)
+            if row is None or not held.is_training:
+                continue
+            if row["wanted"] in ("cancel", "pause") and held.asked != row["wanted"]:
+                held.asked = row["wanted"]
+                self._command(self._engine.cancel if held.asked == "cancel" else self._engine.pause, held)
+            if row["priority"] != held.priority:
+                held.priority = row["priority"]
+                live = self._engine.jobs.get(held.name)
+                if live is not None:
+                    live.spec = replace(live.spec, priority=held.priority)
+            if held.retry_at is not None and time.monotonic() >= held.retry_at:
+                held.retry_at = None
+                self._command(self._engine.resume, held)
+
+    def _let_go(self, held: Held) -> None:
+        """Takes a job off the engine without a word to the database; its checkpoints stay for whoever is next."""
+        if held.is_training:
+            self._command(self._engine.cancel, held)
+        self._forget(held)
+
+    def _forget(self, held: Held) -> None:
+        self._held.pop(held.name, None)
+
+    def _command(self, command: Callable[[str], None], held: Held) -> None:
+        if held.name in self._engine.jobs:
+            # The engine may forget a job that has ended at any moment; then there is nothing left to ask of it.
+            with contextlib.suppress(WeftError):
+                command(held.name)
+        self._wake()
+
+    def _delete(self, blobs: list[str]) -> None:
+        for blob in blobs:
+            try:
+                self._blobs.delete(blob)
+            except StorageError as error:
+                LOG.warning("a blob is left over: %s", error)
+
+    def _sweep(self) -> None:
+        """Removes what earlier workers left of jobs that are over."""
+
+        def is_over(job: str) -> bool:
+            with self._database.read() as tx:
+                return status_of(tx, job) in (None, *FINAL)
+
+        self._work.sweep([], is_over)
+
+
+def status_of(tx: Tx, job: str) -> str | None:
+    """The status of a job of any tenant, or None if there is no such job."""
+    return tx.execute(sa.select(JOBS.c.status).where(JOBS.c.id == job)).scalar_one_or_none()

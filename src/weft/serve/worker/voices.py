@@ -1,0 +1,66 @@
+"""Adapters for prompts: fetched from the file store, checked as any adapter, and kept while they are in use."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+from weft.engine.attach import StoredAdapter
+from weft.errors import AdapterFileError
+from weft.serve.blobs import Blobs
+from weft.store.atomic import storage_errors
+from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE, read_adapter, read_chat_template
+
+KEPT = 32
+"""Adapters kept in memory; those asked for longest ago go first."""
+FILES = (CONFIG_FILE, TENSORS_FILE, TEMPLATE_FILE)
+
+
+class Voices:
+    """Adapters by the names of their archives; safe to use from several threads."""
+
+    def __init__(self, blobs: Blobs, directory: Path) -> None:
+        self._blobs = blobs
+        self._directory = directory
+        self._kept: OrderedDict[str, StoredAdapter] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, blob: str) -> StoredAdapter:
+        """The adapter in an archive; NotFound if there is no such archive, AdapterFileError if it holds none."""
+        with self._lock:
+            if blob not in self._kept:
+                self._kept[blob] = self._read(blob)
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(blob)
+            return self._kept[blob]
+
+    def _read(self, blob: str) -> StoredAdapter:
+        with storage_errors(self._directory):
+            self._directory.mkdir(exist_ok=True)
+            place = Path(tempfile.mkdtemp(dir=self._directory))
+        try:
+            archive = place / "archive"
+            self._blobs.fetch(blob, archive)
+            self._unpack(archive, place)
+            spec, tensors, config = read_adapter(place)
+            base = config.get("base_model_name_or_path")
+            return StoredAdapter(
+                blob, place, spec, tensors, base if isinstance(base, str) else None, read_chat_template(place)
+            )
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _unpack(self, archive: Path, place: Path) -> None:
+        """Takes the files of an adapter out of an archive, and nothing else that may be in it."""
+        try:
+            with zipfile.ZipFile(archive) as packed:
+                for name in set(packed.namelist()) & set(FILES):
+                    with packed.open(name) as source, (place / name).open("wb") as target:
+                        shutil.copyfileobj(source, target)
+        except zipfile.BadZipFile as error:
+            raise AdapterFileError(f"is not an archive ({error}).", where=str(archive)) from None

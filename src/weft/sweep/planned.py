@@ -1,0 +1,99 @@
+"""What a sweep will cost, planned before anything is trained: packs, time, memory, and how far from the best possible.
+
+The configurations are those the sampler gives while nothing is known; from then on samplers that learn may choose
+others. Times are a model's: early stopping and evaluation are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.adapters.targets import choose_modules
+from weft.backbone.backbone import Backbone
+from weft.backbone.load import find_source, load_config, load_skeleton
+from weft.cost.shape import ALL_LINEAR, LINEARS, ModelShape
+from weft.errors import ConfigError
+from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
+from weft.spec import AdapterSpec
+from weft.spec.load_sweep import space_of
+from weft.spec.space import params_of, value_key
+from weft.spec.sweep import SweepSpec
+from weft.sweep.configure import Configurations
+from weft.sweep.samplers import make_sampler, num_planned, sampler_name
+from weft.sweep.trial import trial_name
+
+MOST_PLANNED = 1000
+"""Configurations of a plan; larger sweeps go on likewise."""
+WITHOUT_A_COUNT = 32
+"""Configurations that are planned where only time ends a sweep."""
+
+
+def plan_elsewhere(spec: SweepSpec, base_dir: Path, device: str, gpus: int) -> SweepPlan:
+    """The plan for hardware that need not be here: reads the model's files but not its weights, and all of the data."""
+    space = space_of(spec)
+    sampler_name(spec, space)
+    configurations = Configurations(spec, load_skeleton(spec.base_model), base_dir)
+    configurations.check(space, spec.trials)
+    return plan_configurations(spec, configurations, device, gpus)
+
+
+def plan_configurations(spec: SweepSpec, configurations: Configurations, device: str, gpus: int = 1) -> SweepPlan:
+    """The plan of a sweep with its own capacity, recompute and quantize."""
+    shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
+    return plan_sweep(
+        sampled(spec, configurations),
+        shape,
+        device,
+        gpus,
+        quantize=spec.quantize,
+        recompute=spec.recompute,
+        capacity=spec.capacity,
+    )
+
+
+def sampled(spec: SweepSpec, configurations: Configurations) -> list[Configuration]:
+    """The first configurations of a sweep, as many as its budget allows."""
+    space = space_of(spec)
+    sampler, known = make_sampler(spec, space), set[str]()
+    count = num_planned(spec, space)
+    if count is None:
+        count = MOST_PLANNED if spec.max_tokens is not None else WITHOUT_A_COUNT
+    found: list[Configuration] = []
+    num_tokens = 0
+    for number in range(min(count, MOST_PLANNED)):
+        point = sampler.ask(number, lambda point: value_key(params_of(point)) not in known)
+        if point is None or num_tokens >= (spec.max_tokens or num_tokens + 1):
+            break
+        params = params_of(point)
+        known.add(value_key(params))
+        found.append(configuration_of(configurations, trial_name(number), params))
+        num_tokens += found[-1].num_tokens
+    if not found:
+        raise ConfigError("the sampler found no point to try.", where="space")
+    return found
+
+
+def configuration_of(configurations: Configurations, name: str, params: Mapping[str, Any]) -> Configuration:
+    """What a planner has to know of one trial."""
+    job = configurations.job(name, params)
+    lengths = [sample.length for sample in configurations.data(job).train.samples]
+    mean = max(1, round(sum(lengths) / len(lengths)))
+    targets = _targets(job.adapter, configurations.backbone)
+    steps = configurations.num_steps(job)
+    return Configuration(name, job.adapter.r, job.batch_size, steps, mean, max(lengths), targets)
+
+
+def _targets(adapter: AdapterSpec, backbone: Backbone) -> str | tuple[str, ...]:
+    """The adapted linears in the planner's words; all of them where a model has other words for its own."""
+    leaves = {path.rpartition(".")[2] for path in choose_modules(adapter, list(backbone.linears))}
+    names = tuple(name for name in LINEARS if name in leaves)
+    return names if names and len(names) == len(leaves) < len(LINEARS) else ALL_LINEAR
+
+
+def device_here() -> str:
+    """This machine's device, as its driver calls it."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"

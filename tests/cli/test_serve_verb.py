@@ -1,0 +1,166 @@
+"""`weft serve` and `weft keys` as an operator meets them: real processes on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from conftest import Result
+
+Weft = Callable[..., Result]
+ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "HI"}]}\n' * 4
+
+
+class Served:
+    """A `weft serve` process."""
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        self.log = data_dir.parent / "log.txt"
+        command = [sys.executable, "-m", "weft", "serve", "--port", "0", "--data-dir", str(data_dir), *options]
+        self._stderr = self.log.open("ab")
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._stderr, text=True)
+        self.said: dict[str, str] = {}
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            name, _, rest = line.partition(" ")
+            self.said.setdefault(name, rest.strip())
+            if name == "data":
+                break
+        # The key comes right after, in one write.
+        os.set_blocking(self.process.stdout.fileno(), False)
+        time.sleep(0.1)
+        for line in self.process.stdout:
+            name, _, rest = line.partition(" ")
+            self.said.setdefault(name, rest.strip())
+
+    def sdk(self, key: str | None = None, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.said["serving"], api_key=key or self.said.get("key", "none"), **options)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._stderr.close()
+        return code
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts services and sees that they end."""
+    running: list[Served] = []
+
+    def start(*options: str) -> Served:
+        running.append(Served(tmp_path / "data", *options))
+        return running[-1]
+
+    yield start
+    for one in running:
+        if one.process.returncode is None:
+            one.process.kill()
+            one.stop()
+
+
+def test_serve_when_started_first_then_shows_one_key_and_stops_when_told(
+    served: Callable[..., Served], weft: Weft, tmp_path: Path
+):
+    first = served("--workers", "0")
+    key = first.said["key"]
+    with first.sdk() as client:
+        file = client.files.create(file=("a.jsonl", ROWS), purpose="fine-tune")
+        job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
+        assert job.status == "queued"
+    assert first.stop() == 0
+    second = served("--workers", "0")
+    assert "key" not in second.said
+    with second.sdk(key) as client:
+        assert client.fine_tuning.jobs.retrieve(job.id).status == "queued"
+        other = weft("keys", "create", "--name", "ci", "--scopes", "files", "--data-dir", tmp_path / "data").out.strip()
+        with second.sdk(other, max_retries=0) as limited:
+            assert limited.files.retrieve(file.id).id == file.id
+            with pytest.raises(openai.PermissionDeniedError):
+                limited.fine_tuning.jobs.retrieve(job.id)
+            assert weft("keys", "revoke", other, "--data-dir", tmp_path / "data").code == 0
+            with pytest.raises(openai.AuthenticationError):
+                limited.files.retrieve(file.id)
+    assert second.stop(signal.SIGINT) == 0
+    # Nowhere: neither in the logs nor in the database nor beside it.
+    secrets = [text.split("_", 2)[2].encode() for text in (key, other)]
+    places = [first.log, *(p for p in (tmp_path / "data").rglob("*") if p.is_file())]
+    assert len(places) > 2
+    for place in places:
+        assert not any(secret in place.read_bytes() for secret in secrets), place
+
+
+def test_serve_when_several_processes_answer_then_all_do_and_one_that_dies_comes_back(served: Callable[..., Served]):
+    both = served("--workers", "0", "--api-processes", "2", "--no-auth")
+    assert both.said["key"].startswith("none needed")
+    with both.sdk("x", max_retries=5) as client:
+        file = client.files.create(file=("a.jsonl", ROWS), purpose="fine-tune")
+        pids = [
+            int(line.split('"pid": ')[1].split("}")[0]) for line in both.log.read_text().splitlines() if '"pid"' in line
+        ]
+        assert len(pids) == 2
+        os.kill(pids[0], signal.SIGKILL)
+        for _ in range(20):
+            assert client.files.retrieve(file.id).id == file.id
+        deadline = time.monotonic() + 20
+        while both.log.read_text().count('"pid"') < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert both.log.read_text().count('"pid"') == 3
+    assert both.stop() == 0
+
+
+def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):
+    done = weft("serve", "--migrate-only", "--data-dir", tmp_path / "data")
+    assert done.out == "the database is at revision 0001\n"
+    assert (tmp_path / "data" / "weft.db").exists()
+
+
+def test_tenants_when_made_and_limited_then_shown(weft: Weft, tmp_path: Path):
+    home = ("--data-dir", tmp_path)
+    assert weft("keys", "tenants", "create", "acme", *home).code == 0
+    shown = weft("keys", "tenants", "limits", "acme", "--max-active-jobs", "3", "--weight", "2", "--disable", *home)
+    assert shown.out.split()[:6] == ["weight", "2.0", "max_priority", "0", "max_active_jobs", "3"]
+    assert "disabled" in shown.out
+    assert "none" in weft("keys", "tenants", "limits", "acme", "--max-active-jobs", "none", *home).out
+    assert "acme" in weft("keys", "tenants", "list", *home).out
+    key = weft("keys", "create", "--tenant", "acme", *home).out.strip()
+    listed = weft("keys", "list", *home).out
+    assert key.split("_")[1] in listed
+    assert key.split("_", 2)[2] not in listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serve", "--no-auth", "--host", "0.0.0.0"), "--no-auth: anybody who reaches 0.0.0.0"),
+        (("serve", "--base-model", "a=x", "--base-model", "a=y"), "two backbones are called 'a'"),
+        (("serve", "--base-model", "a:b=x"), "not a name for a backbone"),
+        (("serve", "--db", "mysql://x"), "mysql is not supported"),
+        (("serve", "--host", "256.0.0.1"), "cannot be used"),
+        (("keys", "create", "--tenant", "nobody"), "there is no tenant 'nobody'"),
+        (("keys", "create", "--scopes", "root"), "accepted are files"),
+        (("keys", "revoke", "0123"), "there is no key '0123'"),
+        (("keys", "tenants", "create", "A B"), "not a tenant id"),
+        (("keys", "tenants", "limits", "default", "--max-active-jobs", "x"), "use a whole number or `none`"),
+    ],
+)
+def test_operator_when_wrong_then_one_sentence(
+    refused: Callable[..., str], weft: Weft, tmp_path: Path, arguments: tuple[str, ...], expected: str
+):
+    weft("keys", "tenants", "create", "default", "--data-dir", tmp_path)
+    assert expected in refused(*arguments, "--data-dir", tmp_path)
+
+
+def test_keys_when_the_directory_is_not_there_then_one_sentence(refused: Callable[..., str], tmp_path: Path):
+    assert "there is no such directory" in refused("keys", "list", "--data-dir", tmp_path / "none")

@@ -1,0 +1,121 @@
+"""A service for tests: database and files in a directory, tenants with keys, and the real SDK talking to the app."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from weft.serve.api.app import make_app
+from weft.serve.blobs import Blobs
+from weft.serve.db.engine import Database, open_database
+from weft.serve.db.migrate import migrate
+from weft.serve.jobs.states import move
+from weft.serve.records import checkpoints, files, keys, models, tenants
+from weft.serve.settings import Limits, Settings
+
+TENANTS = ("acme", "globex")
+
+
+def chat_lines(num: int = 12) -> bytes:
+    """A training file of chats."""
+    turns = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "HI"})
+    return b"".join(json.dumps({"messages": turns, "n": i}).encode() + b"\n" for i in range(num))
+
+
+@dataclass
+class Home:
+    """One service and what its tests ask of it."""
+
+    settings: Settings
+    database: Database
+    blobs: Blobs
+    app: FastAPI
+    http: TestClient
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def sdk(self, tenant: str = "acme", **options: Any) -> openai.OpenAI:
+        """The openai SDK as a tenant's client, without retries."""
+        options = {"max_retries": 0, "api_key": self.keys.get(tenant, tenant), **options}
+        return openai.OpenAI(base_url="http://testserver/v1", http_client=self.http, **options)
+
+    def headers(self, tenant: str = "acme") -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[tenant]}"}
+
+    def call(self, method: str, path: str, tenant: str = "acme", **options: Any) -> Any:
+        headers = {**self.headers(tenant), **options.pop("headers", {})}
+        return self.http.request(method, path, headers=headers, **options)
+
+    def upload(self, tenant: str = "acme", data: bytes | None = None, name: str = "train.jsonl") -> str:
+        content = chat_lines() if data is None else data
+        return self.sdk(tenant).files.create(file=(name, content), purpose="fine-tune").id
+
+    def job(self, tenant: str = "acme", file: str | None = None, **options: Any) -> str:
+        file = file or self.upload(tenant)
+        return self.sdk(tenant).fine_tuning.jobs.create(model="tiny", training_file=file, **options).id
+
+    def limit(self, tenant: str = "acme", **limits: Any) -> None:
+        with self.database.begin() as tx:
+            tenants.update_tenant(tx, tenant, **limits)
+
+    def finish(self, job: str, tenant: str = "acme") -> str:
+        """What a worker does: trains the job, writes a checkpoint, a model and a result file; returns the model."""
+        adapter, results = self.blobs.put(b"PK-adapter", ".zip"), self.blobs.put(b"step,train_loss\n1,2.5\n")
+        name = models.model_name("tiny", tenant, "x", job)
+        with self.database.begin() as tx:
+            move(tx, tenant, job, "running", fence=0, worker="w")
+            step = f"{name}:ckpt-step-1"
+            checkpoints.add_checkpoint(tx, tenant, job, 1, model=step, metrics={"step": 1}, blob=adapter)
+            models.create_model(tx, tenant, name, job=job, base="tiny", blob=adapter, bytes=10)
+            result = files.create_file(
+                tx,
+                tenant,
+                filename="results.csv",
+                purpose=files.RESULTS,
+                bytes=22,
+                sha256="0" * 64,
+                blob=results,
+            )
+            done = {"fine_tuned_model": name, "trained_tokens": 120, "result_files": [result["id"]]}
+            move(tx, tenant, job, "succeeded", **done)
+        return name
+
+    def count(self, table: Any) -> int:
+        with self.database.read() as tx:
+            return len(tx.execute(table.select()).all())
+
+    def num_blobs(self) -> int:
+        return sum(1 for path in Path(self.blobs.url).rglob("*") if path.is_file())
+
+
+@functools.cache
+def _empty_database() -> bytes:
+    """A migrated database, made once: every fsync of a migration costs."""
+    with tempfile.TemporaryDirectory() as directory:
+        database = open_database(f"sqlite:///{directory}/weft.db")
+        migrate(database)
+        database.close()
+        return (Path(directory) / "weft.db").read_bytes()
+
+
+def make_home(directory: Path, **options: Any) -> Home:
+    """A fresh service in a directory."""
+    limits = {"file_bytes": 100_000, "line_bytes": 20_000, "disk_floor_bytes": 0, **options.pop("limits", {})}
+    settings = Settings(data_dir=directory, limits=Limits(**limits), **options)
+    directory.mkdir(exist_ok=True)
+    (directory / "weft.db").write_bytes(_empty_database())
+    database, blobs = open_database(settings.db_url), Blobs(settings.store_url)
+    app = make_app(settings, database, blobs)
+    home = Home(settings, database, blobs, app, TestClient(app, raise_server_exceptions=False))
+    with database.begin() as tx:
+        for tenant in ("default", *TENANTS):
+            tenants.create_tenant(tx, tenant)
+            home.keys[tenant] = keys.create_key(tx, tenant, scopes=keys.SCOPES)
+    return home

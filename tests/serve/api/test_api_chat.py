@@ -1,0 +1,183 @@
+"""Chats and completions go to the worker that holds the backbone, and come back in OpenAI's words."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import openai
+import pytest
+from service_home import Home
+
+from weft.serve.records.workers import put_worker
+
+COUNTS = {"prompt_tokens": 5, "completion_tokens": 3}
+CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+
+
+class Worker:
+    """A stand-in for a worker process, at its real boundary: HTTP."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.mode = "good"
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                outer.asked.append({**body, "token": self.headers["x-weft-token"], "path": self.path})
+                outer.reply(self, body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def reply(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        status = {"refuse": 400, "busy": 503, "wrong token": 401}.get(self.mode, 200)
+        handler.send_response(status)
+        handler.end_headers()
+        if status != 200:
+            handler.wfile.write(
+                b'{"error": {"message": "the prompt is too long.", "code": "data", "param": "messages"}}'
+            )
+        elif self.mode == "garbage":
+            handler.wfile.write(b"hello")
+        elif not body["stream"]:
+            answer = {"text": "well, hello", "done": True, "finish_reason": "length", **COUNTS}
+            handler.wfile.write(json.dumps(answer).encode())
+        else:
+            pieces = ["well", ", ", "hello"]
+            for i, text in enumerate(pieces):
+                done = i == len(pieces) - 1
+                if self.mode == "dies" and done:
+                    return
+                answer = {"text": text, "done": done, "finish_reason": "stop" if done else None, **COUNTS}
+                handler.wfile.write(f"data: {json.dumps(answer)}\n\n".encode())
+                handler.wfile.flush()
+
+
+@pytest.fixture
+def worker(home: Home) -> Iterator[Worker]:
+    """A live worker of the backbone `tiny`."""
+    made = Worker()
+    address = f"http://127.0.0.1:{made.server.server_port}"
+    with home.database.begin() as tx:
+        put_worker(tx, "w1", base_model="tiny", address=address, token="secret", info={"tokens_per_s": 12.5})
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_chat_when_asked_then_the_adapter_of_the_model_answers(home: Home, worker: Worker):
+    model = home.finish(home.job())
+    answer = home.sdk().chat.completions.create(
+        model=model, messages=CHAT, max_completion_tokens=9, temperature=0, top_p=0.5, seed=-1, stop="\n"
+    )
+    assert answer.choices[0].message.content == "well, hello"
+    assert (answer.choices[0].finish_reason, answer.object, answer.model) == ("length", "chat.completion", model)
+    assert answer.usage.total_tokens == 8
+    (asked,) = worker.asked
+    assert (asked["path"], asked["token"], asked["base"]) == ("/generate", "secret", "tiny")
+    assert asked["messages"] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    with home.blobs.open(asked["model_blob"]) as blob:
+        assert blob.read() == b"PK-adapter"
+    assert (asked["max_tokens"], asked["temperature"], asked["top_p"], asked["stop"]) == (9, 0, 0.5, ["\n"])
+    assert asked["seed"] == 2**32 - 1
+    usage = home.call("GET", "/v1/usage").json()
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 3)
+
+
+def test_chat_when_streamed_then_the_sdk_joins_the_pieces(home: Home, worker: Worker):
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(home.sdk().chat.completions.create(model="tiny", messages=CHAT, **options))
+    texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(texts) == "well, hello"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens == 3
+    assert worker.asked[0]["model_blob"] is None
+    assert home.call("GET", "/v1/usage").json()["completion_tokens"] == 3
+
+
+def test_completion_when_asked_then_goes_on_with_the_text(home: Home, worker: Worker):
+    answer = home.sdk().completions.create(model="tiny", prompt="once")
+    assert (answer.choices[0].text, answer.object) == ("well, hello", "text_completion")
+    chunks = list(home.sdk().completions.create(model="tiny", prompt="once", stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == "well, hello"
+    assert [asked["prompt"] for asked in worker.asked] == ["once", "once"]
+
+
+def test_checkpoint_when_asked_then_answers_as_a_model(home: Home, worker: Worker):
+    model = home.finish(home.job())
+    home.sdk().chat.completions.create(model=f"{model}:ckpt-step-1", messages=CHAT)
+    assert worker.asked[0]["model_blob"] is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "status"), [("refuse", 400), ("busy", 503), ("wrong token", 503), ("garbage", 503), ("gone", 503)]
+)
+def test_chat_when_the_worker_cannot_answer_then_an_error_in_openais_shape(
+    home: Home, worker: Worker, mode: str, status: int
+):
+    worker.mode = mode
+    if mode == "gone":
+        worker.server.server_close()
+    for stream in (False, True):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+        answer = home.call("POST", "/v1/chat/completions", json=body)
+        assert answer.status_code == status
+        assert ("retry-after" in answer.headers) == (status == 503)
+        if mode == "refuse":
+            assert answer.json()["error"]["message"] == "the prompt is too long."
+    assert home.call("GET", "/v1/usage").json()["prompt_tokens"] == 0
+
+
+def test_stream_when_the_worker_dies_in_the_middle_then_says_so_and_has_no_end_mark(home: Home, worker: Worker):
+    worker.mode = "dies"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    text = home.call("POST", "/v1/chat/completions", json=body).text
+    assert "went away" in text
+    assert "[DONE]" not in text
+    with pytest.raises(openai.APIError, match="went away"):
+        list(home.sdk().chat.completions.create(model="tiny", messages=CHAT, stream=True))
+
+
+def test_chat_when_no_worker_is_there_then_503_with_retry_after(home: Home):
+    with pytest.raises(openai.InternalServerError) as refused:
+        home.sdk().chat.completions.create(model="tiny", messages=CHAT)
+    assert refused.value.status_code == 503
+    assert refused.value.response.headers["retry-after"] == "5"
+
+
+BAD = [
+    {"messages": []},
+    {"messages": [{"role": "king", "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+    {"messages": [{"role": "user"}]},
+    {"n": 2},
+    {"temperature": 3},
+    {"temperature": -1},
+    {"top_p": 0},
+    {"max_tokens": 0},
+    {"max_tokens": 10**9},
+    {"tools": [{"type": "function"}]},
+    {"response_format": {"type": "json_object"}},
+    {"stop": ["a"] * 5},
+    {"model": "ft:tiny:acme::nothing"},
+]
+
+
+@pytest.mark.parametrize("change", BAD)
+def test_chat_when_the_body_is_bad_then_4xx_and_the_worker_is_not_asked(
+    home: Home, worker: Worker, change: dict[str, Any]
+):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **change}
+    answer = home.call("POST", "/v1/chat/completions", json=body)
+    assert answer.status_code == (404 if "model" in change else 400)
+    assert worker.asked == []

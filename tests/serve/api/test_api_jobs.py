@@ -1,0 +1,253 @@
+"""Jobs through the API: bad bodies, paging, idempotency, quotas, and what a client may not set."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import openai
+import pytest
+from service_home import Home, chat_lines
+
+from weft.serve.db.tables import EVENTS, IDEMPOTENCY, JOBS
+from weft.serve.jobs.spec import spec_of
+from weft.serve.records.events import add_event
+from weft.serve.records.jobs import get_job
+
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no model": ({"model": None}, "model", "valid string"),
+    "other model": ({"model": "gpt-4"}, "model", "cannot be fine-tuned here; use tiny"),
+    "a path as model": ({"model": "/etc"}, "model", "cannot be fine-tuned here"),
+    "no file": ({"training_file": "file-none"}, "training_file", "does not exist"),
+    "file of another kind": ({"training_file": 7}, "training_file", "string"),
+    "url as file": ({"training_file": "https://example.com/x.jsonl"}, "training_file", "does not exist"),
+    "validation": ({"validation_file": "file-none"}, "validation_file", "does not exist"),
+    "suffix too long": ({"suffix": "a" * 65}, "suffix", "pattern"),
+    "suffix with colon": ({"suffix": "a:b"}, "suffix", "pattern"),
+    "suffix empty": ({"suffix": ""}, "suffix", "pattern"),
+    "seed negative": ({"seed": -1}, "seed", "greater than or equal to 0"),
+    "seed huge": ({"seed": 2**32}, "seed", "less than"),
+    "seed text": ({"seed": "7"}, "seed", "integer"),
+    "unknown field": ({"modle": "x"}, "modle", "Unrecognized request argument"),
+    "method": ({"method": {"type": "magic"}}, "method.type", "supervised"),
+    "dpo": ({"method": {"type": "dpo", "dpo": {}}}, "method.type", "not available yet"),
+    "rl": ({"method": {"type": "reinforcement", "reinforcement": {"x": 1}}}, "method.type", "not available yet"),
+    "epochs": ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs", ""),
+    "epochs text": ({"hyperparameters": {"n_epochs": "many"}}, "hyperparameters.n_epochs", ""),
+    "batch": ({"hyperparameters": {"batch_size": 0}}, "hyperparameters.batch_size", ""),
+    "rate": ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters.learning_rate_multiplier", ""),
+    "beta": ({"hyperparameters": {"beta": 0.1}}, "hyperparameters.beta", "Unrecognized"),
+    "metadata many": ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "17 pairs"),
+    "metadata key": ({"metadata": {"k" * 65: "x"}}, "metadata", "64"),
+    "metadata value": ({"metadata": {"k": "x" * 513}}, "metadata", "512"),
+    "metadata number": ({"metadata": {"k": 1}}, "metadata.k", "string"),
+    "integration": ({"integrations": [{"type": "slack"}]}, "integrations.0.type", "wandb"),
+    "rank 0": ({"lora": {"r": 0}}, "lora.r", "at least 1, got 0"),
+    "rank -1": ({"lora": {"r": -1}}, "lora.r", "at least 1"),
+    "rank huge": ({"lora": {"r": 10**30}}, "lora.r", "too large"),
+    "rank text": ({"lora": {"r": "much"}}, "lora.r", "whole number"),
+    "lora typo": ({"lora": {"lora_alhpa": 1}}, "lora.lora_alhpa", "Did you mean lora_alpha?"),
+    "two names": ({"lora": {"r": 1, "rank": 2}}, "lora.rank", "two names"),
+    "dropout": ({"lora": {"dropout": 1.0}}, "lora.lora_dropout", "below 1"),
+    "regex": ({"lora": {"target_modules": "(a+)+$"}}, "lora.target_modules", "not a module name"),
+    "regex in a list": ({"lora": {"target_modules": ["q_proj", "(.*)*"]}}, "lora.target_modules", "not a module name"),
+    "regex as pattern": ({"lora": {"rank_pattern": {"(x+)+": 4}}}, "lora.rank_pattern", "not a module name"),
+    "lora list": ({"lora": [1]}, "lora", "dictionary"),
+    "priority": ({"priority": 1}, "priority", "at most 0"),
+    "steps": ({"max_steps": 0}, "max_steps", ""),
+    "length": ({"max_length": 1}, "max_length", ""),
+    "settings typo": ({"settings": {"learning_rat": 1}}, "settings.learning_rat", "Did you mean learning_rate?"),
+    "settings lr": ({"settings": {"lr": -1}}, "learning_rate", "above 0"),
+    "settings name": ({"settings": {"name": "x"}}, "settings.name", "set by the service"),
+    "settings data": ({"settings": {"data": ["/etc/passwd"]}}, "settings.train_data", "set by the service"),
+    "settings tenant": ({"settings": {"tenant": "globex"}}, "settings.tenant", "set by the service"),
+    "settings template": ({"settings": {"chat_template": "{{ x }}"}}, "settings.chat_template", "program"),
+    "settings adapter": ({"settings": {"init_adapter": "/x"}}, "settings.init_adapter", "directory of the server"),
+    "settings twice": ({"settings": {"max_steps": 1}, "max_steps": 2}, "settings.max_steps", "twice"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_job_when_the_body_is_bad_then_400_names_the_field_and_nothing_is_made(home: Home, kind: str):
+    change, param, text = BAD[kind]
+    body = {"model": "tiny", "training_file": home.upload(data=chat_lines(2)), **change}
+    answer = home.call("POST", "/v1/fine_tuning/jobs", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    assert error["param"].endswith(param) or error["param"].startswith(param), error
+    assert text in error["message"], error
+    assert home.count(JOBS) == 0
+
+
+RAW = {
+    "empty": (b"", "model"),
+    "text": (b"hello", "not valid JSON"),
+    "list": (b"[]", "must be a JSON object"),
+    "nan": (b'{"seed": NaN}', "NaN"),
+    "twice": (b'{"model": "a", "model": "b"}', "twice"),
+    "surrogate": (b'{"model": "\\ud800"}', "surrogate"),
+    "nul": (b'{"model": "\\u0000"}', "NUL"),
+    "latin-1": (b'{"model": "\xe9"}', "UTF-8"),
+    "deep": (b'{"metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
+    "65 deep": (b'{"lora": ' + b"[" * 64 + b"]" * 64 + b"}", "nested more than 64"),
+    "digits": (b'{"seed": ' + b"9" * 9999 + b"}", "digits"),
+}
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_body_when_it_is_no_json_object_then_400(home: Home, kind: str):
+    data, text = RAW[kind]
+    answer = home.call("POST", "/v1/fine_tuning/jobs", content=data, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert text in answer.json()["error"]["message"]
+
+
+def test_body_when_too_long_then_413(home: Home):
+    data = b'{"model": "' + b"x" * home.settings.limits.body_bytes + b'"}'
+    assert home.call("POST", "/v1/fine_tuning/jobs", content=data).status_code == 413
+
+
+def test_job_when_made_then_its_row_is_a_real_job_spec(home: Home):
+    id = home.job(seed=3, extra_body={"lora": {"r": 4}, "settings": {"lr_scheduler": "cosine"}})
+    with home.database.read() as tx:
+        spec = spec_of(get_job(tx, "acme", id), "train.jsonl", "valid.jsonl")
+    assert (spec.name, spec.seed, spec.tenant, spec.adapter.r) == (id, 3, "acme", 4)
+    assert (spec.lr_scheduler_type, spec.learning_rate, spec.eval_data) == ("cosine", 2e-4, ("valid.jsonl",))
+
+
+def test_lists_when_paged_by_the_sdk_then_every_item_comes_once_newest_first(home: Home):
+    file = home.upload(data=chat_lines(2))
+    made = [home.job(file=file, metadata={"even": str(i % 2 == 0)} if i < 6 else {}) for i in range(7)]
+    jobs = home.sdk().fine_tuning.jobs
+    assert [job.id for job in jobs.list(limit=3)] == made[::-1]
+    assert jobs.list(limit=7).has_more is False
+    assert jobs.list(limit=6).has_more is True
+    events = [event.id for event in jobs.list_events(made[0], limit=2)]
+    assert len(set(events)) == 3
+    home.upload(data=chat_lines(2))
+    files = home.sdk().files
+    ids = [f.id for f in files.list(limit=1)]
+    assert len(ids) == 2
+    assert [f.id for f in files.list(limit=1, order="asc")] == ids[::-1]
+    assert files.list().to_dict()["first_id"] == ids[0]
+    found = home.call("GET", "/v1/fine_tuning/jobs", params={"metadata[even]": "True"}).json()["data"]
+    assert [job["id"] for job in found] == made[4::-2]
+    none = home.call("GET", "/v1/fine_tuning/jobs", params={"metadata": "null"}).json()["data"]
+    assert [job["id"] for job in none] == [made[6]]
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "after=ftjob-none", "after=%00", 'metadata["]=x'])
+def test_list_when_the_query_is_bad_then_4xx_in_openais_shape(home: Home, query: str):
+    answer = home.call("GET", f"/v1/fine_tuning/jobs?{query}")
+    assert answer.status_code in (400, 404)
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_submit_when_sent_by_many_threads_with_one_key_then_one_job(home: Home):
+    file = home.upload(data=chat_lines(2))
+    answers: dict[int, list[Any]] = {key: [] for key in range(4)}
+
+    def submit(key: int) -> None:
+        body = {"model": "tiny", "training_file": file, "seed": key}
+        headers = {"idempotency-key": f"key-{key}"}
+        answers[key].append(home.call("POST", "/v1/fine_tuning/jobs", json=body, headers=headers))
+
+    threads = [threading.Thread(target=submit, args=(i % 4,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert home.count(JOBS) == home.count(IDEMPOTENCY) == 4
+    assert home.count(EVENTS) == 12
+    for found in answers.values():
+        assert [answer.status_code for answer in found] == [200] * 8
+        assert len({answer.text for answer in found}) == 1
+
+
+def test_submit_when_the_key_comes_with_another_body_then_409_and_no_retry(home: Home):
+    file = home.upload(data=chat_lines(2))
+    client = home.sdk(max_retries=2)
+    options = {"model": "tiny", "training_file": file, "extra_headers": {"Idempotency-Key": "k"}}
+    first = client.fine_tuning.jobs.create(**options)
+    assert client.fine_tuning.jobs.create(**options).id == first.id
+    with pytest.raises(openai.ConflictError) as refused:
+        client.fine_tuning.jobs.create(**options, seed=9)
+    assert refused.value.code == "idempotency_mismatch"
+    assert refused.value.response.headers["x-should-retry"] == "false"
+    # A key is its tenant's own.
+    other = home.job("globex", extra_headers={"Idempotency-Key": "k"})
+    assert other != first.id
+
+
+def test_quota_when_used_up_then_429_with_the_arithmetic(home: Home):
+    file = home.upload(data=chat_lines(2))
+    home.limit("acme", max_active_jobs=2)
+    first = home.job(file=file)
+    home.job(file=file)
+    with pytest.raises(openai.RateLimitError, match="2 of at most 2 jobs are active"):
+        home.job(file=file)
+    home.sdk().fine_tuning.jobs.cancel(first)
+    home.finish(home.job(file=file))
+    home.limit("acme", max_trained_tokens=120)
+    with pytest.raises(openai.RateLimitError, match="120 tokens have been trained of at most 120"):
+        home.job(file=file)
+    home.limit("acme", max_trained_tokens=121, max_priority=5)
+    assert home.job(file=file, extra_body={"priority": 5})
+
+
+def test_rate_when_passed_then_429_says_when_to_try_again(home: Home):
+    home.limit("acme", max_requests_per_minute=3)
+    statuses = [home.call("GET", "/v1/models").status_code for _ in range(4)]
+    assert statuses == [200, 200, 200, 429]
+    answer = home.call("GET", "/v1/models")
+    assert 0 < int(answer.headers["retry-after"]) <= 20
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    assert home.call("GET", "/v1/models", "globex").status_code == 200
+
+
+def test_events_when_streamed_then_come_in_order_and_end_with_the_job(home: Home):
+    id = home.job()
+    seen: list[str] = []
+
+    def work() -> None:
+        with home.database.begin() as tx:
+            add_event(tx, "acme", id, "info", "one step", "metrics", {"loss": 1.5})
+        home.finish(id)
+
+    timer = threading.Timer(0.5, work)
+    timer.start()
+    with home.http.stream("GET", f"/v1/fine_tuning/jobs/{id}/events?stream=true", headers=home.headers()) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        seen = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    timer.join()
+    assert seen[0].count(f"Created fine-tuning job: {id}") == 1
+    assert '"loss": 1.5' in seen[3]
+    assert "successfully completed" in seen[-2]
+    assert seen[-1] == "data: [DONE]"
+    again = home.call("GET", f"/v1/fine_tuning/jobs/{id}/events?stream=true&limit=5")
+    assert [line for line in again.text.splitlines() if line.startswith("data: ")] == seen
+    assert home.call("GET", f"/v1/fine_tuning/jobs/{id}/events?stream=true&after=nope").status_code == 404
+    assert home.call("GET", f"/v1/fine_tuning/jobs/{id}/events?stream=true", "globex").status_code == 404
+
+
+def test_server_when_something_breaks_then_500_hides_it_and_names_the_request(
+    home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the secret reason")
+
+    monkeypatch.setattr("weft.serve.records.models.list_models", broken)
+    answer = home.call("GET", "/v1/models")
+    assert answer.status_code == 500
+    assert "secret reason" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    assert answer.headers["x-request-id"] in caplog.text or any(
+        getattr(r, "fields", {}).get("request") == answer.headers["x-request-id"] for r in caplog.records
+    )
+
+
+def test_urls_when_unknown_then_404_and_405_in_openais_shape(home: Home):
+    for method, path, status in (("GET", "/v1/nothing", 404), ("PUT", "/v1/files", 405), ("GET", "/v1/files/", 404)):
+        answer = home.call(method, path)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -1,0 +1,59 @@
+"""Requests made from the OpenAPI page itself, right ones and wrong ones, never meet a 5xx and fit what the page says."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+from service_home import Home, make_home
+
+NOT_ASKED = ("/v1/chat/completions", "/v1/completions")
+"""Without a worker they answer 503 by design; test_api_chat has a worker."""
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A service with one of everything, so that some of the guessed ids are real."""
+    home = make_home(tmp_path_factory.mktemp("fuzzed") / "data")
+    home.finish(home.job())
+    home.job()
+    return home
+
+
+@pytest.mark.slow
+def test_api_when_fuzzed_from_its_schema_then_no_5xx(fuzzed: Home):
+    schema = schemathesis.openapi.from_asgi("/openapi.json", fuzzed.app)
+    real = {
+        "job_id": fuzzed.sdk().fine_tuning.jobs.list().data[0].id,
+        "file_id": fuzzed.sdk().files.list().data[0].id,
+    }
+    asked, statuses = 0, set()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if operation.path in NOT_ASKED:
+            continue
+        mode = schemathesis.GenerationMode.POSITIVE
+
+        @settings(
+            max_examples=30,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def fuzz(case: schemathesis.Case) -> None:
+            nonlocal asked
+            if asked % 2 == 0:
+                case.path_parameters = {name: real.get(name, value) for name, value in case.path_parameters.items()}
+            answer = case.call(headers=fuzzed.headers())
+            asked += 1
+            statuses.add(answer.status_code)
+            assert answer.status_code < 500, (case.method, case.formatted_path, answer.text)
+            case.validate_response(answer, checks=[response_schema_conformance, status_code_conformance])
+
+        fuzz()
+    assert asked >= 500
+    assert {200, 400, 404} <= statuses

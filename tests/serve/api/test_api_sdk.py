@@ -1,0 +1,160 @@
+"""The unmodified openai SDK drives every route."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from service_home import Home, chat_lines
+
+from weft.serve.jobs.spec import resolve
+from weft.serve.records.usage import usage_of
+
+
+def test_file_when_uploaded_then_listed_read_and_deleted(home: Home):
+    client = home.sdk()
+    data = chat_lines()
+    file = client.files.create(file=("train.jsonl", data), purpose="fine-tune")
+    assert (file.object, file.bytes, file.filename, file.status) == ("file", len(data), "train.jsonl", "processed")
+    assert file.id.startswith("file-")
+    assert [f.id for f in client.files.list()] == [file.id]
+    assert client.files.retrieve(file.id) == file
+    assert client.files.wait_for_processing(file.id).id == file.id
+    assert client.files.content(file.id).read() == data
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+    assert home.num_blobs() == 0
+
+
+def test_file_when_kept_for_a_time_then_says_when_it_expires(home: Home):
+    client = home.sdk()
+    until = {"anchor": "created_at", "seconds": 3600}
+    file = client.files.create(file=("a.jsonl", chat_lines()), purpose="fine-tune", expires_after=until)
+    assert file.expires_at == file.created_at + 3600
+
+
+def test_job_when_created_then_has_openais_fields_and_ours(home: Home):
+    client = home.sdk()
+    file = home.upload()
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=file,
+        validation_file=file,
+        suffix="mine",
+        seed=7,
+        metadata={"team": "a"},
+        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}},
+        integrations=[{"type": "wandb", "wandb": {"project": "p", "tags": ["x"]}}],
+        extra_body={"lora": {"r": 4, "alpha": 8, "target_modules": ["q_proj"]}, "max_steps": 3, "max_length": 64},
+    )
+    assert job.id.startswith("ftjob-")
+    assert (job.object, job.status, job.model, job.seed) == ("fine_tuning.job", "queued", "tiny", 7)
+    assert (job.organization_id, job.training_file, job.validation_file) == ("acme", file, file)
+    assert job.hyperparameters.to_dict() == {"n_epochs": 2, "batch_size": 1, "learning_rate_multiplier": 1.0}
+    assert job.metadata == {"team": "a"}
+    assert job.integrations[0].wandb.project == "p"
+    settings = job.model_extra["settings"]
+    assert settings["adapter"] == {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    assert (settings["max_steps"], settings["max_length"], settings["num_train_epochs"]) == (3, 64, 2)
+    assert client.fine_tuning.jobs.retrieve(job.id) == job
+    assert [found.id for found in client.fine_tuning.jobs.list()] == [job.id]
+
+
+def test_job_when_steered_then_moves_and_tells(home: Home):
+    jobs = home.sdk().fine_tuning.jobs
+    id = home.job()
+    assert jobs.pause(id).status == "paused"
+    assert jobs.pause(id).status == "paused"
+    assert jobs.resume(id).status == "queued"
+    assert jobs.resume(id).status == "queued"
+    assert jobs.cancel(id).status == "cancelled"
+    assert jobs.cancel(id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="too late to resume"):
+        jobs.resume(id)
+    messages = [event.message for event in jobs.list_events(id)]
+    assert messages[0] == "Fine-tuning job cancelled"
+    assert messages[-1] == f"Created fine-tuning job: {id}"
+    assert len(messages) == 6
+
+
+def test_result_when_job_succeeded_then_used_downloaded_and_deleted(home: Home):
+    client = home.sdk()
+    id = home.job(suffix="x")
+    name = home.finish(id)
+    job = client.fine_tuning.jobs.retrieve(id)
+    assert (job.status, job.fine_tuned_model, job.trained_tokens) == ("succeeded", name, 120)
+    assert job.finished_at is not None
+    assert client.files.content(job.result_files[0]).text.startswith("step,train_loss")
+    checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(id)))
+    assert (checkpoint.fine_tuning_job_id, checkpoint.step_number) == (id, 1)
+    assert checkpoint.fine_tuned_model_checkpoint == f"{name}:ckpt-step-1"
+    assert list(client.fine_tuning.checkpoints.permissions.list(checkpoint.id)) == []
+    assert [m.id for m in client.models.list()] == ["tiny", name]
+    assert client.models.retrieve(name).owned_by == "acme"
+    assert client.models.retrieve(checkpoint.fine_tuned_model_checkpoint).id
+    for model in (name, checkpoint.fine_tuned_model_checkpoint):
+        archive = home.call("GET", f"/v1/models/{model}/adapter")
+        assert (archive.status_code, archive.content) == (200, b"PK-adapter")
+        assert archive.headers["content-disposition"].startswith("attachment")
+    assert client.models.delete(name).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve(name)
+
+
+def test_permissions_when_asked_for_then_refused_in_openais_shape(home: Home):
+    client = home.sdk()
+    id = home.job()
+    home.finish(id)
+    checkpoint = next(iter(client.fine_tuning.jobs.checkpoints.list(id))).id
+    with pytest.raises(openai.PermissionDeniedError):
+        client.fine_tuning.checkpoints.permissions.create(checkpoint, project_ids=["p"])
+    with pytest.raises(openai.NotFoundError):
+        client.fine_tuning.checkpoints.permissions.delete("cp_1", fine_tuned_model_checkpoint=checkpoint)
+
+
+def test_usage_when_jobs_ran_then_adds_up(home: Home):
+    for _ in range(2):
+        home.finish(home.job())
+    home.job("globex")
+    used = home.call("GET", "/v1/usage").json()
+    assert used["trained_tokens"] == 240
+    assert used["limits"]["active_jobs"] == {"used": 0, "limit": None}
+    assert home.call("GET", "/v1/usage", "globex").json()["trained_tokens"] == 0
+    assert home.call("GET", "/v1/usage?end_time=1").json()["trained_tokens"] == 0
+    with home.database.read() as tx:
+        assert usage_of(tx, "acme")["totals"]["trained"] == 240
+
+
+@pytest.mark.parametrize(
+    ("num", "epochs", "batch"), [(10, 3, 1), (80, 3, 8), (999, 3, 8), (1000, 2, 8), (10_000, 1, 16)]
+)
+def test_hyperparameters_when_auto_then_follow_the_stated_rules(num: int, epochs: int, batch: int):
+    found = resolve({"n_epochs": "auto"}, num)
+    assert found == {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": 1.0}
+    assert resolve({"n_epochs": 7, "batch_size": 2, "learning_rate_multiplier": 0.5}, num)["n_epochs"] == 7
+
+
+def test_openapi_when_read_then_describes_every_route_of_the_table(home: Home):
+    schema = home.http.get("/openapi.json").json()
+    for path in ("/v1/files", "/v1/fine_tuning/jobs", "/v1/models", "/v1/chat/completions", "/v1/completions"):
+        assert path in schema["paths"]
+    assert "CreateJob" in schema["components"]["schemas"]
+    assert "422" not in json.dumps(schema)
+    assert home.http.get("/docs").status_code == 200
+
+
+def test_health_when_asked_then_needs_no_key_but_metrics_do(home: Home):
+    assert home.http.get("/healthz").json()["status"] == "ok"
+    assert home.http.get("/readyz").json() == {"status": "ready", "workers": 0}
+    assert home.http.get("/metrics").status_code == 401
+    home.finish(home.job())
+    text = home.call("GET", "/metrics").text
+    assert 'weft_jobs{state="succeeded"} 1.0' in text
+    assert 'weft_tokens_total{kind="trained"} 120.0' in text
+    assert 'route="/v1/fine_tuning/jobs"' in text
+    home.app.state.service.is_draining = True
+    assert home.http.get("/readyz").status_code == 503

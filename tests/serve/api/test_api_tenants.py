@@ -1,0 +1,187 @@
+"""Nobody sees another tenant's anything: every route of the app, with every kind of key that must not open it.
+
+The routes come from the app itself; one without an entry in `FILLED`, or one that asks for no scope, fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from service_home import Home
+
+from weft.serve.records import keys
+from weft.serve.records.keys import revoke_key
+
+OPEN = {"/healthz", "/readyz"}
+"""Routes that need no key."""
+BODIES: dict[str, Any] = {
+    "/v1/fine_tuning/jobs": {"model": "tiny", "training_file": "{file_id}"},
+    "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["p"]},
+    "/v1/chat/completions": {"model": "{model}", "messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"model": "{model}", "prompt": "x"},
+}
+
+
+def flat_routes(app: Any) -> list[APIRoute]:
+    found: list[APIRoute] = []
+
+    def walk(routes: Any) -> None:
+        for route in routes:
+            if isinstance(route, APIRoute):
+                found.append(route)
+            elif hasattr(route, "original_router"):
+                walk(route.original_router.routes)
+
+    walk(app.routes)
+    return found
+
+
+def scopes_of(route: APIRoute) -> list[str]:
+    return [d.call.scope for d in route.dependant.dependencies if hasattr(d.call, "scope")]
+
+
+def all_calls(home: Home) -> list[tuple[str, str]]:
+    return [(method, route.path) for route in flat_routes(home.app) for method in sorted(route.methods)]
+
+
+def filled(text: str, values: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)(:path)?\}", lambda m: values[m[1]], text)
+
+
+@pytest.fixture
+def owned(home: Home) -> dict[str, str]:
+    """One of everything, of the tenant `acme`."""
+    file = home.upload()
+    job = home.job(file=file)
+    model = home.finish(job)
+    checkpoint = home.call("GET", f"/v1/fine_tuning/jobs/{job}/checkpoints").json()["data"][0]["id"]
+    return {"file_id": file, "job_id": job, "model": model, "checkpoint": checkpoint, "permission_id": "cp_1"}
+
+
+def ask(home: Home, method: str, path: str, values: dict[str, str], headers: dict[str, str]) -> Any:
+    body = BODIES.get(path)
+    options: dict[str, Any] = {}
+    if method == "POST" and body is not None:
+        options["json"] = json.loads(filled(json.dumps(body), values))
+    elif method == "POST" and path == "/v1/files":
+        options = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
+    return home.http.request(method, filled(path, values), headers=headers, **options)
+
+
+def test_routes_when_listed_then_all_but_the_open_ones_ask_for_a_scope(home: Home):
+    routes = flat_routes(home.app)
+    assert len(routes) >= 22
+    for route in routes:
+        assert bool(scopes_of(route)) != (route.path in OPEN), route.path
+
+
+@pytest.mark.parametrize("kind", ["none", "empty", "garbage", "wrong secret", "unknown id", "revoked", "disabled"])
+def test_every_route_when_the_key_is_bad_then_401_and_one_body(home: Home, owned: dict[str, str], kind: str):
+    key = home.keys["acme"]
+    if kind == "revoked":
+        with home.database.begin() as tx:
+            key = keys.create_key(tx, "acme")
+            revoke_key(tx, "acme", keys.key_id(key))
+    if kind == "disabled":
+        home.limit("acme", is_disabled=True)
+    id, secret = key.split("_", 2)[1:]
+    texts = {
+        "empty": "Bearer ",
+        "garbage": "Bearer sk-nothing",
+        "wrong secret": f"Bearer weft_{id}_{'A' * 43}",
+        "unknown id": f"Bearer weft_{'0' * 12}_{secret}",
+    }
+    headers = {} if kind == "none" else {"authorization": texts.get(kind, f"Bearer {key}")}
+    seen = set()
+    calls = [(m, p) for m, p in all_calls(home) if p not in OPEN]
+    for method, path in calls:
+        answer = ask(home, method, path, owned, headers)
+        assert answer.status_code == 401, (method, path)
+        assert answer.headers["x-request-id"].startswith("req_")
+        seen.add(answer.text)
+    assert len(seen) == 1
+    assert secret not in seen.pop()
+
+
+def test_every_route_when_the_object_is_foreign_then_answers_as_if_it_were_missing(home: Home, owned: dict[str, str]):
+    missing = {
+        "file_id": "file-" + "0" * 24,
+        "job_id": "ftjob-" + "0" * 24,
+        "model": "ft:tiny:acme::00000000",
+        "checkpoint": "ftckpt_" + "0" * 24,
+        "permission_id": "cp_1",
+    }
+    asked = 0
+    for method, path in all_calls(home):
+        body = json.dumps(BODIES.get(path, "")) if method == "POST" else ""
+        if not re.search(r"\{\w+", path + body):
+            continue
+        asked += 1
+        theirs = ask(home, method, path, owned, home.headers("globex"))
+        nobodys = ask(home, method, path, missing, home.headers("globex"))
+        assert theirs.status_code == nobodys.status_code, (method, path, theirs.text)
+        assert theirs.status_code in (400, 404), (method, path, theirs.text)
+
+        def plain(text: str, values: dict[str, str]) -> str:
+            for name, value in values.items():
+                text = text.replace(value, f"<{name}>")
+            return text
+
+        assert plain(theirs.text, owned) == plain(nobodys.text, missing), (method, path)
+    assert asked >= 17
+    # And nothing happened to what is acme's.
+    assert home.sdk().fine_tuning.jobs.retrieve(owned["job_id"]).status == "succeeded"
+    assert home.sdk().models.retrieve(owned["model"])
+    assert home.sdk().files.retrieve(owned["file_id"])
+
+
+def test_lists_when_another_tenant_asks_then_hold_nothing_of_mine(home: Home, owned: dict[str, str]):
+    for path in ("/v1/files", "/v1/fine_tuning/jobs", "/v1/models", "/v1/usage"):
+        text = home.call("GET", path, "globex").text
+        assert "acme" not in text
+        assert not any(value in text for name, value in owned.items() if name != "permission_id")
+    for name, path in (("file_id", "/v1/files"), ("job_id", "/v1/fine_tuning/jobs")):
+        assert home.call("GET", f"{path}?after={owned[name]}", "globex").status_code == 404
+
+
+def test_every_route_when_the_scope_is_missing_then_403(home: Home, owned: dict[str, str]):
+    for scope in keys.SCOPES:
+        others = [other for other in keys.SCOPES if other != scope]
+        with home.database.begin() as tx:
+            key = keys.create_key(tx, "acme", scopes=others)
+        for route in flat_routes(home.app):
+            if scope in scopes_of(route):
+                method = min(route.methods)
+                answer = ask(home, method, route.path, owned, {"authorization": f"Bearer {key}"})
+                assert answer.status_code == 403, route.path
+                assert answer.json()["error"]["code"] == "missing_scope"
+
+
+def test_ids_when_guessed_then_none_opens(home: Home, owned: dict[str, str]):
+    id = owned["job_id"]
+    for guess in (id[:-1], id + "0", id.swapcase(), id + "%20", "..%2f" + id, "'; drop table jobs; --", "*", "%25"):
+        answer = home.call("GET", f"/v1/fine_tuning/jobs/{guess}", "globex")
+        assert answer.status_code == 404
+
+
+def test_without_auth_when_not_on_loopback_then_refused(tmp_path: Any):
+    from weft.errors import ConfigError
+    from weft.serve.settings import Settings
+
+    with pytest.raises(ConfigError, match="no-auth"):
+        Settings(data_dir=tmp_path, host="0.0.0.0", auth=False)
+    assert not Settings(data_dir=tmp_path, auth=False).auth
+
+
+def test_without_auth_when_asked_then_everybody_is_default(tmp_path: Any):
+    from service_home import make_home
+
+    home = make_home(tmp_path, auth=False)
+    with home.http:
+        answer = home.http.get("/v1/usage")
+        assert answer.json()["organization_id"] == "default"
+    home.database.close()

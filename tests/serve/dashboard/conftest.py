@@ -1,0 +1,47 @@
+"""A scripted service for every test, and one browser for all of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dashboard_stage import Busy, Live, Stage
+from playwright.sync_api import Browser, sync_playwright
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+"""The system's own browser; without one, what `playwright install chromium` left."""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    made = Stage(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def live(stage: Stage) -> Iterator[Live]:
+    running = Live(stage)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
+    stage = Stage(tmp_path_factory.mktemp("busy"))
+    ids = stage.full()
+    stage.fill_history()
+    running = Live(stage)
+    yield Busy(stage, running, ids)
+    running.close()
+    stage.close()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()

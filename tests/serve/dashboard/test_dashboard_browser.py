@@ -1,0 +1,352 @@
+"""The dashboard in a real browser, on the real app."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dashboard_stage import ANSWER, Busy, Live, Stage
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+
+from weft.serve.records.keys import key_id, revoke_key
+
+expect.set_options(timeout=10_000)
+GOOD = b"".join(json.dumps({"prompt": f"a{i}", "completion": "b"}).encode() + b"\n" for i in range(4))
+BAD = GOOD + b'{"prompt": oops}\n' + b"[1]\n"
+
+
+@pytest.fixture
+def page(browser: Browser, live: Live) -> Iterator[Page]:
+    """A tab on a service of the test's own."""
+    yield from tab_on(browser, live.url)
+
+
+@pytest.fixture
+def look(browser: Browser, busy: Busy) -> Iterator[Page]:
+    """A tab on the service with jobs in every state, which the test leaves as it is."""
+    busy.stage.beat(busy.running)
+    yield from tab_on(browser, busy.live.url)
+
+
+def tab_on(browser: Browser, url: str) -> Iterator[Page]:
+    """A tab whose errors fail the test: no script may break, and nothing may be forbidden by the page's own policy."""
+    context = browser.new_context(base_url=url, viewport={"width": 1280, "height": 860})
+    tab = context.new_page()
+    broken: list[str] = []
+    tab.on("pageerror", lambda error: broken.append(str(error)))
+    # The browser notes every refusal by the service; those are shown to the user as sentences.
+    tab.on("console", lambda line: broken.append(line.text) if is_ours(line) else None)
+    yield tab
+    context.close()
+    assert broken == []
+
+
+def is_ours(line: ConsoleMessage) -> bool:
+    return line.type == "error" and not re.search("status of (4..|503)", line.text)
+
+
+def enter(page: Page, key: str, place: str = "#/jobs") -> None:
+    page.goto(f"/{place}")
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.locator(".screen")).to_be_visible()
+
+
+def attach(page: Page, content: bytes, name: str = "train.jsonl") -> None:
+    page.set_input_files("#training-file", files=[{"name": name, "mimeType": "application/json", "buffer": content}])
+
+
+def test_sign_in_when_the_key_is_wrong_says_so_and_keeps_nothing(page: Page, stage: Stage) -> None:
+    """A wrong key is one sentence; a right one opens the page and lives in this session only."""
+    page.goto("/")
+    page.get_by_label("API key").fill("weft_wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("not accepted")
+    assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [0, 0, ""]
+    page.get_by_label("API key").fill(stage.key)
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("There are no jobs yet")).to_be_visible()
+    assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+    page.reload()
+    expect(page.get_by_text("There are no jobs yet")).to_be_visible()
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("API key")).to_be_visible()
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_key_when_revoked_while_looking_asks_for_another(page: Page, stage: Stage) -> None:
+    """Whoever is shut out sees the sign-in again, not a broken page."""
+    enter(page, stage.key)
+    with stage.database.begin() as tx:
+        revoke_key(tx, stage.tenant, key_id(stage.key))
+    expect(page.get_by_role("alert")).to_contain_text("not accepted any more", timeout=15_000)
+
+
+def test_jobs_when_there_are_some_show_state_progress_and_curve(look: Page, busy: Busy) -> None:
+    """Every job has its state; those that train have a curve; a click on a state leaves only its jobs."""
+    enter(look, busy.stage.key)
+    rows = look.locator("table.jobs tbody tr")
+    expect(rows).to_have_count(8)
+    row = rows.filter(has_text="summaries")
+    expect(row.locator(".badge")).to_have_text("running")
+    expect(row.get_by_role("progressbar")).to_have_attribute("aria-valuenow", "46")
+    expect(row.locator("svg.spark path")).to_have_attribute("d", re.compile("M.*L"))
+    expect(look.get_by_text("theirs")).to_have_count(0)
+    look.get_by_role("button", name=re.compile("^failed")).click()
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("broken")
+
+
+def test_job_when_it_trains_has_a_curve_that_grows(page: Page, stage: Stage) -> None:
+    """New steps appear by themselves, and the job's end as well."""
+    job = stage.job("growing")
+    stage.start(job, 60)
+    stage.train(job, 1, 10, 60)
+    enter(page, stage.key, f"#/jobs/{job}")
+    plot = page.locator(".plot[data-points]")
+    expect(plot).to_have_attribute("data-points", "10")
+    before = plot.locator("path.curve").first.get_attribute("d")
+    stage.train(job, 11, 30, 60)
+    expect(plot).to_have_attribute("data-points", "30")
+    assert plot.locator("path.curve").first.get_attribute("d") != before
+    expect(page.get_by_text("30 of 60")).to_be_visible()
+    stage.train(job, 31, 60, 60)
+    stage.succeed(job, "growing")
+    expect(page.locator("h1 .badge")).to_have_text("succeeded")
+    expect(plot).to_have_attribute("data-points", "60")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download adapter").click()
+    assert saved.value.suggested_filename == "growing.zip"
+    assert Path(saved.value.path()).read_bytes().startswith(b"PK")
+
+
+def test_job_with_many_events_loads_them_all_once(page: Page, stage: Stage) -> None:
+    """More steps than a page holds make one whole curve."""
+    job = stage.job("long")
+    stage.start(job, 500)
+    stage.train(job, 1, 430, 500)
+    enter(page, stage.key, f"#/jobs/{job}")
+    expect(page.locator(".plot[data-points]")).to_have_attribute("data-points", "430")
+    stage.train(job, 431, 440, 500)
+    expect(page.locator(".plot[data-points]")).to_have_attribute("data-points", "440")
+
+
+def test_job_when_paused_and_cancelled_by_hand_shows_what_was_asked(page: Page, stage: Stage) -> None:
+    """Buttons follow the state: what waits for the worker is said, what cannot be done is not offered."""
+    waiting = stage.job("waiting")
+    held = stage.job("held")
+    stage.start(held, 10)
+    enter(page, stage.key, f"#/jobs/{waiting}")
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("h1 .badge")).to_have_text("paused")
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator("h1 .badge")).to_have_text("queued")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator("h1 .badge")).to_have_text("cancelled")
+    expect(page.get_by_role("button", name="Pause")).to_have_count(0)
+    page.goto(f"/#/jobs/{held}")
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("h1 .badge")).to_have_text("pausing")
+
+
+def test_job_of_another_tenant_is_one_sentence(page: Page, stage: Stage) -> None:
+    """A foreign id is not found; there is no JSON on the page."""
+    theirs = stage.job("theirs", tenant="rival")
+    enter(page, stage.key, f"#/jobs/{theirs}")
+    expect(page.get_by_role("alert")).to_contain_text("Could not find")
+    assert "{" not in page.locator("main").inner_text()
+
+
+def test_compose_with_a_bad_file_names_the_lines(page: Page, stage: Stage) -> None:
+    """What the service finds in a file is shown by line, with the line itself; a corrected file starts a job."""
+    enter(page, stage.key, "#/new")
+    page.get_by_role("button", name="Start training").click()
+    expect(page.get_by_role("alert")).to_have_text("Choose a training file first.")
+    attach(page, b"x", "notes.txt")
+    expect(page.get_by_role("alert")).to_contain_text("notes.txt is not a .jsonl file")
+    attach(page, BAD)
+    problems = page.locator(".problems li")
+    expect(problems).to_have_count(2)
+    expect(problems.first).to_contain_text("line 5")
+    expect(problems.first.locator("code")).to_have_text('{"prompt": oops}')
+    expect(problems.last).to_contain_text("line 6")
+    attach(page, GOOD)
+    expect(page.locator(".ok")).to_contain_text("train.jsonl is uploaded")
+    page.get_by_label("Name").fill("first-try")
+    page.get_by_label("Epochs").fill("2")
+    page.get_by_label("Rank").fill("8")
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("h1")).to_contain_text("first-try")
+    settings = page.locator("dl.settings")
+    expect(settings.locator("div", has_text="num_train_epochs")).to_contain_text("2")
+    expect(settings.get_by_text("adapter.r", exact=True).locator("xpath=following-sibling::dd")).to_have_text("8")
+
+
+def test_compose_with_chats_of_a_wrong_role_shows_the_refusal_at_the_file(page: Page, stage: Stage) -> None:
+    """What only the start of a job finds, wrong roles for one, is shown at the file as well."""
+    enter(page, stage.key, "#/new")
+    wrong = {"messages": [{"role": "asistant", "content": "x"}]}
+    right = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    attach(page, f"{json.dumps(right)}\n{json.dumps(wrong)}\n".encode())
+    expect(page.locator(".ok")).to_be_visible()
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator(".problems li")).to_contain_text("line 2")
+    expect(page.locator(".problems li")).to_contain_text("asistant")
+
+
+def test_compose_with_a_wrong_setting_marks_its_field(page: Page, stage: Stage) -> None:
+    """A refused setting is said under the field it was typed in, in one sentence."""
+    enter(page, stage.key, "#/new")
+    attach(page, GOOD)
+    expect(page.locator(".ok")).to_be_visible()
+    page.get_by_label("Rank").fill("-3")
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("#r")).to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#r")).to_be_focused()
+    page.get_by_label("Rank").fill("16")
+    page.get_by_label("Epochs").fill("999")
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("#n_epochs")).to_have_attribute("aria-invalid", "true")
+    expect(page.locator(".field .wrong")).to_have_count(1)
+
+
+def test_chat_with_an_adapter_streams_beside_the_base_model(look: Page, busy: Busy) -> None:
+    """Both answers grow word by word; each side's history is its own."""
+    busy.stage.voice.delay_s = 0.15
+    enter(look, busy.stage.key, "#/chat")
+    look.get_by_label("Message", exact=True).fill("What is a weft?")
+    look.keyboard.press("Enter")
+    answer = look.locator(".answer:not(.base) .answer-text")
+    expect(answer).to_have_text(re.compile("^The warp"))
+    partial = answer.inner_text()
+    assert partial != ANSWER and ANSWER.startswith(partial)
+    expect(look.get_by_role("button", name="Stop")).to_be_visible()
+    expect(answer).to_have_text(ANSWER)
+    expect(look.locator(".answer.base .answer-text")).to_have_text("I do not know what a loom is.")
+    expect(look.get_by_text("12 tokens in")).to_be_visible()
+    sent: list[dict[str, Any]] = []
+    look.on("request", lambda asked: sent.append(asked.post_data_json) if "completions" in asked.url else None)
+    look.get_by_label("Message", exact=True).fill("And a warp?")
+    look.keyboard.press("Enter")
+    expect(look.locator(".turn")).to_have_count(2)
+    look.get_by_role("button", name="Stop").click()
+    expect(look.get_by_text("Stopped.")).to_have_count(2)
+    own = {body["model"].split(":")[0]: body["messages"][1]["content"] for body in sent}
+    assert own == {"ft": ANSWER, "tiny": "I do not know what a loom is."}
+
+
+def test_chat_without_a_worker_says_so(page: Page, stage: Stage) -> None:
+    """Nobody to answer is one sentence in the answer's place."""
+    job = stage.job("lonely")
+    stage.start(job, 1)
+    stage.succeed(job, "lonely")
+    enter(page, stage.key, "#/chat")
+    page.get_by_label("Message", exact=True).fill("Hello?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer.wrong")).to_have_count(2)
+    expect(page.locator(".answer.wrong").first).to_contain_text("No worker has the model 'tiny' loaded")
+
+
+def test_operations_show_workers_queue_and_program(look: Page, busy: Busy) -> None:
+    """The machine, its speed over time and whose tokens it trains; another tenant's job has no name here."""
+    enter(look, busy.stage.key, "#/operations")
+    expect(look.locator(".tile").nth(1)).to_contain_text("18.4 k")
+    expect(look.locator(".plot svg path.curve")).to_have_count(2)
+    worker = look.locator(".worker")
+    expect(worker).to_contain_text("NVIDIA H200")
+    expect(worker).to_contain_text("1 of other tenants")
+    expect(worker.locator(".program > .span")).to_have_count(24)
+    expect(worker).not_to_contain_text("theirs")
+
+
+def test_usage_of_an_operator_lists_tenants_and_keys(look: Page, busy: Busy) -> None:
+    """Tokens, limits, tenants and keys are there for the operator; a user sees only its own."""
+    enter(look, busy.stage.admin, "#/usage")
+    expect(look.locator(".tile").first).to_contain_text("733 k")
+    expect(look.get_by_text("4 of 20")).to_be_visible()
+    expect(look.get_by_role("row", name=re.compile("Rival"))).to_be_visible()
+    expect(look.get_by_text(f"weft_{key_id(busy.stage.rival)}_…")).to_be_visible()
+    look.get_by_role("button", name="Sign out").click()
+    enter(look, busy.stage.key, "#/usage")
+    expect(look.locator(".tile").first).to_contain_text("733 k")
+    expect(look.get_by_text("Rival")).to_have_count(0)
+
+
+def test_text_of_users_when_it_looks_like_html_stays_text(page: Page, stage: Stage) -> None:
+    """What a user wrote is never markup."""
+    job = stage.job("evil", metadata={"<img src=x onerror=alert(1)>": "<script>alert(1)</script>"})
+    with stage.database.begin() as tx:
+        from weft.serve.records.events import add_event
+
+        add_event(tx, stage.tenant, job, "warn", "<b>bold</b><img src=x onerror=alert(1)>")
+    page.on("dialog", lambda dialog: pytest.fail("a script of a user's ran"))
+    enter(page, stage.key, f"#/jobs/{job}")
+    expect(page.locator(".events .warn")).to_contain_text("<b>bold</b>")
+    expect(page.locator("main img, main script")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_screens_at_390_pixels_do_not_scroll_sideways(browser: Browser, busy: Busy, scheme: str) -> None:
+    """Every screen fits a phone, also with long names and files' problems, in both schemes."""
+    context = browser.new_context(
+        base_url=busy.live.url,
+        viewport={"width": 390, "height": 844},
+        is_mobile=True,
+        has_touch=True,
+        color_scheme=scheme,
+    )
+    page = context.new_page()
+    enter(page, busy.stage.admin)
+    places = [
+        "jobs",
+        f"jobs/{busy.ids['summaries']}",
+        f"jobs/{busy.ids['broken']}",
+        "new",
+        "chat",
+        "operations",
+        "usage",
+    ]
+    for place in places:
+        page.goto(f"/#/{place}")
+        expect(page.locator(".screen h1")).to_be_visible()
+        if place == "new":
+            attach(page, GOOD + b'{"prompt": ' + b"x" * 400 + b"\n")
+            expect(page.locator(".problems li")).to_have_count(1)
+        page.wait_for_timeout(150)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+    context.close()
+
+
+def test_keyboard_alone_reaches_a_job_and_skips_the_tabs(look: Page, busy: Busy) -> None:
+    """The first tab stop skips to the content; the next ones lead to the first job."""
+    enter(look, busy.stage.key)
+    expect(look.locator("table.jobs tbody tr")).to_have_count(8)
+    look.reload()
+    expect(look.locator("table.jobs tbody tr")).to_have_count(8)
+    look.keyboard.press("Tab")
+    expect(look.get_by_text("Skip to the content")).to_be_focused()
+    look.keyboard.press("Enter")
+    expect(look.locator("main")).to_be_focused()
+    for _ in range(12):
+        look.keyboard.press("Tab")
+        if look.evaluate("document.activeElement.closest('table') !== null"):
+            break
+    look.keyboard.press("Enter")
+    expect(look.locator("h1")).to_contain_text("waiting")
+
+
+def test_service_that_goes_away_is_said_once_and_comes_back(look: Page, busy: Busy) -> None:
+    """Without the service the page keeps what it shows and says that it waits."""
+    enter(look, busy.stage.key)
+    rows = look.locator("table.jobs tbody tr")
+    expect(rows).to_have_count(8)
+    look.route("**/*", lambda route: route.fulfill(status=400, body="<html>proxy</html>"))
+    expect(look.locator("#offline")).to_contain_text("cannot be reached")
+    expect(rows).to_have_count(8)
+    look.unroute("**/*")
+    expect(look.locator("#offline")).to_be_hidden()

@@ -1,0 +1,135 @@
+"""Transactions: all or nothing, one clock, and waiting that ends."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+
+from weft.errors import ConfigError
+from weft.serve.db.engine import Database, now, open_database
+from weft.serve.db.migrate import migrate, revision
+from weft.serve.db.tables import EVENTS, METADATA, TENANTS
+from weft.serve.errors import Busy
+from weft.serve.records.events import add_event
+from weft.serve.records.tenants import create_tenant, list_tenants
+
+
+def test_upgrade_when_fresh_then_equals_the_tables(bare: Database):
+    assert migrate(bare) == migrate(bare) == "0001"
+    with bare.read() as tx:
+        context = MigrationContext.configure(tx, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, METADATA) == []
+        names = set(sa.inspect(tx).get_table_names())
+    assert names == {*METADATA.tables, "alembic_version"}
+
+
+def test_upgrade_when_run_by_many_at_once_then_happens_once(bare: Database):
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            migrate(bare)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    with bare.read() as tx:
+        assert revision(tx) == "0001"
+
+
+def test_upgrade_when_the_database_is_newer_then_refused_with_advice(database: Database):
+    with database.begin() as tx:
+        tx.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(ConfigError, match="newer version of Weft"):
+        migrate(database)
+
+
+def test_transaction_when_it_raises_then_nothing_of_it_happened(database: Database):
+    def fail() -> None:
+        with database.begin() as tx:
+            create_tenant(tx, "third")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with database.read() as tx:
+        assert [row["id"] for row in list_tenants(tx)] == ["acme", "globex"]
+
+
+def test_clock_when_asked_then_is_unix_seconds(database: Database):
+    with database.read() as tx:
+        assert abs(now(tx) - time.time()) < 2
+
+
+def test_writers_when_many_then_all_succeed_in_order(database: Database):
+    def write() -> None:
+        for _ in range(10):
+            with database.begin() as tx:
+                add_event(tx, "acme", "job", "info", "x")
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with database.read() as tx:
+        assert tx.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one() == 80
+
+
+def test_sqlite_when_another_process_holds_the_lock_then_waits_and_succeeds(tmp_path: Path):
+    path = tmp_path / "weft.db"
+    database = open_database(f"sqlite:///{path}", lock_wait_s=5)
+    migrate(database)
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    timer = threading.Timer(0.5, lambda: other.execute("ROLLBACK"))
+    timer.start()
+    started = time.monotonic()
+    with database.begin() as tx:
+        create_tenant(tx, "acme")
+    assert time.monotonic() - started > 0.4
+    timer.join()
+    other.close()
+    database.close()
+
+
+def test_sqlite_when_the_lock_is_held_too_long_then_busy_and_nothing_is_written(tmp_path: Path):
+    path = tmp_path / "weft.db"
+    database = open_database(f"sqlite:///{path}", lock_wait_s=0.3)
+    migrate(database)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(Busy), database.begin() as tx:
+        create_tenant(tx, "acme")
+    with database.read() as tx:
+        assert tx.execute(sa.select(TENANTS)).all() == []
+    other.execute("ROLLBACK")
+    other.close()
+    database.close()
+
+
+def test_sqlite_when_opened_then_is_durable(tmp_path: Path):
+    database = open_database(f"sqlite:///{tmp_path}/weft.db")
+    with database.read() as tx:
+        assert tx.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+        assert tx.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
+        assert tx.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
+    database.close()
+
+
+@pytest.mark.parametrize("url", ["nonsense", "mysql://x/y", "", "oracle://"])
+def test_url_when_not_supported_then_one_sentence(url: str):
+    with pytest.raises(ConfigError, match=r"sqlite:///PATH or postgresql://…"):
+        open_database(url)

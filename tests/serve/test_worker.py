@@ -1,0 +1,237 @@
+"""A worker that only a database and a file store talk to trains what `weft train` would have trained."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from worker_bench import Bench
+
+from weft.serve.errors import Busy
+from weft.serve.records.checkpoints import list_checkpoints
+from weft.serve.records.files import get_file
+from weft.serve.records.workers import live_workers
+
+BAD_ROWS = b'{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n'
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = Bench.at(tmp_path)
+    yield made
+    made.database.close()
+
+
+def test_job_when_queued_then_succeeds_with_the_adapter_of_weft_train(bench):
+    id = bench.submit(suffix="loom")
+    with bench.worker():
+        (job,) = bench.wait(id)
+    adapter, tokens = bench.twin(id)
+    assert bench.adapter(id) == adapter
+    assert job["trained_tokens"] == tokens > 0
+
+
+def test_jobs_when_of_several_tenants_then_all_train_together_and_each_is_as_if_alone(bench):
+    ids = [
+        bench.submit(tenant, seed=seed, max_steps=4 + seed) for tenant in ("ash", "birch", "cedar") for seed in (1, 2)
+    ]
+    with bench.worker() as worker:
+        jobs = bench.wait(*ids)
+        assert worker.clerk.num_claims == 6
+    for job in jobs:
+        adapter, tokens = bench.twin(job["id"])
+        assert bench.adapter(job["id"]) == adapter
+        assert job["trained_tokens"] == tokens
+        assert job["fine_tuned_model"].startswith(f"ft:tiny:{job['tenant']}::")
+    assert len({job["fine_tuned_model"] for job in jobs}) == 6
+
+
+def test_job_when_it_succeeds_then_its_whole_story_is_in_the_database(bench):
+    id = bench.submit(validation=b'{"prompt": "warp\\n", "completion": "WARP"}\n', eval_steps=3)
+    with bench.worker():
+        (job,) = bench.wait(id)
+    assert (job["step"], job["total_steps"], job["attempts"], job["worker"]) == (6, 6, 0, None)
+    assert job["started_at"] and job["finished_at"] >= job["started_at"] and job["error"] is None
+    metrics = [event["data"] for event in bench.events(id, "metrics")]
+    assert [m["step"] for m in metrics if "train_loss" in m] == [1, 2, 3, 4, 5, 6]
+    assert [m["step"] for m in metrics if "valid_loss" in m] == [3, 6]
+    messages = [event["message"] for event in bench.events(id, "message")]
+    assert messages[-1] == "The job has successfully completed"
+    with bench.database.read() as tx:
+        kept = list_checkpoints(tx, "default", id).items
+        (file,) = job["result_files"]
+        table = get_file(tx, "default", file)
+        assert live_workers(tx) == []
+    assert [row["step"] for row in kept] == [6, 4, 2]
+    assert kept[0]["model"] == f"{job['fine_tuned_model']}:ckpt-step-6"
+    assert kept[0]["metrics"]["train_loss"] == metrics[-2]["train_loss"]
+    assert table["purpose"] == "fine-tune-results"
+    with bench.blobs.open(table["blob"]) as stream:
+        lines = stream.read().decode().splitlines()
+    assert lines[0] == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
+    assert lines[6].startswith(f"6,{metrics[-2]['train_loss']!r},,{metrics[-1]['valid_loss']!r}")
+    assert not list((bench.place / "data").rglob("ftjob-*")), "what was needed only for training is gone"
+
+
+def test_job_when_cancelled_while_training_then_ends_at_a_step_and_counts_what_it_trained(bench):
+    id, other = bench.submit(max_steps=10_000, save_steps=5000), bench.submit("ash")
+    with bench.worker():
+        bench.wait_for_step(id, 3)
+        bench.ask(id, "cancel")
+        (job,) = bench.wait(id)
+        bench.wait(other)
+    assert job["status"] == "cancelled"
+    per_step = {event["data"]["step"]: event["data"]["trained_tokens"] for event in bench.events(id, "metrics")}
+    assert job["trained_tokens"] in per_step.values()
+    assert bench.adapter(other) == bench.twin(other)[0]
+
+
+def test_job_when_paused_and_resumed_then_holds_no_worker_and_ends_with_the_same_bytes(bench):
+    id = bench.submit(max_steps=16, save_steps=1000)
+    with bench.worker():
+        bench.wait_for_step(id, 2)
+        bench.ask(id, "pause")
+        (paused,) = bench.wait(id, until=("paused", "succeeded"))
+        assert (paused["status"], paused["worker"], paused["wanted"]) == ("paused", None, None)
+        assert 0 < paused["step"] < 16
+        bench.ask(id, "resume")
+        (job,) = bench.wait(id)
+    adapter, tokens = bench.twin(id)
+    assert bench.adapter(id) == adapter
+    assert (job["trained_tokens"], job["attempts"]) == (tokens, 0)
+    assert steps_told(bench, id) == list(range(1, 17))
+
+
+def test_job_when_paused_before_it_starts_then_waits_until_resumed(bench):
+    first = bench.submit(max_steps=200)
+    with bench.worker(max_jobs=1):
+        bench.wait_for_step(first, 1)
+        second = bench.submit("ash")
+        bench.ask(second, "pause")
+        assert bench.job(second)["status"] == "paused"
+        bench.ask(first, "cancel")
+        bench.wait(first)
+        assert bench.job(second)["status"] == "paused"
+        bench.ask(second, "resume")
+        bench.wait(second)
+    assert bench.job(second)["status"] == "succeeded"
+
+
+def test_job_when_its_priority_rises_then_it_takes_the_place_of_a_lower_one(bench):
+    low = bench.submit(max_steps=3000, save_steps=3000)
+    with bench.worker(max_jobs=1):
+        bench.wait_for_step(low, 1)
+        high = bench.submit("ash")
+        bench.set(high, priority=5)
+        bench.wait(high)
+        assert bench.job(low)["status"] == "running"
+        bench.ask(low, "cancel")
+        bench.wait(low)
+    assert any("gives way" in event["message"] for event in bench.events(low))
+    assert bench.adapter(high) == bench.twin(high)[0]
+
+
+def test_job_when_its_priority_changes_while_training_then_the_engine_knows(bench):
+    id = bench.submit(max_steps=3000, save_steps=3000)
+    with bench.worker() as worker:
+        bench.wait_for_step(id, 1)
+        bench.set(id, priority=3)
+        deadline = time.monotonic() + 10
+        while [job.spec.priority for job in worker.engine.jobs.values()] != [3]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        bench.ask(id, "cancel")
+        bench.wait(id)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param", "words"),
+    [
+        ({"data": BAD_ROWS}, "invalid_training_file", "training_file", "line 2"),
+        ({"validation": b"\n\n"}, "invalid_validation_file", "validation_file", "no rows"),
+        ({"adapter": {"target_modules": ["nowhere"]}}, "invalid_settings", "target_modules", "nowhere"),
+        ({"max_length": 4000}, "invalid_settings", "max_length", "capacity"),
+        ({"learning_rate": 1e30, "max_grad_norm": 0}, "diverged", "learning_rate", "lower learning_rate"),
+    ],
+)  # fmt: skip
+def test_job_when_it_cannot_be_trained_then_fails_with_code_and_place_and_others_go_on(
+    bench, change, code, param, words
+):
+    bad, good = bench.submit("ash", **change), bench.submit()
+    with bench.worker():
+        bench.wait(bad, good)
+    error = bench.job(bad)["error"]
+    assert error["code"] == code, error
+    assert param in error["param"]
+    assert words in error["message"]
+    assert bench.events(bad)[-1]["level"] == "error"
+    assert bench.adapter(good) == bench.twin(good)[0]
+
+
+def test_job_when_it_can_never_fit_then_fails_with_the_arithmetic(bench):
+    large, small = bench.submit(adapter={"r": 64}), bench.submit("ash", adapter={"r": 1, "target_modules": ["q_proj"]})
+    with bench.worker(job_memory=300_000):
+        bench.wait(large, small)
+    error = bench.job(large)["error"]
+    assert error["code"] == "does_not_fit"
+    assert "can never fit: it needs" in error["message"]
+    assert bench.job(small)["status"] == "succeeded"
+
+
+def test_worker_when_stopped_then_gives_jobs_back_and_the_next_goes_on_where_they_were(bench):
+    ids = [bench.submit(tenant, max_steps=24, save_steps=1000) for tenant in ("ash", "birch")]
+    with bench.worker():
+        for id in ids:
+            bench.wait_for_step(id, 2)
+    for id in ids:
+        job = bench.job(id)
+        assert (job["status"], job["worker"], job["attempts"]) == ("queued", None, 0)
+        assert job["step"] == job["total_steps"] or job["trained_tokens"] > 0, "the last step is saved"
+    with bench.worker():
+        bench.wait(*ids)
+    for id in ids:
+        adapter, tokens = bench.twin(id)
+        assert bench.adapter(id) == adapter
+        assert bench.job(id)["trained_tokens"] == tokens
+        assert steps_told(bench, id) == list(range(1, 25)), "no step is told twice"
+        assert any("Goes on from step" in event["message"] for event in bench.events(id))
+
+
+def test_worker_when_the_database_is_away_for_a_while_then_loses_nothing(bench, monkeypatch):
+    id = bench.submit(max_steps=24)
+    with bench.worker() as worker:
+        bench.wait_for_step(id, 2)
+        pulse = worker.clerk._pulse
+        failures = iter(range(5))
+
+        def unlucky(is_last):
+            if next(failures, None) is not None:
+                raise Busy("away")
+            pulse(is_last)
+
+        monkeypatch.setattr(worker.clerk, "_pulse", unlucky)
+        (job,) = bench.wait(id)
+    assert job["status"] == "succeeded"
+    assert next(failures, None) is None
+    assert steps_told(bench, id) == list(range(1, 25))
+
+
+def test_worker_when_alive_then_its_row_says_what_it_does(bench):
+    id = bench.submit(max_steps=3000, save_steps=3000)
+    with bench.worker() as worker:
+        bench.wait_for_step(id, 5)
+        time.sleep(1.2)
+        with bench.database.read() as tx:
+            (row,) = live_workers(tx, "tiny")
+        assert row["address"] == worker.address
+        assert row["info"]["device"] == "cpu"
+        assert row["info"]["tokens_per_s"] > 0
+        assert row["info"]["memory_bytes"] > 0
+        assert [job["id"] for job in row["info"]["jobs"]] == [id]
+        assert "forward_backward" in {span["name"] for span in row["info"]["program"]}
+        bench.ask(id, "cancel")
+        bench.wait(id)
+
+
+def steps_told(bench, id):
+    return [event["data"]["step"] for event in bench.events(id, "metrics") if "train_loss" in event["data"]]
