@@ -21,6 +21,12 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
+def files(page: str) -> dict[str, str]:
+    """The YAML blocks of a page that begin with the name of their file."""
+    blocks = re.findall(r"```yaml\n(# (\S+\.yaml)\b.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    return {name: text for text, name in blocks}
+
+
 def python_example() -> str:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
 
@@ -31,9 +37,12 @@ def test_page_when_its_commands_are_typed_in_order_then_each_works(page, tmp_pat
     monkeypatch.chdir(tmp_path)
     typed = commands(page)
     assert len(typed) >= 4
+    for name, text in files(page).items():
+        Path(name).write_text(text, encoding="utf-8")
+    fewer = {"train": ["defaults.max_steps=4"], "sweep": ["job.max_steps=4", "trials=2", "compare_speed=false"]}
     for words in typed:
         # Fewer steps than the file says: the promise is that it works, not how well it learns.
-        extra = ["defaults.max_steps=4"] if words[:2] == ["weft", "train"] else []
+        extra = fewer.get(words[1], [])
         monkeypatch.setattr("sys.argv", [*words, *extra])
         monkeypatch.setattr("sys.stdin", io.StringIO("planet\n"))
         with pytest.raises(SystemExit) as end:

@@ -47,7 +47,7 @@ def test_config_when_asked_about_sweeps_then_tells_of_them_too(weft, tmp_path: P
     path = tmp_path / "sweep.yaml"
     path.write_text("base_model: tiny\njob: {data: a.jsonl, eval_data: 4}\nspace: {lr: [1e-3]}\n")
     printed = yaml.safe_load(weft("config", path, "--sweep", "trials=3").out)
-    assert (printed["trials"], printed["early_stop"]["factor"], printed["objective"]["mode"]) == (3, 3, "min")
+    assert (printed["trials"], printed["early_stop"]["factor"], printed["objective"]["mode"]) == (3, 2, "min")
 
 
 def test_config_when_given_a_file_then_prints_a_jobs_file_with_every_value(weft, tmp_path: Path):

@@ -67,7 +67,7 @@ def test_name_when_not_ours_then_has_no_place(blobs: Blobs, name: str):
             use(name)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_disk_when_full_then_a_storage_error_and_nothing_is_left(tmp_path: Path, at: int):
     blobs = Blobs(str(tmp_path))
     faults.arm(faults.parse(f"enospc@{at}"))

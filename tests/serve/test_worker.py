@@ -9,7 +9,7 @@ from worker_bench import Bench
 
 from weft.serve.errors import Busy
 from weft.serve.records.checkpoints import list_checkpoints
-from weft.serve.records.files import get_file
+from weft.serve.records.files import delete_file, get_file
 from weft.serve.records.workers import live_workers
 
 BAD_ROWS = b'{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n'
@@ -47,7 +47,7 @@ def test_jobs_when_of_several_tenants_then_all_train_together_and_each_is_as_if_
 
 
 def test_job_when_it_succeeds_then_its_whole_story_is_in_the_database(bench):
-    id = bench.submit(validation=b'{"prompt": "warp\\n", "completion": "WARP"}\n', eval_steps=3)
+    id = bench.submit(validation=b'{"prompt": "warp\\n", "completion": "WARP"}\n', eval_steps=3, save_steps=1)
     with bench.worker():
         (job,) = bench.wait(id)
     assert (job["step"], job["total_steps"], job["attempts"], job["worker"]) == (6, 6, 0, None)
@@ -62,7 +62,7 @@ def test_job_when_it_succeeds_then_its_whole_story_is_in_the_database(bench):
         (file,) = job["result_files"]
         table = get_file(tx, "default", file)
         assert live_workers(tx) == []
-    assert [row["step"] for row in kept] == [6, 4, 2]
+    assert [row["step"] for row in kept] == [6, 5, 4]
     assert kept[0]["model"] == f"{job['fine_tuned_model']}:ckpt-step-6"
     assert kept[0]["metrics"]["train_loss"] == metrics[-2]["train_loss"]
     assert table["purpose"] == "fine-tune-results"
@@ -71,6 +71,7 @@ def test_job_when_it_succeeds_then_its_whole_story_is_in_the_database(bench):
     assert lines[0] == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
     assert lines[6].startswith(f"6,{metrics[-2]['train_loss']!r},,{metrics[-1]['valid_loss']!r}")
     assert not list((bench.place / "data").rglob("ftjob-*")), "what was needed only for training is gone"
+    assert bench.stored_blobs() == bench.named_blobs()
 
 
 def test_job_when_cancelled_while_training_then_ends_at_a_step_and_counts_what_it_trained(bench):
@@ -144,27 +145,30 @@ def test_job_when_its_priority_changes_while_training_then_the_engine_knows(benc
         bench.wait(id)
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "param", "words"),
-    [
-        ({"data": BAD_ROWS}, "invalid_training_file", "training_file", "line 2"),
-        ({"validation": b"\n\n"}, "invalid_validation_file", "validation_file", "no rows"),
-        ({"adapter": {"target_modules": ["nowhere"]}}, "invalid_settings", "target_modules", "nowhere"),
-        ({"max_length": 4000}, "invalid_settings", "max_length", "capacity"),
-        ({"learning_rate": 1e30, "max_grad_norm": 0}, "diverged", "learning_rate", "lower learning_rate"),
-    ],
-)  # fmt: skip
-def test_job_when_it_cannot_be_trained_then_fails_with_code_and_place_and_others_go_on(
-    bench, change, code, param, words
-):
-    bad, good = bench.submit("ash", **change), bench.submit()
+UNFIT: dict[str, tuple[dict, str, str, str]] = {
+    "training data": ({"data": BAD_ROWS}, "invalid_training_file", "training_file", "line 2"),
+    "validation data": ({"validation": b"\n\n"}, "invalid_validation_file", "validation_file", "no rows"),
+    "targets": ({"adapter": {"target_modules": ["nowhere"]}}, "invalid_settings", "target_modules", "nowhere"),
+    "length": ({"max_length": 4000}, "invalid_settings", "max_length", "capacity"),
+    "rate": ({"learning_rate": 1e30, "max_grad_norm": 0}, "diverged", "learning_rate", "lower learning_rate"),
+}
+
+
+def test_jobs_when_they_cannot_be_trained_then_fail_with_code_and_place_and_others_go_on(bench):
+    bad = {what: bench.submit("ash", **change) for what, (change, *_) in UNFIT.items()}
+    good = bench.submit()
+    deleted = bench.submit("birch")
+    with bench.database.begin() as tx:
+        delete_file(tx, "birch", bench.job(deleted)["training_file"])
     with bench.worker():
-        bench.wait(bad, good)
-    error = bench.job(bad)["error"]
-    assert error["code"] == code, error
-    assert param in error["param"]
-    assert words in error["message"]
-    assert bench.events(bad)[-1]["level"] == "error"
+        bench.wait(*bad.values(), good, deleted)
+    for what, (_, code, param, words) in UNFIT.items():
+        error = bench.job(bad[what])["error"]
+        assert error["code"] == code, error
+        assert param in error["param"]
+        assert words in error["message"]
+        assert bench.events(bad[what])[-1]["level"] == "error"
+    assert "deleted" in bench.job(deleted)["error"]["message"]
     assert bench.adapter(good) == bench.twin(good)[0]
 
 
@@ -195,6 +199,28 @@ def test_worker_when_stopped_then_gives_jobs_back_and_the_next_goes_on_where_the
         assert bench.job(id)["trained_tokens"] == tokens
         assert steps_told(bench, id) == list(range(1, 25)), "no step is told twice"
         assert any("Goes on from step" in event["message"] for event in bench.events(id))
+
+
+def test_job_when_it_is_taken_from_a_live_worker_then_that_one_drops_it_and_writes_no_more(bench):
+    id = bench.submit(max_steps=3000, save_steps=3000)
+    with bench.worker() as worker:
+        bench.wait_for_step(id, 3)
+        # As if another worker had taken it over and holds it now.
+        bench.set(id, fence=9, worker="another", lease_until=2.0**40, trained_tokens=5)
+        deadline = time.monotonic() + 10
+        while worker.engine.jobs:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job, events = bench.job(id), bench.events(id)
+        time.sleep(0.5)
+        assert (bench.job(id), bench.events(id)) == (job, events)
+        assert (job["status"], job["trained_tokens"], job["fence"]) == ("running", 5, 9)
+        # And as if that one gave it back.
+        bench.set(id, worker=None, lease_until=None, step=0)
+        bench.wait_for_step(id, 1)
+        bench.ask(id, "cancel")
+        bench.wait(id)
+    assert bench.stored_blobs() == bench.named_blobs()
 
 
 def test_worker_when_the_database_is_away_for_a_while_then_loses_nothing(bench, monkeypatch):

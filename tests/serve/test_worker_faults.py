@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from worker_bench import Bench
 
 from weft.serve.db.tables import MODELS
+from weft.serve.worker.clerk import STUCK
 
 STOPPED = ("stopped-checkpoint", "stopped-result", "stopped-metrics")
 SCRIPT = Path(__file__).parent / "worker_processes.py"
@@ -33,7 +34,7 @@ def played(tmp_path_factory):
         "poisoned": [{"tenant": tenant, "max_steps": 3, "save_steps": 1} for tenant in ("ash", "birch")]
         + [{"tenant": "cedar", "seed": 666}],
     }
-    for name in STOPPED:
+    for name in (*STOPPED, "hung"):
         jobs[name] = [{"tenant": tenant, "max_steps": 5, "save_steps": 1} for tenant in ("ash", "birch")]
     benches, ids = {}, {}
     for name, wanted in jobs.items():
@@ -95,4 +96,11 @@ def test_job_when_it_kills_every_worker_then_fails_alone_and_the_others_end_well
     bench, (*good, poison), ends = played["poisoned"]
     assert ends.count("killed") == 3, ends
     assert bench.job(poison)["error"]["code"] == "worker_lost"
+    assert [bench.job(id)["attempts"] for id in good] == [0, 0], "a checkpoint clears them"
     assert_as_if_quiet(bench, *good)
+
+
+def test_worker_when_training_hangs_then_it_ends_and_another_goes_on(played):
+    bench, ids, ends = played["hung"]
+    assert ends == [f"failed {STUCK}", "done"]
+    assert_as_if_quiet(bench, *ids)

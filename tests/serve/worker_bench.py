@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from weft.engine.train import execute_run, prepare_run
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, open_database
-from weft.serve.db.tables import EVENTS, JOBS, METADATA
+from weft.serve.db.tables import CHECKPOINTS, EVENTS, FILES, JOBS, METADATA, MODELS
 from weft.serve.jobs.spec import build_spec
 from weft.serve.jobs.states import FINAL, ask
 from weft.serve.records.files import create_file
@@ -154,9 +154,17 @@ class Bench:
             adapter = directory.adapter_dir("twin")
             return {path.name: path.read_bytes() for path in adapter.iterdir()}, status["trained_tokens"]
 
-    def _content(self, file: str) -> bytes:
-        from weft.serve.db.tables import FILES
+    def stored_blobs(self) -> set[str]:
+        """What is in the file store."""
+        root = self.place / "blobs"
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
+    def named_blobs(self) -> set[str]:
+        """What rows say is in the file store."""
+        with self.database.read() as tx:
+            return {blob for table in (FILES, MODELS, CHECKPOINTS) for blob in tx.scalars(sa.select(table.c.blob))}
+
+    def _content(self, file: str) -> bytes:
         with self.database.read() as tx:
             blob = tx.execute(sa.select(FILES.c.blob).where(FILES.c.id == file)).scalar_one()
         with self.blobs.open(blob) as stream:

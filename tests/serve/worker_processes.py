@@ -26,6 +26,7 @@ import sqlalchemy as sa
 import torch
 from worker_bench import Bench
 
+import weft.engine.stretch
 import weft.serve.jobs.claim
 import weft.serve.worker.held
 from weft import faults
@@ -55,7 +56,7 @@ def bench_at(place: Path) -> Bench:
     return Bench(place, open_database(f"sqlite:///{place / 'weft.db'}"), Blobs(str(place / "blobs")))
 
 
-def child(place: Path, *, plan: str | None = None, before: Callable[[], None] | None = None) -> int:
+def child(place: Path, *, plan: str | None = None, before: Callable[[], None] | None = None, **options: Any) -> int:
     """Forks a worker; returns the process's id."""
     pid = os.fork()
     if pid:
@@ -67,8 +68,8 @@ def child(place: Path, *, plan: str | None = None, before: Callable[[], None] | 
         if before is not None:
             before()
         bench = bench_at(place)
-        options = replace(bench.options(), lease_s=LEASE_S, pulse_s=0.1)
-        signals.worker = Worker(options, bench.database, bench.blobs)
+        chosen = replace(bench.options(), **{"lease_s": LEASE_S, "pulse_s": 0.1, **options})
+        signals.worker = Worker(chosen, bench.database, bench.blobs)
         if plan:
             faults.arm(faults.parse(plan))
         if not signals.is_set:
@@ -217,6 +218,26 @@ def poisoned(place: Path) -> list[str]:
     return ends
 
 
+def hung(place: Path) -> list[str]:
+    """A worker whose training hangs for good, then one that is well."""
+
+    def arm() -> None:
+        real, seen = weft.engine.stretch.run_microbatch, iter(range(5))
+
+        def endless(*arguments: Any) -> None:
+            if next(seen, None) is None:
+                time.sleep(3600)
+            real(*arguments)
+
+        weft.engine.stretch.run_microbatch = endless
+
+    bench = bench_at(place)
+    ends = [ended(child(place, before=arm, stuck_s=1.0))]
+    last = child(place)
+    wait(lambda: all_over(bench))
+    return [*ends, leave(last)]
+
+
 PLAYS: dict[str, Callable[[Path], Any]] = {
     "killed": killed,
     "stopped-checkpoint": lambda place: stopped(place, "stop@3:checkpoint.write", until_all_over=True),
@@ -224,6 +245,7 @@ PLAYS: dict[str, Callable[[Path], Any]] = {
     "stopped-metrics": lambda place: stopped(place, "stop@5:metrics.append", until_all_over=False),
     "drained": drained,
     "poisoned": poisoned,
+    "hung": hung,
 }
 
 

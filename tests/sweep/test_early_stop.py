@@ -14,7 +14,9 @@ TOTAL = 90
 
 
 def rules(*, is_max: bool = False, **settings: Any) -> EarlyStop:
-    return EarlyStop(EarlyStopSpec(**settings), "eval_loss", is_max)
+    """Rules that let a third go on, from a ninth of the steps unless told otherwise."""
+    given = {"factor": 3.0, **({} if "unit" in settings else {"grace": 1 / 9}), **settings}
+    return EarlyStop(EarlyStopSpec(**given), "eval_loss", is_max)
 
 
 def trial(number: int, *points: tuple[int, float], state: TrialState = TrialState.TRAINING, steps: int = 0) -> Trial:
@@ -35,6 +37,14 @@ def test_asha_when_all_are_at_the_first_rung_then_the_best_third_goes_on_and_the
     assert verdict.stop[0][1] == (
         "at step 10 its eval_loss 4 was not among the best 1/3 of 9 trials (≤ 3)"
     )  # fmt: skip
+
+
+def test_asha_when_nothing_is_said_then_the_better_half_goes_on_from_an_eighth_of_the_steps():
+    plain = EarlyStop(EarlyStopSpec(), "eval_loss", False)
+    assert not plain.judge([trial(i, (11, 1.0 + i)) for i in range(9)]).stop
+    verdict = plain.judge([trial(i, (12, 1.0 + i)) for i in range(9)])
+    assert stopped(verdict) == ["t5", "t6", "t7", "t8"]
+    assert "was not among the best 1/2 of 9 trials (≤ 5)" in verdict.stop[0][1]
 
 
 def test_asha_when_larger_is_better_then_the_largest_go_on():

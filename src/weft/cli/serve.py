@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +17,10 @@ from weft.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from weft.serve.db.engine import Database
     from weft.serve.settings import Settings
+    from weft.serve.supervise import Supervisor
 
 WORKER_GRACE_S = 60.0
+TIDY_EVERY_S = 24 * 3600.0
 DbUrl = Annotated[
     str, typer.Option("--db", help="sqlite:///PATH or postgresql://…", envvar="WEFT_DB", show_default="in --data-dir")
 ]
@@ -154,9 +158,10 @@ def _run(settings: Settings, database: Database, sock: socket.socket, num_worker
         children += [Child(f"api-{i}", arguments, (sock.fileno(),)) for i in range(settings.api_processes)]
     supervisor = Supervisor(children)
     supervisor.start()
+    threading.Thread(target=_tidy_daily, args=(settings, database), name="tidy", daemon=True).start()
     try:
         if settings.api_processes > 1:
-            _wait_for_signal(supervisor)
+            _wait_for_signal()
         else:
             _run_api(settings, database, sock, supervisor)
     finally:
@@ -165,17 +170,28 @@ def _run(settings: Settings, database: Database, sock: socket.socket, num_worker
     return clean
 
 
-def _run_api(settings: Settings, database: Database, sock: socket.socket, supervisor: object | None = None) -> None:
+def _run_api(settings: Settings, database: Database, sock: socket.socket, supervisor: Supervisor | None = None) -> None:
     from weft.serve.api.app import make_app
     from weft.serve.api.run import run_app
     from weft.serve.blobs import Blobs
 
     app = make_app(settings, database, Blobs(settings.store_url))
-    run_app(app, sock, getattr(supervisor, "ask_to_stop", lambda: None))
+    run_app(app, sock, supervisor.ask_to_stop if supervisor else lambda: None)
     database.close()
 
 
-def _wait_for_signal(supervisor: object) -> None:
+def _tidy_daily(settings: Settings, database: Database) -> None:
+    from weft.errors import WeftError
+    from weft.serve.blobs import Blobs
+    from weft.serve.tidy import tidy
+
+    while True:
+        with contextlib.suppress(WeftError, OSError):
+            tidy(database, Blobs(settings.store_url))
+        time.sleep(TIDY_EVERY_S)
+
+
+def _wait_for_signal() -> None:
     from weft.serve.api.observe import log_json
 
     log_json()

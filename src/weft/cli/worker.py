@@ -86,7 +86,6 @@ def worker(
     from weft.serve.worker.run import Worker
     from weft.spec import BackboneSpec
 
-    log_json()
     settings = Settings(data_dir, db, store, {name: model or name})
     options = WorkerOptions(
         settings.data_dir.resolve(),
@@ -100,6 +99,7 @@ def worker(
         grace_s=grace,
         host=host,
     )
+    log_json()
     database = open_database(settings.db_url)
     migrate(database)
     signals.worker = Worker(options, database, Blobs(settings.store_url))

@@ -6,6 +6,7 @@ complete. Names are random, so nothing a user says becomes part of a path.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -23,7 +24,7 @@ from weft.serve.errors import NotFound
 from weft.store.atomic import TEMP_PREFIX, storage_errors, sync
 
 CHUNK_BYTES = 2**20
-_NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}(\.[a-z]{1,12})?")
+_NAME = re.compile(rf"[0-9a-f]{{2}}/({re.escape(TEMP_PREFIX)})?[0-9a-f]{{32}}(\.[a-z]{{1,12}})?")
 
 
 class Blobs:
@@ -87,7 +88,7 @@ class Blobs:
             shutil.copyfileobj(source, target, CHUNK_BYTES)
 
     def delete(self, name: str) -> None:
-        """The blob is gone; deleting what is not there is fine."""
+        """The blob is gone, or what was written of it; deleting what is not there is fine."""
         place = self.place(name)
         try:
             if self._fs is None:
@@ -98,6 +99,16 @@ class Blobs:
             pass
         except OSError as error:
             raise StorageError(f"cannot be deleted ({error.strerror or error}).", where=self.url) from error
+
+    def names(self) -> Iterator[tuple[str, float]]:
+        """Every blob, finished or not, and when it was last written, in unix seconds."""
+        if self._fs is None:
+            for path in sorted(Path(self._root).glob("??/*")):
+                with contextlib.suppress(FileNotFoundError):
+                    yield f"{path.parent.name}/{path.name}", path.stat().st_mtime
+            return
+        for place in self._fs.find(self._root):
+            yield "/".join(str(place).split("/")[-2:]), self._fs.modified(place).timestamp()
 
     def free_bytes(self) -> int | None:
         """Bytes left on the disk, or None where nobody knows."""
@@ -168,7 +179,9 @@ class BlobWriter:
             return
         if self._blobs._fs is None:
             self._file.close()
-            self._temp.unlink(missing_ok=True)
+            # An error may come after the rename, and then nobody will ever name the blob.
+            for path in (self._temp, self._final):
+                path.unlink(missing_ok=True)
         else:
             discard = getattr(self._file, "discard", self._file.close)
             discard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from typing import Any
 
@@ -28,7 +29,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "seed negative": ({"seed": -1}, "seed", "greater than or equal to 0"),
     "seed huge": ({"seed": 2**32}, "seed", "less than"),
     "seed text": ({"seed": "7"}, "seed", "integer"),
-    "unknown field": ({"modle": "x"}, "modle", "Unrecognized request argument"),
+    "unknown field": ({"modell": "x"}, "modell", "Unrecognized request argument"),
     "method": ({"method": {"type": "magic"}}, "method.type", "supervised"),
     "dpo": ({"method": {"type": "dpo", "dpo": {}}}, "method.type", "not available yet"),
     "rl": ({"method": {"type": "reinforcement", "reinforcement": {"x": 1}}}, "method.type", "not available yet"),
@@ -244,6 +245,29 @@ def test_server_when_something_breaks_then_500_hides_it_and_names_the_request(
     assert answer.headers["x-request-id"] in caplog.text or any(
         getattr(r, "fields", {}).get("request") == answer.headers["x-request-id"] for r in caplog.records
     )
+
+
+def test_server_when_it_is_stopping_then_takes_nothing_new_but_still_answers(home: Home):
+    id = home.job()
+    home.app.state.service.is_draining = True
+    assert home.call("POST", f"/v1/fine_tuning/jobs/{id}/cancel").status_code == 503
+    answer = home.call("POST", "/v1/files", files={"file": ("a", b"{}")}, data={"purpose": "fine-tune"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert home.call("GET", f"/v1/fine_tuning/jobs/{id}").json()["status"] == "queued"
+
+
+def test_database_when_locked_then_503_with_retry_after_and_reads_go_on(home: Home):
+    id = home.job()
+    home.database._lock_wait_s = 0.2
+    other = sqlite3.connect(home.settings.data_dir / "weft.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    answer = home.call("POST", f"/v1/fine_tuning/jobs/{id}/cancel")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "busy")
+    assert answer.headers["retry-after"] == "2"
+    assert home.call("GET", f"/v1/fine_tuning/jobs/{id}").json()["status"] == "queued"
+    other.execute("ROLLBACK")
+    other.close()
+    assert home.call("POST", f"/v1/fine_tuning/jobs/{id}/cancel").json()["status"] == "cancelled"
 
 
 def test_urls_when_unknown_then_404_and_405_in_openais_shape(home: Home):

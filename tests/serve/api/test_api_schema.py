@@ -1,10 +1,14 @@
-"""Requests made from the OpenAPI page itself, right ones and wrong ones, never meet a 5xx and fit what the page says."""
+"""Requests made from the OpenAPI page itself, right and wrong, never meet a 5xx and fit what the page says."""
 
 from __future__ import annotations
+
+import contextlib
+import itertools
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from service_home import Home, make_home
 
@@ -29,14 +33,14 @@ def test_api_when_fuzzed_from_its_schema_then_no_5xx(fuzzed: Home):
         "file_id": fuzzed.sdk().files.list().data[0].id,
     }
     asked, statuses = 0, set()
-    for result in schema.get_all_operations():
-        operation = result.ok()
+    operations = [result.ok() for result in schema.get_all_operations()]
+    modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
+    for operation, mode in itertools.product(operations, modes):
         if operation.path in NOT_ASKED:
             continue
-        mode = schemathesis.GenerationMode.POSITIVE
 
         @settings(
-            max_examples=30,
+            max_examples=15,
             deadline=None,
             database=None,
             derandomize=True,
@@ -54,6 +58,8 @@ def test_api_when_fuzzed_from_its_schema_then_no_5xx(fuzzed: Home):
             assert answer.status_code < 500, (case.method, case.formatted_path, answer.text)
             case.validate_response(answer, checks=[response_schema_conformance, status_code_conformance])
 
-        fuzz()
-    assert asked >= 500
+        with contextlib.suppress(Unsatisfiable):
+            # Some operations take anything: nothing is wrong for them.
+            fuzz()
+    assert asked >= 400
     assert {200, 400, 404} <= statuses

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import anyio
 import openai
 import pytest
 from service_home import Home, chat_lines, make_home
 
+from weft import faults
 from weft.serve.api.multipart import clean_name
 from weft.serve.db.tables import FILES
 
@@ -42,7 +45,7 @@ NAMES = [
     "tab\there.jsonl",
     "new\nline.jsonl",
     "carriage\rreturn",
-    'quo"te.jsonl',
+    'quote".jsonl',
     "semi;colon=1.jsonl",
     "per%2e%2e%2fcent",
     "<script>alert(1)</script>",
@@ -175,7 +178,7 @@ def test_file_when_bad_then_400_with_its_line_and_nothing_is_stored(home: Home, 
 
 
 BAD_ROWS = {
-    "role": ('{"messages": [{"role": "asistant", "content": "x"}]}', "messages[0].role is 'asistant'"),
+    "role": ('{"messages": [{"role": "assistent", "content": "x"}]}', "messages[0].role is 'assistent'"),
     "no answer": ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant turn"),
     "unknown": ('{"foo": 1}', "has the columns foo"),
     "dpo": ('{"chosen": "a", "rejected": "b", "prompt": "c"}', "preference data"),
@@ -267,6 +270,36 @@ def test_disk_when_nearly_full_then_uploads_are_refused(tmp_path: Path):
         answer = home.call("POST", "/v1/files", files={"file": ("a", LINE)}, data={"purpose": "fine-tune"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
     home.database.close()
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_disk_when_it_fills_during_an_upload_then_503_and_nothing_is_left(home: Home, at: int):
+    faults.arm(faults.parse(f"enospc@{at}"))
+    try:
+        answer = home.call("POST", "/v1/files", content=body(b"a"), headers=FORM)
+    finally:
+        faults.disarm()
+    assert answer.status_code == (503 if at <= 3 else 200), answer.text
+    assert (home.num_blobs(), home.count(FILES)) == ((0, 0) if at <= 3 else (1, 1))
+
+
+def test_client_when_gone_in_the_middle_of_an_upload_then_nothing_is_left(home: Home, caplog: pytest.LogCaptureFixture):
+    part = body(b"a", LINE * 50)[:400]
+    sent = [{"type": "http.request", "body": part, "more_body": True}, {"type": "http.disconnect"}]
+    headers = [(name.encode(), value.encode()) for name, value in {**home.headers(), **FORM}.items()]
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "raw_path": b"/v1/files", "query_string": b""}
+    scope |= {"headers": headers, "server": ("testserver", 80), "client": ("c", 1), "scheme": "http", "root_path": ""}
+
+    async def receive() -> dict[str, Any]:
+        return sent.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        pass
+
+    anyio.run(home.app, {**scope, "app": home.app}, receive, send)
+    assert sent == []
+    assert (home.num_blobs(), home.count(FILES)) == (0, 0)
+    assert "a request failed" not in caplog.text
 
 
 def test_content_length_when_it_lies_then_the_bytes_count(home: Home):

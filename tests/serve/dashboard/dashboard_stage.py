@@ -156,8 +156,9 @@ class Stage:
         error = {"code": "diverged", "message": "The loss was not finite for 8 steps in a row.", "param": None}
         with self.database.begin() as tx:
             move(tx, self.tenant, ids["broken"], "failed", message=error["message"], error=error)
-        ids["stopped"] = self.job("stopped")
+        ids["stopped"] = self.job("a-very-long-name-" + "x" * 45)
         with self.database.begin() as tx:
+            add_event(tx, self.tenant, ids["stopped"], "warn", "no-place-to-break-" + "x" * 90)
             move(tx, self.tenant, ids["stopped"], "cancelled")
         ids["resting"] = self.job("resting")
         with self.database.begin() as tx:
@@ -168,7 +169,6 @@ class Stage:
             self.train(ids[name], 1, steps, 160)
         ids["theirs"] = self.job("theirs", tenant="rival")
         self.start(ids["theirs"], 10, tenant="rival")
-        ids["long"] = self.job("a-very-long-name-" + "x" * 45, tenant="rival")
         ids["waiting"] = self.job("waiting")
         with self.database.begin() as tx:
             for kind, tokens in (("prompt", 31_000), ("completion", 52_000)):

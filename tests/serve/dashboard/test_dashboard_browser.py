@@ -190,13 +190,13 @@ def test_compose_with_a_bad_file_names_the_lines(page: Page, stage: Stage) -> No
 def test_compose_with_chats_of_a_wrong_role_shows_the_refusal_at_the_file(page: Page, stage: Stage) -> None:
     """What only the start of a job finds, wrong roles for one, is shown at the file as well."""
     enter(page, stage.key, "#/new")
-    wrong = {"messages": [{"role": "asistant", "content": "x"}]}
+    wrong = {"messages": [{"role": "teacher", "content": "x"}]}
     right = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     attach(page, f"{json.dumps(right)}\n{json.dumps(wrong)}\n".encode())
     expect(page.locator(".ok")).to_be_visible()
     page.get_by_role("button", name="Start training").click()
     expect(page.locator(".problems li")).to_contain_text("line 2")
-    expect(page.locator(".problems li")).to_contain_text("asistant")
+    expect(page.locator(".problems li")).to_contain_text("teacher")
 
 
 def test_compose_with_a_wrong_setting_marks_its_field(page: Page, stage: Stage) -> None:
@@ -302,16 +302,8 @@ def test_screens_at_390_pixels_do_not_scroll_sideways(browser: Browser, busy: Bu
     )
     page = context.new_page()
     enter(page, busy.stage.admin)
-    places = [
-        "jobs",
-        f"jobs/{busy.ids['summaries']}",
-        f"jobs/{busy.ids['broken']}",
-        "new",
-        "chat",
-        "operations",
-        "usage",
-    ]
-    for place in places:
+    jobs = [f"jobs/{busy.ids[name]}" for name in ("summaries", "broken", "stopped")]
+    for place in ["jobs", *jobs, "new", "chat", "operations", "usage"]:
         page.goto(f"/#/{place}")
         expect(page.locator(".screen h1")).to_be_visible()
         if place == "new":
@@ -336,6 +328,11 @@ def test_keyboard_alone_reaches_a_job_and_skips_the_tabs(look: Page, busy: Busy)
         look.keyboard.press("Tab")
         if look.evaluate("document.activeElement.closest('table') !== null"):
             break
+    # The list is drawn anew with every answer; whoever stands on a job stays there.
+    held = look.evaluate("document.activeElement.href")
+    look.evaluate("document.activeElement.dataset.old = 1")
+    expect(look.locator("[data-old]")).to_have_count(0)
+    assert look.evaluate("document.activeElement.href") == held
     look.keyboard.press("Enter")
     expect(look.locator("h1")).to_contain_text("waiting")
 

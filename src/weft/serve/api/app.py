@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
 from weft import __version__
+from weft.serve import dashboard
 from weft.serve.api import chat, errors, events, files, health, jobs, models, usage
 from weft.serve.api.metrics import Metrics
 from weft.serve.api.observe import Observe
@@ -41,7 +42,7 @@ def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
         settings, database, blobs, Metrics(database), RateLimits(1 / max(1, settings.api_processes))
     )
     errors.install(app)
-    for part in (files, jobs, events, models, chat, usage, health):
+    for part in (files, jobs, events, models, chat, usage, health, dashboard):
         app.include_router(part.router)
     app.add_middleware(Observe, metrics=app.state.service.metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -74,7 +75,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
                     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
                 }
         for route in app.routes:
-            if isinstance(route, APIRoute) and route.path.startswith("/v1"):
+            if isinstance(route, APIRoute) and route.path.startswith(("/v1", "/dashboard/overview")):
                 for method in route.methods or ():
                     schema["paths"][route.path_format][method.lower()]["security"] = [{"key": []}]
         for name in ("HTTPValidationError", "ValidationError"):

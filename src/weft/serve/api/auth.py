@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import Request
 
-from weft.serve.api.errors import ApiError, too_many
+from weft.serve.api.errors import ApiError, too_many, unavailable
 from weft.serve.api.service import Service, service_of
 from weft.serve.db.engine import Tx
 from weft.serve.records import audit
@@ -43,6 +43,8 @@ def needs(scope: str) -> Callable[[Request], Caller]:
 
     def caller(request: Request) -> Caller:
         service = service_of(request)
+        if service.is_draining and request.method == "POST":
+            raise unavailable("The server is stopping.", "draining")
         found = _caller(request, service)
         request.state.log.update(tenant=found.tenant, key=found.key)
         if scope not in found.scopes:

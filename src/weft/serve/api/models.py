@@ -18,6 +18,7 @@ from weft.serve.api.shapes import deleted, model_object
 from weft.serve.db.engine import Tx
 from weft.serve.errors import NotFound
 from weft.serve.records import checkpoints, jobs, models
+from weft.serve.tidy import named_blobs
 
 router = APIRouter(prefix="/v1", tags=["Models"])
 User = Annotated[Caller, Depends(needs("models"))]
@@ -93,7 +94,10 @@ def delete_model(request: Request, user: User, model: str) -> dict[str, Any]:
     with service.database.begin() as tx:
         row = models.delete_model(tx, user.tenant, model)
         user.note(tx, "model.delete", model)
-    service.blobs.delete(row["blob"])
+        is_shared = row["blob"] in named_blobs(tx)
+    if not is_shared:
+        # Its last checkpoint may be the same archive, and is a model of its own.
+        service.blobs.delete(row["blob"])
     return deleted(model, "model")
 
 

@@ -13,12 +13,15 @@ import sys
 import time
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serve.api.errors import ApiError, as_api_error
 from weft.serve.api.metrics import Metrics
 
 LOG = logging.getLogger("weft.serve")
+CLIENT_GONE = 499
+"""What the log says of a client that hung up before it had said everything."""
 
 
 class JsonLines(logging.Formatter):
@@ -75,6 +78,8 @@ class Observe:
         try:
             refusal = _refusal(scope)
             await (refusal.response()(scope, receive, reply) if refusal else self._app(scope, receive, reply))
+        except ClientDisconnect:
+            status = CLIENT_GONE
         except Exception as error:
             # The boundary of the process: whatever comes here is a bug of ours, and the others must be served.
             LOG.exception("a request failed", extra={"fields": {"request": request}})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -44,6 +45,8 @@ LOG = logging.getLogger("weft.serve.worker")
 Prepared = tuple[JobSpec, JobData]
 LOOK_S = 0.2
 """How often an idle worker looks for new jobs; it only reads."""
+STUCK = 70
+"""Exit code of a worker whose training hung."""
 RETRY_S = 5.0
 """How soon a job that could not write, or whose data could not be stored here, is tried again."""
 
@@ -68,6 +71,8 @@ class Clerk:
         self.crash: BaseException | None = None
         """What ended the thread, if anything did."""
         self.num_claims = 0
+        self.trainer_seen_at = time.monotonic()
+        """When the thread that trains last looked up."""
         self._options = options
         self._database = database
         self._blobs = blobs
@@ -155,6 +160,8 @@ class Clerk:
         return self._options.max_jobs - len(self._held)
 
     def _pulse(self, is_last: bool) -> None:
+        if time.monotonic() - self.trainer_seen_at > self._options.stuck_s:
+            self._end_stuck()
         self._collect()
         self._submit_prepared()
         self._store()
@@ -179,6 +186,12 @@ class Clerk:
             self._take(job)
         if not is_last:
             self._obey(rows)
+
+    def _end_stuck(self) -> None:
+        """Training hangs where nothing can interrupt it, as in a driver: others get the jobs, and the process ends."""
+        LOG.error("training hangs; the worker ends", extra={"fields": {"worker": self._options.id}})
+        self.abandon()
+        os._exit(STUCK)
 
     def _journal(self, tx: Tx, held: Held, row: Record, at: float, is_last: bool) -> Journal:
         journal = Journal(tx, held, row, at)
@@ -303,7 +316,7 @@ class Clerk:
         self._delete(journal.unused)
         if journal.fate is Fate.ENDED:
             self._forget(held)
-            self._work.drop(held.name)
+            self._work.drop_job(held.id)
         elif journal.fate is Fate.RELEASED:
             self._forget(held)
         elif journal.fate is Fate.PAUSED:

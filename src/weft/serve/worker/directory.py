@@ -70,6 +70,11 @@ class WorkDirectory:
         """Removes what is left of a claim."""
         shutil.rmtree(self.run.path / name, ignore_errors=True)
 
+    def drop_job(self, job: str) -> None:
+        """Removes what is left here of a job that is over, earlier claims included."""
+        for claim in self.run.path.glob(f"{job}.*"):
+            self.drop(claim.name)
+
     def sweep(self, held: Iterable[str], is_over: Callable[[str], bool]) -> None:
         """Removes what nobody needs any more: of jobs that are over, here and where no process works now."""
         keep = set(held)

@@ -37,6 +37,8 @@ class WorkerOptions:
     """How long the worker may be silent before others take its jobs."""
     pulse_s: float = 1.0
     """How often it writes to the database at most, and at least while it lives."""
+    stuck_s: float = 1800.0
+    """How long one microbatch, evaluation or checkpoint may take before training is taken to hang."""
     grace_s: float = 30.0
     """How long it may take to leave once asked to."""
     host: str = "127.0.0.1"
@@ -45,9 +47,9 @@ class WorkerOptions:
     """New for every process: nobody else ever writes to its directory."""
 
     def __post_init__(self) -> None:
-        for name, value in (("max_jobs", self.max_jobs), ("capacity", self.capacity - 1)):
-            if value < 1:
-                raise ConfigError("must be larger.", where=f"--{name.replace('_', '-')}")
+        for name, value, least in (("--max-jobs", self.max_jobs, 1), ("--capacity", self.capacity, 2)):
+            if value < least:
+                raise ConfigError(f"must be at least {least}, got {value}.", where=name)
         if not 0 < self.pulse_s * 2 < self.lease_s:
             raise ConfigError(
                 f"is {self.lease_s:g} s; it must be more than twice the pulse of {self.pulse_s:g} s.", where="--lease"

@@ -165,6 +165,7 @@ class Worker:
         self._look_after()
 
     def _look_after(self) -> None:
+        self.clerk.trainer_seen_at = time.monotonic()
         if self.clerk.crash is not None:
             raise self.clerk.crash
         if time.monotonic() >= self._info_due:

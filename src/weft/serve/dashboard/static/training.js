@@ -89,9 +89,14 @@ export class EventLog {
 
 /** Steps done and in all, from the job or else from its events. */
 export function progress(job, log) {
-  const step = job.step ?? log?.last("step") ?? 0;
+  const step = Math.max(job.step ?? 0, log?.last("step") ?? 0);
   const total = job.total_steps ?? log?.last("total_steps") ?? null;
   return { step: job.status === "succeeded" && total ? total : step, total };
+}
+
+/** Tokens trained so far: those accounted for, or while a job trains what it last said. */
+export function tokensOf(job, log) {
+  return isOver(job) ? job.trained_tokens : Math.max(job.trained_tokens || 0, log?.last("trained_tokens") || 0) || null;
 }
 
 /** Problems of a training file in a refusal: [{line, text}], by line; empty if the refusal is about something else. */

@@ -99,7 +99,7 @@ export function chatScreen(root, { signal, args: [wanted], go }) {
         box.body.textContent = box.text;
       }, state.stop.signal);
       const seconds = (performance.now() - started) / 1000;
-      box.note.textContent = usage ? `${count(usage.completion_tokens)} tokens in ${seconds.toFixed(1)} s` : "";
+      box.note.textContent = usage ? `${count(usage.completion_tokens)} token${usage.completion_tokens === 1 ? "" : "s"} in ${seconds.toFixed(1)} s` : "";
       if (!box.text) box.note.textContent = "It answered with nothing.";
     } catch (error) {
       box.note.textContent = error.name === "AbortError" ? "Stopped." : error.message;

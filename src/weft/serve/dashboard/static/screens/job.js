@@ -5,7 +5,7 @@ import { curves, meter, smooth } from "../charts.js";
 import { chip, facts, h, notice, repeat, show, table, toast } from "../dom.js";
 import { clock, count, duration, number, when } from "../format.js";
 import { colourOf } from "../palette.js";
-import { EventLog, MAY, isOver, nameOf, progress, stateOf } from "../training.js";
+import { EventLog, MAY, isOver, nameOf, progress, stateOf, tokensOf } from "../training.js";
 
 const SHOWN_EVENTS = 60;
 const STEPS = { x: (step) => `step ${count(step)}`, xTick: count };
@@ -114,7 +114,7 @@ function drawHead(parts, job, log, act) {
       ["step", total ? `${count(step)} of ${count(total)}` : step ? count(step) : null],
       ["loss", log.losses.length ? number(log.losses.at(-1)[1]) : null],
       ["validation", log.evals.length ? number(log.evals.at(-1)[1]) : null],
-      ["tokens", job.trained_tokens ?? log.last("trained_tokens") ? count(job.trained_tokens ?? log.last("trained_tokens")) : null],
+      ["tokens", tokensOf(job, log) ? count(tokensOf(job, log)) : null],
       [isOver(job) ? "took" : job.started_at ? "for" : "waiting for", duration(seconds)],
       ["left", job.status === "running" && job.estimated_finish ? duration(job.estimated_finish - Date.now() / 1000) : null],
       ["model", job.model],

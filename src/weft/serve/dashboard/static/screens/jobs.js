@@ -5,7 +5,7 @@ import { meter, sparkline } from "../charts.js";
 import { chip, h, notice, repeat, show, table } from "../dom.js";
 import { ago, count, duration, number } from "../format.js";
 import { colourOf } from "../palette.js";
-import { EventLog, isOver, nameOf, progress, stateOf } from "../training.js";
+import { EventLog, isOver, nameOf, progress, stateOf, tokensOf } from "../training.js";
 
 const PAGE = 20;
 const CURVE_PAGES = 1;
@@ -83,6 +83,7 @@ async function loadCurves(state, signal) {
 
 function row(job, state) {
   const log = state.logs.get(job.id);
+  const tokens = tokensOf(job, log);
   const losses = (log?.losses || []).map(([, loss]) => loss);
   const title = h("a", { href: `#/jobs/${encodeURIComponent(job.id)}` }, nameOf(job));
   return [
@@ -91,7 +92,7 @@ function row(job, state) {
     [steps(job, log), progress(job, log).step || job.total_steps ? "progress" : "progress none"],
     [sparkline(losses, colourOf(job.id)), losses.length ? "curve-cell" : "curve-cell none"],
     [number(losses.at(-1) ?? null), losses.length ? "number" : "number none"],
-    [job.trained_tokens ? count(job.trained_tokens) : "–", job.trained_tokens ? "number" : "number none"],
+    [tokens ? count(tokens) : "–", tokens ? "number" : "number none"],
     [ago(job.created_at), "soft"],
   ];
 }

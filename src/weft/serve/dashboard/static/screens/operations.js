@@ -7,7 +7,7 @@ import { ago, bytes, clock, count } from "../format.js";
 import { CALM, OTHERS, colours } from "../palette.js";
 
 const STATES = [["running", "var(--busy)"], ["queued", OTHERS], ["validating_files", CALM[4]], ["paused", "var(--warn)"]];
-const TIMES = { x: (at) => clock(at), xTick: (at) => clock(at, false), xMarks: timeTicks };
+const TIMES = { x: (at) => clock(at), xTick: (at) => clock(at, at % 60 !== 0), xMarks: timeTicks };
 const ENDED = ["succeeded", "failed", "cancelled"];
 
 export function operationsScreen(root, { signal, overview }) {

@@ -1,0 +1,80 @@
+"""`weft worker` says what is wrong with its options, and knows a request to stop from a demand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from weft.cli import worker as verb
+from weft.cli.worker import AT_ONCE, REPEAT_S, StopSignals, worker
+from weft.errors import ConfigError, MissingExtraError, WeftError
+
+
+@pytest.fixture(autouse=True)
+def _same_handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Quitter:
+    """A worker that counts how often it is asked to stop."""
+
+    num_asked = 0
+
+    def stop(self) -> None:
+        self.num_asked += 1
+
+
+def test_signals_when_they_come_together_then_they_are_one_request_and_a_later_one_ends_it_at_once(monkeypatch):
+    exits: list[int] = []
+    at = [100.0]
+    monkeypatch.setattr(verb.os, "_exit", exits.append)
+    monkeypatch.setattr(time, "monotonic", lambda: at[0])
+    signals = StopSignals()
+    signals.worker = Quitter()
+    os.kill(os.getpid(), signal.SIGTERM)
+    at[0] += REPEAT_S / 2
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.is_set
+    assert signals.worker.num_asked == 2
+    assert exits == []
+    at[0] += REPEAT_S
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert exits == [AT_ONCE]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"base_model": "=x"}, "NAME=MODEL"),
+        ({"base_model": "x="}, "NAME=MODEL"),
+        ({"db": "mysql://x"}, "not supported"),
+        ({"max_jobs": 0}, "--max-jobs"),
+        ({"capacity": 1}, "--capacity"),
+        ({"lease": 0.1}, "--lease"),
+        ({"quantize": "int3"}, "int3"),
+    ],
+)
+def test_worker_when_an_option_is_wrong_then_says_which(options, words, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        worker(data_dir=tmp_path / "data", **options)
+    assert words in str(caught.value)
+
+
+def test_worker_when_the_model_is_not_there_then_says_so(tmp_path):
+    with pytest.raises(WeftError) as caught:
+        worker(data_dir=tmp_path / "data", base_model="loom=/no/such/model", device="cpu")
+    assert "/no/such/model" in str(caught.value)
+
+
+def test_worker_when_the_extra_is_missing_then_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    with pytest.raises(MissingExtraError) as caught:
+        worker(data_dir=tmp_path / "data")
+    assert "weft-lora[serve]" in str(caught.value)
