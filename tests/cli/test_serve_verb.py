@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -43,6 +44,16 @@ class Served:
 
     def sdk(self, key: str | None = None, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.said["serving"], api_key=key or self.said.get("key", "none"), **options)
+
+    def pids(self, num: int) -> list[int]:
+        """The processes it has started, once there have been `num` of them."""
+        deadline = time.monotonic() + 30
+        while True:
+            lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}")]
+            found = [line["pid"] for line in lines if "pid" in line]
+            if len(found) >= num or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
@@ -106,17 +117,12 @@ def test_serve_when_several_processes_answer_then_all_do_and_one_that_dies_comes
     assert both.said["key"].startswith("none needed")
     with both.sdk("x", max_retries=5) as client:
         file = client.files.create(file=("a.jsonl", ROWS), purpose="fine-tune")
-        pids = [
-            int(line.split('"pid": ')[1].split("}")[0]) for line in both.log.read_text().splitlines() if '"pid"' in line
-        ]
+        pids = both.pids(2)
         assert len(pids) == 2
         os.kill(pids[0], signal.SIGKILL)
         for _ in range(20):
             assert client.files.retrieve(file.id).id == file.id
-        deadline = time.monotonic() + 20
-        while both.log.read_text().count('"pid"') < 3 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert both.log.read_text().count('"pid"') == 3
+        assert len(both.pids(3)) == 3
     assert both.stop() == 0
 
 

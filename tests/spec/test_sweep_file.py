@@ -84,6 +84,8 @@ def test_jobs_file_with_one_job_when_given_a_space_then_is_a_sweep_over_that_job
     )
     job = trial_job(load_sweep(written(tmp_path, text)), "t", {"r": 4})
     assert (job.train_data, job.max_length, job.learning_rate, job.eval_data) == (("rows.jsonl",), 64, 0.2, 2)
+    with pytest.raises(ConfigError, match=r"sweep.yaml line 3: jobs.0.learning_rate: must be above 0, got 0"):
+        load_sweep(written(tmp_path, text.replace("learning_rate: 0.2", "learning_rate: 0")))
     with pytest.raises(ConfigError, match="a sweep is over one job, got 2"):
         load_sweep(written(tmp_path, text.replace("[{name", "[{name: a, data: x}, {name")))
 

@@ -99,7 +99,7 @@ def test_trials_when_they_share_data_then_it_is_tokenised_once(settings, monkeyp
 def test_asha_when_some_fall_behind_then_they_stop_with_a_reason_and_the_best_is_the_same(settings):
     space = {"lr": [1e-5, 1e-4, 2e-3, 8e-3, 1.6e-2, 3e-2]}
     full = weft.sweep(settings(space=space, output_dir="full"))
-    result = weft.sweep(settings(space=space, early_stop={"rule": "asha", "grace": 3, "unit": "steps"}))
+    result = weft.sweep(settings(space=space, early_stop={"rule": "asha", "factor": 3, "grace": 3, "unit": "steps"}))
     stopped = [trial for trial in result.trials if trial.state is TrialState.STOPPED]
     assert len(stopped) == 3
     assert all("was not among the best 3 of 6 trials" in trial.reason for trial in stopped)
@@ -149,6 +149,7 @@ def test_trial_when_it_has_been_stopped_then_what_the_engine_still_tells_of_it_i
     for budget in (260, 300):  # the one is used up by the first of four trials, the other by a later one
         result = weft.sweep(settings(max_tokens=budget, job={"eval_steps": 1}, output_dir=f"out{budget}"))
         told = lines(f"out{budget}/trials.jsonl")
+        assert len({trial.steps for trial in result.trials}) == 1, "all four had taken the step that used it up"
         for trial in result.trials:
             kinds = [line["kind"] for line in told if line["name"] == trial.name]
             assert kinds.count("end") == 1 and kinds[-1] == "end"

@@ -145,8 +145,10 @@ def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
 
 def _run(settings: Settings, database: Database, sock: socket.socket, num_workers: int) -> bool:
     """Serves until asked to stop; True if everything ended well."""
+    from weft.serve.api.observe import log_json
     from weft.serve.supervise import Child, Supervisor
 
+    log_json()
     children = [
         Child(f"worker-{name}-{i}", _worker_arguments(settings, name, path))
         for name, path in settings.base_models.items()
@@ -192,9 +194,6 @@ def _tidy_daily(settings: Settings, database: Database) -> None:
 
 
 def _wait_for_signal() -> None:
-    from weft.serve.api.observe import log_json
-
-    log_json()
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: asked.set())

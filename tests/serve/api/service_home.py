@@ -112,6 +112,7 @@ def make_home(directory: Path, **options: Any) -> Home:
     directory.mkdir(exist_ok=True)
     (directory / "weft.db").write_bytes(_empty_database())
     database, blobs = open_database(settings.db_url), Blobs(settings.store_url)
+    migrate(database)
     app = make_app(settings, database, blobs)
     home = Home(settings, database, blobs, app, TestClient(app, raise_server_exceptions=False))
     with database.begin() as tx:

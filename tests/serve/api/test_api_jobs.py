@@ -29,7 +29,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "seed negative": ({"seed": -1}, "seed", "greater than or equal to 0"),
     "seed huge": ({"seed": 2**32}, "seed", "less than"),
     "seed text": ({"seed": "7"}, "seed", "integer"),
-    "unknown field": ({"modell": "x"}, "modell", "Unrecognized request argument"),
+    "unknown field": ({"mode": "x"}, "mode", "Unrecognized request argument"),
     "method": ({"method": {"type": "magic"}}, "method.type", "supervised"),
     "dpo": ({"method": {"type": "dpo", "dpo": {}}}, "method.type", "not available yet"),
     "rl": ({"method": {"type": "reinforcement", "reinforcement": {"x": 1}}}, "method.type", "not available yet"),

@@ -178,7 +178,7 @@ def test_file_when_bad_then_400_with_its_line_and_nothing_is_stored(home: Home, 
 
 
 BAD_ROWS = {
-    "role": ('{"messages": [{"role": "assistent", "content": "x"}]}', "messages[0].role is 'assistent'"),
+    "role": ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role is 'robot'"),
     "no answer": ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant turn"),
     "unknown": ('{"foo": 1}', "has the columns foo"),
     "dpo": ('{"chosen": "a", "rejected": "b", "prompt": "c"}', "preference data"),

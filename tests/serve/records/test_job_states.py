@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from typing import Any
 
 import pytest
@@ -135,12 +139,20 @@ def test_wish_when_made_then_done_noted_or_refused(
             assert stored["fence"] == 1
 
 
+@functools.cache
+def _directory() -> str:
+    """Where the lives below share one migrated database."""
+    made = tempfile.mkdtemp(prefix="weft-job-life-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
 class JobLife(RuleBasedStateMachine):
     """Random wishes and work, against a model of a few lines."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.database = open_database("sqlite:////dev/shm/weft-job-life.db")
+        self.database = open_database(f"sqlite:///{_directory()}/weft.db")
         migrate(self.database)
         with self.database.begin() as tx:
             for table in (EVENTS, JOBS):

@@ -1,0 +1,61 @@
+"""The API on PostgreSQL: one life of a job through it, and what only that database would refuse."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+from postgres_server import find_binaries, running_postgres
+from service_home import Home, make_home
+
+from weft.serve.db.tables import IDEMPOTENCY, JOBS
+
+
+@pytest.mark.parametrize("kind", ["postgresql"] if find_binaries() else [])
+def test_api_when_on_postgres_then_a_job_lives_as_on_sqlite(tmp_path: Path, kind: str):
+    with running_postgres() as server:
+        home = make_home(tmp_path / "data", db=server.url)
+        with home.http:
+            client = home.sdk()
+            file = home.upload()
+            job = home.job(file=file, metadata={"a b.c": "ü"}, extra_headers={"Idempotency-Key": "one"})
+            assert home.job(file=file, metadata={"a b.c": "ü"}, extra_headers={"Idempotency-Key": "one"}) == job
+            found = home.call("GET", "/v1/fine_tuning/jobs", params={"metadata[a b.c]": "ü"}).json()["data"]
+            assert [row["id"] for row in found] == [job]
+            assert client.fine_tuning.jobs.pause(job).status == "paused"
+            assert client.fine_tuning.jobs.resume(job).status == "queued"
+            name = home.finish(job)
+            assert client.models.retrieve(name).id == name
+            assert len(list(client.fine_tuning.jobs.list_events(job, limit=2))) == 7
+            assert home.call("GET", f"/v1/fine_tuning/jobs/{job}/events?stream=true").text.endswith("[DONE]\n\n")
+            assert home.call("GET", "/v1/usage").json()["trained_tokens"] == 120
+            assert 'weft_jobs{state="succeeded"} 1.0' in home.call("GET", "/metrics").text
+            for id in ("a%00b", "a\\b", "x" * 5000, "%ff%fe"):
+                assert home.call("GET", f"/v1/files/{id}").status_code in (400, 404)
+            _submit_at_once(home, file)
+            server.stop()
+            answer = home.call("GET", f"/v1/files/{file}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "busy")
+            assert home.http.get("/readyz").status_code == 503
+            assert home.http.get("/healthz").status_code == 200
+            server.start()
+            assert client.files.retrieve(file).id == file
+            with pytest.raises(openai.NotFoundError):
+                home.sdk("globex").files.retrieve(file)
+        home.database.close()
+
+
+def _submit_at_once(home: Home, file: str) -> None:
+    before = home.count(JOBS)
+    headers = {"Idempotency-Key": "two"}
+    submit = functools.partial(home.job, file=file, extra_headers=headers)
+    threads = [threading.Thread(target=submit) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert home.count(JOBS) == before + 1
+    assert home.count(IDEMPOTENCY) == 2

@@ -1,0 +1,41 @@
+"""A sweep is planned with the configurations it would try and the settings it would run with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.backbone.load import load_skeleton
+from weft.errors import ConfigError
+from weft.plan.sweep import violations
+from weft.spec.load_sweep import sweep_from_mapping
+from weft.sweep.configure import Configurations
+from weft.sweep.planned import plan_elsewhere, sampled
+
+
+def planned(given):
+    spec = sweep_from_mapping(given, base_dir=Path())
+    return sampled(spec, Configurations(spec, load_skeleton(spec.base_model), Path()))
+
+
+def test_configurations_when_sampled_then_are_different_and_as_many_as_the_budget_allows(settings):
+    space = {"r": [2, 4], "lr": [1e-3, 2e-3], "target_modules": [["q_proj", "v_proj"], "all-linear"]}
+    found = planned(settings(space=space, sampler="random", trials=8))
+    kinds = [(c.rank, c.targets) for c in found]
+    assert [c.name for c in found] == [f"t00{i}" for i in range(8)]
+    assert sorted(kinds.count(kind) for kind in set(kinds)) == [2, 2, 2, 2]
+    assert {c.targets for c in found} == {("q_proj", "v_proj"), "all-linear"}
+    each = found[0].num_tokens
+    ranges = {"lr": {"min": 1e-3, "max": 2e-3}}
+    assert len(planned(settings(space=ranges, max_tokens=3 * each))) == 3
+    assert len(planned(settings(space=ranges, max_seconds=1.0))) == 32
+
+
+def test_plan_when_made_elsewhere_then_has_the_capacity_and_everything_of_the_sweep(settings):
+    spec = sweep_from_mapping(settings(), base_dir=Path())
+    plan = plan_elsewhere(spec, Path(), "h200", 2)
+    assert not violations(plan, planned(settings()))
+    assert {pack.capacity for pack in plan.packs} == {128} and plan.num_gpus == 2
+    with pytest.raises(ConfigError, match="above the smaller side"):
+        plan_elsewhere(sweep_from_mapping(settings(space={"r": [4096]}), base_dir=Path()), Path(), "h200", 1)
