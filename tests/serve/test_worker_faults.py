@@ -26,9 +26,9 @@ def played(tmp_path_factory):
     place = tmp_path_factory.mktemp("workers")
     jobs = {
         "killed": [
-            {"tenant": "ash", "seed": 1, "max_steps": 6, "save_steps": 1},
-            {"tenant": "birch", "seed": 2, "max_steps": 6, "save_steps": 1},
-            {"tenant": "cedar", "seed": 3, "max_steps": 5, "save_steps": 3, "save_total_limit": 1},
+            {"tenant": "ash", "seed": 1, "max_steps": 30, "save_steps": 1},
+            {"tenant": "birch", "seed": 2, "max_steps": 30, "save_steps": 1},
+            {"tenant": "cedar", "seed": 3, "max_steps": 20, "save_steps": 3, "save_total_limit": 1},
         ],
         "drained": [{"tenant": tenant, "max_steps": 30, "save_steps": 1000} for tenant in ("ash", "birch")],
         "poisoned": [{"tenant": tenant, "max_steps": 3, "save_steps": 1} for tenant in ("ash", "birch")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -10,7 +11,7 @@ import sys
 import time
 
 import pytest
-from postgres_server import find_binaries
+from postgres_server import find_binaries, running_postgres
 from worker_bench import CAPACITY, Bench
 
 from weft.serve.blobs import Blobs
@@ -21,34 +22,43 @@ from weft.serve.records.workers import live_workers
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
-def take_away(kind, bench, request):
-    """Nobody can write for a while."""
-    if kind == "sqlite":
-        other = sqlite3.connect(bench.place / "weft.db", isolation_level=None, timeout=10)
-        other.execute("BEGIN EXCLUSIVE")
-        time.sleep(1.5)
-        other.execute("ROLLBACK")
-        other.close()
-    else:
-        server = request.getfixturevalue("postgres")
-        server.stop("immediate")
-        time.sleep(1.0)
-        server.start()
+@pytest.fixture(params=["sqlite", *(["postgresql"] if find_binaries() else [])])
+def outage(request, tmp_path):
+    """A bench, and a way to take its database away for a while; the server is its own, for others must not notice."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "sqlite":
+            url, take_away = f"sqlite:///{tmp_path}/weft.db", lambda: lock(tmp_path / "weft.db")
+        else:
+            server = stack.enter_context(running_postgres())
+            url, take_away = server.url, lambda: restart(server)
+        bench = Bench(tmp_path, open_database(url, lock_wait_s=0.3), Blobs(str(tmp_path / "blobs")))
+        stack.callback(bench.database.close)
+        migrate(bench.database)
+        yield bench, take_away
 
 
-@pytest.mark.parametrize("kind", ["sqlite", *(["postgresql"] if find_binaries() else [])])
-def test_worker_when_the_database_goes_away_then_training_goes_on_and_nothing_is_lost_or_doubled(
-    kind, tmp_path, request
-):
-    url = f"sqlite:///{tmp_path}/weft.db" if kind == "sqlite" else request.getfixturevalue("postgres").url
-    bench = Bench(tmp_path, open_database(url, lock_wait_s=0.3), Blobs(str(tmp_path / "blobs")))
-    migrate(bench.database)
+def lock(path):
+    other = sqlite3.connect(path, isolation_level=None, timeout=10)
+    other.execute("BEGIN EXCLUSIVE")
+    time.sleep(1.5)
+    other.execute("ROLLBACK")
+    other.close()
+
+
+def restart(server):
+    server.stop("immediate")
+    time.sleep(1.0)
+    server.start()
+
+
+def test_worker_when_the_database_goes_away_then_training_goes_on_and_nothing_is_lost_or_doubled(outage):
+    bench, take_away = outage
     ids = [bench.submit(tenant, max_steps=20, save_steps=7) for tenant in ("ash", "birch")]
     with bench.worker() as worker:
         bench.wait_for_step(ids[0], 2)
         (job, *_) = worker.engine.jobs.values()
         before = job.step
-        take_away(kind, bench, request)
+        take_away()
         assert job.step > before, "training waits for nobody"
         bench.wait(*ids)
     for id in ids:
@@ -57,7 +67,6 @@ def test_worker_when_the_database_goes_away_then_training_goes_on_and_nothing_is
         assert bench.job(id)["trained_tokens"] == tokens
         told = [event["data"]["step"] for event in bench.events(id, "metrics")]
         assert told == list(range(1, 21))
-    bench.database.close()
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def killed(place: Path) -> list[str]:
         plan = f"kill@{rng.randint(1, 250)}" if len(ends) < KILLS and len(ends) % 3 < 2 else None
         pid = child(place, plan=plan, before=forgive)
         if plan is None and len(ends) < KILLS:
-            time.sleep(rng.uniform(0.5, 2.0))
+            time.sleep(rng.uniform(0.3, 1.0))
             os.kill(pid, signal.SIGKILL)
         wait(lambda pid=pid: not is_there(pid) or all_over(bench))
         if is_there(pid):

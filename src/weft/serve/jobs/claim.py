@@ -54,7 +54,9 @@ def claim(tx: Tx, worker: str, base_model: str, room: int, *, lease_s: float = L
     """
     at = now(tx)
     mine = every(tx, _active(base_model).where(JOBS.c.worker == worker, JOBS.c.lease_until > at))
-    free = [job for job in every(tx, _free(base_model, at)) if not _settle(tx, job)]
+    # What another transaction holds is being claimed, renewed or asked for: waiting for it could be for each other.
+    unheld = _free(base_model, at).with_for_update(skip_locked=True, of=JOBS)
+    free = [job for job in every(tx, unheld) if not _settle(tx, job)]
     if any(job["attempts"] >= SUSPECT_AFTER for job in mine):
         return []
     suspects = [job for job in free if _losses(job) >= SUSPECT_AFTER]
