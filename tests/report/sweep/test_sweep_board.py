@@ -83,6 +83,12 @@ def test_varied_axes_then_fixed_parameters_have_none_and_dotted_names_are_short_
     assert [a.label for a in varied_axes(read_board(board_of(*twins)).trials)] == ["a.r", "b.r"]
 
 
+def test_axis_when_few_trials_have_all_different_numbers_then_they_were_drawn_from_a_range() -> None:
+    """Eight random learning rates are no list of choices; four ranks that come back are."""
+    assert axis_of(1e-4, 2e-4, 5e-4, 1e-3, 3e-3, 4e-3, 7e-3, 1e-2).kind == "log"
+    assert axis_of(8, 16, 32, 64, 16, 8, 64, 32).kind == "choice"
+
+
 def test_axis_when_values_are_numbers_then_choices_are_in_their_order_and_others_after() -> None:
     assert axis_of(64, 8, "auto", 16, None).choices == ("8", "16", "64", "auto", "–")
     assert axis_of(True, False).choices == ("false", "true")

@@ -124,7 +124,9 @@ def _axis(name: str, trials: Sequence[BoardTrial]) -> Axis | None:
     if len(labels) < 2:
         return None
     numbers = [number for value in values if (number := finite(value)) is not None]
-    if len(numbers) < len(values) or len(labels) <= MAX_CHOICES:
+    # Drawn from a range, hardly two trials have the same value; a list of choices is met again and again.
+    is_drawn = len(labels) > 4 and len(labels) > 0.75 * len(values)
+    if len(numbers) < len(values) or (len(labels) <= MAX_CHOICES and not is_drawn):
         keyed = {
             value_label(value): (finite(value) is None, finite(value) or 0.0, value_label(value)) for value in values
         }
