@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -51,6 +52,12 @@ class Kind(enum.StrEnum):
         }[self]
 
 
+Targets = Mapping[str, tuple[Kind, float | None]]
+"""Of a benchmark made of parts: what is shown of its values, by key; the others go into the JSON file alone."""
+Parts = Mapping[str, Callable[[], dict[str, float]]]
+"""What measures the values, by name."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One measured number."""
@@ -91,3 +98,10 @@ class Figure:
         target = f" (target {self.shown_target}{verdict})" if self.target is not None else ""
         detail = f"; {self.detail}" if self.detail else ""
         return f"{self.key} = {self.shown}{target}{detail}"
+
+
+def measure_parts(parts: Parts, targets: Targets) -> Iterator[tuple[str, dict[str, float], list[Figure]]]:
+    """Part by part: its name, all its values, and those with a place in the table."""
+    for name, measure in parts.items():
+        values = measure()
+        yield name, values, [Figure(key, values[key], *targets[key]) for key in targets if key in values]

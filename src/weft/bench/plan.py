@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from weft.bench.figures import Figure, Kind
+from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.plan_cluster import measure_cluster
 from weft.bench.plan_cost import measure_cost
 from weft.bench.plan_fuse import measure_fuse
 from weft.bench.plan_pack import measure_pack
 from weft.bench.plan_pipeline import measure_pipeline, measure_settings, summary
 
-TARGETS: dict[str, tuple[Kind, float | None]] = {
+TARGETS: Targets = {
     "pack_s_25600": (Kind.SECONDS, 5.0),
     "pack_over_lower_bound": (Kind.WASTE, 0.01),
     "pack_proven_share": (Kind.SHARE, 0.99),
@@ -26,8 +24,7 @@ TARGETS: dict[str, tuple[Kind, float | None]] = {
     "memory_mape": (Kind.WASTE, 0.0025),
     "replay_week_s": (Kind.SECONDS, 30.0),
 }
-"""What is shown of the measured values; the others go into the JSON file alone."""
-PARTS: dict[str, Callable[[], dict[str, float]]] = {
+PARTS: Parts = {
     "packing": measure_pack,
     "pipelines": measure_pipeline,
     "20 settings": lambda: summary(measure_settings()),
@@ -35,10 +32,3 @@ PARTS: dict[str, Callable[[], dict[str, float]]] = {
     "cost models": measure_cost,
     "cluster": measure_cluster,
 }
-
-
-def measure_plan() -> Iterator[tuple[str, dict[str, float], list[Figure]]]:
-    """Part by part: its name, all its values, and those with a place in the table."""
-    for name, measure in PARTS.items():
-        values = measure()
-        yield name, values, [Figure(key, values[key], *TARGETS[key]) for key in values if key in TARGETS]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from weft.bench.figures import Figure, Kind
+from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.sweep_plan import measure_sweep_plan
 from weft.bench.sweep_train import measure_early_stop, measure_sweep_together
 
-TARGETS: dict[str, tuple[Kind, float | None]] = {
+TARGETS: Targets = {
     "plan120_s": (Kind.SECONDS, 20.0),
     "approximation_ratio": (Kind.TIME_RATIO, 1.05),
     "published_ratio": (Kind.TIME_RATIO, None),
@@ -23,16 +21,8 @@ TARGETS: dict[str, tuple[Kind, float | None]] = {
     "early_stop_same_best": (Kind.SHARE, None),
     **{f"sim_makespan_{size}_rte": (Kind.SPEEDUP, None) for size in ("3b", "7b", "14b", "32b")},
 }
-"""What is shown of the measured values; the others go into the JSON file alone."""
-PARTS: dict[str, Callable[[], dict[str, float]]] = {
+PARTS: Parts = {
     "planning": measure_sweep_plan,
     "together": measure_sweep_together,
     "early stopping": measure_early_stop,
 }
-
-
-def measure_sweep() -> Iterator[tuple[str, dict[str, float], list[Figure]]]:
-    """Part by part: its name, all its values, and those with a place in the table."""
-    for name, measure in PARTS.items():
-        values = measure()
-        yield name, values, [Figure(key, values[key], *TARGETS[key]) for key in TARGETS if key in values]

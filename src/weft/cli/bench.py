@@ -11,11 +11,9 @@ from rich.console import Console
 from weft.errors import ConfigError, ModelError, WeftError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import torch
 
-    from weft.bench.figures import Figure
+    from weft.bench.figures import Figure, Parts, Targets
 
     Values = dict[str, float]
 
@@ -134,29 +132,30 @@ def curve(
 @bench.command("plan")
 def plan(json: JsonFile = None) -> None:
     """Planning: packing, pipelines and their bubbles, fusion, cost models, a cluster's week."""
-    from weft.bench.plan import measure_plan
+    from weft.bench.plan import PARTS, TARGETS
 
-    _measure_parts(measure_plan, json)
+    _measure_parts(PARTS, TARGETS, json)
 
 
 @bench.command("sweep")
 def sweep(json: JsonFile = None) -> None:
     """Sweeps: 120 configurations planned on eight GPUs; 16 really trained beside one by one, and stopped early."""
-    from weft.bench.sweep import measure_sweep
+    from weft.bench.sweep import PARTS, TARGETS
 
-    _measure_parts(measure_sweep, json)
+    _measure_parts(PARTS, TARGETS, json)
 
 
-def _measure_parts(measure: Callable[[], Iterable[tuple[str, Values, list[Figure]]]], json: Path | None) -> None:
+def _measure_parts(parts: Parts, targets: Targets, json: Path | None) -> None:
     """Measures on the CPU part by part, and keeps each as soon as it is there."""
     import torch
 
     from weft.bench import report
+    from weft.bench.figures import measure_parts
 
     _check_files(json, None)
     device = torch.device("cpu")
     figures: list[Figure] = []
-    for name, values, found in measure():
+    for name, values, found in measure_parts(parts, targets):
         _say(name)
         for figure in found:
             _say(f"  {figure.line}")

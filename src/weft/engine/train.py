@@ -40,6 +40,19 @@ class PreparedRun:
     """What a user should know."""
 
 
+def load_engine(spec: RunSpec) -> tuple[Engine, tuple[str, ...]]:
+    """An engine on the backbone of a run, with the run's settings and without jobs, and what is worth telling."""
+    backbone, notes = load_within(spec.backbone, spec.memory_limit)
+    engine = Engine(
+        backbone,
+        capacity=spec.capacity,
+        planner=planner_named(spec.planner),
+        max_jobs=spec.max_jobs,
+        tenant_weights=spec.tenant_weights,
+    )
+    return engine, notes
+
+
 def prepare_run(
     spec: RunSpec,
     *,
@@ -53,14 +66,7 @@ def prepare_run(
     A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
     are left out.
     """
-    backbone, notes = load_within(spec.backbone, spec.memory_limit)
-    engine = Engine(
-        backbone,
-        capacity=spec.capacity,
-        planner=planner_named(spec.planner),
-        max_jobs=spec.max_jobs,
-        tenant_weights=spec.tenant_weights,
-    )
+    engine, notes = load_engine(spec)
     run = PreparedRun(spec, engine, notes=notes)
     for place, job in enumerate(spec.jobs):
         if job.name in skip:

@@ -60,6 +60,58 @@ def weight_grad_reference(
 
 
 @jit
+def _sum_samples(  # type: ignore[no-untyped-def]
+    wide,
+    narrow,
+    here,
+    mask,
+    owned,
+    keys,
+    stride_wide,
+    stride_narrow,
+    first_span,
+    last_span,
+    columns,
+    offset,
+    inside,
+    places,
+    has,
+    factor,
+    seed,
+    threshold,
+    DROPPED: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `places` of narrow."""
+    total = tl.load(here, mask=mask, other=0.0)
+    for span in range(first_span, last_span):
+        start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+        acc = tl.zeros((BN, BR), dtype=tl.float32)
+        for t in range(start, end, BT):
+            rows = t + tl.arange(0, BT)
+            row_mask = rows < end
+            wide_tile = tl.load(
+                wide + rows.to(tl.int64)[:, None] * stride_wide + (offset + columns)[None, :],
+                mask=row_mask[:, None] & inside[None, :],
+                other=0.0,
+            )
+            if DROPPED:
+                row_keys = tl.load(keys + rows, mask=row_mask, other=0)
+                kept = is_kept(row_keys, columns, seed, threshold)
+                wide_tile = tl.where(kept, wide_tile, 0.0).to(wide.dtype.element_ty)
+            narrow_tile = tl.load(
+                narrow + rows.to(tl.int64)[:, None] * stride_narrow + places[None, :],
+                mask=row_mask[:, None] & has[None, :],
+                other=0.0,
+            )
+            acc = tl.dot(tl.trans(wide_tile), narrow_tile, acc, input_precision="ieee")
+        total += acc * factor
+    tl.store(here, total, mask=mask)
+
+
+@jit
 def _sum_a(  # type: ignore[no-untyped-def]
     x,
     ds,
@@ -82,36 +134,18 @@ def _sum_a(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Adds (dSᵀ x)ᵀ of an owner's samples to a block of ranks from `first` on and a block of columns."""
+    """Adds (dSᵀ drop(x))ᵀ of an owner's samples to a block of ranks from `first` on and a block of columns."""
     ranks = first + tl.arange(0, BR)
-    has = ranks < pad(rank)
     inside = columns < num_features
     here = out + ranks.to(tl.int64)[None, :] * num_features + columns[:, None]
     mask = (ranks < rank)[None, :] & inside[:, None]
-    total = tl.load(here, mask=mask, other=0.0)
-    for span in range(first_span, last_span):
-        start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
-        acc = tl.zeros((BN, BR), dtype=tl.float32)
-        for t in range(start, end, BT):
-            rows = t + tl.arange(0, BT)
-            row_mask = rows < end
-            x_tile = tl.load(
-                x + rows.to(tl.int64)[:, None] * stride_x + columns[None, :],
-                mask=row_mask[:, None] & inside[None, :],
-                other=0.0,
-            )
-            if DROPPED:
-                row_keys = tl.load(keys + rows, mask=row_mask, other=0)
-                kept = is_kept(row_keys, columns, seed, threshold)
-                x_tile = tl.where(kept, x_tile, 0.0).to(x.dtype.element_ty)
-            ds_tile = tl.load(
-                ds + rows.to(tl.int64)[:, None] * stride_s + (column + ranks)[None, :],
-                mask=row_mask[:, None] & has[None, :],
-                other=0.0,
-            )
-            acc = tl.dot(tl.trans(x_tile), ds_tile, acc, input_precision="ieee")
-        total += acc * keep_scale(threshold) if DROPPED else acc
-    tl.store(here, total, mask=mask)
+    factor = 1.0
+    if DROPPED:
+        factor = keep_scale(threshold)
+    _sum_samples(
+        x, ds, here, mask, owned, keys, stride_x, stride_s, first_span, last_span, columns, 0, inside,
+        column + ranks, ranks < pad(rank), factor, seed, threshold, DROPPED, BT, BN, BR,
+    )  # fmt: skip
 
 
 @jit
@@ -213,29 +247,12 @@ def _grad_b(  # type: ignore[no-untyped-def]
             grad = tl.load(line + 5).to(tl.pointer_type(tl.float32))
             for first in range(0, rank, BR):
                 ranks = first + tl.arange(0, BR)
-                has = ranks < pad(rank)
-                out = grad + columns.to(tl.int64)[:, None] * rank + ranks[None, :]
+                here = grad + columns.to(tl.int64)[:, None] * rank + ranks[None, :]
                 mask = (ranks < rank)[None, :] & inside[:, None]
-                total = tl.load(out, mask=mask, other=0.0)
-                for span in range(first_span, last_span):
-                    start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
-                    acc = tl.zeros((BN, BR), dtype=tl.float32)
-                    for t in range(start, end, BT):
-                        rows = t + tl.arange(0, BT)
-                        row_mask = rows < end
-                        y_tile = tl.load(
-                            dy + rows.to(tl.int64)[:, None] * stride_y + (begin + columns)[None, :],
-                            mask=row_mask[:, None] & inside[None, :],
-                            other=0.0,
-                        )
-                        s_tile = tl.load(
-                            s + rows.to(tl.int64)[:, None] * stride_s + (column + ranks)[None, :],
-                            mask=row_mask[:, None] & has[None, :],
-                            other=0.0,
-                        )
-                        acc = tl.dot(tl.trans(y_tile), s_tile, acc, input_precision="ieee")
-                    total += acc * scale
-                tl.store(out, total, mask=mask)
+                _sum_samples(
+                    dy, s, here, mask, owned, owned, stride_y, stride_s, first_span, last_span, columns, begin, inside,
+                    column + ranks, ranks < pad(rank), scale, 0, 0, False, BT, BN, BR,
+                )  # fmt: skip
 
 
 def weight_grad_kernel(

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +19,7 @@ from rich.text import Text
 from weft.report import readable
 from weft.report.progress import JobProgress, RunProgress
 from weft.report.run_data import JobData
+from weft.report.screen import Screen
 
 STATE_STYLES = {
     "running": "cyan",
@@ -50,25 +50,18 @@ class LiveTable:
         self._started = clock()
         self._lock = threading.Lock()  # the table is drawn by a thread of its own
         self._tenths: dict[str, int] = {}
-        is_screen = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
         # Once the run is over the table gives way to `summary_table`.
-        self._live = (
-            Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
-            if is_screen
-            else None
-        )
+        self._screen = Screen(console, self.render)
 
     def __enter__(self) -> LiveTable:
         self._started = self._clock()
-        if self._live is not None:
-            self._live.start(refresh=True)
+        self._screen.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._screen.stop()
 
     def update(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts one event: job_started, step, eval, microbatch, checkpoint, warning, or a change of state."""
@@ -76,10 +69,10 @@ class LiveTable:
             job = self._progress.apply(kind, fields)
         if kind == "warning":
             who = f"{job.name}: " if job else ""
-            self._say(f"warning: {who}{fields.get('message', '')}", "yellow")
+            self._screen.say(f"warning: {who}{fields.get('message', '')}", "yellow")
         elif kind == "failed" and job is not None:
-            self._say(f"{job.name}: failed: {fields.get('reason') or 'no reason given'}", "red")
-        elif self._live is None and job is not None:
+            self._screen.say(f"{job.name}: failed: {fields.get('reason') or 'no reason given'}", "red")
+        elif not self._screen.is_redrawn and job is not None:
             self._say_progress(kind, job, fields)
 
     def render(self) -> RenderableType:
@@ -145,14 +138,14 @@ class LiveTable:
         """The few lines a log gets: the start, every tenth of the steps, and changes of state."""
         if kind == "job_started":
             place = f" at step {job.step}" if job.step else ""
-            self._say(f"{job.name}: started{place}, {job.num_steps} steps")
+            self._screen.say(f"{job.name}: started{place}, {job.num_steps} steps")
         elif kind in ("paused", "resumed", "cancelled", "waiting", "preempted"):
             reason = f" ({fields['reason']})" if fields.get("reason") else ""
-            self._say(f"{job.name}: {kind} at step {job.step}{reason}")
+            self._screen.say(f"{job.name}: {kind} at step {job.step}{reason}")
         elif kind == "succeeded":
             early = " (stopped early)" if fields.get("early_stopped") else ""
             adapter = f", adapter in {fields['adapter_dir']}" if fields.get("adapter_dir") else ""
-            self._say(f"{job.name}: succeeded after {job.step} steps{early}, {_losses(job)}{adapter}")
+            self._screen.say(f"{job.name}: succeeded after {job.step} steps{early}, {_losses(job)}{adapter}")
         elif kind == "step" and job.step < job.num_steps:
             tenth = 10 * job.step // job.num_steps
             if tenth > self._tenths.get(job.name, 0):
@@ -160,13 +153,7 @@ class LiveTable:
                 pace = f", {readable.rate(job.tokens.per_s)} tokens/s" if job.tokens.per_s is not None else ""
                 left = f", {readable.clock(job.eta_s)} left" if job.eta_s is not None else ""
                 place = f"step {job.step}/{job.num_steps} ({100 * job.step // job.num_steps} %)"
-                self._say(f"{job.name}: {place}, {_losses(job)}{pace}{left}")
-
-    def _say(self, line: str, style: str = "") -> None:
-        # A log file may take ASCII only, and a name it cannot write must not end the run.
-        encoding = self._console.encoding
-        line = readable.one_line(line).encode(encoding, "backslashreplace").decode(encoding)
-        self._console.print(Text(line, style=style), soft_wrap=self._live is None)
+                self._screen.say(f"{job.name}: {place}, {_losses(job)}{pace}{left}")
 
 
 def summary_table(rows: Sequence[JobData]) -> Table:

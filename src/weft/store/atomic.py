@@ -53,6 +53,25 @@ def storage_errors(where: Path) -> Iterator[None]:
         raise storage_error(error, where) from error
 
 
+def append_line(path: Path, line: bytes, point: str, *, sync: bool = False) -> None:
+    """Adds a whole line or nothing; it survives the death of the process, and with `sync` that of the machine."""
+    with storage_errors(path), open(path, "ab", buffering=0) as file:
+        before = os.fstat(file.fileno()).st_size
+        try:
+            faults.point(point)
+            if file.write(line) != len(line):
+                # The disk filled up inside the line; the rest would fail, so say so now.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            faults.point(point)
+            if sync:
+                os.fsync(file.fileno())
+        except BaseException:
+            os.ftruncate(file.fileno(), before)
+            raise
+        if sync:
+            faults.point(point)
+
+
 def write_file(path: Path, data: bytes | str) -> None:
     """The file holds `data` for good once this returns; if it fails, it is the old file or the new one, never a mix."""
     temp = _temporary(path)

@@ -15,7 +15,6 @@ runs/x/
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -26,11 +25,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weft import __version__, faults
+from weft import __version__
 from weft.errors import StorageError
 from weft.spec.job import JOB_NAME
 from weft.store import json_text
-from weft.store.atomic import forget, make_directories, make_directory, remove_leftovers, storage_errors, write_file
+from weft.store.atomic import (
+    append_line,
+    forget,
+    make_directories,
+    make_directory,
+    remove_leftovers,
+    storage_errors,
+    write_file,
+)
 
 STATES = ("queued", "running", "paused", "succeeded", "failed", "cancelled")
 """What a job can be; the last three are final."""
@@ -158,17 +165,7 @@ class RunDirectory:
         """Adds one line; it survives the death of the process. NaN and infinity become null."""
         path = self.job_dir(name) / _METRICS
         line = json.dumps(json_text.finite(dict(record)), allow_nan=False).encode() + b"\n"
-        with storage_errors(path), open(path, "ab", buffering=0) as file:
-            before = os.fstat(file.fileno()).st_size
-            try:
-                faults.point("metrics.append")
-                if file.write(line) != len(line):
-                    # The disk filled up inside the line; the rest would fail, so say so now.
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                faults.point("metrics.append")
-            except BaseException:
-                os.ftruncate(file.fileno(), before)
-                raise
+        append_line(path, line, "metrics.append")
 
     def truncate_metrics(self, name: str, step: int) -> None:
         """Drops the lines of later steps and what a crash left of a line, so that a resumed job repeats none."""

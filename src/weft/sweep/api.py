@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from weft.engine.engine import Engine
-from weft.engine.memory import load_within
+from weft.engine.train import load_engine
 from weft.errors import ConfigError, StorageError
-from weft.plan.pack import planner_named
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
 from weft.spec.fields import field_names
@@ -127,14 +126,8 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
         import_optuna()
     objective = Objective(spec.objective, base_dir)
     earlier = None if spec.start_from is None else read_earlier(spec, base_dir / spec.start_from)
-    backbone, notes = load_within(spec.backbone, spec.memory_limit)
-    engine = Engine(
-        backbone,
-        capacity=spec.capacity,
-        planner=planner_named(spec.planner),
-        max_jobs=spec.max_jobs,
-        tenant_weights=spec.tenant_weights,
-    )
+    engine, notes = load_engine(spec)
+    backbone = engine.backbone
     configurations = Configurations(spec, backbone, base_dir)
     configurations.check(space, spec.trials)
     for data in configurations.loaded():

@@ -6,10 +6,10 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from weft.report import readable
+from weft.report.screen import Screen
 from weft.report.sweep.live import leaderboard_table, status_line
 from weft.sweep.run import SweepRun
 from weft.sweep.trial import Trial
@@ -24,12 +24,7 @@ class LiveBoard:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._run: SweepRun | None = None
-        is_screen = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-        self._live = (
-            Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
-            if is_screen
-            else None
-        )
+        self._screen = Screen(console, self.render)
 
     def watch(self, run: SweepRun) -> LiveBoard:
         """The sweep to show."""
@@ -37,24 +32,22 @@ class LiveBoard:
         return self
 
     def __enter__(self) -> LiveBoard:
-        if self._live is not None:
-            self._live.start(refresh=True)
+        self._screen.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._screen.stop()
 
     def hear(self, kind: str, trial: Trial | None, text: str) -> None:
         """Takes news of the sweep; on a terminal only what the table cannot say is printed."""
         who = f"{trial.name}: " if trial else ""
         if kind == "warning":
-            self._say(f"warning: {who}{text}", "yellow")
+            self._screen.say(f"warning: {who}{text}", "yellow")
         elif kind == "failed":
-            self._say(f"{who}failed: {text}", "red")
-        elif self._live is None and trial is not None:
+            self._screen.say(f"{who}failed: {text}", "red")
+        elif not self._screen.is_redrawn and trial is not None:
             self._say_plainly(kind, trial, text)
 
     def render(self) -> RenderableType:
@@ -71,21 +64,15 @@ class LiveBoard:
         value = f"{metric} {readable.loss(trial.value)}"
         if kind == "started":
             place = f" at step {trial.steps}" if trial.steps else ""
-            self._say(f"{trial.name}: started{place} ({params_text(trial)})")
+            self._screen.say(f"{trial.name}: started{place} ({params_text(trial)})")
         elif kind == "point":
-            self._say(f"{trial.name}: step {trial.steps}/{trial.total_steps}, {value}")
+            self._screen.say(f"{trial.name}: step {trial.steps}/{trial.total_steps}, {value}")
         elif kind == "done":
-            self._say(f"{trial.name}: done, {value}{f' ({text})' if text else ''}")
+            self._screen.say(f"{trial.name}: done, {value}{f' ({text})' if text else ''}")
         elif kind == "stopped":
-            self._say(f"{trial.name}: stopped: {text}")
+            self._screen.say(f"{trial.name}: stopped: {text}")
         elif kind == "held":
-            self._say(f"{trial.name}: waits at step {trial.steps} for the others")
-
-    def _say(self, line: str, style: str = "") -> None:
-        # A log file may take ASCII only, and a name it cannot write must not end the sweep.
-        encoding = self._console.encoding
-        shown = Text(readable.one_line(line).encode(encoding, "backslashreplace").decode(encoding), style=style)
-        self._console.print(shown, soft_wrap=self._live is None)
+            self._screen.say(f"{trial.name}: waits at step {trial.steps} for the others")
 
 
 def params_text(trial: Trial) -> str:

@@ -13,17 +13,14 @@ What a trial did between two points is in its own directory.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weft import faults
 from weft.errors import StorageError
 from weft.store import json_text
-from weft.store.atomic import storage_errors, write_file
+from weft.store.atomic import append_line, storage_errors, write_file
 from weft.sweep.trial import Point, Trial, TrialState
 
 FILE = "trials.jsonl"
@@ -86,18 +83,7 @@ class Record:
 
     def _append(self, line: dict[str, Any]) -> None:
         data = json.dumps(json_text.finite(line), allow_nan=False).encode() + b"\n"
-        with storage_errors(self.path), open(self.path, "ab", buffering=0) as file:
-            before = os.fstat(file.fileno()).st_size
-            try:
-                faults.point("trials.append")
-                if file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                faults.point("trials.append")
-                os.fsync(file.fileno())
-            except BaseException:
-                os.ftruncate(file.fileno(), before)
-                raise
-            faults.point("trials.append")
+        append_line(self.path, data, "trials.append", sync=True)
 
 
 def _named(trial: Trial, *names: str) -> dict[str, Any]:
