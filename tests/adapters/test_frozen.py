@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.adapters.frozen import KINDS, Dense, Fp8, FrozenWeight, describe, join, quantisation, quantise
+from weft.adapters.frozen import KINDS, Dense, FrozenWeight, describe, join, quantisation, quantise
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
 from weft.errors import ConfigError
@@ -145,13 +145,6 @@ def test_slot_linear_when_the_routing_has_a_row_tile_then_every_product_is_over_
     monkeypatch.setattr(torch, "mm", counting_mm)
     slotted(torch.randn(192, D, requires_grad=True)).sum().backward()
     assert counted == [64] * 6
-
-
-def test_fp8_when_its_input_is_already_rounded_then_the_product_is_the_same():
-    frozen = quantise(weights(), "fp8")
-    assert isinstance(frozen, Fp8)
-    x_TD = torch.randn(T, D)
-    assert torch.equal(frozen.product_of_rounded(*quantise_rows(x_TD)), frozen.product(x_TD))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 96), (48, 90)])

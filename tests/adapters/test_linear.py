@@ -195,3 +195,7 @@ def test_tiled_mm_when_rows_lie_elsewhere_then_the_same_bits(dtype, features, ou
     order = torch.randperm(512, generator=generator)
     assert torch.equal(tiled_mm(x[order], w, 128), whole[order])
     assert torch.equal(tiled_mm(x[:128], w, 128), whole[:128])
+    onto = torch.randn_like(whole)
+    added = tiled_mm(x, w, 128, onto.clone())
+    torch.testing.assert_close(added, whole + onto, rtol=1e-2, atol=1e-2 * features**0.5)
+    assert torch.equal(tiled_mm(x[order], w, 128, onto[order]), added[order])

@@ -44,10 +44,6 @@ class H200Run:
     def seconds(self) -> float:
         return self.workload.capacity / float(FIGURES[f"{self.name}_rows_s"])
 
-    @property
-    def peak_bytes(self) -> float:
-        return float(FIGURES[f"{self.name}_peak_gb"]) * 1e9
-
 
 RUNS = (
     H200Run("llama-3.1-8b", "weft_frozen_4_of_512to1024", FOUR, is_frozen=True),

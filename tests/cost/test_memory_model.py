@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from h200_runs import RUNS, H200Run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from weft.bench.regimes import Storage
 from weft.bench.shapes import SHAPES
 from weft.bench.step import make_backbone
 from weft.cost.memory import LOSS_ROWS, MemoryModel, rank_class
+from weft.cost.profile import Measurement, load_profile
 from weft.cost.shape import ModelShape
 from weft.data.sample import Sample
 from weft.errors import ConfigError
@@ -27,15 +28,17 @@ from weft.spec import AdapterSpec
 LLAMA = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict(), "llama-3.1-8b")
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_total_when_compared_with_an_h200_then_within_a_hundredth_and_a_half(run: H200Run):
-    """The peaks there are those of the capture: before the moments exist, and without the loss."""
-    model = MemoryModel(run.shape)
-    predicted = model.total_bytes(run.workload.capacity, run.ranks) - model.loss_bytes()
-    predicted -= 8 * sum(run.shape.adapter_parameters(rank) for rank in run.ranks)
-    # They are also of a step that had the gradients of gate and up beside gate and up.
-    predicted += 2 * run.shape.ffn * run.workload.capacity * 2
-    assert predicted == pytest.approx(run.peak_bytes, rel=0.015)
+PROFILE = load_profile(Path(__file__).parents[2] / "benchmarks" / "h200_profile.json")
+
+
+@pytest.mark.parametrize("found", PROFILE.measurements, ids=lambda m: f"{m.load.rows} rows, {m.load.jobs} jobs")
+def test_total_when_compared_with_an_h200_then_within_a_hundredth(found: Measurement):
+    """Of every microbatch that `weft profile --model llama-3.1-8b` measured there."""
+    load, model = found.load, MemoryModel(LLAMA)
+    widest = load.rank_rows // load.rows
+    rows = model.kept_bytes(load.rows, widest) + model.workspace_bytes(load.rows, widest)
+    predicted = model.weight_bytes() + model.adapter_bytes_each * load.parameters + rows + model.loss_bytes()
+    assert predicted == pytest.approx(found.peak_bytes, rel=0.01)
 
 
 def test_adapter_bytes_when_bf16_then_eighteen_per_parameter():

@@ -90,6 +90,8 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     shrink.shrink_grad_kernel(qkv_TE, s, *place)
     expand.expand_kernel(qkv_TE, s, *place)
     expand.expand_grad_kernel(x, s, *place)
+    expand.expand_kernel(qkv_TE, s, *place, adds=False)
+    expand.expand_grad_kernel(x, s, *place, adds=False)
     weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
     swiglu.swiglu_kernel(gu, Delta(s, gate_up, rows, table))
     swiglu.swiglu_grad_kernel(gu, Delta(s, gate_up, rows, table), act, Delta(s, down, rows, table), True)

@@ -38,6 +38,19 @@ def test_expand_grad_when_slots_drop_then_adds_the_gradient_of_their_inputs(run,
     torch.testing.assert_close(dx_TD.double(), before_TD + plain_in(delta), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("sizes", "slots"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("run", FORWARD + BACKWARD)
+def test_expand_when_it_does_not_add_then_puts_its_part_everywhere(run, sizes, slots):
+    """What was there is gone, NaN or not; rows and parts without adapter are zero."""
+    setting = one_site(sizes, 40, slots=slots)
+    delta = setting.delta(setting.sites[0])
+    y = torch.full((128, sum(sizes) if run in FORWARD else 40), torch.nan)
+    run(y, delta.s_TR, delta.site, delta.rows, delta.table, False)
+    expected = (plain_out if run in FORWARD else plain_in)(delta)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not y[75:80].any()
+
+
 @pytest.mark.parametrize("run", FORWARD + BACKWARD)
 def test_expand_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
     """NaN weights and rows of one slot stay in its own rows."""

@@ -38,14 +38,20 @@ FP8_MULTIPLE = 16
 """Both dimensions of an FP8 product's weight are multiples of it; other weights stay dense."""
 
 
-def tiled_mm(x_TK: torch.Tensor, w_KN: torch.Tensor, row_tile: int | None) -> torch.Tensor:
-    """X W in blocks of `row_tile` rows; T is a multiple of it."""
+def tiled_mm(
+    x_TK: torch.Tensor, w_KN: torch.Tensor, row_tile: int | None, onto_TN: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X W in blocks of `row_tile` rows, of which T is a multiple; added to `onto_TN` in place where that is given."""
     if row_tile is None or x_TK.shape[0] == row_tile:
-        return torch.mm(x_TK, w_KN)
+        return torch.mm(x_TK, w_KN) if onto_TN is None else onto_TN.addmm_(x_TK, w_KN)
     assert x_TK.shape[0] % row_tile == 0, "rows are padded to whole tiles before they get here"
-    y_TN = x_TK.new_empty(x_TK.shape[0], w_KN.shape[1])
+    y_TN = x_TK.new_empty(x_TK.shape[0], w_KN.shape[1]) if onto_TN is None else onto_TN
     for start in range(0, x_TK.shape[0], row_tile):
-        torch.mm(x_TK[start : start + row_tile], w_KN, out=y_TN[start : start + row_tile])
+        own = slice(start, start + row_tile)
+        if onto_TN is None:
+            torch.mm(x_TK[own], w_KN, out=y_TN[own])
+        else:
+            y_TN[own].addmm_(x_TK[own], w_KN)
     return y_TN
 
 
@@ -55,6 +61,8 @@ class FrozenWeight(nn.Module, ABC):
     kind: ClassVar[str]
     out_dims: ClassVar[Mapping[str, int]]
     """The stored tensors, and which of their dimensions counts the outputs."""
+    adds_up: ClassVar[bool] = True
+    """Whether its products can be added to what is there already; FP8 products cannot."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], num_in: int, dtype: torch.dtype) -> None:
         """Takes what another weight of its kind stores; use `quantise` to make one."""
@@ -70,13 +78,17 @@ class FrozenWeight(nn.Module, ABC):
     def dense(self) -> torch.Tensor:
         """W (O, D) in the type of the activations."""
 
-    def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
-        """X Wᵀ, (T, O)."""
-        return tiled_mm(x_TD, self.dense().t(), row_tile)
+    def product(
+        self, x_TD: torch.Tensor, row_tile: int | None = None, onto_TO: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """X Wᵀ, (T, O); with `onto_TO` (see `adds_up`) added there, in fp32, and rounded once."""
+        return tiled_mm(x_TD, self.dense().t(), row_tile, onto_TO)
 
-    def input_gradient(self, dy_TO: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
-        """dY W, (T, D)."""
-        return tiled_mm(dy_TO, self.dense(), row_tile)
+    def input_gradient(
+        self, dy_TO: torch.Tensor, row_tile: int | None = None, onto_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """dY W, (T, D); with `onto_TD` added there."""
+        return tiled_mm(dy_TO, self.dense(), row_tile, onto_TD)
 
     def part(self, start: int, stop: int) -> FrozenWeight:
         """The weight of the outputs [start, stop), sharing this one's storage."""
@@ -154,6 +166,7 @@ class Fp8(FrozenWeight):
     """Eight-bit floats, one scale per output, multiplied as such: forward always, backward with a second copy."""
 
     kind = "fp8"
+    adds_up = False
     out_dims: ClassVar[Mapping[str, int]] = {"w8_OD": 0, "scale_O": 0, "w8_DO": 1}
     w8_OD: nn.Parameter
     scale_O: nn.Parameter
@@ -178,20 +191,21 @@ class Fp8(FrozenWeight):
         """W (O, D) in the type of the activations."""
         return dequantise(self.w8_OD, self.scale_O, self.dtype)
 
-    def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
+    def product(
+        self, x_TD: torch.Tensor, row_tile: int | None = None, onto_TO: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """X Wᵀ, (T, O), with x rounded to 8-bit floats row by row."""
+        assert onto_TO is None
         if not _multiplies_fp8(x_TD.device):
             return super().product(x_TD, row_tile)
-        return self.product_of_rounded(*quantise_rows(x_TD), row_tile)
-
-    def product_of_rounded(
-        self, x8_TD: torch.Tensor, scale_T: torch.Tensor, row_tile: int | None = None
-    ) -> torch.Tensor:
-        """X Wᵀ, (T, O), for an x that its producer has already rounded: x ≈ x8 · scale."""
+        x8_TD, scale_T = quantise_rows(x_TD)
         return _scaled_mm(x8_TD, scale_T, self.w8_OD, self.scale_O, row_tile).to(self.dtype)
 
-    def input_gradient(self, dy_TO: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
+    def input_gradient(
+        self, dy_TO: torch.Tensor, row_tile: int | None = None, onto_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """dY W, (T, D); with two copies dy is rounded to 8-bit floats row by row."""
+        assert onto_TD is None
         if self.copies == 1 or not _multiplies_fp8(dy_TO.device):
             return super().input_gradient(dy_TO, row_tile)
         d8_TO, scale_T = quantise_rows(dy_TO, self.scale_O)

@@ -95,16 +95,17 @@ class Linear:
         """Y (T, O) and S, which backward needs."""
         s_TR = self.new_rank_space()
         shrink(x_TD, s_TR, self.site, self.rows, self.table)
-        y_TO = torch.mm(x_TD, self.weight_OD.t())
-        expand(y_TO, s_TR, self.site, self.rows, self.table)
-        return y_TO, s_TR
+        y_TO = x_TD.new_empty(len(x_TD), self.site.num_out)
+        expand(y_TO, s_TR, self.site, self.rows, self.table, adds=False)
+        return y_TO.addmm_(x_TD, self.weight_OD.t()), s_TR
 
     def backward(self, dy_TO: torch.Tensor, x_TD: torch.Tensor, s_TR: torch.Tensor) -> torch.Tensor:
         """DX (T, D); adds to the gradients of every job."""
         ds_TR = self.new_rank_space()
         shrink_grad(dy_TO, ds_TR, self.site, self.rows, self.table)
-        dx_TD = torch.mm(dy_TO, self.weight_OD)
-        expand_grad(dx_TD, ds_TR, self.site, self.rows, self.table)
+        dx_TD = dy_TO.new_empty(len(dy_TO), self.site.num_in)
+        expand_grad(dx_TD, ds_TR, self.site, self.rows, self.table, adds=False)
+        dx_TD.addmm_(dy_TO, self.weight_OD)
         weight_grad(x_TD, s_TR, dy_TO, ds_TR, self.site, self.rows, self.table)
         return dx_TD
 

@@ -134,7 +134,7 @@ RAGGED32 = Workload((8, 16, 32, 64) * 8, (256, 512), 12800)
 TINY16 = Workload((16,) * 16, (256, 256), 4096)
 TINY4 = Workload((16,) * 4, (512, 512), 8192)
 LONG = Workload((16,), (32768, 32768), 32768)
-HUGE4 = Workload((16,) * 4, (512, 1024), 4096)
+HUGE4 = Workload((16,) * 4, (512, 1024), 6144)
 HANDFUL = Workload((4, 8), (24, 48), 128)
 FEW = Workload((4,) * 4, (32, 32), 128)
 

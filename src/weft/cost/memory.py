@@ -9,7 +9,7 @@ Per device of stage s with tensor-parallel degree t, for one microbatch of T row
     loss          one block of logits
 LoRA's parts follow PLoRA's appendix A (an indicator per linear, parameters, optimizer, activations b·s·r), with what
 this engine really stores. What is kept equals the fused step to the byte, and totals meet peaks measured on an H200
-within 1.5 % (tests/cost).
+within 1 % (tests/cost).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From rank space back to activations, added in place, for all owners of a microbatch in one launch.
+"""From rank space back to activations, for all owners of a microbatch in one launch.
 
 Forward, for the rows of one owner and each part m of a site (B_m holds scale · B):
     y_m += S_m B_mᵀ                  (T, O_m)
@@ -6,13 +6,16 @@ Backward:
     dx += Σ_m drop_m(dS_m A_m)       (T, D), parts in order
 Sums over rank in fp32, added to the bf16 number and rounded once. A tile has one owner: a NaN in another row or slot
 changes nothing. SwiGLU adds its adapters' parts itself, through weft.kernels.tile; these two are for all other places.
+
+With `adds` false the sum over ranks takes the place of whatever was there, and rows without an adapter become zero: a
+product that adds to what it finds then comes second, and y is written and read once less.
 """
 
 from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, lanes, runs_triton, tl
 from weft.kernels.tables import ROW_TILE, RowTables, Site, SlotTable
 from weft.kernels.tile import (
     drop_threshold,
@@ -33,8 +36,12 @@ from weft.kernels.tile import (
 from weft.kernels.tuning import expand_blocks, expand_grad_blocks
 
 
-def expand_reference(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+def expand_reference(
+    y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
+) -> None:
     """Adds every owner's S Bᵀ to its rows of y."""
+    if not adds:
+        y_TO.zero_()
     for span in rows.spans:
         own = slice(span.start, span.end)
         for start, size, (column, rank, entry) in zip(
@@ -45,9 +52,11 @@ def expand_reference(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: R
 
 
 def expand_grad_reference(
-    dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
+    dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
 ) -> None:
     """Adds every owner's drop(dS A) to its rows of dx."""
+    if not adds:
+        dx_TD.zero_()
     for span in rows.spans:
         own = slice(span.start, span.end)
         for column, rank, entry in table.columns(span.slot, site):
@@ -69,6 +78,7 @@ def _expand(  # type: ignore[no-untyped-def]
     size_0,
     size_1,
     size_2,
+    ADDS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ABOVE: tl.constexpr,
     UPTO: tl.constexpr,
@@ -79,13 +89,13 @@ def _expand(  # type: ignore[no-untyped-def]
 ):
     tile = tiles + tl.program_id(1) * 4
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+    if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
         return
     part, block = part_of_block(tl.program_id(0), size_0, size_1, NUM_PARTS, BN)
     begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
     line = line_of(table, slot, module + part, num_modules)
     width = part_width(line)
-    if (end <= start) | (width == 0):
+    if (end <= start) | (ADDS & (width == 0)):
         return
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
@@ -96,7 +106,9 @@ def _expand(  # type: ignore[no-untyped-def]
     delta = out_delta(s_tile, s, stride_s, column, width, b, rows, row_mask, columns, inside, BR, RANK_BLOCKS)
     out = y + rows.to(tl.int64)[:, None] * stride_y + (begin + columns)[None, :]
     mask = row_mask[:, None] & inside[None, :]
-    tl.store(out, (tl.load(out, mask=mask, other=0.0).to(tl.float32) + delta).to(y.dtype.element_ty), mask=mask)
+    if ADDS:
+        delta += tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out, delta.to(y.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -111,6 +123,7 @@ def _expand_grad(  # type: ignore[no-untyped-def]
     module,
     num_modules,
     num_features,
+    ADDS: tl.constexpr,
     DROPS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ABOVE: tl.constexpr,
@@ -122,17 +135,18 @@ def _expand_grad(  # type: ignore[no-untyped-def]
 ):
     tile = tiles + tl.program_id(1) * 4
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if (end <= start) | (slot == 0):
+    if (end <= start) | (ADDS & (slot == 0)):
         return
-    if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+    if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
         return
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
     features = tl.program_id(0) * BN + tl.arange(0, BN)
     out = dx + rows.to(tl.int64)[:, None] * stride_x + features[None, :]
     mask = row_mask[:, None] & (features < num_features)[None, :]
-    before = tl.load(out, mask=mask, other=0.0)
     total = tl.zeros((BM, BN), dtype=tl.float32)
+    if ADDS:
+        before = tl.load(out, mask=mask, other=0.0)
     whole = 0
     a_whole = tl.load(line_of(table, slot, module, num_modules) + 2)
     any_dropped = False
@@ -157,12 +171,16 @@ def _expand_grad(  # type: ignore[no-untyped-def]
         for r in range(0, whole, BR):
             ds_tile = rank_tile(ds, stride_s, 0, whole, r, rows, row_mask, BR)
             total += in_block(ds_tile, a, whole, r, features, num_features, BR)
-    tl.store(out, (before.to(tl.float32) + total).to(dx.dtype.element_ty), mask=mask)
+    if ADDS:
+        total += before.to(tl.float32)
+    tl.store(out, total.to(dx.dtype.element_ty), mask=mask)
 
 
-def expand_kernel(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+def expand_kernel(
+    y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
+) -> None:
     """Adds every owner's S Bᵀ to its rows of y."""
-    for launch in table.launches:
+    for launch in lanes(table.launches, y_TO.device):
         blocks = expand_blocks(launch.upto, y_TO.device)
         num_blocks = sum(cdiv(size, blocks["BN"]) for size in site.sizes)
         _expand[(num_blocks, len(rows.tiles_N4))](
@@ -175,6 +193,7 @@ def expand_kernel(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
             site.module,
             table.num_modules,
             *site.three_sizes,
+            ADDS=adds,
             NUM_PARTS=len(site.sizes),
             BM=ROW_TILE,
             **launch.bounds,
@@ -182,9 +201,11 @@ def expand_kernel(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
         )
 
 
-def expand_grad_kernel(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+def expand_grad_kernel(
+    dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
+) -> None:
     """Adds every owner's drop(dS A) to its rows of dx."""
-    for launch in table.launches:
+    for launch in lanes(table.launches, dx_TD.device):
         blocks = expand_grad_blocks(launch.upto, len(site.sizes), dx_TD.device)
         _expand_grad[(cdiv(site.num_in, blocks["BN"]), len(rows.tiles_N4))](
             dx_TD,
@@ -197,6 +218,7 @@ def expand_grad_kernel(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, row
             site.module,
             table.num_modules,
             site.num_in,
+            ADDS=adds,
             DROPS=table.drops,
             NUM_PARTS=len(site.sizes),
             BM=ROW_TILE,
@@ -205,11 +227,15 @@ def expand_grad_kernel(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, row
         )
 
 
-def expand(y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Adds every owner's S Bᵀ to its rows of y."""
-    (expand_kernel if runs_triton(y_TO) else expand_reference)(y_TO, s_TR, site, rows, table)
+def expand(
+    y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
+) -> None:
+    """Adds every owner's S Bᵀ to its rows of y, or puts it there."""
+    (expand_kernel if runs_triton(y_TO) else expand_reference)(y_TO, s_TR, site, rows, table, adds)
 
 
-def expand_grad(dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Adds every owner's drop(dS A) to its rows of dx."""
-    (expand_grad_kernel if runs_triton(dx_TD) else expand_grad_reference)(dx_TD, ds_TR, site, rows, table)
+def expand_grad(
+    dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
+) -> None:
+    """Adds every owner's drop(dS A) to its rows of dx, or puts it there."""
+    (expand_grad_kernel if runs_triton(dx_TD) else expand_grad_reference)(dx_TD, ds_TR, site, rows, table, adds)

@@ -6,8 +6,9 @@ a GPU at import.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +19,10 @@ except ImportError:  # a machine that only runs the twins
     triton = None
     tl = None
 
-__all__ = ["cdiv", "has_triton", "jit", "next_power_of_2", "runs_triton", "tl"]
+__all__ = ["cdiv", "has_triton", "jit", "lanes", "next_power_of_2", "runs_triton", "tl"]
+
+Item = TypeVar("Item")
+
 
 PLACES = ("module", "down_module", "num_modules", "num_lanes")
 """Arguments that differ from layer to layer or grow with the jobs; a kernel compiled for one value serves all."""
@@ -50,3 +54,29 @@ def cdiv(numerator: int, denominator: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def lanes(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
+    """The items; on a GPU what each round of the loop launches runs beside the other rounds', all of it before whatever
+    follows the loop.
+
+    For launches that do not touch each other's results: one that has few rows cannot fill a GPU by itself.
+    """
+    if device.type != "cuda" or len(items) == 1:
+        yield from items
+        return
+    main = torch.cuda.current_stream(device)
+    begin = main.record_event()
+    streams = _side_streams(device, len(items) - 1)
+    for item, stream in zip(items[1:], streams, strict=True):
+        stream.wait_event(begin)
+        with torch.cuda.stream(stream):
+            yield item
+    yield items[0]
+    for stream in streams:
+        main.wait_stream(stream)
+
+
+@lru_cache(maxsize=64)
+def _side_streams(device: torch.device, number: int) -> tuple[torch.cuda.Stream, ...]:
+    return tuple(torch.cuda.Stream(device) for _ in range(number))

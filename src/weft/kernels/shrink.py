@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import jit, runs_triton, tl
+from weft.kernels.launch import jit, lanes, runs_triton, tl
 from weft.kernels.tables import ROW_TILE, RowTables, Site, SlotTable, padded
 from weft.kernels.tile import drop_seed, drop_threshold, is_kept, is_mine, keep_scale, line_of, pad, part_bounds
 from weft.kernels.tuning import REDUCTION, shrink_blocks
@@ -69,7 +69,7 @@ def _shrink(  # type: ignore[no-untyped-def]
 ):
     tile = tiles + tl.program_id(0) * 4
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+    if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
         return
     block = tl.program_id(1)
     line = line_of(table, slot, module + block // RANK_BLOCKS, num_modules)
@@ -151,7 +151,7 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
 ):
     tile = tiles + tl.program_id(0) * 4
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if not is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+    if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
         return
     part = tl.program_id(1) // RANK_BLOCKS
     first = (tl.program_id(1) % RANK_BLOCKS) * BR
@@ -180,10 +180,16 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
     tl.store(out, acc.to(ds.dtype.element_ty), mask=row_mask[:, None] & has[None, :])
 
 
-def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+def shrink_kernel(
+    x_TD: torch.Tensor,
+    s_TR: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+) -> None:
     """Writes S of every owned row."""
     num_parts = len(site.sizes)
-    for launch in table.launches:
+    for launch in lanes(table.launches, x_TD.device):
         blocks = shrink_blocks(launch.upto, num_parts, x_TD)
         _shrink[(len(rows.tiles_N4), num_parts * blocks["RANK_BLOCKS"])](
             x_TD,
@@ -205,10 +211,16 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
         )
 
 
-def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
+def shrink_grad_kernel(
+    dy_TO: torch.Tensor,
+    ds_TR: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+) -> None:
     """Writes dS of every owned row."""
     num_parts = len(site.sizes)
-    for launch in table.launches:
+    for launch in lanes(table.launches, dy_TO.device):
         blocks = shrink_blocks(launch.upto, 1, dy_TO)
         _shrink_grad[(len(rows.tiles_N4), num_parts * blocks["RANK_BLOCKS"])](
             dy_TO,

@@ -16,13 +16,12 @@ Shape suffixes: T rows, I inner size, J = 2 I.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from weft.kernels.expand import expand_grad_reference, expand_reference
-from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, lanes, runs_triton, tl
 from weft.kernels.tables import ROW_TILE, Delta, RankLaunch
 from weft.kernels.tile import (
     drop_threshold,
@@ -34,7 +33,6 @@ from weft.kernels.tile import (
     part_column,
     part_width,
     rank_tile,
-    site_width,
     weight_a,
     weight_b,
 )
@@ -74,10 +72,11 @@ SPAN = 512
 block of 64 would wait for those look-ups; on an H200 that took 363 us where this takes 218 (8192 x 14336, rank 16)."""
 
 
-def _launches(delta: Delta | None, device: torch.device, *, backward: bool) -> Iterator[dict[str, int]]:
+def _launches(delta: Delta | None, device: torch.device, *, backward: bool) -> list[dict[str, int]]:
     """The launch options for each class of ranks."""
-    for launch in (RankLaunch(-1, 16),) if delta is None else delta.table.launches:
-        yield {**swiglu_blocks(launch.upto, device, backward=backward), **launch.bounds, "SPAN": SPAN, "BM": ROW_TILE}
+    sizes = {"SPAN": SPAN, "BM": ROW_TILE}
+    launches = (RankLaunch(-1, 16),) if delta is None else delta.table.launches
+    return [{**swiglu_blocks(launch.upto, device, backward=backward), **launch.bounds, **sizes} for launch in launches]
 
 
 @jit
@@ -171,7 +170,7 @@ def _swiglu(  # type: ignore[no-untyped-def]
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
     if HAS_DELTA:
-        if not is_mine(table, slot, module, num_modules, 2, ABOVE, UPTO):
+        if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
             return
         line_g = line_of(table, slot, module, num_modules)
         line_u = line_of(table, slot, module + 1, num_modules)
@@ -295,11 +294,7 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
     if ADAPTED:
-        # down's rank may be another, and the wider one decides.
-        width = tl.maximum(
-            site_width(table, slot, module, num_modules, 2), site_width(table, slot, down_module, num_modules, 1)
-        )
-        if (width <= ABOVE) | (width > UPTO):
+        if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
             return
         line_g = line_of(table, slot, module, num_modules)
         line_u = line_of(table, slot, module + 1, num_modules)
@@ -347,7 +342,7 @@ def swiglu_kernel(gu_TJ: torch.Tensor, delta: Delta | None) -> torch.Tensor:
         assert delta.site.sizes == (num_inner, num_inner)
         adapters = (delta.s_TR, delta.table.device_SMF, delta.rows.tiles_N4)
         place = (delta.s_TR.stride(0), delta.site.module, delta.table.num_modules)
-    for launch in _launches(delta, gu_TJ.device, backward=False):
+    for launch in lanes(_launches(delta, gu_TJ.device, backward=False), gu_TJ.device):
         _swiglu[_grid(num_rows, num_inner, delta)](
             gu_TJ,
             act_TI,
@@ -377,7 +372,7 @@ def swiglu_grad_kernel(
         adapters = (delta.s_TR, down_delta.s_TR, *tables)
         strides = (delta.s_TR.stride(0), down_delta.s_TR.stride(0))
         place = (delta.site.module, down_delta.site.module, delta.table.num_modules)
-    for launch in _launches(delta, gu_TJ.device, backward=True):
+    for launch in lanes(_launches(delta, gu_TJ.device, backward=True), gu_TJ.device):
         _swiglu_grad[_grid(num_rows, num_inner, delta)](
             gu_TJ,
             dact_TI,

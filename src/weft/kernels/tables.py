@@ -22,8 +22,8 @@ ROW_TILE = 64
 """Rows of one tile: a tile has one owner. Smaller tiles waste less at the ends of short samples, larger ones read an
 adapter's weights less often."""
 NUM_FIELDS = 8
-"""Numbers per (slot, module): rank; first column in S; addresses of A, B and their gradients; the scale's bits;
-dropout."""
+"""Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
+A, B and their gradients; the scale's bits; dropout."""
 BARE = 0
 """The table's slot of rows without an adapter; all its ranks are 0."""
 SPARE_SLOTS = 32
@@ -94,7 +94,7 @@ def rank_classes(ranks: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """A launch that takes the rows whose adapter has a rank above one and up to another, and leaves the others alone.
+    """A launch that takes the rows whose adapter's widest rank is above one and up to another, and leaves others alone.
 
     So what computes a row depends on its own adapter, never on how wide a neighbour is: block sizes of another class
     would round otherwise. And a row costs what its rank costs: a program that could also serve a rank of 256 would have
@@ -160,9 +160,9 @@ class SlotTable:
             self._fields = np.concatenate([self._fields, np.zeros_like(self._fields)])
             self.device_SMF = torch.zeros(self._fields.shape, dtype=torch.int64, device=self.device_SMF.device)
             self.version += 1
-        rank = max((entry.rank for entry in entries.values()), default=0)
+        widest = max((entry.rank for entry in entries.values()), default=0)
         before = (self.rank_class, self.launches)
-        self.ranks |= {rank}
+        self.ranks |= {widest}
         if before != (self.rank_class, self.launches):
             self.version += 1
         if not self.drops and any(entry.dropout for entry in entries.values()):
@@ -170,8 +170,8 @@ class SlotTable:
             self.version += 1
         for site in self._sites:
             for part, (column, rank, entry) in enumerate(self.columns(slot, site)):
-                row = (rank, column, *_addresses(entry)) if entry else (0, column, 0, 0, 0, 0, 0, 0)
-                self._fields[slot, site.module + part] = row
+                addresses = _addresses(entry) if entry else (0, 0, 0, 0, 0, 0)
+                self._fields[slot, site.module + part] = (rank | widest << 32, column, *addresses)
         self.device_SMF.copy_(torch.from_numpy(self._fields))
         return slot
 

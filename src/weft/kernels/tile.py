@@ -70,21 +70,10 @@ def part_width(line):  # type: ignore[no-untyped-def]
 
 
 @jit
-def site_width(table, slot, module, num_modules, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns of a site's widest part."""
-    width = part_width(line_of(table, slot, module, num_modules))
-    for part in tl.static_range(1, NUM_PARTS):
-        width = tl.maximum(width, part_width(line_of(table, slot, module + part, num_modules)))
-    return width
-
-
-@jit
-def is_mine(  # type: ignore[no-untyped-def]
-    table, slot, module, num_modules, NUM_PARTS: tl.constexpr, ABOVE: tl.constexpr, UPTO: tl.constexpr
-):
-    """Whether a `RankLaunch` takes a slot's rows at a site."""
-    width = site_width(table, slot, module, num_modules, NUM_PARTS)
-    return (width > ABOVE) & (width <= UPTO)
+def is_mine(table, slot, module, num_modules, ABOVE: tl.constexpr, UPTO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a `RankLaunch` takes a slot's rows."""
+    widest = tl.load(line_of(table, slot, module, num_modules)) >> 32
+    return (widest > ABOVE) & (widest <= UPTO)
 
 
 @jit

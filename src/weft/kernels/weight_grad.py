@@ -15,10 +15,12 @@ nothing for a wide neighbour.
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
-from weft.kernels.launch import jit, runs_triton, tl
-from weft.kernels.tables import RowTables, Site, SlotTable
+from weft.kernels.launch import jit, lanes, runs_triton, tl
+from weft.kernels.tables import RankLaunch, RowTables, Site, SlotTable
 from weft.kernels.tile import (
     drop_seed,
     drop_threshold,
@@ -174,7 +176,7 @@ def _grad_a(  # type: ignore[no-untyped-def]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         owner = owners + (1 + item // column_blocks) * 4
         first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
-        if is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+        if is_mine(table, slot, module, num_modules, ABOVE, UPTO):
             columns = (item % column_blocks) * BN + tl.arange(0, BN)
             whole = 0
             grad_whole = tl.load(line_of(table, slot, module, num_modules) + 4)
@@ -235,7 +237,7 @@ def _grad_b(  # type: ignore[no-untyped-def]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         owner = owners + (1 + item // column_blocks) * 4
         first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
-        if is_mine(table, slot, module, num_modules, NUM_PARTS, ABOVE, UPTO):
+        if is_mine(table, slot, module, num_modules, ABOVE, UPTO):
             part, block = part_of_block(item % column_blocks, size_0, size_1, NUM_PARTS, BN)
             begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
             line = line_of(table, slot, module + part, num_modules)
@@ -269,15 +271,21 @@ def weight_grad_kernel(
     tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
     place = (site.module, table.num_modules)
     strides_a, strides_b = (x_TD.stride(0), ds_TR.stride(0)), (dy_TO.stride(0), s_TR.stride(0))
-    for launch in table.launches:
-        shared = {"NUM_PARTS": num_parts, "BT": REDUCTION, **launch.bounds}
+    shared = {"NUM_PARTS": num_parts, "BT": REDUCTION}
+
+    def add_a(launch: RankLaunch) -> None:
         # The A of all parts have one x, which is read once; the B have outputs of their own.
-        blocks_a = weight_grad_blocks(launch.upto, num_parts, x_TD)
-        blocks_b = weight_grad_blocks(launch.upto, 1, x_TD)
+        options = {**shared, **launch.bounds, **weight_grad_blocks(launch.upto, num_parts, x_TD)}
         _grad_a[(NUM_PROGRAMS,)](
-            x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=table.drops, **shared, **blocks_a
+            x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=table.drops, **options
         )
-        _grad_b[(NUM_PROGRAMS,)](dy_TO, s_TR, *tables, *strides_b, *place, *site.three_sizes, **shared, **blocks_b)
+
+    def add_b(launch: RankLaunch) -> None:
+        options = {**shared, **launch.bounds, **weight_grad_blocks(launch.upto, 1, x_TD)}
+        _grad_b[(NUM_PROGRAMS,)](dy_TO, s_TR, *tables, *strides_b, *place, *site.three_sizes, **options)
+
+    for launch, add in lanes(list(product(table.launches, (add_a, add_b))), x_TD.device):
+        add(launch)
 
 
 def weight_grad(

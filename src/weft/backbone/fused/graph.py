@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def capture(
     inputs = Inputs(shape, buffer)
     grad_TD = torch.zeros(shape.num_rows, model.embedding_VD.shape[1], dtype=model.embedding_VD.dtype, device=device)
     arguments = (model, inputs, table, row_tile, memory)
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         # Once in the open: kernels are compiled and libraries set up, which must not happen inside a capture.
@@ -58,6 +59,12 @@ def capture(
         with torch.cuda.graph(backward, pool=pool, stream=stream):
             run_backward(passed, grad_TD)
     return Captured(inputs, passed.hidden_TD, grad_TD, forward, backward)
+
+
+@lru_cache(maxsize=64)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS takes a workspace for every stream it meets and never gives it back."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -10,8 +10,9 @@ Kept: x, q/k/v, o, x', gu and the S; norms and act are made again on the way bac
 again too, and with "full" everything but x.
 
 Backward, from dx' (of what this layer handed on), runs the same lines from the last to the first; the gradient of a
-site's input is dy W + drop(dS A). SwiGLU adds its adapters' parts while it has its tensors at hand; elsewhere that
-would cost more than it saves, and `expand` adds them.
+site's input is dy W + drop(dS A). SwiGLU adds its adapters' parts while it has its tensors at hand. Elsewhere that
+would cost more than it saves: there `expand` writes them and the frozen product adds itself to them, or, where it
+cannot (FP8), `expand` adds them to it.
 """
 
 from __future__ import annotations
@@ -71,16 +72,42 @@ class Context:
     recompute: Recompute
     needs_grad: bool
 
-    def product(self, product: Product, x_TD: torch.Tensor) -> tuple[torch.Tensor, Delta | None]:
-        """The frozen product of a site, and its adapters' S."""
-        return self.frozen(product, x_TD), self._shrunk(product, x_TD, shrink)
+    def linear(self, product: Product, x_TD: torch.Tensor) -> tuple[torch.Tensor, Delta | None]:
+        """A site's outputs with the adapters' part, and S."""
+        s = self.shrunk(product, x_TD)
+        if s is None:
+            return self.frozen(product, x_TD), None
+        if not product.weight.adds_up:
+            y_TO = self.frozen(product, x_TD)
+            expand(y_TO, s.s_TR, s.site, s.rows, s.table)
+            return y_TO, s
+        y_TO = x_TD.new_empty(x_TD.shape[0], product.site.num_out)
+        expand(y_TO, s.s_TR, s.site, s.rows, s.table, adds=False)
+        return self.frozen(product, x_TD, y_TO), s
 
-    def frozen(self, product: Product, x_TD: torch.Tensor) -> torch.Tensor:
-        """The frozen product alone."""
-        y_TO = product.weight.product(x_TD, self.row_tile)
+    def frozen(self, product: Product, x_TD: torch.Tensor, onto_TO: torch.Tensor | None = None) -> torch.Tensor:
+        """The frozen product alone, or added to what is there."""
+        y_TO = product.weight.product(x_TD, self.row_tile, onto_TO)
         if product.bias_O is not None:
             y_TO += product.bias_O
         return y_TO
+
+    def input_gradient(self, product: Product, dy_TO: torch.Tensor, ds: Delta | None) -> torch.Tensor:
+        """The gradient of a site's input with the adapters' part."""
+        weight = product.weight
+        if ds is None:
+            return weight.input_gradient(dy_TO, self.row_tile)
+        if not weight.adds_up:
+            dx_TD = weight.input_gradient(dy_TO, self.row_tile)
+            expand_grad(dx_TD, ds.s_TR, ds.site, ds.rows, ds.table)
+            return dx_TD
+        dx_TD = dy_TO.new_empty(dy_TO.shape[0], product.site.num_in)
+        expand_grad(dx_TD, ds.s_TR, ds.site, ds.rows, ds.table, adds=False)
+        return weight.input_gradient(dy_TO, self.row_tile, dx_TD)
+
+    def shrunk(self, product: Product, x_TD: torch.Tensor) -> Delta | None:
+        """The adapters' S at a site."""
+        return self._shrunk(product, x_TD, shrink)
 
     def shrunk_grad(self, product: Product, dy_TO: torch.Tensor) -> Delta | None:
         """The adapters' dS at a site."""
@@ -93,18 +120,6 @@ class Context:
         run(x, s_TR, product.site, self.inputs.rows, self.table)
         return Delta(s_TR, product.site, self.inputs.rows, self.table)
 
-    def expanded(self, y_TO: torch.Tensor, s: Delta | None) -> torch.Tensor:
-        """y with the adapters' part added in place."""
-        if s is not None:
-            expand(y_TO, s.s_TR, s.site, s.rows, s.table)
-        return y_TO
-
-    def expanded_grad(self, dx_TD: torch.Tensor, ds: Delta | None) -> torch.Tensor:
-        """dx with the adapters' part added in place."""
-        if ds is not None:
-            expand_grad(dx_TD, ds.s_TR, ds.site, ds.rows, ds.table)
-        return dx_TD
-
     def weight_grad(self, x_TD: torch.Tensor, s: Delta | None, dy_TO: torch.Tensor, ds: Delta | None) -> None:
         """Adds to the gradients of all adapters at a site."""
         if s is not None and ds is not None:
@@ -115,9 +130,8 @@ def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kep
     """The stream after the layer, and what its backward needs."""
     eps = context.model.eps
     x_TD, h_TD = add_norm(stream.x_TD, stream.y_TD, layer.norm_in_D, eps)
-    raw_TE, s_qkv = context.product(layer.qkv, h_TD)
+    raw_TE, s_qkv = context.linear(layer.qkv, h_TD)
     del h_TD
-    context.expanded(raw_TE, s_qkv)
     qkv_TE = rotate(raw_TE, context.cos_TF, context.sin_TF, context.model.heads, layer.head_norms)
     attended = attention(
         qkv_TE,
@@ -127,14 +141,14 @@ def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kep
         layer.window,
         needs_grad=context.needs_grad,
     )
-    y_TD, s_out = context.product(layer.out, attended.output_THC.flatten(1))
-    mid_TD, h_TD = add_norm(x_TD, context.expanded(y_TD, s_out), layer.norm_mid_D, eps)
+    y_TD, s_out = context.linear(layer.out, attended.output_THC.flatten(1))
+    mid_TD, h_TD = add_norm(x_TD, y_TD, layer.norm_mid_D, eps)
     del y_TD
-    gu_TJ, s_gate_up = context.product(layer.gate_up, h_TD)
+    gu_TJ, s_gate_up = context.frozen(layer.gate_up, h_TD), context.shrunk(layer.gate_up, h_TD)
     del h_TD
     act_TI = swiglu(gu_TJ, s_gate_up)
-    y_TD, s_down = context.product(layer.down, act_TI)
-    after = Stream(mid_TD, context.expanded(y_TD, s_down))
+    y_TD, s_down = context.linear(layer.down, act_TI)
+    after = Stream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
         return after, Kept(x_TD)
     raw = raw_TE if layer.head_norms is not None else None
@@ -167,7 +181,7 @@ def _backward_mlp(layer: Layer, kept: Kept, dx_TD: torch.Tensor, context: Contex
         context.weight_grad(act_TI, kept.s_down, dx_TD, ds_down)
     del act_TI
     ds_gate_up = context.shrunk_grad(layer.gate_up, dgu_TJ)
-    dh_TD = context.expanded_grad(layer.gate_up.weight.input_gradient(dgu_TJ, context.row_tile), ds_gate_up)
+    dh_TD = context.input_gradient(layer.gate_up, dgu_TJ, ds_gate_up)
     dmid_TD, h_TD = norm_grad(kept.mid_TD, layer.norm_mid_D, model.eps, dh_TD, dx_TD, is_adapted)
     if h_TD is not None:
         context.weight_grad(h_TD, kept.s_gate_up, dgu_TJ, ds_gate_up)
@@ -181,7 +195,7 @@ def _backward_attention(
     assert kept.attended is not None
     attended_TD = kept.attended.output_THC.flatten(1)
     ds_out = context.shrunk_grad(layer.out, dmid_TD)
-    do_TD = context.expanded_grad(layer.out.weight.input_gradient(dmid_TD, context.row_tile), ds_out)
+    do_TD = context.input_gradient(layer.out, dmid_TD, ds_out)
     context.weight_grad(attended_TD, kept.s_out, dmid_TD, ds_out)
     dq, dk, dv = kept.attended.gradients(do_TD.view_as(kept.attended.output_THC))
     del do_TD
@@ -194,7 +208,7 @@ def _backward_attention(
         if is_adapted:
             context.weight_grad(add_norm(kept.x_TD, None, layer.norm_in_D, model.eps)[1], kept.s_qkv, dqkv_TE, ds_qkv)
         return None
-    dh_TD = context.expanded_grad(layer.qkv.weight.input_gradient(dqkv_TE, context.row_tile), ds_qkv)
+    dh_TD = context.input_gradient(layer.qkv, dqkv_TE, ds_qkv)
     dx_TD, h_TD = norm_grad(kept.x_TD, layer.norm_in_D, model.eps, dh_TD, dmid_TD, is_adapted)
     if h_TD is not None:
         context.weight_grad(h_TD, kept.s_qkv, dqkv_TE, ds_qkv)

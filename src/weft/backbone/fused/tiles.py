@@ -31,6 +31,9 @@ def _bits_agree(weight: FrozenWeight, num_rows: int, row_tile: int) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     for size, run in ((weight.shape[1], weight.product), (weight.shape[0], weight.input_gradient)):
         x = torch.randn(num_rows, size, dtype=weight.dtype, device=device, generator=generator)
-        if not torch.equal(run(x), run(x, row_tile)):
+        y = run(x, row_tile)
+        if not torch.equal(run(x), y):
+            return False
+        if weight.adds_up and not torch.equal(run(x, None, y.clone()), run(x, row_tile, y)):
             return False
     return True
