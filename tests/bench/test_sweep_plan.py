@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.bench.sweep import TARGETS
-from weft.bench.sweep_plan import measure_sweep_plan, paper_space
+from weft.bench.sweep_plan import QWEN25, batch8, measure_sweep_plan, paper_space
 
 
 def test_paper_space_when_made_then_has_120_configurations_of_table_1():
@@ -19,5 +19,13 @@ def test_measure_sweep_plan_when_run_on_7b_then_plans_fast_and_near_the_bound():
     assert figures["plan120_s"] < 20
     assert 1 <= figures["approximation_ratio"] <= 1.05
     assert 1 < figures["sim_makespan_7b"] < figures["sim_ceiling_7b"]
-    assert figures["sim_makespan_7b"] < figures["sim_makespan_7b_gsm8k"] < figures["sim_makespan_7b_rte"]
+    by_length = [figures[f"sim_makespan_7b{task}"] for task in ("", "_gsm8k", "_rte", "_sst2")]
+    assert by_length == sorted(by_length)
     assert {key for key in TARGETS if "7b" in key} <= figures.keys()
+
+
+def test_batch8_when_samples_are_long_then_a_step_takes_eight_times_as_long_and_when_short_no_longer():
+    """What a sample adds to a step is the GPU's time; below that the host's launches set the pace."""
+    assert 7 < batch8(QWEN25["7b"], 4096, 4096) <= 8
+    assert batch8(QWEN25["7b"], 16, 16) == 1
+    assert 1 < batch8(QWEN25["7b"], 152, 434) < 2

@@ -18,7 +18,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_together_when_measured_then_every_configuration_ends_as_one_by_one(few):
-    figures = measure_sweep_together({1: 3})
+    figures = measure_sweep_together({1: 3}, rounds=1)
+    assert figures["cpu16_processes"] == pytest.approx(4 * figures["cpu16_process_s"] / figures["cpu16_together_s"])
     assert figures["cpu16"] == pytest.approx(figures["cpu16_one_by_one_s"] / figures["cpu16_together_s"])
     assert figures["cpu16_largest_difference"] == 0 and figures["cpu16_same_best"] == 1
 
@@ -31,5 +32,5 @@ def test_early_stop_when_measured_then_trains_fewer_tokens(few):
 
 def test_tasks_when_read_then_are_at_least_four_and_none_that_the_rule_was_chosen_on():
     assert len(HELD_OUT) >= 4
-    assert not {skill for skill, _ in HELD_OUT} & {"reverse", "shout", "add", "next_letter"}
+    assert min(seed for _, seed in HELD_OUT) >= 30
     assert {"cpu16", "early_stop_tokens"} <= TARGETS.keys()

@@ -4,6 +4,9 @@ from tiny_models import assert_same_bits, finish, job_spec, random_backbone, ran
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone, StepDone
 from weft.engine.preview import preview
+from weft.plan.pack import pack, planner_named
+from weft.plan.pack.planners import ExactPlanner
+from weft.plan.types import Limits
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +21,8 @@ def jobs():
     ]
 
 
-def prepared(backbone) -> Engine:
-    engine = Engine(backbone, capacity=48)
+def prepared(backbone, capacity=48, **settings) -> Engine:
+    engine = Engine(backbone, capacity=capacity, **settings)
     for spec, data in jobs():
         engine.submit(spec, data)
     return engine
@@ -47,10 +50,44 @@ def test_preview_when_read_then_its_figures_are_those_of_the_run(backbone):
         name: (event.num_steps, event.num_tokens) for name, event in last.items()
     }
     assert [job.num_parameters for job in plan.jobs] == [j.adapter.num_parameters for j in engine.jobs.values()]
-    assert plan.num_microbatches == pytest.approx(len(microbatches), abs=2)
+    assert plan.num_microbatches == len(microbatches)
     assert plan.capacity == 48 and 0.5 < plan.fill <= 1
     assert plan.seconds > 0 and plan.activation_bytes > 0
     assert plan.total_bytes == plan.backbone_bytes + plan.adapter_bytes + plan.activation_bytes
+
+
+def test_preview_when_jobs_wait_for_a_place_then_the_plan_waits_too(backbone):
+    """With one place the jobs' microbatches are not shared, in the plan as in training."""
+    alone, together = (preview(prepared(backbone, 200, max_jobs=n)).num_microbatches for n in (1, None))
+    events = prepared(backbone, 200, max_jobs=1).events()
+    assert alone == sum(isinstance(event, MicrobatchDone) for event in events)
+    assert alone > together
+
+
+def test_preview_when_a_planner_is_given_then_the_plan_is_that_planners(backbone):
+    """Every program is the engine's planner's, not the greedy one's."""
+
+    def one_by_one(queues, limits):
+        return pack(queues, Limits(max(n for q in queues for b in q.batches for n in b.lengths)))
+
+    engine = prepared(backbone, planner=one_by_one)
+    assert preview(engine).num_microbatches > preview(prepared(backbone)).num_microbatches
+
+
+@pytest.mark.parametrize("planner", ["auto", "exact"])
+def test_preview_when_the_planner_searches_then_only_what_is_foreseen_is_searched(backbone, planner):
+    """The first program has no time for searching; those made beside training have."""
+    asked = []
+
+    class Noting(ExactPlanner):
+        def __call__(self, queues, limits):
+            asked.append(self.budget_s)
+            return super().__call__(queues, limits)
+
+    chosen = planner_named(planner)
+    assert isinstance(chosen, ExactPlanner)
+    preview(prepared(backbone, planner=Noting(chosen.max_states, chosen.budget_s)))
+    assert asked[0] == 0 and len(asked) > 1 and set(asked[1:]) == {chosen.budget_s}
 
 
 @pytest.mark.parametrize("state", ["running", "done"])

@@ -35,7 +35,7 @@ def test_asha_when_all_are_at_the_first_rung_then_the_best_third_goes_on_and_the
     verdict = rules().judge(trials)
     assert stopped(verdict) == [f"t{i}" for i in range(3, 9)]
     assert verdict.stop[0][1] == (
-        "at step 10 its eval_loss 4 was not among the best 1/3 of 9 trials (≤ 3)"
+        "by step 10 its best eval_loss 4 was not among the best 1/3 of 9 trials (≤ 3)"
     )  # fmt: skip
 
 
@@ -52,6 +52,19 @@ def test_asha_when_larger_is_better_then_the_largest_go_on():
     verdict = rules(is_max=True).judge(trials)
     assert stopped(verdict) == ["t0", "t1", "t2"]
     assert "was not among the best 3 of 6 trials (≥ 0.3)" in verdict.stop[0][1]
+
+
+@pytest.mark.parametrize("is_max", [False, True])
+def test_asha_when_a_trial_has_a_bad_moment_at_a_rung_then_the_best_it_has_had_counts(is_max):
+    """Values go up and down; what was seen after the rung does not count either."""
+    sign = -1.0 if is_max else 1.0
+    others = [trial(i, (10, sign * (1.0 + i)), (30, sign * (1.0 + i))) for i in range(1, 9)]
+    shaky = trial(0, (10, sign * 1.5), (30, sign * 50.0))
+    assert stopped(rules(is_max=is_max).judge([shaky, *others])) == [f"t{i}" for i in range(3, 9)]
+    late = trial(0, (10, sign * 50.0), (30, sign * 40.0), (40, sign * 1.5))
+    verdict = rules(is_max=is_max).judge([late, *others])
+    assert stopped(verdict) == ["t0", *(f"t{i}" for i in range(4, 9))]
+    assert verdict.stop[0][1].startswith(f"by step 30 its best eval_loss {sign * 40:g} was not among")
 
 
 def test_asha_when_values_are_equal_then_nobody_stops():
@@ -105,6 +118,19 @@ def test_median_when_a_trial_is_worse_than_most_at_the_same_place_then_it_stops(
     assert verdict.stop[0][1] == (
         "at step 20 its eval_loss 1.8 was worse than 1.35, the median of 4 other trials there"
     )  # fmt: skip
+
+
+def test_median_when_others_have_gone_on_then_their_values_of_the_same_place_count():
+    """Whoever is ahead has better values now; those say nothing of where it was."""
+    ahead = [trial(i, (10, 2.0), (80, 0.1)) for i in range(3)]
+    assert stopped(rules(rule="median").judge([*ahead, trial(3, (10, 1.9))])) == []
+    assert stopped(rules(rule="median").judge([*ahead, trial(3, (10, 2.1))])) == ["t3"]
+
+
+@pytest.mark.parametrize(("min_trials", "losers"), [(3, ["t2"]), (4, [])])
+def test_median_when_fewer_than_min_trials_have_come_then_nobody_stops(min_trials, losers):
+    others = [trial(i, (10, 1.0), state=TrialState.DONE) for i in range(2)]
+    assert stopped(rules(rule="median", min_trials=min_trials).judge([*others, trial(2, (10, 9.0))])) == losers
 
 
 @pytest.mark.parametrize(("step", "grace"), [(5, 0.1), (9, 0.2)])

@@ -50,6 +50,14 @@ def test_grid_when_asked_for_all_then_has_every_point_once_in_order():
     assert grid.ask(6, always) is None
 
 
+@pytest.mark.parametrize("trials", [None, 4])
+def test_grid_when_a_single_point_is_new_then_any_trial_finds_it(trials):
+    """A sweep that goes on with another budget has tried its points in another order."""
+    for index in range(6):
+        wanted = COUNTABLE.point_at(index)
+        assert Grid(COUNTABLE, trials, 0).ask(3, lambda point, wanted=wanted: point == wanted) == wanted
+
+
 def test_grid_when_the_budget_is_smaller_then_draws_a_part_that_depends_on_the_seed_alone():
     def part(seed: int) -> list:
         return [value_key(Grid(COUNTABLE, 4, seed).ask(i, always)) for i in range(4)]

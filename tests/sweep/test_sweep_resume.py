@@ -154,6 +154,26 @@ def test_record_when_a_point_is_seen_again_then_the_later_line_counts(tmp_path):
     assert [point.step for point in read.points] == [2] and read.state is TrialState.TRAINING
 
 
+def test_record_when_a_trial_never_trained_then_it_has_neither_a_start_nor_an_end(tmp_path):
+    """Reports draw trials from start to end; one that failed at once, or was taken over, takes no time."""
+    record = Record(tmp_path)
+    trial = Trial(0, "t000", {"r": 4}, TrialState.FAILED, "too large", total_steps=9)
+    record.add_trial(trial, 5.0)
+    record.add_end(trial, 7.0)
+    assert Record(tmp_path).read() == [trial]
+
+
+def test_record_when_taken_over_points_are_older_than_the_sweep_then_its_clock_does_not_go_back(tmp_path):
+    """What an earlier sweep saw keeps its own times; the sweep's is the latest of all."""
+    record = Record(tmp_path)
+    trial = Trial(0, "t000", {"r": 4}, points=[Point(2, 20, 0.5, 1.0)], total_steps=9)
+    record.add_trial(trial, 5.0)
+    record.add_point(trial, -1)
+    again = Record(tmp_path)
+    again.read()
+    assert again.seconds == 5.0
+
+
 def test_record_when_a_line_means_nothing_then_it_is_named(tmp_path):
     Record(tmp_path).path.write_text('{"kind": "end", "name": "nobody"}\n')
     with pytest.raises(StorageError, match=r"trials.jsonl line 1: is not a line of a sweep's record"):

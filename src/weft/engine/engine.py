@@ -79,6 +79,8 @@ class Engine:
         self.backbone = load_backbone(backbone) if isinstance(backbone, BackboneSpec) else backbone
         self.jobs: dict[str, LiveJob] = {}
         self.timeline = Timeline()
+        self.planner = planner
+        self.max_jobs = max_jobs
         self._room = Room(self.backbone, capacity, self.jobs)
         self._places = Places(
             self.backbone, self.jobs, max_jobs=max_jobs, job_memory=job_memory, weights=tenant_weights or {}

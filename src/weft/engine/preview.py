@@ -6,22 +6,23 @@ Memory and time are measured on one real microbatch, the fullest of the plan, an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft.engine.engine import Engine
-from weft.engine.live_job import LiveJob
+from weft.engine.live_job import PLANNED_BATCHES, LiveJob
 from weft.engine.step import prepare
 from weft.errors import ConfigError
-from weft.plan.pack import pack
-from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Program
+from weft.plan.pack.planners import ExactPlanner
+from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Microbatch
 
 _NUMBERS_PER_PARAMETER = 4
 """An adapter's weight, its gradient, and AdamW's two moments, all fp32."""
 
-PLANNED_SAMPLES = 20_000
+PLANNED_SAMPLES = 4_000
 """Samples of each job that are really planned; longer runs are extended from there."""
 
 
@@ -65,7 +66,7 @@ def preview(engine: Engine) -> Preview:
     """Plans the whole run of the submitted jobs and tries its fullest microbatch; changes no job."""
     jobs = list(engine.jobs.values())
     shares = tuple(_job_preview(job) for job in jobs)
-    microbatches = plan_beginning(jobs, engine.limits).microbatches
+    microbatches = plan_beginning(engine)
     fullest = max(microbatches, key=lambda m: m.num_tokens)
     seconds, activation_bytes = _try(engine, fullest)
     num_tokens = sum(share.num_tokens for share in shares)
@@ -85,16 +86,80 @@ def preview(engine: Engine) -> Preview:
     )
 
 
-def plan_beginning(jobs: list[LiveJob], limits: Limits) -> Program:
-    """The program of all jobs from the start, as far as `PLANNED_SAMPLES` samples of each go."""
-    queues = []
-    for job in jobs:
-        last = min(job.num_steps, max(1, PLANNED_SAMPLES // job.order.batch_size))
-        lengths = [[job.data.train.samples[i].length for i in job.order.batch(step)] for step in range(last)]
-        batches = tuple(Batch(step, 0, tuple(batch)) for step, batch in enumerate(lengths))
-        queues.append(JobQueue(job.spec.name, batches, True, job.spec.priority))
-    num_samples = sum(len(b.lengths) for q in queues for b in q.batches)
-    return pack(queues, Limits(limits.capacity, max_microbatches=num_samples))
+def plan_beginning(engine: Engine) -> list[Microbatch]:
+    """The microbatches of all jobs from the start, program by program, as far as `PLANNED_SAMPLES` samples of each go.
+
+    Programs are made as training makes them (`stretch.py`): one that is foreseen by the engine's planner, one that is
+    not, when a job has just come, without any time for searching. Jobs wait for a place by priority and arrival.
+    """
+    waiting = deque(sorted((_Course.of(job) for job in engine.jobs.values()), key=lambda c: -c.job.spec.priority))
+    arrivals = list(engine.jobs)
+    running: list[_Course] = []
+    found: list[Microbatch] = []
+    while waiting or running:
+        planner = engine.planner
+        while waiting and (engine.max_jobs is None or len(running) < engine.max_jobs):
+            running.append(waiting.popleft())
+            planner = planner.within(0.0) if isinstance(planner, ExactPlanner) else planner
+        running.sort(key=lambda course: arrivals.index(course.job.spec.name))
+        found += _run_program(running, planner([course.queue() for course in running], engine.limits).instructions)
+        running = [course for course in running if not course.has_ended]
+    return found
+
+
+def _run_program(running: Sequence[_Course], instructions: Sequence[Instruction]) -> list[Microbatch]:
+    """What training would run of a program: all of it, or up to where a job has ended."""
+    courses = {course.job.spec.name: course for course in running}
+    found: list[Microbatch] = []
+    for instruction in instructions:
+        if not isinstance(instruction, ForwardBackward):
+            courses[instruction.job].take_step()
+            continue
+        if any(course.has_ended for course in running):
+            break
+        found.append(instruction.microbatch)
+        for segment in instruction.microbatch.segments:
+            courses[segment.job].sample += 1
+    return found
+
+
+@dataclass
+class _Course:
+    """How far a job has come in a plan of its whole run."""
+
+    job: LiveJob
+    num_steps: int
+    """That are planned."""
+    step: int = 0
+    sample: int = 0
+    """Of the current global batch."""
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, job: LiveJob) -> _Course:
+        return cls(job, min(job.num_steps, max(1, PLANNED_SAMPLES // job.order.batch_size)))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.step == self.num_steps
+
+    def queue(self) -> JobQueue:
+        """The job's next global batches, as `LiveJob.queue` lists them."""
+        job, last = self.job, min(self.num_steps, self.step + PLANNED_BATCHES)
+        batches = []
+        for step in range(self.step, last):
+            first = self.sample if step == self.step else 0
+            batches.append(Batch(step, first, self._lengths(step)[first:]))
+        is_all = last == self.num_steps
+        return JobQueue(job.spec.name, tuple(batches), is_all, job.spec.priority, self.num_tokens)
+
+    def take_step(self) -> None:
+        """Counts the tokens of whole global batches, as the job does."""
+        self.num_tokens += sum(self._lengths(self.step))
+        self.step, self.sample = self.step + 1, 0
+
+    def _lengths(self, step: int) -> tuple[int, ...]:
+        return tuple(self.job.data.train.samples[i].length for i in self.job.order.batch(step))
 
 
 def _job_preview(job: LiveJob) -> JobPreview:

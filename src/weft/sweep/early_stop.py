@@ -1,7 +1,8 @@
 """When a trial stops because others do better; pure decisions, told in one sentence each.
 
 A place is how far a trial is: the part of its own steps that is done, its steps, or its tokens. Rungs are at grace,
-grace·factor, grace·factor², …; a trial is at a rung with its first value at or past it.
+grace·factor, grace·factor², …; a trial is at a rung with its first value at or past it, and is judged there by the best
+value it has had until then: values go up and down while rates are high, and one bad moment says little.
 
 asha      Whoever is not among the best 1/factor at a rung, nor among the best `min_trials`, stops. Trials that train
           side by side come to a rung in any order within a moment, and the first of them would be judged by who happens
@@ -97,7 +98,8 @@ class EarlyStop:
 
     def _losers(self, judged: Sequence[Trial], trials: Sequence[Trial], rung: int) -> Iterable[tuple[Trial, str]]:
         """Those of the judged who are not among the best at a rung."""
-        values = sorted(self._sign * p.value for t in trials if (p := self._at_rung(t, rung)) is not None)
+        seen = {t.name: self._best_until(t, p) for t in trials if (p := self._at_rung(t, rung)) is not None}
+        values = sorted(seen.values())
         share = math.ceil(len(values) / self._spec.factor)
         kept = max(share, self._spec.min_trials)
         if len(values) <= kept:
@@ -107,11 +109,11 @@ class EarlyStop:
         bound = f"{'≥' if self._sign < 0 else '≤'} {_number(self._sign * cutoff)}"
         for trial in judged:
             point = self._at_rung(trial, rung)
-            if point is not None and self._sign * point.value > cutoff:
+            if point is not None and seen[trial.name] > cutoff:
                 yield (
                     trial,
-                    f"at step {point.step} its {self._metric} {_number(point.value)} was not among the best "
-                    f"{best} of {len(values)} trials ({bound})",
+                    f"by step {point.step} its best {self._metric} {_number(self._sign * seen[trial.name])} was not "
+                    f"among the best {best} of {len(values)} trials ({bound})",
                 )
 
     def _median(self, trial: Trial, trials: Sequence[Trial]) -> Iterable[tuple[Trial, str]]:
@@ -155,6 +157,10 @@ class EarlyStop:
         """The first value of a trial at or past a rung."""
         place = self._rung_at(rung) * (1 - 1e-9)
         return next((point for point in trial.points if self.place(trial, point) >= place), None)
+
+    def _best_until(self, trial: Trial, point: Point) -> float:
+        """The best value of a trial up to a point; the smaller the better, whatever the metric."""
+        return min(self._sign * p.value for p in trial.points if p.step <= point.step)
 
 
 def _number(value: float) -> str:

@@ -71,7 +71,17 @@ def test_price_when_a_pack_has_one_then_some_way_holds_it_and_else_none_does(cas
 @pytest.mark.parametrize(("size", "gpus"), [("3b", 1), ("7b", 1), ("14b", 2), ("32b", 4)])
 def test_solo_when_on_a100_40g_then_needs_as_many_gpus_as_plora_reports(size, gpus):
     solo = Solo(Setting(QWEN25[size], DEVICES["a100-40"], 8))
-    assert {solo.fewest_gpus(Configuration("c", rank, 1, 1, 1024)) for rank in (8, 32, 64)} == {gpus}
+    found = [solo.cheapest(Configuration("c", rank, 1, 1, 1024)) for rank in (8, 32, 64)]
+    assert [way and way[0] for way in found] == [gpus] * 3
+
+
+def test_solo_when_a_large_model_has_short_samples_then_takes_the_gpus_that_cost_least():
+    """14B holds one sample of 434 tokens on one GPU; a batch of 32 is cheaper on two, in fewer passes."""
+    solo = Solo(Setting(QWEN25["14b"], DEVICES["a100-40"], 8))
+    job = Configuration("c", 32, 32, 1, 152, 434)
+    assert solo.gpu_bytes(job, 1, 1) <= solo.setting.usable_bytes < solo.gpu_bytes(job, 1, 2)
+    assert solo.cheapest(job) == (2, solo.seconds(job, 2))
+    assert 2 * solo.seconds(job, 2) < solo.seconds(job, 1)
 
 
 def test_solo_when_samples_are_short_then_eight_cost_little_more_than_one_as_plora_reports():

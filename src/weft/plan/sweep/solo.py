@@ -41,10 +41,15 @@ class Solo:
         kept = KEPT_TIMES * rows * setting.shape.num_layers * memory.row_bytes(configuration.rank)
         return memory.weight_bytes() + ADAPTER_BYTES * parameters / degree + kept
 
-    def fewest_gpus(self, configuration: Configuration) -> int | None:
-        """The smallest degree that holds one sample; None if none does."""
+    def cheapest(self, configuration: Configuration) -> tuple[int, float] | None:
+        """The degree that takes the fewest GPU-seconds, and its seconds; None if none holds a single sample.
+
+        Short samples of a large model may fit fewer GPUs, but one at a time; more GPUs can then be cheaper.
+        """
         usable = self.setting.usable_bytes
-        return next((d for d in self.setting.degrees if self.gpu_bytes(configuration, d, 1) <= usable), None)
+        fitting = [d for d in self.setting.degrees if self.gpu_bytes(configuration, d, 1) <= usable]
+        ways = [(degree, self.seconds(configuration, degree)) for degree in fitting]
+        return min(ways, key=lambda way: (way[0] * way[1], way[0]), default=None)
 
     def seconds(self, configuration: Configuration, degree: int) -> float:
         """The whole training on so many GPUs, in the largest microbatches that fit."""
@@ -70,7 +75,7 @@ class Solo:
 
 
 def one_by_one_s(configurations: Sequence[Configuration], setting: Setting) -> float | None:
-    """The makespan of all of them alone, each on the fewest GPUs that hold it, the longest first.
+    """The makespan of all of them alone, each on as many GPUs as cost least in all, the longest first.
 
     None where a configuration does not fit alone, or for a CPU, of which nothing was measured.
     """
@@ -80,10 +85,10 @@ def one_by_one_s(configurations: Sequence[Configuration], setting: Setting) -> f
     for configuration in configurations:
         kind = replace(configuration, name="-")
         if kind not in known:
-            degree = solo.fewest_gpus(kind)
-            if degree is None:
+            found = solo.cheapest(kind)
+            if found is None:
                 return None
-            known[kind] = degree, solo.seconds(kind, degree)
+            known[kind] = found
         jobs.append(known[kind])
     free = [0.0] * setting.num_gpus
     for degree, seconds in sorted(jobs, key=lambda job: (-job[0], -job[1])):

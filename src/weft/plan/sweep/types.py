@@ -91,7 +91,7 @@ class SweepPlan:
     lower_bound_s: float
     """No schedule of these configurations, under the same model of time and memory, ends sooner."""
     one_by_one_s: float | None
-    """The same with PEFT, every configuration alone on the fewest GPUs that hold it; None: there it does not fit, or
+    """The same with PEFT, every configuration alone on as many GPUs as cost least in all; None: it does not fit, or
     nothing is known of that device."""
 
     @property
