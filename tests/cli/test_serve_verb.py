@@ -128,7 +128,7 @@ def test_serve_when_several_processes_answer_then_all_do_and_one_that_dies_comes
 
 def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):
     done = weft("serve", "--migrate-only", "--data-dir", tmp_path / "data")
-    assert done.out == "the database is at revision 0001\n"
+    assert done.out == "the database is at revision 0002\n"
     assert (tmp_path / "data" / "weft.db").exists()
 
 

@@ -78,3 +78,17 @@ def test_worker_when_the_extra_is_missing_then_says_what_to_install(monkeypatch,
     with pytest.raises(MissingExtraError) as caught:
         worker(data_dir=tmp_path / "data")
     assert "weft-lora[serve]" in str(caught.value)
+
+
+def test_worker_when_the_database_comes_from_the_environment_or_a_file_then_it_is_that_one(weft, monkeypatch, tmp_path):
+    url = "mysql://weft:secret@nowhere/weft"
+    monkeypatch.setenv("WEFT_DB", url)
+    found = weft("worker", "--data-dir", tmp_path / "data")
+    assert found.code != 0
+    assert "mysql is not supported" in found.err
+    assert "secret" not in found.err
+    monkeypatch.delenv("WEFT_DB")
+    (tmp_path / "url").write_text(url + "\n")
+    assert weft("worker", "--data-dir", tmp_path / "data", "--db", f"@{tmp_path / 'url'}") == found
+    missing = weft("worker", "--data-dir", tmp_path / "data", "--db", "@/no/such/file")
+    assert "--db: /no/such/file cannot be read (No such file or directory)" in missing.err

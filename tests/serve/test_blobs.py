@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import sys
 import zipfile
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 
 from weft import faults
 from weft.errors import ConfigError, MissingExtraError, StorageError
@@ -81,5 +85,76 @@ def test_disk_when_full_then_a_storage_error_and_nothing_is_left(tmp_path: Path,
 
 
 def test_url_when_unknown_then_one_sentence():
-    with pytest.raises((ConfigError, MissingExtraError)):
+    with pytest.raises(ConfigError, match="'nonsense://x' is not a file store"):
         Blobs("nonsense://x")
+
+
+def test_url_when_its_package_is_missing_then_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'weft-lora\[s3\]'"):
+        Blobs("s3://bucket/prefix")
+
+
+def test_url_when_of_files_then_is_that_directory(tmp_path: Path):
+    name = Blobs(f"file://{tmp_path}/blobs").put(b"hello")
+    assert (tmp_path / "blobs" / name).read_bytes() == b"hello"
+
+
+class AwayError(Exception):
+    """As libraries of object stores raise: no OSError."""
+
+
+class Flaky(MemoryFileSystem):
+    """A store that goes away when told to."""
+
+    protocol = "flaky"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    is_away = False
+
+    def _open(self, path, mode="rb", **options):
+        check()
+        file = super()._open(path, mode, **options)
+        if mode == "rb":
+            file.read = lambda size=-1: check() or type(file).read(file, size)
+        return file
+
+    def info(self, path, **options):
+        return check() or super().info(path, **options)
+
+    def rm_file(self, path):
+        return check() or super().rm_file(path)
+
+    def find(self, path, **options):
+        return check() or super().find(path, **options)
+
+
+def check() -> None:
+    if Flaky.is_away:
+        raise AwayError("no route to the bucket")
+
+
+def test_store_when_it_goes_away_then_a_storage_error_whatever_the_library_raised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    register_implementation("flaky", Flaky, clobber=True)
+    blobs = Blobs("flaky://home")
+    name = blobs.put(b"hello")
+    stream = blobs.open(name)
+    monkeypatch.setattr(Flaky, "is_away", True)
+    uses = {
+        "put": lambda: blobs.put(b"x"),
+        "open": lambda: blobs.open(name),
+        "read": stream.read,
+        "size": lambda: blobs.size(name),
+        "delete": lambda: blobs.delete(name),
+        "names": lambda: list(blobs.names()),
+        "fetch": lambda: blobs.fetch(name, tmp_path / "copy"),
+    }
+    for use in uses.values():
+        with pytest.raises(StorageError, match=r"does not answer \(AwayError: no route to the bucket\)"):
+            use()
+    monkeypatch.setattr(Flaky, "is_away", False)
+    assert [found for found, _ in blobs.names()] == [name]
+    with pytest.raises(StorageError, match="no such directory"):
+        blobs.fetch(name, tmp_path / "nowhere" / "copy")

@@ -230,3 +230,29 @@ def test_claim_when_many_workers_ask_at_once_then_every_job_goes_to_exactly_one(
         thread.join()
     assert len(got) == 60
     assert set(got) == ids
+
+
+def test_claim_when_the_worker_has_a_suspect_then_takes_no_others_until_that_gets_to_a_checkpoint(tx):
+    suspect = queue(tx, attempts=2)
+    assert claimed(tx) == [suspect]
+    other = queue(tx)
+    assert claimed(tx) == []
+    update_job(tx, "ash", suspect, fence=1, attempts=0)
+    assert claimed(tx) == [other]
+
+
+def test_claim_when_there_is_no_room_then_equals_wait(tx):
+    first = queue(tx, priority=1)
+    assert claimed(tx, room=1) == [first]
+    equal = queue(tx, "birch", priority=1)
+    assert claimed(tx, room=0) == []
+    assert job(tx, equal)["worker"] is None
+
+
+def test_give_up_when_one_worker_goes_then_the_others_keep_their_jobs(tx):
+    gone, kept = queue(tx), queue(tx)
+    assert claimed(tx, "w1", room=1) == [gone]
+    assert claimed(tx, "w2", room=1) == [kept]
+    give_up(tx, "w1")
+    assert claimed(tx, "w3") == [gone]
+    assert job(tx, kept)["worker"] == "w2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from postgres_server import find_binaries, running_postgres
 from worker_bench import Bench
+from worker_processes import bench_at
 
-from weft.serve.db.tables import MODELS
+from weft.serve.db.tables import METADATA, MODELS, WORKERS
 from weft.serve.worker.clerk import STUCK
 
 STOPPED = ("stopped-checkpoint", "stopped-result", "stopped-metrics")
@@ -34,12 +37,24 @@ def played(tmp_path_factory):
         "poisoned": [{"tenant": tenant, "max_steps": 3, "save_steps": 1} for tenant in ("ash", "birch")]
         + [{"tenant": "cedar", "seed": 666}],
     }
+    if find_binaries():
+        jobs["killed-of-two"] = [
+            {"tenant": tenant, "seed": seed, "max_steps": 12, "save_steps": 1}
+            for tenant in ("ash", "birch")
+            for seed in range(3)
+        ]
     for name in (*STOPPED, "hung"):
         jobs[name] = [{"tenant": tenant, "max_steps": 5, "save_steps": 1} for tenant in ("ash", "birch")]
     benches, ids = {}, {}
+    stack = contextlib.ExitStack()
     for name, wanted in jobs.items():
         (place / name).mkdir()
-        benches[name] = Bench.at(place / name)
+        if name == "killed-of-two":
+            # A server of its own: other tests empty the one they share.
+            (place / name / "database-url").write_text(stack.enter_context(running_postgres()).url)
+        benches[name] = bench_at(place / name)
+        stack.callback(benches[name].database.close)
+        METADATA.create_all(benches[name].database.engine)
         ids[name] = [benches[name].submit(**job) for job in wanted]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(place)]
@@ -47,9 +62,8 @@ def played(tmp_path_factory):
     assert finished.returncode == 0, finished.stderr
     told = json.loads(finished.stdout)
     print(told)
-    yield {name: (benches[name], ids[name], told[name]) for name in jobs}
-    for bench in benches.values():
-        bench.database.close()
+    with stack:
+        yield {name: (benches[name], ids[name], told[name]) for name in jobs}
 
 
 def assert_as_if_quiet(bench: Bench, *ids: str) -> None:
@@ -72,6 +86,18 @@ def test_workers_when_killed_at_random_moments_then_every_job_ends_once_with_the
     assert ends.count("killed") >= 5
     assert set(ends) <= {"killed", "done"}
     assert_as_if_quiet(bench, *ids)
+
+
+@pytest.mark.parametrize("name", ["killed-of-two"] if find_binaries() else [])
+def test_workers_when_two_share_postgres_and_either_is_killed_then_every_job_ends_once_and_the_same(played, name):
+    bench, ids, ends = played[name]
+    assert ends.count("killed") >= 4
+    assert ends[-2:] == ["done", "done"]
+    assert_as_if_quiet(bench, *ids)
+    with bench.database.read() as tx:
+        takeovers = sum("another takes over" in event["message"] for id in ids for event in bench.events(id))
+        assert takeovers >= 2
+        assert tx.execute(sa.select(WORKERS.c.id)).all() == [], "the rows of the dead are gone too"
 
 
 @pytest.mark.parametrize("name", STOPPED)

@@ -55,7 +55,9 @@ loses."""
 
 
 def bench_at(place: Path) -> Bench:
-    return Bench(place, open_database(f"sqlite:///{place / 'weft.db'}"), Blobs(str(place / "blobs")))
+    given = place / "database-url"
+    url = given.read_text() if given.exists() else f"sqlite:///{place / 'weft.db'}"
+    return Bench(place, open_database(url), Blobs(str(place / "blobs")))
 
 
 def child(place: Path, *, plan: str | None = None, before: Callable[[], None] | None = None, **options: Any) -> int:
@@ -99,14 +101,14 @@ def leave(pid: int) -> str:
     return ended(pid)
 
 
+def forgive() -> None:
+    """How often a job may lose its worker is another play's matter, and those that have train on together."""
+    weft.serve.jobs.claim.MAX_ATTEMPTS = weft.serve.jobs.claim.SUSPECT_AFTER = 10**6
+
+
 def killed(place: Path) -> list[str]:
     """Workers that die at a random durable operation or at a random time, until every job is over."""
     rng = random.Random(5)
-
-    def forgive() -> None:
-        # How often a job may lose its worker is another play's matter.
-        weft.serve.jobs.claim.MAX_ATTEMPTS = 10**6
-
     ends: list[str] = []
     bench = bench_at(place)
     while not all_over(bench):
@@ -120,6 +122,29 @@ def killed(place: Path) -> list[str]:
             os.kill(pid, signal.SIGTERM)
         ends.append(ended(pid))
     return ends
+
+
+def killed_of_two(place: Path) -> list[str]:
+    """Two workers at a time, of which one or the other dies at a random moment, until every job is over."""
+    rng = random.Random(8)
+    bench = bench_at(place)
+    ends: list[str] = []
+
+    def another() -> int:
+        return child(place, before=forgive, max_jobs=3)
+
+    pair = [another(), another()]
+    while not all_over(bench):
+        left = jobs(bench)
+        done = sum(job["step"] for job in left)
+        wait(lambda left=left, done=done: len(jobs(bench)) < len(left) or sum(j["step"] for j in jobs(bench)) > done)
+        if len(ends) < KILLS:
+            time.sleep(rng.uniform(0.0, 0.4))
+            victim = rng.randrange(2)
+            os.kill(pair[victim], signal.SIGKILL)
+            ends.append(ended(pair[victim]))
+            pair[victim] = another()
+    return [*ends, *(leave(pid) for pid in pair)]
 
 
 def is_there(pid: int) -> bool:
@@ -265,6 +290,7 @@ def hung(place: Path) -> list[str]:
 
 PLAYS: dict[str, Callable[[Path], Any]] = {
     "killed": killed,
+    "killed-of-two": killed_of_two,
     "stopped-checkpoint": lambda place: stopped(place, "stop@3:checkpoint.write", until_all_over=True),
     "stopped-result": lambda place: stopped(place, "stop@1:blob.commit", until_all_over=True),
     "stopped-metrics": lambda place: stopped(place, "stop@5:metrics.append", until_all_over=False),

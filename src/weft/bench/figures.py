@@ -24,6 +24,8 @@ class Kind(enum.StrEnum):
     """Tokens per second; more is better."""
     SECONDS = "seconds"
     """Less is better."""
+    MILLISECONDS = "milliseconds"
+    """Less is better."""
     WASTE = "waste"
     """A share of something that should not be; less is better."""
     ERROR = "relative error"
@@ -46,6 +48,7 @@ class Kind(enum.StrEnum):
             Kind.DIFFERENCES: f"{value:,.0f} differ",
             Kind.TOKENS_PER_S: f"{value:,.0f} tokens/s",
             Kind.SECONDS: f"{value:.2f} s",
+            Kind.MILLISECONDS: f"{value:.1f} ms",
             Kind.WASTE: f"{value:.2%}",
             Kind.ERROR: f"{value:.1e}",
             Kind.SHARE: f"{value:.2%}",

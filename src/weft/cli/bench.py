@@ -145,6 +145,16 @@ def sweep(json: JsonFile = None) -> None:
     _measure_parts(PARTS, TARGETS, json)
 
 
+@bench.command("serve")
+def serve(json: JsonFile = None) -> None:
+    """The service under load: 1,000 jobs in the queue and 200 clients that poll while a worker trains."""
+    from weft.bench.serve import PARTS, TARGETS
+    from weft.cli.serve import need_serve
+
+    need_serve()
+    _measure_parts(PARTS, TARGETS, json)
+
+
 def _measure_parts(parts: Parts, targets: Targets, json: Path | None) -> None:
     """Measures on the CPU part by part, and keeps each as soon as it is there."""
     import torch

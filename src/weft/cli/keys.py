@@ -142,7 +142,8 @@ def limits(
 def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
     """Show the tenants and what they used."""
     database = _open(data_dir, db)
-    from weft.serve.records import files, jobs, usage
+    from weft.serve.jobs.quota import tokens_of
+    from weft.serve.records import files, jobs
     from weft.serve.records import tenants as records
 
     table = _table("id", "name", "active jobs", "trained tokens", "stored bytes", "state")
@@ -150,7 +151,7 @@ def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
         for row in records.list_tenants(tx):
             used = (
                 jobs.count_active(tx, row["id"]),
-                usage.trained_tokens(tx, row["id"]),
+                tokens_of(tx, row["id"]).trained,
                 files.stored_bytes(tx, row["id"]),
             )
             state = "disabled" if row["is_disabled"] else "enabled"

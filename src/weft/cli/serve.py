@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -19,10 +20,35 @@ if TYPE_CHECKING:
     from weft.serve.settings import Settings
     from weft.serve.supervise import Supervisor
 
+API_NICE = 10
+"""How far requests stand back behind training where both share a machine."""
 WORKER_GRACE_S = 60.0
 TIDY_EVERY_S = 24 * 3600.0
+
+
+def read_secret(text: str) -> str:
+    """What an option says, or, for `@PATH`, what that file holds: a command line is everybody's to read."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"{text[1:]} cannot be read ({reason}).", where="--db") from None
+
+
 DbUrl = Annotated[
-    str, typer.Option("--db", help="sqlite:///PATH or postgresql://…", envvar="WEFT_DB", show_default="in --data-dir")
+    str,
+    typer.Option(
+        "--db",
+        help="sqlite:///PATH or postgresql://…; @FILE reads it from a file.",
+        envvar="WEFT_DB",
+        show_default="in --data-dir",
+        callback=read_secret,
+    ),
+]
+StoreUrl = Annotated[
+    str, typer.Option("--store", help="Directory or fsspec URL of the file store.", envvar="WEFT_STORE")
 ]
 DataDir = Annotated[Path, typer.Option(help="Home of the database, the files and the workers.")]
 
@@ -36,7 +62,7 @@ def serve(
         typer.Option(metavar="[NAME=]PATH", help="A backbone that may be trained; repeat for several.  [tiny]"),
     ] = None,
     db: DbUrl = "",
-    store: Annotated[str, typer.Option(help="Directory or fsspec URL of the file store.", envvar="WEFT_STORE")] = "",
+    store: StoreUrl = "",
     no_auth: Annotated[bool, typer.Option("--no-auth", help="Everybody is one tenant; on loopback only.")] = False,
     workers: Annotated[int, typer.Option(help="Worker processes for each backbone.", min=0)] = 1,
     api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1)] = 1,
@@ -178,6 +204,10 @@ def _run_api(settings: Settings, database: Database, sock: socket.socket, superv
     from weft.serve.blobs import Blobs
 
     app = make_app(settings, database, Blobs(settings.store_url))
+    if supervisor is not None and supervisor.children:
+        # Workers train on the same cores. Whoever asks can wait a few milliseconds; training waits as a whole for the
+        # one thread that had to make room. On Linux this is the priority of this thread, not that of the workers.
+        os.nice(API_NICE)
     run_app(app, sock, supervisor.ask_to_stop if supervisor else lambda: None)
     database.close()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.serve import DbUrl, StoreUrl
 from weft.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -46,10 +47,8 @@ class StopSignals:
 
 def worker(
     data_dir: Annotated[Path, typer.Option(help="Where the worker keeps what it is working on.")] = Path("weft-data"),
-    db: Annotated[str, typer.Option(help="Database URL. Default: SQLite in the data directory.")] = "",
-    store: Annotated[
-        str, typer.Option(help="Directory or URL of the file store. Default: in the data directory.")
-    ] = "",
+    db: DbUrl = "",
+    store: StoreUrl = "",
     base_model: Annotated[
         str, typer.Option(metavar="NAME[=MODEL]", help="Name of the frozen model in the API, and what it is.")
     ] = "tiny",
@@ -63,7 +62,7 @@ def worker(
     ] = None,
     host: Annotated[str, typer.Option(help="Address on which it answers prompts of the API.")] = "127.0.0.1",
     lease: Annotated[float, typer.Option(help="Seconds of silence after which others take its jobs.")] = 30.0,
-    pulse: Annotated[float, typer.Option(help="Seconds between two signs of life.")] = 1.0,
+    pulse: Annotated[float, typer.Option(help="Seconds between two signs of life.")] = 0.5,
     grace: Annotated[float, typer.Option(help="Seconds it may take to give its jobs back when it is stopped.")] = 30.0,
 ) -> None:
     """Train the jobs of a service and answer its prompts, until stopped."""

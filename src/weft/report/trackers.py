@@ -61,13 +61,16 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """One Weights & Biases run per job, all in the group `run_name`; the project is WANDB_PROJECT's."""
+    """One Weights & Biases run per job, all in the group `run_name`; the project is WANDB_PROJECT's.
 
-    def __init__(self, run_dir: Path, run_name: str) -> None:
+    `options` are further arguments of `wandb.init`, for all runs.
+    """
+
+    def __init__(self, run_dir: Path, run_name: str, **options: Any) -> None:
         import wandb
 
         self._wandb: Any = wandb
-        self._run_dir, self._group = run_dir, run_name
+        self._run_dir, self._group, self._options = run_dir, run_name, options
         self._runs: dict[str, Any] = {}
 
     def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -75,7 +78,7 @@ class WandbTracker:
         if job not in self._runs:
             # create_new: by default wandb would end the first job's run when the second one starts.
             options = {"name": job, "group": self._group, "dir": str(self._run_dir), "reinit": "create_new"}
-            self._runs[job] = self._wandb.init(**options)
+            self._runs[job] = self._wandb.init(**options | self._options)
         self._runs[job].log({_panel(name): value for name, value in metrics.items()}, step=step)
 
     def finish(self, job: str, state: str) -> None:

@@ -1,7 +1,8 @@
 """The file store: bytes under names of our own, on a directory or behind any fsspec URL (s3://…, gs://…).
 
 In a directory a blob is written beside its place, synced and renamed. Object stores show an object only when it is
-complete. Names are random, so nothing a user says becomes part of a path.
+complete. Names are random, so nothing a user says becomes part of a path. Whatever goes wrong on the way to the bytes
+is a StorageError, whichever library it comes from.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from weft import faults
-from weft.errors import ConfigError, MissingExtraError, StorageError
+from weft.errors import ConfigError, MissingExtraError, StorageError, WeftError
 from weft.serve.errors import NotFound
 from weft.store.atomic import TEMP_PREFIX, storage_errors, sync
 
 CHUNK_BYTES = 2**20
+EXTRAS = {"s3": "'weft-lora[s3]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+"""What to install for a kind of URL."""
 _NAME = re.compile(rf"[0-9a-f]{{2}}/({re.escape(TEMP_PREFIX)})?[0-9a-f]{{32}}(\.[a-z]{{1,12}})?")
 
 
@@ -68,37 +71,30 @@ class Blobs:
     def open(self, name: str) -> IO[bytes]:
         """The blob as a stream; NotFound if there is none."""
         place = self.place(name)
-        try:
-            return open(place, "rb") if self._fs is None else self._fs.open(place, "rb")
-        except FileNotFoundError:
-            raise NotFound(f"the blob {name} is not in the file store.") from None
-        except OSError as error:
-            raise StorageError(f"cannot be read ({error.strerror or error}).", where=self.url) from error
+        with self.errors(name):
+            if self._fs is None:
+                return open(place, "rb")
+            return io.BufferedReader(_Source(self, name, self._fs.open(place, "rb")), CHUNK_BYTES)
 
     def size(self, name: str) -> int:
         """Bytes of a blob; NotFound if there is none."""
-        try:
-            return os.path.getsize(self.place(name)) if self._fs is None else int(self._fs.size(self.place(name)))
-        except FileNotFoundError:
-            raise NotFound(f"the blob {name} is not in the file store.") from None
+        place = self.place(name)
+        with self.errors(name):
+            return os.path.getsize(place) if self._fs is None else int(self._fs.size(place))
 
     def fetch(self, name: str, path: Path) -> None:
         """Copies a blob to a new file."""
-        with self.open(name) as source, path.open("wb") as target:
+        with self.open(name) as source, storage_errors(path), path.open("wb") as target:
             shutil.copyfileobj(source, target, CHUNK_BYTES)
 
     def delete(self, name: str) -> None:
         """The blob is gone, or what was written of it; deleting what is not there is fine."""
         place = self.place(name)
-        try:
+        with contextlib.suppress(NotFound), self.errors(name):
             if self._fs is None:
                 os.unlink(place)
             else:
                 self._fs.rm_file(place)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise StorageError(f"cannot be deleted ({error.strerror or error}).", where=self.url) from error
 
     def names(self) -> Iterator[tuple[str, float]]:
         """Every blob, finished or not, and when it was last written, in unix seconds."""
@@ -107,8 +103,12 @@ class Blobs:
                 with contextlib.suppress(FileNotFoundError):
                     yield f"{path.parent.name}/{path.name}", path.stat().st_mtime
             return
-        for place in self._fs.find(self._root):
-            yield "/".join(str(place).split("/")[-2:]), self._fs.modified(place).timestamp()
+        with self.errors("*"):
+            found = list(self._fs.find(self._root))
+        for place in found:
+            name = "/".join(str(place).split("/")[-2:])
+            with contextlib.suppress(NotFound), self.errors(name):
+                yield name, self._fs.modified(place).timestamp()
 
     def free_bytes(self) -> int | None:
         """Bytes left on the disk, or None where nobody knows."""
@@ -119,6 +119,19 @@ class Blobs:
         if not _NAME.fullmatch(name):
             raise NotFound(f"{name!r} is not the name of a blob.")
         return f"{self._root}/{name}"
+
+    @contextlib.contextmanager
+    def errors(self, name: str) -> Iterator[None]:
+        """Inside the block a missing blob is NotFound, and any other error on the way to it a StorageError."""
+        try:
+            yield
+        except WeftError:
+            raise
+        except FileNotFoundError:
+            raise NotFound(f"the blob {name} is not in the file store.") from None
+        except Exception as error:  # libraries of object stores have errors of their own
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            raise StorageError(f"the file store does not answer ({reason}).", where=self.url) from error
 
 
 class BlobWriter:
@@ -148,13 +161,20 @@ class BlobWriter:
                 self._final.parent.mkdir(exist_ok=True)
                 return open(self._temp, "xb", buffering=0)
         # fsspec buffers and uploads in parts; the object appears when the stream is closed.
-        return cast(IO[bytes], self._blobs._fs.open(self._blobs.place(self.name), "wb"))
+        with self._errors():
+            return cast(IO[bytes], self._blobs._fs.open(self._blobs.place(self.name), "wb"))
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """To whoever writes, a place that is not there is no missing blob."""
+        with self._blobs.errors(self.name), storage_errors(self._final):
+            yield
 
     def write(self, data: bytes) -> None:
         """Appends bytes."""
         self._hash.update(data)
         self.num_bytes += len(data)
-        with storage_errors(self._final):
+        with self._errors():
             faults.point("blob.write")
             view = memoryview(data)
             while view:
@@ -171,7 +191,8 @@ class BlobWriter:
                 sync(self._final.parent)
                 faults.point("blob.commit")
         else:
-            self._file.close()
+            with self._errors():
+                self._file.close()
         self._committed = True
 
     def __exit__(self, *_: object) -> None:
@@ -183,10 +204,39 @@ class BlobWriter:
             for path in (self._temp, self._final):
                 path.unlink(missing_ok=True)
         else:
-            discard = getattr(self._file, "discard", self._file.close)
-            discard()
-            # Some file systems show an object from its first byte on.
-            self._blobs.delete(self.name)
+            # A store that is away keeps what it has of the blob; nobody will ever name it.
+            with contextlib.suppress(StorageError, NotFound), self._blobs.errors(self.name):
+                self._discard()
+                # Some file systems show an object from its first byte on.
+                self._blobs.delete(self.name)
+
+    def _discard(self) -> None:
+        discard = getattr(self._file, "discard", self._file.close)
+        discard()
+        # Else fsspec would finish the upload when the stream is collected.
+        with contextlib.suppress(AttributeError):
+            self._file.closed = True  # type: ignore[misc]
+
+
+class _Source(io.RawIOBase):
+    """A stream behind a URL, with errors of ours."""
+
+    def __init__(self, blobs: Blobs, name: str, file: IO[bytes]) -> None:
+        self._blobs, self._name, self._file = blobs, name, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with self._blobs.errors(self._name):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 class _Sink(io.RawIOBase):
@@ -223,9 +273,14 @@ def _remote(url: str) -> tuple[Any, str]:
             hint="Install it: pip install 'weft-lora[serve]'.",
         ) from None
     try:
-        fs, root = url_to_fs(url)
+        # Other processes write to the same store: what was listed once is not what is there.
+        fs, root = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
-        raise MissingExtraError(f"{error}.", where="--store") from None
+        kind = url.partition("://")[0]
+        hint = f"Install it: pip install {EXTRAS.get(kind, f'the fsspec file system of {kind}://')}."
+        raise MissingExtraError(
+            f"{kind}:// needs a package that is not here ({error}).", where="--store", hint=hint
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{url!r} is not a file store ({error}).", where="--store") from None
     return fs, str(root).rstrip("/")

@@ -7,6 +7,7 @@ WeftError
 ├── OverLimit       a quota of the tenant is used up
 ├── Fenced          another worker has taken the job since; whoever gets this must stop writing about it
 └── Busy            the database is locked or away; the same request may succeed later
+    └── Unsure      it went away during a commit; what was written may be there or not
 """
 
 from __future__ import annotations
@@ -48,3 +49,7 @@ class Busy(WeftError):  # noqa: N818
     """The database is locked or away; the same request may succeed later."""
 
     code = "busy"
+
+
+class Unsure(Busy):
+    """The database went away during a commit; what was written may be there or not."""

@@ -1,6 +1,7 @@
 """Keeps child processes running: whoever dies is started again, a little later each time; all end together.
 
-A child gets SIGTERM when this process dies, however it dies, so that no worker trains on behind a dead service.
+A child gets SIGTERM when this process dies, however it dies, so that no worker trains on behind a dead service. While
+this process lives a child hears it once: told again, a worker would take it that there is no time to save anything.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Child:
     arguments: Sequence[str]
     pass_fds: Sequence[int] = ()
     process: subprocess.Popen[bytes] | None = None
+    is_told: bool = False
+    """It was asked to stop."""
     started_at: float = 0.0
     start_at: float = 0.0
     backoff_s: float = field(default=BACKOFF_S[0])
@@ -53,6 +56,9 @@ class Supervisor:
     def __init__(self, children: Sequence[Child]) -> None:
         self.children = list(children)
         self._stopping = threading.Event()
+        self._has_settled = threading.Event()
+        """Nobody is started any more."""
+        self._all_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
     def start(self) -> None:
@@ -63,16 +69,15 @@ class Supervisor:
         """Starts nobody any more, and asks every child to drain; may be called from a signal handler."""
         self._stopping.set()
         for child in self.children:
-            _send(child, signal.SIGTERM)
+            _ask_to_stop(child)
 
     def stop(self, grace_s: float) -> bool:
         """Waits for the children to end; those that have not after the grace are killed. True if all ended well."""
         self._stopping.set()
-        self._thread.join(timeout=POLL_S * 10)
-        # One may have started between the first request and the end of the thread.
+        self._has_settled.wait(POLL_S * 10)
+        # One may have been started just when the others were asked.
         for child in self.children:
-            if child.process is not None and child.process.poll() is None and child.started_at > time.monotonic() - 1:
-                _send(child, signal.SIGTERM)
+            _ask_to_stop(child)
         deadline = time.monotonic() + grace_s
         clean = True
         for child in self.children:
@@ -85,6 +90,7 @@ class Supervisor:
                 child.process.kill()
                 child.process.wait()
                 clean = False
+        self._all_ended.set()
         return clean
 
     def _watch(self) -> None:
@@ -92,6 +98,9 @@ class Supervisor:
             for child in self.children:
                 self._look_after(child)
             self._stopping.wait(POLL_S)
+        self._has_settled.set()
+        # To the system the parent of a child is the thread that started it: its end is heard like that of the process.
+        self._all_ended.wait()
 
     def _look_after(self, child: Child) -> None:
         at = time.monotonic()
@@ -100,14 +109,24 @@ class Supervisor:
             if code is None:
                 return
             steady = at - child.started_at > STEADY_S
-            child.backoff_s = BACKOFF_S[0] if steady else min(BACKOFF_S[1], child.backoff_s * 2)
-            child.process, child.start_at = None, at + child.backoff_s
-            fields = {"child": child.name, "code": code, "again_in_s": child.backoff_s}
-            LOG.warning("a process ended", extra={"fields": fields})
+            child.process = None
+            _put_off(child, at, BACKOFF_S[0] if steady else child.backoff_s * 2, "a process ended", code=code)
         if at >= child.start_at and not self._stopping.is_set():
-            child.started_at = at
-            child.process = _start(child)
+            child.started_at, child.is_told = at, False
+            try:
+                child.process = _start(child)
+            except OSError as error:
+                # No memory or no process to be had now; whoever runs is looked after all the same.
+                _put_off(child, at, child.backoff_s * 2, "a process cannot be started", error=str(error))
+                return
             LOG.info("started", extra={"fields": {"child": child.name, "pid": child.process.pid}})
+
+
+def _put_off(child: Child, at: float, backoff_s: float, message: str, **fields: object) -> None:
+    child.backoff_s = min(BACKOFF_S[1], backoff_s)
+    child.start_at = at + child.backoff_s
+    fields |= {"child": child.name, "again_in_s": child.backoff_s}
+    LOG.warning(message, extra={"fields": fields})
 
 
 def _start(child: Child) -> subprocess.Popen[bytes]:
@@ -124,7 +143,8 @@ def _start(child: Child) -> subprocess.Popen[bytes]:
     return process
 
 
-def _send(child: Child, number: int) -> None:
-    if child.process is not None and child.process.poll() is None:
+def _ask_to_stop(child: Child) -> None:
+    if child.process is not None and child.process.poll() is None and not child.is_told:
+        child.is_told = True
         with contextlib.suppress(ProcessLookupError):
-            child.process.send_signal(number)
+            child.process.send_signal(signal.SIGTERM)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -11,9 +13,11 @@ import pytest
 from service_home import Home, chat_lines
 
 from weft.serve.db.tables import EVENTS, IDEMPOTENCY, JOBS
+from weft.serve.jobs.quota import guess_tokens
 from weft.serve.jobs.spec import spec_of
 from weft.serve.records.events import add_event
 from weft.serve.records.jobs import get_job
+from weft.spec import JobSpec
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no model": ({"model": None}, "model", "valid string"),
@@ -192,8 +196,82 @@ def test_quota_when_used_up_then_429_with_the_arithmetic(home: Home):
     home.limit("acme", max_trained_tokens=120)
     with pytest.raises(openai.RateLimitError, match="120 tokens have been trained of at most 120"):
         home.job(file=file)
-    home.limit("acme", max_trained_tokens=121, max_priority=5)
+    home.limit("acme", max_trained_tokens=10_000, max_priority=5)
     assert home.job(file=file, extra_body={"priority": 5})
+
+
+def test_integrations_when_the_server_has_none_then_400_says_so(home: Home, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(openai.BadRequestError, match="has no Weights & Biases") as refused:
+        home.job(integrations=[{"type": "wandb", "wandb": {"project": "p"}}])
+    assert (refused.value.param, refused.value.code) == ("integrations", "unsupported_integration")
+
+
+def test_tokens_when_many_jobs_come_at_once_then_together_they_stay_below_the_limit(home: Home):
+    file = home.upload(data=chat_lines(8))
+    planned = guess_tokens(JobSpec("j", ("t",), num_train_epochs=2, global_batch_size=1), 8, len(chat_lines(8)))
+    home.limit("acme", max_trained_tokens=3 * planned)
+    answers: list[Any] = []
+
+    def submit(seed: int) -> None:
+        body = {"model": "tiny", "training_file": file, "seed": seed, "hyperparameters": {"n_epochs": 2}}
+        answers.append(home.call("POST", "/v1/fine_tuning/jobs", json=body))
+
+    threads = [threading.Thread(target=submit, args=(i,)) for i in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 7
+    refused = next(answer for answer in answers if answer.status_code == 429).json()["error"]
+    assert f"{3 * planned:,} more are reserved by jobs that have not ended" in refused["message"]
+    assert f"this job needs about {planned:,}" in refused["message"]
+    made = next(answer.json()["id"] for answer in answers if answer.status_code == 200)
+    home.sdk().fine_tuning.jobs.cancel(made)
+    assert home.job(file=file, hyperparameters={"n_epochs": 2})
+
+
+def test_job_when_it_starts_from_a_fine_tuned_model_then_says_so_and_keeps_the_model(home: Home):
+    model = home.finish(home.job())
+    client = home.sdk()
+    job = client.fine_tuning.jobs.create(model=model, training_file=home.upload(), suffix="more")
+    assert job.model == model
+    with home.database.read() as tx:
+        row = get_job(tx, "acme", job.id)
+    assert (row["model"], row["settings"]["init_adapter"]) == ("tiny", model)
+    with pytest.raises(openai.BadRequestError, match=f"Job {job.id} starts from this model"):
+        client.models.delete(model)
+    checkpoint = client.fine_tuning.jobs.create(model=f"{model}:ckpt-step-1", training_file=home.upload())
+    assert checkpoint.model == f"{model}:ckpt-step-1"
+    client.fine_tuning.jobs.cancel(job.id)
+    assert client.models.delete(model).deleted
+
+
+def test_job_when_the_model_is_foreign_or_missing_then_the_same_400(home: Home):
+    model = home.finish(home.job())
+    file = home.upload("globex")
+    texts = []
+    for name in (model, "ft:tiny:acme:x:00000000", f"{model}:ckpt-step-1"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            home.sdk("globex").fine_tuning.jobs.create(model=name, training_file=file)
+        assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
+        texts.append(refused.value.message.replace(name, "<model>"))
+    assert len(set(texts)) == 1
+
+
+def test_job_when_the_backbone_of_its_model_is_offered_no_more_then_400(home: Home):
+    model = home.finish(home.job())
+    file = home.upload()
+    home.app.state.service.settings = replace(home.settings, base_models={"other": "tiny"})
+    with pytest.raises(openai.BadRequestError, match="cannot be fine-tuned here; use other"):
+        home.sdk().fine_tuning.jobs.create(model=model, training_file=file)
+
+
+@pytest.mark.parametrize("extra", [{"lora": {"r": 4}}, {"settings": {"adapter": {"r": 4}}}])
+def test_job_when_it_starts_from_a_model_and_names_a_shape_then_400(home: Home, extra: dict[str, Any]):
+    model = home.finish(home.job())
+    with pytest.raises(openai.BadRequestError, match="keeps the shape of its adapter"):
+        home.sdk().fine_tuning.jobs.create(model=model, training_file=home.upload(), extra_body=extra)
 
 
 def test_rate_when_passed_then_429_says_when_to_try_again(home: Home):

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 from postgres_server import find_binaries, running_postgres
-from service_home import Home, make_home
+from service_home import Home, chat_lines, make_home
 
 from weft.serve.db.tables import IDEMPOTENCY, JOBS
 
@@ -36,6 +36,11 @@ def test_api_when_on_postgres_then_a_job_lives_as_on_sqlite(tmp_path: Path, kind
             for id in ("a%00b", "a\\b", "x" * 5000, "%ff%fe"):
                 assert home.call("GET", f"/v1/files/{id}").status_code in (400, 404)
             _submit_at_once(home, file)
+            _submit_up_to_a_quota(home)
+            _upload_in_parts(home)
+            start = client.fine_tuning.jobs.create(model=name, training_file=file)
+            with pytest.raises(openai.BadRequestError, match=f"Job {start.id} starts from this model"):
+                client.models.delete(name)
             server.stop()
             answer = home.call("GET", f"/v1/files/{file}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "busy")
@@ -46,6 +51,32 @@ def test_api_when_on_postgres_then_a_job_lives_as_on_sqlite(tmp_path: Path, kind
             with pytest.raises(openai.NotFoundError):
                 home.sdk("globex").files.retrieve(file)
         home.database.close()
+
+
+def _submit_up_to_a_quota(home: Home) -> None:
+    file = home.upload("globex")
+    home.limit("globex", max_active_jobs=3)
+    answers: list[int] = []
+
+    def submit(seed: int) -> None:
+        body = {"model": "tiny", "training_file": file, "seed": seed}
+        answers.append(home.call("POST", "/v1/fine_tuning/jobs", "globex", json=body).status_code)
+
+    threads = [threading.Thread(target=submit, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == [200] * 3 + [429] * 9
+
+
+def _upload_in_parts(home: Home) -> None:
+    data = chat_lines()
+    uploads = home.sdk().uploads
+    id = uploads.create(bytes=len(data), filename="a.jsonl", mime_type="text/jsonl", purpose="fine-tune").id
+    parts = [uploads.parts.create(id, data=piece).id for piece in (data[:100], data[100:])]
+    done = uploads.complete(id, part_ids=parts)
+    assert done.file is not None and home.sdk().files.content(done.file.id).read() == data
 
 
 def _submit_at_once(home: Home, file: str) -> None:

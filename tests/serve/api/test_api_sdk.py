@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
+from importlib.machinery import ModuleSpec
 
 import openai
 import pytest
@@ -37,7 +40,10 @@ def test_file_when_kept_for_a_time_then_says_when_it_expires(home: Home):
     assert file.expires_at == file.created_at + 3600
 
 
-def test_job_when_created_then_has_openais_fields_and_ours(home: Home):
+def test_job_when_created_then_has_openais_fields_and_ours(home: Home, monkeypatch: pytest.MonkeyPatch):
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     client = home.sdk()
     file = home.upload()
     job = client.fine_tuning.jobs.create(
@@ -123,6 +129,8 @@ def test_usage_when_jobs_ran_then_adds_up(home: Home):
     used = home.call("GET", "/v1/usage").json()
     assert used["trained_tokens"] == 240
     assert used["limits"]["active_jobs"] == {"used": 0, "limit": None}
+    assert used["limits"]["trained_tokens"] == {"used": 240, "reserved": 0, "limit": None}
+    assert home.call("GET", "/v1/usage", "globex").json()["limits"]["trained_tokens"]["reserved"] > 0
     assert home.call("GET", "/v1/usage", "globex").json()["trained_tokens"] == 0
     assert home.call("GET", "/v1/usage?end_time=1").json()["trained_tokens"] == 0
     with home.database.read() as tx:

@@ -20,6 +20,7 @@ OPEN = {"/healthz", "/readyz", "/", "/dashboard/static/{name:path}"}
 """Routes that need no key."""
 SCOPES = {
     "/v1/files": "files",
+    "/v1/uploads": "files",
     "/v1/fine_tuning/jobs": "jobs",
     "/v1/fine_tuning/checkpoints": "models",
     "/v1/models": "models",
@@ -30,7 +31,10 @@ SCOPES = {
     "/dashboard/overview": "usage",
 }
 """The scope a route asks for, by how its path starts."""
+UPLOAD = {"bytes": 3, "filename": "a.jsonl", "mime_type": "text/jsonl", "purpose": "fine-tune"}
 BODIES: dict[str, Any] = {
+    "/v1/uploads": UPLOAD,
+    "/v1/uploads/{upload_id}/complete": {"part_ids": ["{part_id}"]},
     "/v1/fine_tuning/jobs": {"model": "tiny", "training_file": "{file_id}"},
     "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["p"]},
     "/v1/chat/completions": {"model": "{model}", "messages": [{"role": "user", "content": "x"}]},
@@ -72,7 +76,10 @@ def owned(home: Home) -> dict[str, str]:
     job = home.job(file=file)
     model = home.finish(job)
     checkpoint = home.call("GET", f"/v1/fine_tuning/jobs/{job}/checkpoints").json()["data"][0]["id"]
-    return {"file_id": file, "job_id": job, "model": model, "checkpoint": checkpoint, "permission_id": "cp_1"}
+    upload = home.call("POST", "/v1/uploads", json=UPLOAD).json()["id"]
+    part = home.call("POST", f"/v1/uploads/{upload}/parts", files={"data": b"{}\n"}).json()["id"]
+    made = {"file_id": file, "job_id": job, "model": model, "checkpoint": checkpoint, "upload_id": upload}
+    return {**made, "part_id": part, "permission_id": "cp_1"}
 
 
 def ask(home: Home, method: str, path: str, values: dict[str, str], headers: dict[str, str]) -> Any:
@@ -82,6 +89,8 @@ def ask(home: Home, method: str, path: str, values: dict[str, str], headers: dic
         options["json"] = json.loads(filled(json.dumps(body), values))
     elif method == "POST" and path == "/v1/files":
         options = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
+    elif method == "POST" and path.endswith("/parts"):
+        options = {"files": {"data": ("a.jsonl", b"{}\n")}}
     return home.http.request(method, filled(path, values), headers=headers, **options)
 
 
@@ -127,6 +136,8 @@ def test_every_route_when_the_object_is_foreign_then_answers_as_if_it_were_missi
         "job_id": "ftjob-" + "0" * 24,
         "model": "ft:tiny:acme::00000000",
         "checkpoint": "ftckpt_" + "0" * 24,
+        "upload_id": "upload_" + "0" * 24,
+        "part_id": "part_" + "0" * 24,
         "permission_id": "cp_1",
     }
     asked = 0
@@ -146,11 +157,12 @@ def test_every_route_when_the_object_is_foreign_then_answers_as_if_it_were_missi
             return text
 
         assert plain(theirs.text, owned) == plain(nobodys.text, missing), (method, path)
-    assert asked >= 17
+    assert asked >= 20
     # And nothing happened to what is acme's.
     assert home.sdk().fine_tuning.jobs.retrieve(owned["job_id"]).status == "succeeded"
     assert home.sdk().models.retrieve(owned["model"])
     assert home.sdk().files.retrieve(owned["file_id"])
+    assert home.sdk().uploads.complete(owned["upload_id"], part_ids=[owned["part_id"]]).status == "completed"
 
 
 def test_lists_when_another_tenant_asks_then_hold_nothing_of_mine(home: Home, owned: dict[str, str]):

@@ -14,6 +14,8 @@ from service_home import Home, chat_lines, make_home
 from weft import faults
 from weft.serve.api.multipart import clean_name
 from weft.serve.db.tables import FILES
+from weft.serve.errors import Unsure
+from weft.serve.records import files
 
 LINE = b'{"text": "a"}\n'
 NAMES = [
@@ -175,6 +177,21 @@ def test_file_when_bad_then_400_with_its_line_and_nothing_is_stored(home: Home, 
     assert refused.value.param == "file"
     assert expected in refused.value.message
     assert (home.num_blobs(), home.count(FILES)) == (0, 0)
+
+
+def test_file_when_nobody_knows_whether_its_row_is_there_then_its_bytes_stay(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+):
+    """A row whose commit was not confirmed may name them; if none does, `tidy` removes them later."""
+
+    def unsure(*_: Any, **__: Any) -> None:
+        raise Unsure("the connection to the database was lost while it wrote; look before trying again.")
+
+    monkeypatch.setattr(files, "create_file", unsure)
+    with pytest.raises(openai.APIStatusError) as refused:
+        home.sdk(max_retries=0).files.create(file=("t.jsonl", LINE * 12), purpose="fine-tune")
+    assert refused.value.status_code == 503
+    assert home.num_blobs() == 1
 
 
 BAD_ROWS = {

@@ -1,4 +1,4 @@
-"""A scripted service for every test, and one browser for all of them."""
+"""Scripted services: one for every test of a route, two for all tests in the one browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dashboard_stage import Busy, Live, Stage
+from dashboard_stage import Busy, House, Live, Stage
 from playwright.sync_api import Browser, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -21,11 +21,13 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     made.close()
 
 
-@pytest.fixture
-def live(stage: Stage) -> Iterator[Live]:
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    stage = Stage(tmp_path_factory.mktemp("house"))
     running = Live(stage)
-    yield running
+    yield House(stage, running)
     running.close()
+    stage.close()
 
 
 @pytest.fixture(scope="session")

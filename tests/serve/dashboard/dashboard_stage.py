@@ -5,7 +5,9 @@ Run as a script, with a port, it serves until stopped and prints the address and
 
 from __future__ import annotations
 
+import copy
 import http.server
+import itertools
 import json
 import math
 import random
@@ -41,6 +43,7 @@ from weft.serve.records.workers import put_worker
 from weft.serve.settings import Settings
 
 GIB = 2**30
+_GUESTS = itertools.count()
 ANSWER = "The warp stays where it is and the weft runs through it."
 
 
@@ -55,21 +58,33 @@ class Stage:
         self.app = make_app(self.settings, self.database, self.blobs)
         if not any(getattr(route, "path", "") == "/dashboard/overview" for route in self.app.routes):
             self.app.include_router(router)
-        self.tenant = "acme" if auth else "default"
-        with self.database.begin() as tx:
-            create_tenant(tx, self.tenant, "Acme", max_stored_bytes=8 * GIB, max_active_jobs=20)
-            create_tenant(tx, "rival", "Rival")
-            self.key = create_key(tx, self.tenant, "laptop")
-            self.admin = create_key(tx, self.tenant, "operator", scopes=SCOPES)
-            self.rival = create_key(tx, "rival", "theirs")
+        self._let_in("acme" if auth else "default", "rival")
         self.voice = Voice()
+
+    def guest(self) -> Stage:
+        """The same service seen by two tenants that have nothing yet."""
+        made = copy.copy(self)
+        number = next(_GUESTS)
+        made._let_in(f"acme-{number}", f"rival-{number}")
+        return made
+
+    def _let_in(self, tenant: str, other: str) -> None:
+        self.tenant, self.other = tenant, other
+        with self.database.begin() as tx:
+            create_tenant(tx, tenant, "Acme", max_stored_bytes=8 * GIB, max_active_jobs=20)
+            create_tenant(tx, other, "Rival")
+            self.key = create_key(tx, tenant, "laptop")
+            self.admin = create_key(tx, tenant, "operator", scopes=SCOPES)
+            self.rival = create_key(tx, other, "theirs")
 
     def close(self) -> None:
         self.voice.close()
         self.database.close()
 
-    def job(self, suffix: str, *, tenant: str | None = None, model: str = "tiny", **columns: Any) -> str:
-        """A queued job."""
+    def job(
+        self, suffix: str, *, tenant: str | None = None, model: str = "tiny", start: str | None = None, **columns: Any
+    ) -> str:
+        """A queued job, which goes on from the model `start`."""
         tenant = tenant or self.tenant
         with self.database.begin() as tx:
             blob = self.blobs.put(b'{"prompt":"a","completion":"b"}\n')
@@ -77,6 +92,7 @@ class Stage:
                 tx, tenant, filename=f"{suffix}.jsonl", purpose="fine-tune", bytes=3200, sha256="0" * 64, blob=blob
             )
             settings = {"num_train_epochs": 3, "global_batch_size": 8, "learning_rate": 2e-4, "adapter": {"r": 16}}
+            settings |= {"init_adapter": start} if start else {}
             job = create_job(
                 tx, tenant, model=model, training_file=file["id"], suffix=suffix, settings=settings, **columns
             )
@@ -160,7 +176,7 @@ class Stage:
         with self.database.begin() as tx:
             add_event(tx, self.tenant, ids["stopped"], "warn", "no-place-to-break-" + "x" * 90)
             move(tx, self.tenant, ids["stopped"], "cancelled")
-        ids["resting"] = self.job("resting")
+        ids["resting"] = self.job("resting", start=f"{model_name('tiny', self.tenant, 'sql-writer', 'ftjob-0')}")
         with self.database.begin() as tx:
             move(tx, self.tenant, ids["resting"], "paused")
         for name, steps in (("summaries", 73), ("extract-fields", 31)):
@@ -224,6 +240,14 @@ class Voice:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+@dataclass(frozen=True)
+class House:
+    """A service without workers, shared by tests that each come with a tenant of their own."""
+
+    stage: Stage
+    live: Live
 
 
 class Live:

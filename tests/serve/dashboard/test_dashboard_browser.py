@@ -9,20 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard_stage import ANSWER, Busy, Live, Stage
+from dashboard_stage import ANSWER, Busy, House, Stage
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 from weft.serve.records.keys import key_id, revoke_key
 
 expect.set_options(timeout=10_000)
 GOOD = b"".join(json.dumps({"prompt": f"a{i}", "completion": "b"}).encode() + b"\n" for i in range(4))
+QUICK = "const later = setTimeout; window.setTimeout = (work, ms, ...more) => later(work, ms / 8, ...more)"
+"""The page asks again every few seconds; a test has no time to wait for that."""
 BAD = GOOD + b'{"prompt": oops}\n' + b"[1]\n"
 
 
 @pytest.fixture
-def page(browser: Browser, live: Live) -> Iterator[Page]:
-    """A tab on a service of the test's own."""
-    yield from tab_on(browser, live.url)
+def stage(house: House) -> Stage:
+    """A tenant of the test's own."""
+    return house.stage.guest()
+
+
+@pytest.fixture
+def page(browser: Browser, house: House) -> Iterator[Page]:
+    """A tab on the service without workers."""
+    yield from tab_on(browser, house.live.url)
 
 
 @pytest.fixture
@@ -35,6 +43,7 @@ def look(browser: Browser, busy: Busy) -> Iterator[Page]:
 def tab_on(browser: Browser, url: str) -> Iterator[Page]:
     """A tab whose errors fail the test: no script may break, and nothing may be forbidden by the page's own policy."""
     context = browser.new_context(base_url=url, viewport={"width": 1280, "height": 860})
+    context.add_init_script(QUICK)
     tab = context.new_page()
     broken: list[str] = []
     tab.on("pageerror", lambda error: broken.append(str(error)))
@@ -156,7 +165,7 @@ def test_job_when_paused_and_cancelled_by_hand_shows_what_was_asked(page: Page, 
 
 def test_job_of_another_tenant_is_one_sentence(page: Page, stage: Stage) -> None:
     """A foreign id is not found; there is no JSON on the page."""
-    theirs = stage.job("theirs", tenant="rival")
+    theirs = stage.job("theirs", tenant=stage.other)
     enter(page, stage.key, f"#/jobs/{theirs}")
     expect(page.get_by_role("alert")).to_contain_text("Could not find")
     assert "{" not in page.locator("main").inner_text()
@@ -213,6 +222,23 @@ def test_compose_with_a_wrong_setting_marks_its_field(page: Page, stage: Stage) 
     page.get_by_role("button", name="Start training").click()
     expect(page.locator("#n_epochs")).to_have_attribute("aria-invalid", "true")
     expect(page.locator(".field .wrong")).to_have_count(1)
+
+
+def test_compose_from_a_model_of_ones_own_goes_on_with_its_adapter(page: Page, stage: Stage) -> None:
+    """A fine-tuned model is offered as a start; its adapter's shape is not asked for again."""
+    job = stage.job("first")
+    stage.start(job, 1)
+    model = stage.succeed(job, "first")
+    enter(page, stage.key, "#/new")
+    attach(page, GOOD)
+    expect(page.locator(".ok")).to_be_visible()
+    expect(page.get_by_label("Rank")).to_be_visible()
+    page.get_by_label("Start from").select_option(model)
+    expect(page.get_by_label("Rank")).to_be_hidden()
+    page.get_by_label("Name").fill("second")
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("h1")).to_contain_text("second")
+    expect(page.locator("dl.settings")).to_contain_text(model)
 
 
 def test_chat_with_an_adapter_streams_beside_the_base_model(look: Page, busy: Busy) -> None:
@@ -302,14 +328,14 @@ def test_screens_at_390_pixels_do_not_scroll_sideways(browser: Browser, busy: Bu
     )
     page = context.new_page()
     enter(page, busy.stage.admin)
-    jobs = [f"jobs/{busy.ids[name]}" for name in ("summaries", "broken", "stopped")]
+    jobs = [f"jobs/{busy.ids[name]}" for name in ("summaries", "broken", "stopped", "resting")]
     for place in ["jobs", *jobs, "new", "chat", "operations", "usage"]:
         page.goto(f"/#/{place}")
         expect(page.locator(".screen h1")).to_be_visible()
         if place == "new":
             attach(page, GOOD + b'{"prompt": ' + b"x" * 400 + b"\n")
             expect(page.locator(".problems li")).to_have_count(1)
-        page.wait_for_timeout(150)
+        expect(page.locator(".loading")).to_have_count(0)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
     context.close()
 

@@ -9,25 +9,43 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
 from weft.errors import ConfigError
 from weft.serve.db.engine import Database, now, open_database
-from weft.serve.db.migrate import migrate, revision
-from weft.serve.db.tables import EVENTS, METADATA, TENANTS
+from weft.serve.db.migrate import SCRIPTS, migrate, revision
+from weft.serve.db.tables import EVENTS, JOBS, METADATA, TENANTS
 from weft.serve.errors import Busy
 from weft.serve.records.events import add_event
 from weft.serve.records.tenants import create_tenant, list_tenants
 
 
 def test_upgrade_when_fresh_then_equals_the_tables(bare: Database):
-    assert migrate(bare) == migrate(bare) == "0001"
+    assert migrate(bare) == migrate(bare) == "0002"
     with bare.read() as tx:
         context = MigrationContext.configure(tx, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, METADATA) == []
         names = set(sa.inspect(tx).get_table_names())
     assert names == {*METADATA.tables, "alembic_version"}
+
+
+def test_upgrade_when_there_are_jobs_of_an_older_version_then_keeps_them(bare: Database):
+    config = Config()
+    config.set_main_option("script_location", str(SCRIPTS))
+    with bare.begin() as tx:
+        config.attributes["connection"] = tx
+        command.upgrade(config, "0001")
+        create_tenant(tx, "acme")
+        job = {"id": "ftjob-1", "tenant": "acme", "status": "queued", "model": "tiny", "training_file": "file-1"}
+        job |= {"seed": 1, "method": {}, "settings": {}, "integrations": [], "result_files": [], "created_at": 1}
+        tx.execute(sa.insert(JOBS).values(job))
+    assert migrate(bare) == "0002"
+    with bare.read() as tx:
+        (row,) = tx.execute(sa.select(JOBS)).mappings()
+    assert (row["id"], row["planned_tokens"]) == ("ftjob-1", None)
 
 
 def test_upgrade_when_run_by_many_at_once_then_happens_once(bare: Database):
@@ -46,7 +64,7 @@ def test_upgrade_when_run_by_many_at_once_then_happens_once(bare: Database):
         thread.join()
     assert errors == []
     with bare.read() as tx:
-        assert revision(tx) == "0001"
+        assert revision(tx) == "0002"
 
 
 def test_upgrade_when_the_database_is_newer_then_refused_with_advice(database: Database):

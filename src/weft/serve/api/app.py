@@ -13,12 +13,13 @@ from fastapi.routing import APIRoute
 
 from weft import __version__
 from weft.serve import dashboard
-from weft.serve.api import chat, errors, events, files, health, jobs, models, usage
+from weft.serve.api import chat, errors, events, files, health, jobs, models, uploads, usage
 from weft.serve.api.metrics import Metrics
 from weft.serve.api.observe import Observe
 from weft.serve.api.rate import RateLimits
 from weft.serve.api.requests import BODIES
 from weft.serve.api.service import Service
+from weft.serve.api.shortcut import Shortcut
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
 from weft.serve.settings import Settings
@@ -42,8 +43,10 @@ def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
         settings, database, blobs, Metrics(database), RateLimits(1 / max(1, settings.api_processes))
     )
     errors.install(app)
-    for part in (files, jobs, events, models, chat, usage, health, dashboard):
+    # Routes are tried one after another: what clients poll comes first.
+    for part in (jobs, events, files, uploads, models, chat, usage, health, dashboard):
         app.include_router(part.router)
+    app.add_middleware(Shortcut)
     app.add_middleware(Observe, metrics=app.state.service.metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

@@ -6,28 +6,30 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.concurrency import run_in_threadpool
 
 from weft.serve.api.jobs import After, Limit, User
 from weft.serve.api.service import Service, service_of
-from weft.serve.api.shapes import event_object, event_stream, listed
+from weft.serve.api.shapes import as_json, event_object, event_stream, listed, ready
+from weft.serve.db.engine import Tx
 from weft.serve.errors import Busy
 from weft.serve.jobs.states import FINAL
 from weft.serve.records import events, jobs
 from weft.serve.records.rows import Record
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
-POLL_S = 0.4
-"""How often a stream looks for events; half of the second within which one should be seen."""
+POLL_S = 0.2
+"""How often a stream looks for events, which costs next to nothing while there are none."""
 KEEP_ALIVE_S = 15.0
+MOST = 50
+"""Events read at a time, so that a long history does not hold up the others."""
 
 
 @router.get("/{job_id}/events", response_model=None)
-def list_events(
+async def list_events(
     request: Request,
     user: User,
     job_id: str,
@@ -35,17 +37,24 @@ def list_events(
     limit: Limit = 20,
     stream: Annotated[bool, Query(description="Server-sent events, oldest first, until the job has ended.")] = False,
     last_event_id: Annotated[str | None, Header(max_length=64)] = None,
-) -> dict[str, Any] | Response:
+) -> Response:
     """Events of a job, newest first; with `stream=true` as they happen."""
     request.state.log["job"] = job_id
     service = service_of(request)
-    with service.database.read() as tx:
+    start = after or last_event_id
+
+    def page(tx: Tx) -> bytes:
         jobs.get_job(tx, user.tenant, job_id)
-        if not stream:
-            return listed(events.list_events(tx, user.tenant, job_id, after, limit), event_object)
-        start = after or last_event_id
+        return as_json(listed(events.list_events(tx, user.tenant, job_id, after, limit), event_object))
+
+    def place(tx: Tx) -> int:
+        jobs.get_job(tx, user.tenant, job_id)
         # Looking the id up here makes an unknown one a 404 instead of a stream that breaks off.
-        seq = events.seq_of(tx, user.tenant, job_id, start) if start else 0
+        return events.seq_of(tx, user.tenant, job_id, start) if start else 0
+
+    if not stream:
+        return ready(await service.fresh.read(("events", user.tenant, job_id, after, limit), page))
+    seq = await service.fresh.read(("place", user.tenant, job_id, start), place)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(
         _follow(service, user.tenant, job_id, seq), media_type="text/event-stream", headers=headers
@@ -54,9 +63,15 @@ def list_events(
 
 async def _follow(service: Service, tenant: str, job_id: str, seq: int) -> AsyncIterator[bytes]:
     said = time.monotonic()
+
+    def look(tx: Tx) -> tuple[list[Record], bool]:
+        # The last event is written with the final state.
+        is_over = jobs.get_job(tx, tenant, job_id)["status"] in FINAL
+        return events.events_since(tx, tenant, job_id, seq, MOST), is_over
+
     while not service.is_draining:
         try:
-            found, has_ended = await run_in_threadpool(_look, service, tenant, job_id, seq)
+            found, has_ended = await service.fresh.read(("events since", tenant, job_id, seq), look)
         except Busy:
             found, has_ended = [], False
         for event in found:
@@ -67,15 +82,10 @@ async def _follow(service: Service, tenant: str, job_id: str, seq: int) -> Async
             return
         if found:
             said = time.monotonic()
+            # A client that takes all at once would else keep everybody waiting.
+            await asyncio.sleep(0)
             continue
         if time.monotonic() - said > KEEP_ALIVE_S:
             said = time.monotonic()
             yield b": waiting\n\n"
         await asyncio.sleep(POLL_S)
-
-
-def _look(service: Service, tenant: str, job_id: str, seq: int) -> tuple[list[Record], bool]:
-    """New events, and whether there will be no more: the last event is written with the final state."""
-    with service.database.read() as tx:
-        found = events.events_since(tx, tenant, job_id, seq)
-        return found, jobs.get_job(tx, tenant, job_id)["status"] in FINAL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Annotated, Any, Literal
 from urllib.parse import quote
@@ -18,7 +18,8 @@ from weft.serve.api.multipart import Form, receive_file
 from weft.serve.api.service import Service, service_of
 from weft.serve.api.shapes import deleted, file_object, listed
 from weft.serve.blobs import CHUNK_BYTES, BlobWriter
-from weft.serve.errors import OverLimit
+from weft.serve.db.engine import Tx
+from weft.serve.errors import OverLimit, Unsure
 from weft.serve.jobs.training_file import Report, check_training_file
 from weft.serve.records import files
 from weft.serve.records.rows import Record
@@ -47,13 +48,15 @@ _FORM = {
 async def upload(request: Request, user: User) -> dict[str, Any]:
     """Takes in a training file: JSON lines, checked before it is kept."""
     service = service_of(request)
-    room = await run_in_threadpool(_room, service, user)
+    room = await run_in_threadpool(room_of, service, user)
     with await run_in_threadpool(service.blobs.create) as writer:
         form = await receive_file(request, writer, most=room.most, too_large=room.refusal)
         expires_in_s = _check_form(form)
         if writer.num_bytes == 0:
             raise invalid(f"{form.filename}: is empty.", "file", "empty_file")
-        return await run_in_threadpool(_keep, service, user, writer, form, expires_in_s)
+        purpose = form.fields["purpose"]
+        row = await run_in_threadpool(keep_file, service, user, writer, form.filename, purpose, expires_in_s)
+    return file_object(row)
 
 
 @router.get("")
@@ -121,34 +124,49 @@ def refuse_problems(report: Report, param: str) -> None:
         raise invalid(first.message + more, param, "invalid_training_file", problems=problems)
 
 
-def _keep(service: Service, user: Caller, writer: BlobWriter, form: Form, expires_in_s: int | None) -> dict[str, Any]:
-    """Checks the lines, then makes blob and row last; nothing is left of a file that is refused."""
+def keep_file(
+    service: Service,
+    user: Caller,
+    writer: BlobWriter,
+    filename: str,
+    purpose: str,
+    expires_in_s: int | None,
+    also: Callable[[Tx, Record], object] = lambda tx, file: None,
+) -> Record:
+    """Checks the lines, then makes blob and row last; nothing is left of a file that is refused.
+
+    `also` happens in the transaction that makes the row.
+    """
     writer.commit()
     try:
         with service.blobs.open(writer.name) as stream:
-            report = check_training_file(stream, form.filename, service.settings.limits, data_format=None)
+            report = check_training_file(stream, filename, service.settings.limits, data_format=None)
         refuse_problems(report, "file")
         with service.database.begin() as tx:
             # Two uploads at once were each promised the same room.
             used, quota = files.stored_bytes(tx, user.tenant), user.owner["max_stored_bytes"]
             if quota is not None and used + writer.num_bytes > quota:
-                raise _over_quota(used, f"{writer.num_bytes:,} more", quota)
+                raise over_quota(used, f"{writer.num_bytes:,} more", quota)
             row = files.create_file(
                 tx,
                 user.tenant,
-                filename=form.filename,
-                purpose=form.fields["purpose"],
+                filename=filename,
+                purpose=purpose,
                 bytes=writer.num_bytes,
                 sha256=writer.sha256,
                 blob=writer.name,
                 expires_in_s=expires_in_s,
             )
             user.note(tx, "file.create", row["id"], {"bytes": writer.num_bytes})
+            also(tx, row)
+    except Unsure:
+        # The row may be there. If it is not, nobody names the blob, and `tidy` removes it in time.
+        raise
     except BaseException:
         service.blobs.delete(writer.name)
         raise
     service.metrics.uploaded.inc(writer.num_bytes)
-    return file_object(row)
+    return row
 
 
 def _check_form(form: Form) -> int | None:
@@ -170,7 +188,7 @@ def _check_form(form: Form) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Room:
+class Room:
     """How long a file may be, and what to say of a longer one."""
 
     file_limit: int
@@ -179,16 +197,19 @@ class _Room:
 
     @property
     def most(self) -> int:
+        """Bytes a file may have."""
         return self.file_limit if self.quota is None else min(self.file_limit, max(0, self.quota - self.used))
 
     def refusal(self) -> Exception:
+        """What a longer file gets."""
         if self.most < self.file_limit:
-            return _over_quota(self.used, "this file", self.quota or 0)
+            return over_quota(self.used, "this file", self.quota or 0)
         message = f"The file is longer than {self.file_limit:,} bytes."
         return ApiError(413, message, param="file", code="file_too_large")
 
 
-def _room(service: Service, user: Caller) -> _Room:
+def room_of(service: Service, user: Caller) -> Room:
+    """What the tenant may still store; refused where the disk is nearly full."""
     limits, quota = service.settings.limits, user.owner["max_stored_bytes"]
     free = service.blobs.free_bytes()
     if free is not None and free < limits.disk_floor_bytes:
@@ -196,12 +217,13 @@ def _room(service: Service, user: Caller) -> _Room:
         headers = {"x-should-retry": "false"}
         raise ApiError(507, message, code="storage_full", type="server_error", headers=headers)
     if quota is None:
-        return _Room(limits.file_bytes)
+        return Room(limits.file_bytes)
     with service.database.read() as tx:
-        return _Room(limits.file_bytes, files.stored_bytes(tx, user.tenant), quota)
+        return Room(limits.file_bytes, files.stored_bytes(tx, user.tenant), quota)
 
 
-def _over_quota(used: int, wanted: str, quota: int) -> OverLimit:
+def over_quota(used: int, wanted: str, quota: int) -> OverLimit:
+    """The arithmetic of a storage quota that something would pass."""
     return OverLimit(
         f"Storage is used up: {used:,} bytes are stored and {wanted} would pass the limit of {quota:,}. "
         "Delete files or models first."

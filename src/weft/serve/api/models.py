@@ -16,7 +16,7 @@ from weft.serve.api.requests import CreatePermission
 from weft.serve.api.service import Service, service_of
 from weft.serve.api.shapes import deleted, model_object
 from weft.serve.db.engine import Tx
-from weft.serve.errors import NotFound
+from weft.serve.errors import NotFound, NotPossible
 from weft.serve.records import checkpoints, jobs, models
 from weft.serve.tidy import named_blobs
 
@@ -92,6 +92,9 @@ def delete_model(request: Request, user: User, model: str) -> dict[str, Any]:
     """Forgets a fine-tuned model and its weights."""
     service = service_of(request)
     with service.database.begin() as tx:
+        needed = jobs.starting_from(tx, user.tenant, model)
+        if needed is not None:
+            raise NotPossible(f"Job {needed} starts from this model; wait for its end or cancel it.", where="model")
         row = models.delete_model(tx, user.tenant, model)
         user.note(tx, "model.delete", model)
         is_shared = row["blob"] in named_blobs(tx)

@@ -42,9 +42,10 @@ class _Part:
 
 
 class _Reader:
-    """Callbacks of the parser; file bytes pile up in `pending` until the loop writes them."""
+    """Callbacks of the parser; bytes of the part called `file` pile up in `pending` until the loop writes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: str) -> None:
+        self._file = file
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.pending: list[bytes] = []
@@ -75,19 +76,19 @@ class _Reader:
                 self._part.filename = _text(options[b"filename"])
 
     def on_headers_finished(self) -> None:
-        if self._part.name == "file":
+        if self._part.name == self._file:
             if self.filename is not None:
-                raise invalid("The form has two files; send one.", "file", "invalid_form")
+                raise invalid("The form has two files; send one.", self._file, "invalid_form")
             self.filename = clean_name(self._part.filename or "")
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
-        if self._part.name == "file":
+        if self._part.name == self._file:
             self.pending.append(data[start:end])
         else:
             self._grow(self._part.data, data[start:end])
 
     def on_part_end(self) -> None:
-        if self._part.name and self._part.name != "file":
+        if self._part.name and self._part.name != self._file:
             text = _text(bytes(self._part.data))
             if "\0" in text:
                 raise invalid("holds a NUL character.", self._part.name, "invalid_value")
@@ -102,9 +103,11 @@ class _Reader:
             raise invalid(f"A field of the form is longer than {MAX_FIELD_BYTES:,} bytes.", code="invalid_form")
 
 
-async def receive_file(request: Request, writer: BlobWriter, *, most: int, too_large: Callable[[], Exception]) -> Form:
-    """Streams the `file` of a form into a blob; more than `most` bytes raise what `too_large` makes."""
-    reader = _Reader()
+async def receive_file(
+    request: Request, writer: BlobWriter, *, most: int, too_large: Callable[[], Exception], name: str = "file"
+) -> Form:
+    """Streams the part of a form called `name` into a blob; more than `most` bytes raise what `too_large` makes."""
+    reader = _Reader(name)
     parser = MultipartParser(_boundary(request), _callbacks(reader))
     size = 0
     try:
@@ -125,7 +128,7 @@ async def receive_file(request: Request, writer: BlobWriter, *, most: int, too_l
     if not reader.is_complete:
         raise invalid("The form ends in the middle.", code="invalid_form")
     if reader.filename is None:
-        raise invalid("Missing required parameter: 'file'.", "file", "missing_required_parameter")
+        raise invalid(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
     return Form(reader.fields, reader.filename)
 
 

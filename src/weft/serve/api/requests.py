@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 Text = Annotated[StrictStr, Field(min_length=1, max_length=512)]
 Auto = Literal["auto"]
+MAX_UPLOAD_PARTS = 1000
 
 
 class Body(BaseModel):
@@ -89,6 +90,30 @@ class CreateJob(Body):
         return value
 
 
+class ExpiresAfter(Body):
+    """When a file is forgotten."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[StrictInt, Field(ge=3600, le=2_592_000)]
+
+
+class CreateUpload(Body):
+    """A file that will come in parts."""
+
+    bytes: Annotated[StrictInt, Field(ge=1, lt=2**53)]
+    filename: Text
+    mime_type: Text
+    purpose: Text
+    expires_after: ExpiresAfter | None = None
+
+
+class CompleteUpload(Body):
+    """The parts of an upload in the order of the file."""
+
+    part_ids: list[Annotated[StrictStr, Field(max_length=64)]] = Field(min_length=1, max_length=MAX_UPLOAD_PARTS)
+    md5: Annotated[StrictStr, Field(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
+
+
 class CreatePermission(Body):
     """Projects that may use a checkpoint; there are none here."""
 
@@ -146,4 +171,11 @@ class CreateCompletion(_Generate):
     prompt: StrictStr
 
 
-BODIES: tuple[type[BaseModel], ...] = (CreateJob, CreatePermission, CreateChat, CreateCompletion)
+BODIES: tuple[type[BaseModel], ...] = (
+    CreateJob,
+    CreateUpload,
+    CompleteUpload,
+    CreatePermission,
+    CreateChat,
+    CreateCompletion,
+)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from fastapi import Response
 
 from weft.serve.records.rows import Page, Record
 
@@ -16,6 +19,17 @@ def file_object(row: Record) -> Json:
     return {"object": "file", **{name: row[name] for name in shown}, "sha256": row["sha256"]}
 
 
+def upload_object(row: Record, file: Record | None = None) -> Json:
+    """An Upload; `file` is what it was completed as."""
+    shown = ("id", "bytes", "created_at", "expires_at", "filename", "purpose", "status")
+    return {"object": "upload", **{name: row[name] for name in shown}, "file": file and file_object(file)}
+
+
+def part_object(row: Record) -> Json:
+    """An UploadPart."""
+    return {"object": "upload.part", "id": row["id"], "created_at": row["created_at"], "upload_id": row["upload"]}
+
+
 def job_object(row: Record) -> Json:
     """A FineTuningJob; `settings`, `priority`, `step` and `total_steps` are ours."""
     kind = row["method"]["type"]
@@ -25,7 +39,6 @@ def job_object(row: Record) -> Json:
         "estimated_finish",
         "finished_at",
         "fine_tuned_model",
-        "model",
         "status",
         "training_file",
         "validation_file",
@@ -44,6 +57,7 @@ def job_object(row: Record) -> Json:
     return {
         "object": "fine_tuning.job",
         **{name: row[name] for name in same},
+        "model": row["settings"].get("init_adapter") or row["model"],
         "organization_id": row["tenant"],
         "hyperparameters": row["method"].get(kind, {}).get("hyperparameters"),
         "trained_tokens": row["trained_tokens"] if row["trained_tokens"] or row["status"] == "succeeded" else None,
@@ -94,6 +108,16 @@ def listed(page: Page, shape: Callable[[Record], Json], *, ends: bool = False) -
 def event_stream(data: str, *, id: str | None = None) -> bytes:
     """One server-sent event."""
     return (f"id: {id}\n" if id else "").encode() + f"data: {data}\n\n".encode()
+
+
+def as_json(value: Json) -> bytes:
+    """An object as the bytes of an answer."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def ready(data: bytes) -> Response:
+    """An answer whose JSON is there already; the framework neither checks nor copies it."""
+    return Response(data, media_type="application/json")
 
 
 def without_none(values: Mapping[str, Any]) -> Json:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from weft.serve.api.auth import Caller, needs
 from weft.serve.api.service import service_of
+from weft.serve.jobs.quota import tokens_of
 from weft.serve.records import files, jobs, usage
 
 router = APIRouter(prefix="/v1", tags=["Usage"])
@@ -20,11 +21,15 @@ def read_usage(request: Request, user: User, start_time: Time = None, end_time: 
     """Tokens trained, asked and answered, of what began within [start_time, end_time); and the limits as of now."""
     with service_of(request).database.read() as tx:
         used = usage.usage_of(tx, user.tenant, start=start_time, end=end_time)
+        tokens = tokens_of(tx, user.tenant)
         limits = {
             "active_jobs": (jobs.count_active(tx, user.tenant), user.owner["max_active_jobs"]),
-            "trained_tokens": (usage.trained_tokens(tx, user.tenant), user.owner["max_trained_tokens"]),
+            "trained_tokens": (tokens.trained, user.owner["max_trained_tokens"]),
             "stored_bytes": (files.stored_bytes(tx, user.tenant), user.owner["max_stored_bytes"]),
         }
+    shown: dict[str, Any] = {name: {"used": now, "limit": most} for name, (now, most) in limits.items()}
+    # What unfinished jobs are yet to train counts against the limit as well.
+    shown["trained_tokens"]["reserved"] = tokens.reserved
     return {
         "object": "usage",
         "organization_id": user.tenant,
@@ -32,5 +37,5 @@ def read_usage(request: Request, user: User, start_time: Time = None, end_time: 
         "prompt_tokens": used["totals"]["prompt"],
         "completion_tokens": used["totals"]["completion"],
         "by_model": used["by_model"],
-        "limits": {name: {"used": now, "limit": most} for name, (now, most) in limits.items()},
+        "limits": shown,
     }

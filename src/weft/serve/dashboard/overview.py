@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from weft.serve.db.engine import Tx
 from weft.serve.db.tables import FILES, JOBS, MODELS
+from weft.serve.jobs.quota import tokens_of
 from weft.serve.jobs.states import FINAL
 from weft.serve.records import files, keys, tenants, usage
 from weft.serve.records.rows import Record, every
@@ -123,6 +124,7 @@ def usage_view(tx: Tx, tenant: str, months: int, at: float) -> Json:
     totals = [usage.usage_of(tx, tenant, start=start, end=end)["totals"] for start, end in bounds]
     return {
         "totals": usage.usage_of(tx, tenant)["totals"],
+        "reserved_tokens": tokens_of(tx, tenant).reserved,
         "stored_bytes": files.stored_bytes(tx, tenant),
         "months": [{"start": start, **total} for (start, _), total in zip(bounds, totals, strict=True)],
     }

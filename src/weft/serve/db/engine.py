@@ -3,6 +3,9 @@
 SQLite: WAL, synchronous=FULL, and writers that take the lock when they begin, so that nothing can fail half way for
 want of it. Whoever finds it taken waits a random moment and tries again; SQLite's own waiting lets a busy writer
 starve the others. PostgreSQL: plain transactions; rows about to change are locked by the functions in `records`.
+
+What is wrong with the database and not with what was asked of it is Busy: locked, away, full, or the transaction was
+undone to end a deadlock. Then nothing was written, unless it is Unsure: the connection broke during the commit.
 """
 
 from __future__ import annotations
@@ -11,21 +14,24 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from weft.errors import ConfigError, MissingExtraError
-from weft.serve.errors import Busy
+from weft.serve.errors import Busy, Unsure
 
 Tx = sa.Connection
 """An open transaction."""
 LOCK_WAIT_S = 10.0
 """How long a writer tries to get SQLite's lock before the caller hears that the database is busy."""
+PAUSE_S = (0.002, 0.05)
+"""Between two tries: a random moment, so that those who collided do not do so again."""
+_Made = TypeVar("_Made")
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=20")
 
 
@@ -53,6 +59,20 @@ class Database:
             transaction = self._begin(connection)
             with transaction:
                 yield connection
+                with _commit_errors():
+                    transaction.commit()
+
+    def run(self, work: Callable[[Tx], _Made]) -> _Made:
+        """Does `work` in a transaction that may write, and again if the database undid it to end a deadlock."""
+        deadline = time.monotonic() + self._lock_wait_s
+        while True:
+            try:
+                with self.begin() as tx:
+                    return work(tx)
+            except _Undone:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(random.uniform(*PAUSE_S))
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Tx]:
@@ -74,7 +94,7 @@ class Database:
                     raise
                 if time.monotonic() > deadline:
                     raise Busy("the database is locked by another process; try again.") from None
-                time.sleep(random.uniform(0.002, 0.05))
+                time.sleep(random.uniform(*PAUSE_S))
 
 
 def open_database(url: str, *, lock_wait_s: float = LOCK_WAIT_S) -> Database:
@@ -119,21 +139,62 @@ def is_locked(error: DBAPIError) -> bool:
     return "database is locked" in str(error.orig) or "database table is locked" in str(error.orig)
 
 
+class _Undone(Busy):
+    """The database undid the transaction; the same one may well succeed at once."""
+
+
 @contextlib.contextmanager
 def _connection_errors() -> Iterator[None]:
-    """A database that went away is Busy, not a bug of ours."""
+    """A database that went away, or wants the same thing again, is Busy and not a bug of ours."""
     try:
         yield
-    except OperationalError as error:
-        if is_locked(error) or error.connection_invalidated or "connect" in str(error.orig):
-            raise Busy("the database cannot be reached at the moment; try again.") from error
-        raise
     except DBAPIError as error:
+        if _sqlstate(error) in _UNDONE:
+            raise _Undone("another transaction was in the way; try again.") from error
         if error.connection_invalidated:
-            raise Busy("the connection to the database was lost; try again.") from error
+            raise _Undone("the connection to the database was lost; try again.") from error
+        if is_locked(error) or _is_away(error):
+            raise Busy("the database cannot be reached at the moment; try again.") from error
+        if _is_out_of_room(error):
+            raise Busy("the database cannot write: its disk is full or broken; try again later.") from error
         raise
     except sa.exc.TimeoutError as error:
         raise Busy("too many requests wait for the database; try again.") from error
+
+
+@contextlib.contextmanager
+def _commit_errors() -> Iterator[None]:
+    """Whether a transaction happened whose end was not confirmed is for the caller to find out."""
+    try:
+        yield
+    except DBAPIError as error:
+        if error.connection_invalidated:
+            raise Unsure("the connection to the database was lost while it wrote; look before trying again.") from error
+        raise
+
+
+_UNDONE = ("40001", "40P01")
+"""PostgreSQL: could not serialize, and deadlock detected."""
+_AWAY = ("08", "57", "25006")
+"""PostgreSQL: no connection, shut down or starting, and only a copy that cannot be written to."""
+_OUT_OF_ROOM = ("53", "58")
+"""PostgreSQL: no disk, memory or connections left, and errors of its files."""
+_SQLITE_OUT_OF_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
+
+
+def _sqlstate(error: DBAPIError) -> str:
+    return str(getattr(error.orig, "sqlstate", None) or "")
+
+
+def _is_away(error: DBAPIError) -> bool:
+    # A server that cannot be reached has no code to tell.
+    unreachable = isinstance(error, OperationalError) and "connect" in str(error.orig)
+    return unreachable or _sqlstate(error).startswith(_AWAY)
+
+
+def _is_out_of_room(error: DBAPIError) -> bool:
+    name = str(getattr(error.orig, "sqlite_errorname", None) or "")
+    return _sqlstate(error).startswith(_OUT_OF_ROOM) or name.startswith(_SQLITE_OUT_OF_ROOM)
 
 
 def _with_driver(url: str) -> str:

@@ -74,6 +74,34 @@ FILES = sa.Table(
     sa.Column("deleted_at", BIG),
 )
 
+UPLOADS = sa.Table(
+    "uploads",
+    METADATA,
+    _seq(),
+    sa.Column("id", sa.String(64), nullable=False, unique=True),
+    _tenant(),
+    sa.Column("filename", sa.String(512), nullable=False),
+    sa.Column("purpose", sa.String(32), nullable=False),
+    sa.Column("bytes", BIG, nullable=False),  # of the whole file, as announced
+    sa.Column("status", sa.String(16), nullable=False),  # pending, completed, cancelled
+    sa.Column("file", sa.String(64)),  # what it was completed as
+    sa.Column("keep_s", BIG),  # how long that file is kept, if not for good
+    sa.Column("created_at", BIG, nullable=False),
+    sa.Column("expires_at", BIG, nullable=False),
+)
+
+UPLOAD_PARTS = sa.Table(
+    "upload_parts",
+    METADATA,
+    _seq(),
+    sa.Column("id", sa.String(64), nullable=False, unique=True),
+    _tenant(),
+    sa.Column("upload", sa.String(64), nullable=False, index=True),
+    sa.Column("bytes", BIG, nullable=False),
+    sa.Column("blob", sa.String(256), nullable=False),
+    sa.Column("created_at", BIG, nullable=False),
+)
+
 JOBS = sa.Table(
     "jobs",
     METADATA,
@@ -102,6 +130,7 @@ JOBS = sa.Table(
     sa.Column("step", sa.Integer, nullable=False, default=0),
     sa.Column("total_steps", sa.Integer),
     sa.Column("trained_tokens", BIG, nullable=False, default=0),  # up to the last durable point; set, never added to
+    sa.Column("planned_tokens", BIG),  # what it is to train in all: guessed from its files, then counted by the worker
     sa.Column("fence", BIG, nullable=False, default=0),  # raised by every worker that takes the job
     sa.Column("worker", sa.String(64)),
     sa.Column("lease_until", sa.Float),

@@ -26,7 +26,7 @@ from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import JOBS, TENANTS
 from weft.serve.jobs.states import move, update_job
 from weft.serve.records.events import add_event
-from weft.serve.records.rows import Record, every, first
+from weft.serve.records.rows import Record, every
 
 LEASE_S = 30.0
 """How long a worker may be silent before others take its jobs."""
@@ -65,7 +65,7 @@ def claim(tx: Tx, worker: str, base_model: str, room: int, *, lease_s: float = L
         chosen = [] if mine else suspects[:1]
     else:
         chosen = _choose(free, mine, room, _shares(tx, {job["tenant"] for job in free}, at))
-    return [taken for job in chosen if (taken := _take(tx, job, worker, at + lease_s)) is not None]
+    return [_take(tx, job, worker, at + lease_s) for job in chosen]
 
 
 def has_free(tx: Tx, base_model: str) -> bool:
@@ -163,15 +163,13 @@ def _shares(tx: Tx, tenants: set[str], at: float) -> dict[str, Share]:
     return {tenant: Share(max(float(weight), 1e-9), tokens.get(tenant, 0)) for tenant, weight in weights}
 
 
-def _take(tx: Tx, job: Record, worker: str, lease_until: float) -> Record | None:
-    """Makes a free job the worker's; None if another was quicker."""
+def _take(tx: Tx, job: Record, worker: str, lease_until: float) -> Record:
+    """Makes a free job, which this transaction holds, the worker's."""
     losses = _losses(job)
     changes = {"fence": job["fence"] + 1, "worker": worker, "lease_until": lease_until, "attempts": losses}
     one = sa.and_(JOBS.c.tenant == job["tenant"], JOBS.c.id == job["id"])
-    unchanged = sa.and_(one, JOBS.c.fence == job["fence"], JOBS.c.status == job["status"])
-    if tx.execute(sa.update(JOBS).where(unchanged).values(changes)).rowcount != 1:
-        return None
+    tx.execute(sa.update(JOBS).where(one).values(changes))
     if job["worker"] is not None:
         text = f"The worker was lost; another takes over (loss {losses} in a row, {MAX_ATTEMPTS} end the job)"
         add_event(tx, job["tenant"], job["id"], "warn", text)
-    return first(tx, sa.select(JOBS).where(one))
+    return every(tx, sa.select(JOBS).where(one))[0]

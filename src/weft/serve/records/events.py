@@ -9,7 +9,19 @@ import sqlalchemy as sa
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import EVENTS
 from weft.serve.errors import NotFound
-from weft.serve.records.rows import Page, Record, every, new_id, page
+from weft.serve.records.rows import Page, Record, new_id, page
+
+_SINCE = (
+    sa.select(EVENTS)
+    .where(
+        EVENTS.c.tenant == sa.bindparam("tenant"),
+        EVENTS.c.job == sa.bindparam("job"),
+        EVENTS.c.seq > sa.bindparam("seq"),
+    )
+    .order_by(EVENTS.c.seq)
+    .limit(sa.bindparam("limit"))
+)
+"""Made once: every stream asks for it all the time."""
 
 
 def add_event(
@@ -44,8 +56,8 @@ def list_events(tx: Tx, tenant: str, job: str, after: str | None = None, limit: 
 
 def events_since(tx: Tx, tenant: str, job: str, seq: int, limit: int = 500) -> list[Record]:
     """Events of a job after the one with number `seq`, oldest first: what a stream sends next."""
-    query = sa.select(EVENTS).where(EVENTS.c.tenant == tenant, EVENTS.c.job == job, EVENTS.c.seq > seq)
-    return every(tx, query.order_by(EVENTS.c.seq).limit(limit))
+    asked = {"tenant": tenant, "job": job, "seq": seq, "limit": limit}
+    return [dict(row) for row in tx.execute(_SINCE, asked).mappings()]
 
 
 def seq_of(tx: Tx, tenant: str, job: str, id: str) -> int:

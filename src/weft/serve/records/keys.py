@@ -10,6 +10,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -24,6 +25,9 @@ DEFAULT_SCOPES = SCOPES[:-1]
 """What a key may do unless said otherwise; `admin` shows the operator's pages as well."""
 _KEY = re.compile(r"weft_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _USED_EVERY_S = 60
+_KEY_BY_ID = sa.select(KEYS).where(KEYS.c.id == sa.bindparam("id"))
+_TENANT_BY_ID = sa.select(TENANTS).where(TENANTS.c.id == sa.bindparam("id"))
+"""Made once, as every request needs both."""
 
 
 def create_key(tx: Tx, tenant: str, name: str = "", scopes: Sequence[str] = DEFAULT_SCOPES) -> str:
@@ -49,15 +53,20 @@ def find_key(tx: Tx, text: str) -> Record | None:
     match = _KEY.fullmatch(text)
     if match is None:
         return None
-    key = first(tx, sa.select(KEYS).where(KEYS.c.id == match[1]))
+    key = _first(tx, _KEY_BY_ID, match[1])
     # An unknown id costs the same comparison as a known one.
     expected = key["hash"] if key else "0" * 64
     if not hmac.compare_digest(_hash(match[2]), expected) or key is None or key["revoked_at"] is not None:
         return None
-    owner = first(tx, sa.select(TENANTS).where(TENANTS.c.id == key["tenant"]))
+    owner = _first(tx, _TENANT_BY_ID, key["tenant"])
     if owner is None or owner["is_disabled"]:
         return None
     return {**key, "owner": owner}
+
+
+def _first(tx: Tx, query: sa.Select[Any], id: str) -> Record | None:
+    row = tx.execute(query, {"id": id}).mappings().first()
+    return None if row is None else dict(row)
 
 
 def needs_touch(key: Record, at: float) -> bool:

@@ -23,12 +23,6 @@ def add_usage(
         tx.execute(sa.insert(USAGE).values({**row, "created_at": int(now(tx))}))
 
 
-def trained_tokens(tx: Tx, tenant: str) -> int:
-    """Tokens trained by all jobs of the tenant."""
-    query = sa.select(sa.func.coalesce(sa.func.sum(JOBS.c.trained_tokens), 0)).where(JOBS.c.tenant == tenant)
-    return int(tx.execute(query).scalar_one())
-
-
 def usage_of(tx: Tx, tenant: str, *, start: int | None = None, end: int | None = None) -> dict[str, Any]:
     """Tokens of a tenant by kind, in all and by model, of what began within [start, end)."""
     trained = sa.select(

@@ -3,6 +3,7 @@
 About once a second, in one transaction for all jobs: a sign of life, leases renewed, everything the engine said since
 written down, and new jobs claimed. The renewal comes first and holds the rows, so what is not ours any more is found
 before anything is written about it. A database that is away is tried again; nothing that was heard is lost meanwhile.
+Where the connection broke during a commit, the worker's own row tells whether it happened.
 """
 
 from __future__ import annotations
@@ -10,45 +11,58 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sqlalchemy as sa
 
-from weft.data.dataset import JobData
 from weft.engine.engine import Engine
-from weft.engine.events import CheckpointSaved, JobFailed, JobSucceeded
+from weft.engine.events import CheckpointSaved, JobFailed, JobWarning
 from weft.errors import StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, Tx, now
-from weft.serve.db.tables import JOBS
-from weft.serve.errors import Busy
+from weft.serve.db.tables import WORKERS
+from weft.serve.errors import Busy, Unsure
 from weft.serve.jobs.claim import claim, give_up, has_free, release, renew
-from weft.serve.jobs.states import FINAL, move
+from weft.serve.jobs.states import move
 from weft.serve.records.rows import Record
 from weft.serve.records.workers import put_worker, remove_worker
 from weft.serve.worker.directory import WorkDirectory
-from weft.serve.worker.held import Heard, Held, prepare
+from weft.serve.worker.held import Heard, Held
 from weft.serve.worker.journal import Fate, Journal
 from weft.serve.worker.options import WorkerOptions
-from weft.serve.worker.outcome import error_of, store_result
-from weft.spec import JobSpec
+from weft.serve.worker.outcome import error_of
+from weft.serve.worker.predecessors import clear_up
+from weft.serve.worker.preparer import Preparer
+from weft.serve.worker.shelf import delete_blobs, store_heard
+from weft.serve.worker.tracking import Tracking
 
 LOG = logging.getLogger("weft.serve.worker")
-Prepared = tuple[JobSpec, JobData]
 LOOK_S = 0.2
 """How often an idle worker looks for new jobs; it only reads."""
 STUCK = 70
 """Exit code of a worker whose training hung."""
+TRACKING_GRACE_S = 5.0
+"""How long a worker that leaves waits for trackers of its jobs."""
 RETRY_S = 5.0
 """How soon a job that could not write, or whose data could not be stored here, is tried again."""
+
+
+@dataclass
+class _Turn:
+    """What one transaction did, and what follows from it once it has happened."""
+
+    number: int
+    is_last: bool
+    rows: dict[str, Record] = field(default_factory=dict)
+    """The jobs that are ours, by id."""
+    journals: list[Journal] = field(default_factory=list)
+    lost: list[Held] = field(default_factory=list)
+    claimed: list[Record] = field(default_factory=list)
 
 
 class Clerk:
@@ -82,19 +96,22 @@ class Clerk:
         self._wake = wake
         self._held: dict[str, Held] = {}
         self._heard: deque[tuple[str, Heard]] = deque()
-        self._prepared: deque[tuple[Held, Future[Prepared]]] = deque()
+        self._num_turns = 0
+        self._unsure: _Turn | None = None
+        """A turn of which nobody knows yet whether it happened."""
         self._hurry = threading.Event()
         self._is_draining = False
         self._has_left = False
         self._cool_until = 0.0
-        self._to_prepare: queue.SimpleQueue[tuple[Held, Future[Prepared]]] = queue.SimpleQueue()
-        # Daemons: a process that must go does not wait for a long file to be read.
+        tokenizer = engine.backbone.tokenizer
+        self._preparer = Preparer(database, blobs, work, tokenizer, on_ready=self._hurry.set)
+        self._tracking = Tracking(work.run.path, lambda name, text: self.hear(name, Heard(JobWarning(name, text))))
+        # A daemon: a process that must go does not wait for a database that is away.
         self._thread = threading.Thread(target=self._run, name="weft-clerk", daemon=True)
-        self._preparer = threading.Thread(target=self._prepare, name="weft-prepare", daemon=True)
 
     def start(self) -> None:
         """The worker is seen, and jobs come."""
-        self._sweep()
+        clear_up(self._database, self._work)
         self._thread.start()
         self._preparer.start()
 
@@ -113,6 +130,7 @@ class Clerk:
         self._is_draining = self._has_left = True
         self._hurry.set()
         self._thread.join(self._options.grace_s)
+        self._tracking.close(TRACKING_GRACE_S)
 
     def abandon(self) -> None:
         """The worker crashes: others may have its jobs at once, each with a loss counted."""
@@ -146,7 +164,7 @@ class Clerk:
 
     def _is_work_waiting(self) -> bool:
         """A cheap look, so that an idle worker starts soon without writing all the time."""
-        if self._prepared and self._prepared[0][1].done():
+        if self._preparer.has_ready:
             return True
         if self._is_draining or self._room() < 1 or time.monotonic() < self._cool_until:
             return False
@@ -162,30 +180,69 @@ class Clerk:
     def _pulse(self, is_last: bool) -> None:
         if time.monotonic() - self.trainer_seen_at > self._options.stuck_s:
             self._end_stuck()
+        if self._unsure is not None and self._has_happened(self._unsure):
+            turn, self._unsure = self._unsure, None
+            self._follow(turn)
+            if turn.is_last:
+                return
+        self._unsure = None
         self._collect()
         self._submit_prepared()
-        self._store()
-        journals: list[Journal] = []
-        lost: list[Held] = []
-        with self._database.begin() as tx:
-            rows = {row["id"]: row for row in renew(tx, self._options.id, lease_s=self._options.lease_s)}
-            at = now(tx)
-            for held in self._held.values():
-                row = rows.get(held.id)
-                if row is None or row["fence"] != held.fence:
-                    lost.append(held)
-                    continue
-                journals.append(self._journal(tx, held, row, at, is_last))
-            claimed = [] if is_last else self._claim(tx, rows)
-            self._sign_life(tx, is_last)
-        for held in lost:
-            self._lose(held)
-        for journal in journals:
-            self._conclude(journal)
-        for job in claimed:
-            self._take(job)
+        for held in self._held.values():
+            store_heard(held, self._blobs, self._work)
+        self._num_turns += 1
+        turns: list[_Turn] = []
+        try:
+            self._database.run(lambda tx: turns.append(self._write(tx, is_last)))
+        except Unsure:
+            self._unsure = turns[-1]
+            raise
+        self._follow(turns[-1])
+
+    def _write(self, tx: Tx, is_last: bool) -> _Turn:
+        """Everything this worker has to say, in one transaction; nothing outside it changes yet."""
+        turn = _Turn(self._num_turns, is_last)
+        turn.rows = {row["id"]: row for row in renew(tx, self._options.id, lease_s=self._options.lease_s)}
+        at = now(tx)
+        for held in self._held.values():
+            row = turn.rows.get(held.id)
+            if row is None or row["fence"] != held.fence:
+                turn.lost.append(held)
+            elif is_last or not held.is_unstored:
+                turn.journals.append(self._journal(tx, held, row, at, is_last))
         if not is_last:
-            self._obey(rows)
+            turn.claimed = self._claim(tx, turn.rows)
+        self._sign_life(tx, is_last)
+        return turn
+
+    def _claim(self, tx: Tx, rows: dict[str, Record]) -> list[Record]:
+        """New jobs, and any that are ours by the database and not by what we know: else nobody would train them."""
+        known = {(held.id, held.fence) for held in self._held.values()}
+        strays = [row for row in rows.values() if (row["id"], row["fence"]) not in known]
+        if self._is_draining or time.monotonic() < self._cool_until:
+            return strays
+        options, room = self._options, self._room() - len(strays)
+        return [*strays, *claim(tx, options.id, options.base_model, room, lease_s=options.lease_s)]
+
+    def _follow(self, turn: _Turn) -> None:
+        """What a transaction that has happened means for the engine and the directory."""
+        for held in turn.lost:
+            self._lose(held)
+        for journal in turn.journals:
+            self._conclude(journal)
+        for job in turn.claimed:
+            self._take(job)
+        if not turn.is_last:
+            self._obey(turn.rows)
+
+    def _has_happened(self, turn: _Turn) -> bool:
+        """Whether a transaction whose end was not heard is there."""
+        mine = sa.select(WORKERS.c.info).where(WORKERS.c.id == self._options.id)
+        # Whoever locks the row waits for a commit that is still under way.
+        with self._database.begin() as tx:
+            info = tx.execute(mine.with_for_update()).scalar_one_or_none()
+        # The last turn takes the row away.
+        return info is None if turn.is_last else info is not None and info.get("turn") == turn.number
 
     def _end_stuck(self) -> None:
         """Training hangs where nothing can interrupt it, as in a driver: others get the jobs, and the process ends."""
@@ -195,7 +252,8 @@ class Clerk:
 
     def _journal(self, tx: Tx, held: Held, row: Record, at: float, is_last: bool) -> Journal:
         journal = Journal(tx, held, row, at)
-        journal.write()
+        if not held.is_unstored:
+            journal.write()
         if journal.fate is Fate.ENDED or journal.fate is Fate.PAUSED:
             return journal
         if (is_last or not held.is_training) and row["wanted"] in ("cancel", "pause"):
@@ -208,16 +266,6 @@ class Clerk:
             journal.fate = Fate.RELEASED
         return journal
 
-    def _claim(self, tx: Tx, rows: dict[str, Record]) -> list[Record]:
-        """New jobs, and any that were claimed in a transaction whose success we did not hear of."""
-        known = {held.id for held in self._held.values()}
-        strays = [row for row in rows.values() if row["id"] not in known]
-        if self._is_draining or time.monotonic() < self._cool_until:
-            return strays
-        room = self._room() - len(strays)
-        options = self._options
-        return [*strays, *claim(tx, options.id, options.base_model, room, lease_s=options.lease_s)]
-
     def _sign_life(self, tx: Tx, is_last: bool) -> None:
         if is_last:
             remove_worker(tx, self._options.id)
@@ -228,7 +276,7 @@ class Clerk:
             base_model=self._options.base_model,
             address=self._address,
             token=self._token,
-            info=self.info,
+            info={**self.info, "turn": self._num_turns},
             is_draining=self._is_draining,
         )
 
@@ -238,17 +286,7 @@ class Clerk:
             name, heard = self._heard.popleft()
             if name in self._held:
                 self._held[name].heard.append(heard)
-
-    def _store(self) -> None:
-        """Puts adapters into the file store, before the transaction that names them."""
-        for held in self._held.values():
-            for heard in held.heard:
-                if isinstance(heard.event, JobSucceeded) and held.result is None:
-                    assert heard.event.adapter_dir is not None
-                    metrics = self._work.run.metrics_path(held.name)
-                    held.result = store_result(held, Path(heard.event.adapter_dir), metrics, self._blobs)
-                elif isinstance(heard.event, CheckpointSaved) and heard.export and heard.event.step not in held.blobs:
-                    held.blobs[heard.event.step] = self._blobs.put_dir(heard.export)
+                self._tracking.tell(self._held[name], heard.event)
 
     def _take(self, job: Record) -> None:
         """Starts to prepare a job that was just claimed."""
@@ -256,25 +294,11 @@ class Clerk:
         self.num_claims += 1
         LOG.info("claimed", extra={"fields": {"job": held.id, "tenant": held.tenant, "fence": held.fence}})
         self._held[held.name] = held
-        future: Future[Prepared] = Future()
-        self._prepared.append((held, future))
-        self._to_prepare.put((held, future))
-
-    def _prepare(self) -> None:
-        """Fetches and reads the data of one job after another."""
-        while True:
-            held, future = self._to_prepare.get()
-            try:
-                tokenizer = self._engine.backbone.tokenizer
-                future.set_result(prepare(held, self._database, self._blobs, self._work, tokenizer))
-            except Exception as error:
-                future.set_exception(error)
-            self._hurry.set()
+        self._preparer.put(held)
 
     def _submit_prepared(self) -> None:
         """Hands prepared jobs to the engine; those that cannot be trained have failed."""
-        while self._prepared and self._prepared[0][1].done():
-            held, future = self._prepared.popleft()
+        for held, future in self._preparer.ready():
             if held.name not in self._held:
                 self._work.drop(held.name)
                 continue
@@ -304,7 +328,7 @@ class Clerk:
         LOG.warning("lost", extra={"fields": {"job": held.id, "tenant": held.tenant, "fence": held.fence}})
         self._let_go(held)
         unused = [*held.blobs.values(), *((held.result.adapter, held.result.table) if held.result else ())]
-        self._delete(unused)
+        delete_blobs(self._blobs, unused)
 
     def _conclude(self, journal: Journal) -> None:
         """What follows for a claim once the transaction is done."""
@@ -313,7 +337,7 @@ class Clerk:
             if isinstance(heard.event, CheckpointSaved):
                 held.blobs.pop(heard.event.step, None)
         held.heard.clear()
-        self._delete(journal.unused)
+        delete_blobs(self._blobs, journal.unused)
         if journal.fate is Fate.ENDED:
             self._forget(held)
             self._work.drop_job(held.id)
@@ -353,6 +377,7 @@ class Clerk:
 
     def _forget(self, held: Held) -> None:
         self._held.pop(held.name, None)
+        self._tracking.tell(held, None)
 
     def _command(self, command: Callable[[str], None], held: Held) -> None:
         if held.name in self._engine.jobs:
@@ -360,24 +385,3 @@ class Clerk:
             with contextlib.suppress(WeftError):
                 command(held.name)
         self._wake()
-
-    def _delete(self, blobs: list[str]) -> None:
-        for blob in blobs:
-            try:
-                self._blobs.delete(blob)
-            except StorageError as error:
-                LOG.warning("a blob is left over: %s", error)
-
-    def _sweep(self) -> None:
-        """Removes what earlier workers left of jobs that are over."""
-
-        def is_over(job: str) -> bool:
-            with self._database.read() as tx:
-                return status_of(tx, job) in (None, *FINAL)
-
-        self._work.sweep([], is_over)
-
-
-def status_of(tx: Tx, job: str) -> str | None:
-    """The status of a job of any tenant, or None if there is no such job."""
-    return tx.execute(sa.select(JOBS.c.status).where(JOBS.c.id == job)).scalar_one_or_none()

@@ -75,6 +75,10 @@ class WorkDirectory:
         for claim in self.run.path.glob(f"{job}.*"):
             self.drop(claim.name)
 
+    def abandoned(self) -> list[str]:
+        """Workers that worked here and whose process is gone, however it went."""
+        return [worker.name for worker in sorted(self._all.iterdir()) if worker != self.run.path and _is_free(worker)]
+
     def sweep(self, held: Iterable[str], is_over: Callable[[str], bool]) -> None:
         """Removes what nobody needs any more: of jobs that are over, here and where no process works now."""
         keep = set(held)
@@ -82,11 +86,8 @@ class WorkDirectory:
             if worker == self.run.path:
                 self._sweep_jobs(worker, keep, is_over)
                 continue
-            with contextlib.suppress(StorageError):
-                # Refused while a process works there, or before it holds anything.
-                RunDirectory.check(worker, resume=True)
-                if not self._sweep_jobs(worker, set(), is_over):
-                    shutil.rmtree(worker, ignore_errors=True)
+            if _is_free(worker) and not self._sweep_jobs(worker, set(), is_over):
+                shutil.rmtree(worker, ignore_errors=True)
 
     def _sweep_jobs(self, worker: Path, keep: set[str], is_over: Callable[[str], bool]) -> int:
         """Removes claims of jobs that are over; returns how many are left."""
@@ -97,6 +98,15 @@ class WorkDirectory:
             else:
                 shutil.rmtree(claim, ignore_errors=True)
         return left
+
+
+def _is_free(worker: Path) -> bool:
+    """Whether no process works there any more; one that has only just begun to does."""
+    try:
+        RunDirectory.check(worker, resume=True)
+    except StorageError:
+        return False
+    return True
 
 
 def _claims(worker: Path) -> Iterator[Path]:

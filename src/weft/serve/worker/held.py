@@ -7,17 +7,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from weft.data.dataset import JobData, load_job_data
 from weft.data.template import Tokenizer
 from weft.engine.events import Event
 from weft.errors import DataError
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database
+from weft.serve.db.engine import Database, Tx
+from weft.serve.db.tables import FILES
 from weft.serve.errors import NotFound
+from weft.serve.jobs.quota import count_tokens, reserve
 from weft.serve.jobs.spec import spec_of
 from weft.serve.records.files import get_file
 from weft.serve.records.rows import Record
 from weft.serve.worker.directory import WorkDirectory
+from weft.serve.worker.start import fetch_start
 from weft.spec import JobSpec
 
 
@@ -54,6 +59,8 @@ class Held:
     """What is not in the database yet, oldest first."""
     blobs: dict[int, str] = field(default_factory=dict)
     """Archives that are in the file store and in no row yet, by place in `heard`'s life: the step they belong to."""
+    is_unstored: bool = False
+    """It has ended, and its result could not be stored yet."""
     result: Any = None
     """The finished job's blobs, once they are stored."""
     first_step: tuple[int, float] | None = None
@@ -93,7 +100,11 @@ def prepare(
     train = _fetch(job, "training_file", database, blobs, place)
     evaluation = _fetch(job, "validation_file", database, blobs, place) if job["validation_file"] else None
     spec = replace(spec_of(job, train, evaluation), name=held.name)
+    if spec.init_adapter is not None:
+        spec = replace(spec, init_adapter=fetch_start(job, spec.init_adapter, database, blobs, place))
     data = load_job_data(spec, tokenizer, place)
+    with database.begin() as tx:
+        reserve(tx, job, count_tokens(spec, [sample.length for sample in data.train.samples]))
     step = work.adopt(held.name, held.id)
     if step is not None:
         held.earlier = work.metrics(held.name, step)
@@ -105,8 +116,17 @@ def _fetch(job: Record, column: str, database: Database, blobs: Blobs, place: Pa
     name = f"{job[column]}.jsonl"
     try:
         with database.read() as tx:
-            blob = get_file(tx, job["tenant"], job[column])["blob"]
+            blob = _blob_of(tx, job, job[column])
         blobs.fetch(blob, place / name)
     except NotFound:
         raise DataError("the file was deleted before the job could read it.", where=str(job[column])) from None
     return name
+
+
+def _blob_of(tx: Tx, job: Record, file: str) -> str:
+    """Where a file's bytes are; a job that has begun keeps what it reads, whatever becomes of the file."""
+    if job["started_at"] is None:
+        return str(get_file(tx, job["tenant"], file)["blob"])
+    return str(
+        tx.execute(sa.select(FILES.c.blob).where(FILES.c.tenant == job["tenant"], FILES.c.id == file)).scalar_one()
+    )

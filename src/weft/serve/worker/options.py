@@ -35,7 +35,7 @@ class WorkerOptions:
     """Most bytes that the adapters and optimizers of all jobs together may take."""
     lease_s: float = LEASE_S
     """How long the worker may be silent before others take its jobs."""
-    pulse_s: float = 1.0
+    pulse_s: float = 0.5
     """How often it writes to the database at most, and at least while it lives."""
     stuck_s: float = 1800.0
     """How long one microbatch, evaluation or checkpoint may take before training is taken to hang."""

@@ -12,6 +12,7 @@ from typing import Any
 from weft.errors import CheckpointError, ConfigError, DataError, JobError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Tx
+from weft.serve.errors import OverLimit
 from weft.serve.jobs.states import move
 from weft.serve.records.files import RESULTS, create_file
 from weft.serve.records.models import create_model, model_name
@@ -41,6 +42,8 @@ def error_of(error: WeftError, job: Record) -> dict[str, Any]:
         is_validation = file is not None and file != job["training_file"] and str(error).startswith(str(file))
         param = "validation_file" if is_validation else "training_file"
         return {"code": f"invalid_{param}", "message": str(error), "param": param}
+    if isinstance(error, OverLimit):
+        return {"code": error.code, "message": error.message, "param": None}
     if isinstance(error, ConfigError):
         return {"code": "invalid_settings", "message": str(error), "param": error.where}
     if isinstance(error, JobError):

@@ -46,7 +46,7 @@ class Voices:
         try:
             archive = place / "archive"
             self._blobs.fetch(blob, archive)
-            self._unpack(archive, place)
+            unpack(archive, place)
             spec, tensors, config = read_adapter(place)
             base = config.get("base_model_name_or_path")
             return StoredAdapter(
@@ -55,12 +55,13 @@ class Voices:
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
-    def _unpack(self, archive: Path, place: Path) -> None:
-        """Takes the files of an adapter out of an archive, and nothing else that may be in it."""
-        try:
-            with zipfile.ZipFile(archive) as packed:
-                for name in set(packed.namelist()) & set(FILES):
-                    with packed.open(name) as source, (place / name).open("wb") as target:
-                        shutil.copyfileobj(source, target)
-        except zipfile.BadZipFile as error:
-            raise AdapterFileError(f"is not an archive ({error}).", where=str(archive)) from None
+
+def unpack(archive: Path, place: Path) -> None:
+    """Takes the files of an adapter out of an archive, and nothing else that may be in it."""
+    try:
+        with storage_errors(place), zipfile.ZipFile(archive) as packed:
+            for name in set(packed.namelist()) & set(FILES):
+                with packed.open(name) as source, (place / name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
+    except zipfile.BadZipFile as error:
+        raise AdapterFileError(f"is not an archive ({error}).", where=str(archive)) from None

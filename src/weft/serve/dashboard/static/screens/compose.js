@@ -21,14 +21,15 @@ export function composeScreen(root, { signal, go }) {
   const form = h("form", { class: "compose", novalidate: true, onsubmit: (event) => { event.preventDefault(); start(); } });
   const training = filePicker("training", "Training examples", "A .jsonl file: one chat, or one prompt and completion, per line.", signal);
   const validation = filePicker("validation", "Validation examples", "Optional; its loss is measured while training.", signal);
-  const model = h("select", { id: "model", name: "model" });
+  const model = h("select", { id: "model", name: "model", onchange: () => { shape.hidden = isFineTuned({ id: model.value }); } });
+  const shape = step("Adapter (LoRA)", h("div", { class: "fields" }, LORA.map(input), targets()));
   const said = h("div", { "aria-live": "polite" });
   const button = h("button", { type: "submit", class: "main" }, "Start training");
   form.append(
     step("Examples", h("div", { class: "pickers" }, training.node, validation.node)),
-    step("Model", h("div", { class: "pickers" }, field("Base model", model, "model"), input(["suffix", "Name", "", "Becomes part of the model's name: letters, digits, '.', '_', '-'."]))),
+    step("Model", h("div", { class: "pickers" }, field("Start from", model, "model", "A model of your own goes on from where it is."), input(["suffix", "Name", "", "Becomes part of the model's name: letters, digits, '.', '_', '-'."]))),
     step("Training", h("div", { class: "fields" }, HYPER.map(input))),
-    step("Adapter (LoRA)", h("div", { class: "fields" }, LORA.map(input), targets())),
+    shape,
     h("details", { class: "card step" }, h("summary", null, h("h2", null, "More")), h("div", { class: "fields" }, MORE.map(input))),
     said, h("div", { class: "submit" }, button));
   show(root, h("header", { class: "head" }, h("h1", null, "New job")), form);
@@ -36,7 +37,9 @@ export function composeScreen(root, { signal, go }) {
   (async () => {
     try {
       const [models, files] = await Promise.all([get("/v1/models", signal), get(path("/v1/files", { purpose: "fine-tune", limit: 100 }), signal)]);
-      show(model, models.data.filter((each) => !isFineTuned(each)).map((each) => h("option", { value: each.id }, each.id)));
+      const options = (wanted) => models.data.filter(wanted).map((each) => h("option", { value: each.id }, each.id));
+      const own = options(isFineTuned).reverse();
+      show(model, options((each) => !isFineTuned(each)), own.length ? h("optgroup", { label: "Your models" }, own) : null);
       training.offer(files.data);
       validation.offer(files.data);
     } catch (error) {
@@ -88,7 +91,9 @@ function bodyOf(form, training_file, validation_file) {
   lora.target_modules = list.length === 1 && list[0] === "all-linear" ? "all-linear" : list.length ? list : undefined;
   return {
     model: text("model"), training_file, validation_file: validation_file || undefined, suffix: text("suffix") || undefined,
-    method: { type: "supervised", supervised: { hyperparameters: hyper } }, lora,
+    method: { type: "supervised", supervised: { hyperparameters: hyper } },
+    // A model keeps the shape of its adapter.
+    lora: isFineTuned({ id: text("model") }) ? undefined : lora,
     ...Object.fromEntries(MORE.map(([name]) => [name, value(name)])),
   };
 }

@@ -151,7 +151,7 @@ function settings(job) {
     each && typeof each === "object" && !Array.isArray(each) ? flat(each, `${prefix}${name}.`) : [[prefix + name, Array.isArray(each) ? each.join(", ") : String(each)]]);
   const ours = flat(job.settings, "");
   return facts([
-    ["base model", job.model], ["training file", h("code", null, job.training_file)],
+    ["starts from", job.model], ["training file", h("code", null, job.training_file)],
     ["validation file", job.validation_file && h("code", null, job.validation_file)],
     ...(ours.length ? ours : flat(job.hyperparameters, "")),
     ["seed", String(job.seed)], ["priority", job.priority ? String(job.priority) : null],

@@ -48,7 +48,7 @@ function limits({ tenant, usage, queue_of_tenant: queue }) {
   const active = ["validating_files", "queued", "running", "paused"].reduce((sum, state) => sum + (queue[state] || 0), 0);
   const rows = [
     ["Active jobs", active, tenant.max_active_jobs, count],
-    ["Trained tokens", usage.totals.trained, tenant.max_trained_tokens, count],
+    ["Trained tokens, and those jobs are yet to train", usage.totals.trained + usage.reserved_tokens, tenant.max_trained_tokens, count],
     ["Stored bytes", usage.stored_bytes, tenant.max_stored_bytes, bytes],
   ].map(([label, used, limit, write]) => h("div", { class: "limit" }, h("span", null, label), limit === null ? h("span", { class: "soft" }, `${write(used)}, no limit`) : h("span", null, `${write(used)} of ${write(limit)}`),
     limit === null ? null : meter(used / limit, label, used / limit > 0.9 ? "var(--warn)" : "var(--accent)")));
@@ -59,9 +59,9 @@ function limits({ tenant, usage, queue_of_tenant: queue }) {
 function byJob(jobs) {
   const used = jobs.filter((job) => job.trained_tokens).sort((a, b) => b.trained_tokens - a.trained_tokens);
   if (!used.length) return [h("h2", null, "Tokens by job"), notice("No job has trained any tokens yet.")];
-  const most = used[0].trained_tokens;
+  const total = used.reduce((sum, job) => sum + job.trained_tokens, 0);
   return [h("h2", null, "Tokens by job"), h("section", { class: "card table-card" }, table("Tokens by job", ["job", "tokens", "share", "created"], used.slice(0, 30).map((job) => [
-    [h("a", { href: `#/jobs/${encodeURIComponent(job.id)}` }, nameOf(job)), "name"], [count(job.trained_tokens), "number"], [meter(job.trained_tokens / most, "of the most"), "progress"], [ago(job.created_at), "soft"],
+    [h("a", { href: `#/jobs/${encodeURIComponent(job.id)}` }, nameOf(job)), "name"], [count(job.trained_tokens), "number"], [meter(job.trained_tokens / total, "of all tokens"), "progress"], [ago(job.created_at), "soft"],
   ])))];
 }
 

@@ -1,0 +1,204 @@
+"""The service under load on one machine: 1,000 jobs in the queue, 200 clients that poll, and a worker that trains.
+
+serve_submit_1000_s     1,000 jobs made by 8 clients at once, each of which waits for its answer, while the first train.
+serve_retrieve_p99_ms   of clients that ask every 5 seconds, as the SDK's `wait_for_processing` does, for their own job
+serve_list_p99_ms       and in turn for the newest 20 jobs of their tenant.
+serve_training_slowed   tokens per second lost beside these clients; the median over pairs of times without and with.
+serve_event_latency_s   from the end of a step to its event at a client that streams, beside the others: p99.
+serve_eager_…           the same beside clients that ask every second.
+
+Clients, service and training share the cores, so what the clients take counts as the service's.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.bench.figures import Kind, Parts, Targets
+from weft.bench.serve_clients import Ask, Plan
+from weft.bench.serve_process import Service, run_clients, running_service
+from weft.bench.serve_training import Step, read_steps, tokens_per_s
+from weft.demo.skills import SKILLS
+from weft.errors import WeftError
+
+POLL_S = {"serve": 5.0, "serve_eager": 1.0}
+"""Seconds between two requests of a client, by what its figures are called."""
+NUM_SUBMITTERS = 8
+TENANTS = ("acme", "globex", "initech", "umbrella")
+NUM_SAMPLES = 240
+SETTLE_S, WAIT_S = 1.0, 120.0
+"""Left out at each end of a stretch; the most that anything may take to begin."""
+JOBS = "/v1/fine_tuning/jobs"
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much of it."""
+
+    num_jobs: int = 1000
+    num_clients: int = 200
+    stretch_s: float = 9.0
+    num_pairs: int = 6
+    """Of a stretch without and one with clients, for each kind of client; every other pair begins with the clients."""
+
+
+FULL = Load()
+
+
+@dataclass
+class Listener:
+    """A client that streams the events of a job."""
+
+    service: Service
+    job: str
+    key: str
+    seen: dict[int, float] = field(default_factory=dict)
+    """When the event of a step came, by its number."""
+
+    def start(self) -> None:
+        """Listens in a thread until the service ends."""
+        threading.Thread(target=self._listen, name="listener", daemon=True).start()
+
+    def _listen(self) -> None:
+        with self.service.open(f"{JOBS}/{self.job}/events?stream=true", self.key) as stream:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    data = json.loads(line[6:])["data"] or {}
+                    self.seen[int(data.get("step", -1))] = time.time()
+
+    def latencies(self, steps: list[Step], spans: list[tuple[float, float]]) -> list[float]:
+        """Seconds from the end of each step that was done in one of the spans to its event."""
+        mine = [step for step in steps if step.job == self.job and step.step in self.seen]
+        inside = [step for step in mine if any(start < step.at < end - SETTLE_S for start, end in spans)]
+        return [self.seen[step.step] - step.at for step in inside]
+
+
+@dataclass
+class Stretches:
+    """When nobody asked and when the clients did, in unix seconds, and how long their answers took."""
+
+    quiet: list[tuple[float, float]] = field(default_factory=list)
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    milliseconds: dict[str, list[float]] = field(default_factory=lambda: {"retrieve": [], "list": []})
+
+    def add(self, plan: Plan) -> None:
+        """One more of each; which comes first takes turns, so that what drifts does not favour either."""
+        steps = (self._rest, self._ask) if len(self.quiet) % 2 == 0 else (self._ask, self._rest)
+        for step in steps:
+            step(plan)
+
+    def _rest(self, plan: Plan) -> None:
+        began = time.time()
+        time.sleep(plan.for_s)
+        self.quiet.append((began, time.time()))
+
+    def _ask(self, plan: Plan) -> None:
+        began = time.time()
+        for kind, times in run_clients(plan).milliseconds.items():
+            self.milliseconds[kind] += times
+        self.busy.append((began, time.time()))
+
+    def figures(self, name: str, steps: list[Step], listener: Listener) -> dict[str, float]:
+        """Everything that is known of them."""
+        rates = [
+            [tokens_per_s(steps, start + SETTLE_S, end - SETTLE_S) for start, end in part]
+            for part in (self.quiet, self.busy)
+        ]
+        latencies = listener.latencies(steps, self.busy)
+        return {
+            **{f"{name}_{kind}_p99_ms": _quantile(times, 0.99) for kind, times in self.milliseconds.items()},
+            **{f"{name}_{kind}_p50_ms": _quantile(times, 0.5) for kind, times in self.milliseconds.items()},
+            f"{name}_training_slowed": statistics.median(1 - b / q for q, b in zip(*rates, strict=True)),
+            f"{name}_tokens_per_s_quiet": statistics.mean(rates[0]),
+            f"{name}_tokens_per_s_busy": statistics.mean(rates[1]),
+            f"{name}_event_latency_s": _quantile(latencies, 0.99),
+            f"{name}_event_latency_p50_s": _quantile(latencies, 0.5),
+        }
+
+
+def measure_load(load: Load = FULL) -> dict[str, float]:
+    """Keys as in `weft bench serve --json`."""
+    with tempfile.TemporaryDirectory() as folder, running_service(Path(folder) / "data") as service:
+        keys = [service.new_key(tenant) for tenant in TENANTS]
+        jobs, submit_s = _submit(service, keys, load.num_jobs)
+        _wait_for_training(service)
+        training = {step.job for step in read_steps(service.data_dir)}
+        listener = Listener(service, *next(owned for owned in jobs if owned[0] in training))
+        listener.start()
+        stretches = {name: Stretches() for name in POLL_S}
+        for _ in range(load.num_pairs):
+            for name, every_s in POLL_S.items():
+                stretches[name].add(_polling(service.port, jobs[-load.num_clients :], every_s, load.stretch_s))
+        steps = read_steps(service.data_dir)
+    figures = {f"serve_submit_{load.num_jobs}_s": submit_s}
+    for name, found in stretches.items():
+        figures |= found.figures(name, steps, listener)
+    return figures
+
+
+def _submit(service: Service, keys: list[str], num_jobs: int) -> tuple[list[tuple[str, str]], float]:
+    """Jobs with the keys of their owners, and how long it took to make them."""
+    rows = SKILLS["reverse"].rows(0, NUM_SAMPLES)
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    # Long enough to train through everything that follows; in short steps, so that tokens can be counted finely, and
+    # without checkpoints, which all jobs would write at about the same time.
+    more = {"model": "tiny", "max_steps": 100_000, "hyperparameters": {"batch_size": 2}, "lora": {"r": 8}}
+    more |= {"settings": {"save_steps": 100_000}}
+    bodies = [json.dumps({**more, "training_file": service.upload(key, data)}) for key in keys]
+    connections = []
+    for place in range(NUM_SUBMITTERS):
+        whose = place % len(keys)
+        num = len(range(place, num_jobs, NUM_SUBMITTERS))
+        connections.append((Ask("submit", JOBS, keys[whose], bodies[whose]),) * num)
+    began = time.perf_counter()
+    answers = run_clients(Plan(service.port, tuple(connections)))
+    took = time.perf_counter() - began
+    owners = dict(zip(TENANTS, keys, strict=True))
+    return [(job["id"], owners[job["organization_id"]]) for job in answers.bodies], took
+
+
+def _polling(port: int, jobs: list[tuple[str, str]], every_s: float, for_s: float) -> Plan:
+    asks = [(Ask("retrieve", f"{JOBS}/{job}", key), Ask("list", JOBS, key)) for job, key in jobs]
+    # Every other client begins with the list, so that both are asked for all the time.
+    turned = [pair if place % 2 else pair[::-1] for place, pair in enumerate(asks)]
+    return Plan(port, tuple(turned), every_s, for_s)
+
+
+def _wait_for_training(service: Service) -> None:
+    """Until the worker trains all it takes at once: steps come, and no new jobs among them."""
+    deadline, known = time.monotonic() + WAIT_S, -1
+    while True:
+        time.sleep(3.0)
+        found = len({step.job for step in read_steps(service.data_dir)})
+        if found == known and found > 0:
+            return
+        known = found
+        if time.monotonic() > deadline:
+            raise WeftError(f"no job trains after {WAIT_S:.0f} s.", where="weft bench serve")
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """The smallest value that is at least as large as `share` of them."""
+    if not values:
+        raise WeftError("nothing was measured.", where="weft bench serve")
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+TARGETS: Targets = {
+    "serve_retrieve_p99_ms": (Kind.MILLISECONDS, 100.0),
+    "serve_list_p99_ms": (Kind.MILLISECONDS, 100.0),
+    "serve_submit_1000_s": (Kind.SECONDS, 30.0),
+    "serve_training_slowed": (Kind.WASTE, 0.05),
+    "serve_event_latency_s": (Kind.SECONDS, 1.0),
+    "serve_eager_retrieve_p99_ms": (Kind.MILLISECONDS, None),
+    "serve_eager_list_p99_ms": (Kind.MILLISECONDS, None),
+    "serve_eager_training_slowed": (Kind.WASTE, None),
+    "serve_eager_event_latency_s": (Kind.SECONDS, None),
+}
+PARTS: Parts = {"load": measure_load}

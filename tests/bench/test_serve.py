@@ -1,0 +1,51 @@
+"""The service's figures come from a service that really runs; what is read of its training is right."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from weft.bench.serve import PARTS, TARGETS, Load, measure_load
+from weft.bench.serve_training import Step, read_steps, tokens_per_s
+
+
+def test_load_when_measured_then_every_figure_is_there_and_plausible(monkeypatch):
+    """A small load on a real service: 12 jobs, 8 clients of two tenants."""
+    from weft.bench import serve
+
+    monkeypatch.setattr(serve, "TENANTS", ("acme", "globex"))
+    monkeypatch.setattr(serve, "POLL_S", {"serve": 0.5})
+    figures = measure_load(Load(num_jobs=12, num_clients=8, stretch_s=6.0, num_pairs=1))
+    wanted = {key.replace("_1000_", "_12_") for key in TARGETS if "eager" not in key}
+    assert len(wanted) == 5 and wanted <= figures.keys()
+    for kind in ("retrieve", "list"):
+        assert 0 < figures[f"serve_{kind}_p50_ms"] <= figures[f"serve_{kind}_p99_ms"] < 5000
+    assert 0 < figures["serve_event_latency_p50_s"] <= figures["serve_event_latency_s"] < 10
+    quiet, busy = figures["serve_tokens_per_s_quiet"], figures["serve_tokens_per_s_busy"]
+    assert quiet > 0 and busy > 0
+    assert figures["serve_training_slowed"] == pytest.approx(1 - busy / quiet)
+    assert PARTS["load"] is measure_load
+
+
+def test_steps_when_read_from_metrics_then_have_their_wall_time_and_their_tokens(tmp_path: Path):
+    def write(job: str, lines: list[tuple[int, float, int]], changed_at: float) -> None:
+        path = tmp_path / "work" / "worker-1" / f"{job}.3" / "metrics.jsonl"
+        path.parent.mkdir(parents=True)
+        text = "".join(json.dumps({"step": s, "time": t, "num_tokens": n}) + "\n" for s, t, n in lines)
+        path.write_text(text + '{"step": 9, "eval_loss": 1.0, "time": 9.0}\n{"step": 10, "ti')
+        os.utime(path, (changed_at, changed_at))
+
+    write("ftjob-a", [(1, 1.0, 10), (2, 3.0, 25)], changed_at=1003.0)
+    write("ftjob-b", [(1, 2.0, 8)], changed_at=1002.5)
+    found = sorted(read_steps(tmp_path), key=lambda step: step.at)
+    assert found == [Step("ftjob-a", 1, 1001.0, 10), Step("ftjob-b", 1, 1002.0, 8), Step("ftjob-a", 2, 1003.0, 15)]
+
+
+def test_tokens_per_s_when_a_step_lies_partly_inside_then_counts_that_part():
+    steps = [Step("a", 1, 10.0, 5), Step("a", 2, 12.0, 40), Step("b", 1, 14.0, 100)]
+    assert tokens_per_s(steps, 10.0, 14.0) == pytest.approx(140 / 4)
+    assert tokens_per_s(steps, 11.0, 13.0) == pytest.approx((20 + 50) / 2)
+    assert tokens_per_s(steps, 20.0, 30.0) == 0

@@ -1,0 +1,105 @@
+"""Children are kept running, told to stop once, and never outlive the supervisor."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.serve import supervise
+from weft.serve.supervise import Child, Supervisor
+
+CHILD = """
+import ctypes, json, pathlib, signal, sys, time
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+kind, place = json.loads(sys.stdin.buffer.readline())
+notes = pathlib.Path(place)
+def note(text):
+    with notes.open("a") as file:
+        file.write(f"{text} {time.monotonic()}\\n")
+def hear(number, frame):
+    note("told")
+signal.signal(signal.SIGTERM, hear)
+note("started")
+if kind == "dies":
+    sys.exit(3)
+while "told" not in notes.read_text():
+    time.sleep(0.01)
+while kind == "deaf":
+    time.sleep(1)
+until = time.monotonic() + 1.0
+while time.monotonic() < until:
+    time.sleep(0.05)
+note("left")
+"""
+"""Notes what happens to it. `dies` does so at once, `slow` needs a second to leave, `deaf` does not leave at all."""
+
+
+@pytest.fixture(autouse=True)
+def _children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_START", CHILD)
+    monkeypatch.setattr(supervise, "POLL_S", 0.02)
+
+
+def notes(path: Path) -> list[str]:
+    return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
+
+
+def test_child_when_asked_to_stop_again_and_again_then_is_told_once_and_has_its_time(tmp_path: Path):
+    supervisor = Supervisor([Child("one", ["slow", str(tmp_path / "one")])])
+    supervisor.start()
+    wait(lambda: notes(tmp_path / "one") == ["started"])
+    supervisor.ask_to_stop()
+    supervisor.ask_to_stop()
+    assert supervisor.stop(20)
+    assert notes(tmp_path / "one") == ["started", "told", "left"]
+
+
+def test_child_when_it_does_not_leave_then_is_killed_and_the_others_have_left(tmp_path: Path):
+    children = [Child(kind, [kind, str(tmp_path / kind)]) for kind in ("deaf", "slow")]
+    supervisor = Supervisor(children)
+    supervisor.start()
+    wait(lambda: all(notes(tmp_path / kind) == ["started"] for kind in ("deaf", "slow")))
+    assert not supervisor.stop(3)
+    assert notes(tmp_path / "slow") == ["started", "told", "left"]
+    assert [child.process and child.process.returncode for child in children] == [-9, 0]
+
+
+def test_child_when_it_dies_then_is_started_again_a_little_later_each_time(tmp_path: Path):
+    supervisor = Supervisor([Child(kind, [kind, str(tmp_path / kind)], backoff_s=0.05) for kind in ("dies", "slow")])
+    supervisor.start()
+    wait(lambda: notes(tmp_path / "dies") == ["started"] * 4)
+    supervisor.stop(10)
+    times = [float(line.split()[1]) for line in (tmp_path / "dies").read_text().splitlines()]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert all(gap >= least for gap, least in zip(gaps, (0.1, 0.2, 0.4), strict=False)), gaps
+    assert notes(tmp_path / "slow") == ["started", "told", "left"], "one that lives is left alone"
+
+
+def test_child_when_it_cannot_be_started_then_tried_again_and_the_others_live_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = (Child(name, ["slow", str(tmp_path / name)], backoff_s=0.02) for name in ("first", "second"))
+    supervisor = Supervisor([first])
+    supervisor.start()
+    wait(lambda: notes(tmp_path / "first") == ["started"])
+    python = sys.executable
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    supervisor.children.append(second)
+    wait(lambda: second.backoff_s > 0.1)
+    monkeypatch.setattr(sys, "executable", python)
+    wait(lambda: notes(tmp_path / "second") == ["started"])
+    assert supervisor.stop(10)
+    assert notes(tmp_path / "first") == ["started", "told", "left"]
