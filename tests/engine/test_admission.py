@@ -26,13 +26,18 @@ from tiny_models import (
 
 from weft.adapters.lora import Adapter
 from weft.backbone.backbone import Backbone
+from weft.bench.regimes import Storage
+from weft.bench.shapes import SHAPES
+from weft.bench.step import make_backbone
+from weft.cost.memory import MemoryModel
+from weft.cost.shape import ModelShape
 from weft.engine.admission import Places, activation_bytes
 from weft.engine.engine import Engine
-from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, StepDone
+from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, JobWarning, StepDone
 from weft.engine.live_job import JobState
 from weft.engine.optimizer import Optimizer
 from weft.errors import JobError
-from weft.plan.admit import QUANTUM_TOKENS
+from weft.plan.admit import QUANTUM_TOKENS, Budget
 from weft.store.run_dir import RunDirectory
 
 STATE = (JobWaiting, JobStarted, JobPreempted, JobResumed)
@@ -368,6 +373,56 @@ def test_move_when_a_job_is_taken_off_then_its_tensors_are_its_own_and_unchanged
     slotted.zero_()
     assert all(x.equal(y) for x, y in zip(flat(job.adapter.tensors()), flat(engine.adapter_of("a")), strict=True))
     assert job.adapter.params_a.abs().sum() > 0 and not job.adapter.grad_a.any()
+
+
+class PerToken(Places):
+    """Places where every token of a microbatch takes its bytes from the jobs."""
+
+    token_bytes, total_bytes = 0, 0
+
+    def _budget(self, capacity: int) -> Budget:
+        return Budget(self.total_bytes, capacity * self.token_bytes)
+
+
+@pytest.fixture
+def per_token(backbone, monkeypatch) -> type[PerToken]:
+    """A device where a job of `small_job` fits beside microbatches of up to 20 tokens."""
+    monkeypatch.setattr("weft.engine.engine.Places", PerToken)
+    engine = Engine(backbone, capacity=48)
+    PerToken.token_bytes, PerToken.total_bytes = 10**6, 10**9
+    submit(engine, small_job("size"))
+    job_bytes = engine._places.bytes_of(engine.jobs["size"])
+    PerToken.total_bytes = 20 * 10**6 + job_bytes
+    return PerToken
+
+
+def test_run_when_microbatches_leave_no_memory_then_they_are_made_smaller_and_it_is_said(backbone, per_token):
+    """The capacity that was asked for is halved until a job fits; nobody is refused for it."""
+    engine = Engine(backbone, capacity=48)
+    submit(engine, small_job("a"))
+    outcomes, events = run(engine)
+    assert outcomes["a"].state == "succeeded"
+    assert engine.limits.capacity == max(12, engine.jobs["a"].longest)
+    told = [event.message for event in events if isinstance(event, JobWarning)]
+    assert told == [f"microbatches of 48 tokens would leave no memory for a job on this GPU; they hold at most "
+                    f"{engine.limits.capacity} instead (capacity: {engine.limits.capacity})."]  # fmt: skip
+
+
+def test_submit_when_not_even_the_smallest_microbatch_leaves_memory_then_refused(backbone, per_token):
+    per_token.total_bytes = 10**6
+    with pytest.raises(JobError, match="can never fit"):
+        submit(Engine(backbone, capacity=48), small_job("a"))
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+def test_activation_bytes_when_the_step_is_fused_then_are_the_memory_models(recompute):
+    """Whole tiles of rows, with what the step really keeps."""
+    shape = SHAPES["tiny"]
+    made = make_backbone(shape, Storage(recompute=recompute), torch.float32, torch.device("cpu"), "fused")
+    model = MemoryModel(ModelShape.from_config(shape.config().to_dict()), "none", recompute, 4)
+    rows = 2 * made.row_tile(200)
+    expected = model.kept_bytes(rows, 32) + model.workspace_bytes(rows, 32) + model.loss_bytes()
+    assert activation_bytes(made, 200, 32) == expected
 
 
 def test_activation_bytes_when_estimated_then_count_every_linear_once(backbone):

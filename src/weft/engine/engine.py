@@ -38,7 +38,7 @@ from weft.engine.events import (
 )
 from weft.engine.keeper import Keeper
 from weft.engine.live_job import JobState, LiveJob
-from weft.engine.memory import NO_ROOM, OUT_OF_MEMORY, TOO_LONG, Room, release_memory
+from weft.engine.memory import NO_ROOM, OUT_OF_MEMORY, SMALLER, TOO_LONG, Room, release_memory
 from weft.engine.stretch import Plans, Stretch
 from weft.engine.timeline import Timeline
 from weft.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -110,7 +110,7 @@ class Engine:
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
         job = admit(spec, data, self.backbone, self.limits.capacity, Path(base_dir))
-        self._places.check(job, self.limits.capacity)
+        self._places.check(job, self._room.least(job.longest))
         self.jobs[spec.name] = job
         self._commands.append(_Command("start", spec.name))
 
@@ -335,9 +335,9 @@ class Engine:
         """Does what admission decides: some jobs start or go on, some give way, the others hear why they wait."""
         if not self._places.waiting():
             return []
+        events = self._fit_microbatches()
         with self.timeline.span("plan"):
             decision = self._places.decide(self.limits.capacity)
-        events: list[Event] = []
         for held in decision.refuse:
             job = self.jobs[held.job]
             events += [*self._leave(job, JobState.FAILED, held.reason), JobFailed(held.job, job.step, held.reason)]
@@ -351,6 +351,18 @@ class Engine:
                 job.has_heard = True
                 events.append(JobWaiting(held.job, job.step, held.reason))
         return events
+
+    def _fit_microbatches(self) -> list[Event]:
+        """Smaller microbatches where those asked for would leave no memory for any job."""
+        before = self.limits.capacity
+        if self._running() or not self._places.is_any_to_fit(self._room.least()):
+            return []
+        while not self._places.is_any_to_fit(self.limits.capacity) and self._room.shrink():
+            pass
+        if self.limits.capacity == before:
+            return []
+        names = ", ".join(job.spec.name for job in self._places.waiting())
+        return [JobWarning(names, SMALLER.format(before=before, now=self.limits.capacity))]
 
     def _preempt(self, job: LiveJob, reason: str) -> Iterator[Event]:
         """Lets a job wait at its last step boundary, its state on the CPU."""

@@ -21,6 +21,11 @@ OUT_OF_MEMORY = (
     "other runs on this GPU can start with (capacity: {now})."
 )
 """What a user is told when microbatches get smaller."""
+SMALLER = (
+    "microbatches of {before} tokens would leave no memory for a job on this GPU; they hold at most {now} instead "
+    "(capacity: {now})."
+)
+"""What a user is told when microbatches are made smaller before any has run."""
 TOO_LONG = (
     "too long for this GPU: a microbatch of {tokens} tokens, as its longest sample needs, ran out of memory; "
     "lower max_length, set recompute: full, or quantize the backbone."
@@ -53,7 +58,11 @@ class Room:
 
     def shrink(self) -> bool:
         """Halves the capacity, but not below the longest sample of any job that has not ended; False if it cannot."""
-        return self._set(max(self.capacity // 2, self._longest(), 2))
+        return self._set(max(self.capacity // 2, self.least()))
+
+    def least(self, longest: int = 0) -> int:
+        """The smallest capacity it can shrink to, with a job whose longest sample has so many tokens."""
+        return max(self._longest(), longest, 2)
 
     def adopt(self, asked: int | None, capacity: int | None) -> bool:
         """Goes on with the capacity that a run was left with; False if that is no smaller."""

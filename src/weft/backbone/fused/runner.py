@@ -33,7 +33,7 @@ class FusedRunner:
         """`modules`: paths of the model's linears, in order."""
         self.table = SlotTable(model.sites, model.embedding_VD.device)
         self._model = model
-        self._memory = memory
+        self.memory = memory
         self._head = head
         self._modules = {path: index for index, path in enumerate(modules)}
         self._copies: dict[int, ComputeCopy] = {}
@@ -94,13 +94,13 @@ class FusedRunner:
     @property
     def _is_captured(self) -> bool:
         # Copies to the machine's memory are timed by streams of their own, which no graph holds.
-        return self._device.type == "cuda" and not self._memory.offload
+        return self._device.type == "cuda" and not self.memory.offload
 
     def _pass(self, batch: PackedBatch, shape: InputShape, row_tile: int | None, *, needs_grad: bool) -> Passed:
         self._follow(batch)
         inputs = Inputs(shape, torch.from_numpy(input_array(batch, shape)).to(self._device), spans_of(batch))
         tile = self._tile(shape.num_rows, row_tile)
-        return run_forward(self._model, inputs, self.table, tile, self._memory, needs_grad=needs_grad)
+        return run_forward(self._model, inputs, self.table, tile, self.memory, needs_grad=needs_grad)
 
     def _replay(self, batch: PackedBatch, shape: InputShape, row_tile: int | None) -> Captured:
         self._follow(batch)
@@ -136,7 +136,7 @@ class FusedRunner:
 
     def _capture(self, shape: InputShape, tile: int | None) -> Captured:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return capture(self._model, shape, self.table, tile, self._memory, self._pool)
+        return capture(self._model, shape, self.table, tile, self.memory, self._pool)
 
     def _follow(self, batch: PackedBatch) -> None:
         for slot in dict.fromkeys(batch.segment_slots):

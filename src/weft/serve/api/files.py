@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -137,8 +138,7 @@ def keep_file(
 
     `also` happens in the transaction that makes the row.
     """
-    writer.commit()
-    try:
+    with committed(service, writer):
         with service.blobs.open(writer.name) as stream:
             report = check_training_file(stream, filename, service.settings.limits, data_format=None)
         refuse_problems(report, "file")
@@ -159,14 +159,22 @@ def keep_file(
             )
             user.note(tx, "file.create", row["id"], {"bytes": writer.num_bytes})
             also(tx, row)
+    service.metrics.uploaded.inc(writer.num_bytes)
+    return row
+
+
+@contextlib.contextmanager
+def committed(service: Service, writer: BlobWriter) -> Iterator[None]:
+    """The blob is there; inside a row is made that names it, and without that row it goes again."""
+    writer.commit()
+    try:
+        yield
     except Unsure:
         # The row may be there. If it is not, nobody names the blob, and `tidy` removes it in time.
         raise
     except BaseException:
         service.blobs.delete(writer.name)
         raise
-    service.metrics.uploaded.inc(writer.num_bytes)
-    return row
 
 
 def _check_form(form: Form) -> int | None:

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from weft.serve.api.auth import Caller, needs
 from weft.serve.api.body import body_of, documented
 from weft.serve.api.errors import ApiError, invalid
-from weft.serve.api.files import PURPOSE, keep_file, over_quota, room_of
+from weft.serve.api.files import PURPOSE, committed, keep_file, over_quota, room_of
 from weft.serve.api.multipart import clean_name, receive_file
 from weft.serve.api.requests import MAX_UPLOAD_PARTS, CompleteUpload, CreateUpload
 from weft.serve.api.service import Service, service_of
@@ -127,17 +127,12 @@ def _missing_bytes(tx: Tx, user: Caller, id: str, *, for_update: bool = False) -
 
 
 def _keep_part(service: Service, user: Caller, writer: BlobWriter, id: str) -> Record:
-    writer.commit()
-    try:
-        with service.database.begin() as tx:
-            # Two parts at once were each promised the same room.
-            missing = _missing_bytes(tx, user, id, for_update=True)
-            if writer.num_bytes > missing:
-                raise invalid(f"The part has {writer.num_bytes:,} bytes; {missing:,} are missing.", "data", "too_long")
-            return uploads.add_part(tx, user.tenant, id, bytes=writer.num_bytes, blob=writer.name)
-    except BaseException:
-        service.blobs.delete(writer.name)
-        raise
+    with committed(service, writer), service.database.begin() as tx:
+        # Two parts at once were each promised the same room.
+        missing = _missing_bytes(tx, user, id, for_update=True)
+        if writer.num_bytes > missing:
+            raise invalid(f"The part has {writer.num_bytes:,} bytes; {missing:,} are missing.", "data", "too_long")
+        return uploads.add_part(tx, user.tenant, id, bytes=writer.num_bytes, blob=writer.name)
 
 
 def _complete(service: Service, user: Caller, id: str, body: CompleteUpload) -> None:
