@@ -86,8 +86,8 @@ class RunSpec:
     offload: bool = setting(False)
     """Keeps what the fused step needs for the way back in the machine's memory instead of the GPU's. Slower."""
     capacity: int = setting(2048, aliases=("microbatch_tokens",), rule=at_least(2))
-    """Most tokens of one microbatch, over all jobs; no sample may be longer. Halved, and said so, where a GPU's memory is
-    too short for it."""
+    """Most tokens of one microbatch, over all jobs; no sample may be longer. Halved, and said so, where a GPU has too
+    little memory for it."""
     planner: str = setting("auto", choices=PLANNERS)
     """How samples are packed into microbatches: greedy (at once), exact (fewest microbatches, searched for beside
     training; a plan that would come too late is greedy) or auto: exact where it pays. No result depends on it."""
