@@ -100,17 +100,36 @@ def _validation_error(request: Request, error: Exception) -> Response:
     return from_validation(error.errors()).response()
 
 
-def from_validation(problems: Any) -> ApiError:
-    """The first of pydantic's problems as a 400 that names the field."""
+def from_validation(problems: Any, body: Any = None) -> ApiError:
+    """The first of pydantic's problems as a 400 that names the field; `body` is what was sent, where there is one."""
     problem = problems[0]
-    parts = [str(part) for part in problem.get("loc", ()) if part not in ("body", "query", "path", "header")]
-    param = ".".join(parts) or None
-    message = str(problem.get("msg", "is wrong"))
+    param = _param(problem, body)
     if problem.get("type") == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
     if problem.get("type") == "missing":
         return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    # A field of several kinds has a problem for each: what one of them would take is as good as what the first would.
+    kinds = dict.fromkeys(str(p.get("msg", "is wrong")) for p in problems if _param(p, body) == param)
+    first, *others = kinds
+    message = ", or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     return invalid(f"Invalid value for '{param}': {message}." if param else f"{message}.", param, "invalid_value")
+
+
+def _param(problem: Any, body: Any) -> str | None:
+    """The path to a field; without the kinds of one that has several, which pydantic names in it too."""
+    parts = []
+    for part in problem.get("loc", ()):
+        if part in ("body", "query", "path", "header"):
+            continue
+        if isinstance(body, dict | list) and problem.get("type") != "missing":
+            is_there = part in body if isinstance(body, dict) else isinstance(part, int) and part < len(body)
+            if not is_there:
+                break
+            body = body[part]
+        elif body is not None and problem.get("type") != "missing":
+            break
+        parts.append(str(part))
+    return ".".join(parts) or None
 
 
 def _http_error(request: Request, error: Exception) -> Response:
