@@ -256,3 +256,16 @@ def test_give_up_when_one_worker_goes_then_the_others_keep_their_jobs(tx):
     give_up(tx, "w1")
     assert claimed(tx, "w3") == [gone]
     assert job(tx, kept)["worker"] == "w2"
+
+
+def test_claim_when_there_is_no_room_then_a_long_queue_is_not_read(tx, monkeypatch):
+    """A full worker looks at what outranks its own, what was lost and what is to be cancelled, and at nothing else."""
+    first = queue(tx, priority=1)
+    assert claimed(tx, room=1) == [first]
+    for _ in range(30):
+        queue(tx)
+    urgent, doomed = queue(tx, priority=2), queue(tx, wanted="cancel")
+    looked = []
+    monkeypatch.setattr("weft.serve.jobs.claim._settle", lambda tx, job: looked.append(job["id"]))
+    assert claimed(tx, room=0) == [urgent]
+    assert looked == [urgent, doomed]

@@ -54,8 +54,11 @@ def claim(tx: Tx, worker: str, base_model: str, room: int, *, lease_s: float = L
     """
     at = now(tx)
     mine = every(tx, _active(base_model).where(JOBS.c.worker == worker, JOBS.c.lease_until > at))
+    unheld = _free(base_model, at)
+    if room < 1:
+        unheld = unheld.where(_concerns_the_full(mine))
     # What another transaction holds is being claimed, renewed or asked for: waiting for it could be for each other.
-    unheld = _free(base_model, at).with_for_update(skip_locked=True, of=JOBS)
+    unheld = unheld.with_for_update(skip_locked=True, of=JOBS)
     free = [job for job in every(tx, unheld) if not _settle(tx, job)]
     if any(job["attempts"] >= SUSPECT_AFTER for job in mine):
         return []
@@ -107,6 +110,17 @@ def _free(base_model: str, at: float) -> sa.Select[Any]:
     enabled = sa.select(TENANTS.c.id).where(TENANTS.c.is_disabled.is_(False))
     nobody = sa.or_(JOBS.c.worker.is_(None), JOBS.c.lease_until.is_(None), JOBS.c.lease_until <= at)
     return _active(base_model).where(nobody, JOBS.c.tenant.in_(enabled)).order_by(JOBS.c.seq)
+
+
+def _concerns_the_full(mine: Sequence[Record]) -> sa.ColumnElement[bool]:
+    """Which free jobs matter to a worker without room: a queue of thousands is not read and locked at every pulse.
+
+    Those that outrank one of its own, those of lost workers, and those that need no place to be settled.
+    """
+    lowest = min((job["priority"] for job in mine), default=None)
+    outranks = sa.false() if lowest is None else JOBS.c.priority > lowest
+    is_suspect = JOBS.c.attempts >= SUSPECT_AFTER
+    return sa.or_(outranks, is_suspect, JOBS.c.worker.is_not(None), JOBS.c.wanted.is_not(None))
 
 
 def _losses(job: Record) -> int:
