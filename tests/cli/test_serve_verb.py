@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,3 +171,19 @@ def test_operator_when_wrong_then_one_sentence(
 
 def test_keys_when_the_directory_is_not_there_then_one_sentence(refused: Callable[..., str], tmp_path: Path):
     assert "there is no such directory" in refused("keys", "list", "--data-dir", tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", ["port", "store"])
+def test_serve_when_it_cannot_begin_then_no_key_is_lost(
+    kind: str, refused: Callable[..., str], weft: Weft, tmp_path: Path
+):
+    """The first key is shown once, so it is not made by a start that ends in an error."""
+    data_dir = tmp_path / "data"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        wrong = ("--port", port) if kind == "port" else ("--port", "0", "--store", "nowhere://bucket")
+        text = refused("serve", "--data-dir", str(data_dir), *wrong)
+    assert f"--{kind}: " in text
+    assert "first" not in weft("keys", "list", "--data-dir", data_dir).out

@@ -95,12 +95,14 @@ def serve(
     if api_fd is not None:
         _run_api(settings, database, socket.socket(fileno=api_fd))
         return
-    migrate(database)
-    first_key = _first_key(settings, database)
     from weft.serve.api.run import listen
+    from weft.serve.blobs import Blobs
 
+    # Whatever can be refused is refused before the first key is made: it is shown only once.
+    Blobs(settings.store_url)
     with listen(host, port) as sock:
-        _greet(settings, sock, first_key)
+        migrate(database)
+        _greet(settings, sock, _first_key(settings, database))
         clean = _run(settings, database, sock, workers)
     raise typer.Exit(0 if clean else 1)
 

@@ -180,13 +180,7 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
     tl.store(out, acc.to(ds.dtype.element_ty), mask=row_mask[:, None] & has[None, :])
 
 
-def shrink_kernel(
-    x_TD: torch.Tensor,
-    s_TR: torch.Tensor,
-    site: Site,
-    rows: RowTables,
-    table: SlotTable,
-) -> None:
+def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Writes S of every owned row."""
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, x_TD.device):
@@ -211,13 +205,7 @@ def shrink_kernel(
         )
 
 
-def shrink_grad_kernel(
-    dy_TO: torch.Tensor,
-    ds_TR: torch.Tensor,
-    site: Site,
-    rows: RowTables,
-    table: SlotTable,
-) -> None:
+def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Writes dS of every owned row."""
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, dy_TO.device):
