@@ -29,7 +29,7 @@ FP8 = {"_quantise_rows", "fp8._dequantise"}
 RANKS = {80: (64,), 89: (64,), 90: (16, 64, 256)}
 """A rank of one block of rank space or more takes the most shared memory."""
 WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_swiglu", "_swiglu_grad",
-                 "_rotate", "_rotate_grad", "_add_norm", "_norm_grad"}  # fmt: skip
+                 "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
-    from weft.kernels import expand, rotary, shrink, swiglu, weight_grad
+    from weft.kernels import expand, product, rotary, shrink, swiglu, weight_grad
     from weft.kernels.tables import Delta, Site, SlotTable, Span, TableSizes, row_tables
 
     num_rows, hidden, inner = NUM_ROWS, HIDDEN, INNER
@@ -93,6 +93,13 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     expand.expand_kernel(qkv_TE, s, *place, adds=False)
     expand.expand_grad_kernel(x, s, *place, adds=False)
     weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
+    weight = zeros(sum(heads.sizes), hidden)
+    product.product_kernel(product.Factors(x, weight), s, *place)
+    product.product_grad_kernel(product.Factors(qkv_TE, weight.t()), s, *place)
+    x8, weight8, dy8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight, qkv_TE))
+    scale = zeros(sum(heads.sizes), dtype=torch.float32)
+    product.product_kernel(product.Factors(x8, weight8, scale, scale), s, *place)
+    product.product_grad_kernel(product.Factors(dy8, weight8.t().contiguous(), scale), s, *place)
     swiglu.swiglu_kernel(gu, Delta(s, gate_up, rows, table))
     swiglu.swiglu_grad_kernel(gu, Delta(s, gate_up, rows, table), act, Delta(s, down, rows, table), True)
 
@@ -184,8 +191,8 @@ def main() -> None:
         name, module = kernel.__name__, kernel.fn.__module__.rsplit(".", 1)[1]
         if target < 89 and {name, f"{module}.{name}"} & FP8:
             continue
-        if target < 90 and module.startswith("attention"):
-            continue  # before Hopper attention is torch's
+        if target < 90 and module.startswith(("attention", "product")):
+            continue  # before Hopper attention is torch's, and products are the library's
         record = {"kernel": name, "module": module, "target": target, "error": "", "shared": 0}
         record |= {"single_loads": 0}
         try:

@@ -78,7 +78,7 @@ def test_trying_when_inside_then_launches_use_the_choice_and_after_it_not():
 
 def test_stages_when_shared_memory_is_small_then_are_as_many_as_fit(monkeypatch):
     monkeypatch.setattr(tuning, "shared_limit", lambda device: 99 * 1024)
-    assert shrink_blocks(16, 1, LIKE)["num_stages"] == 4  # (64 + 16) x 128 x 2 bytes each
+    assert shrink_blocks(256, 1, LIKE)["num_stages"] == 4  # (32 + 64) x 128 x 2 bytes each
     assert weight_grad_blocks(64, 3, LIKE)["num_stages"] == 3
 
 
@@ -86,5 +86,5 @@ def test_stages_when_shared_memory_is_small_then_are_as_many_as_fit(monkeypatch)
 def test_candidates_when_listed_then_hold_what_is_in_use_and_nothing_that_is_summed_over(key):
     found = candidates(key)
     assert H200[key] in found
-    assert all(set(choice) <= {"BN", "num_warps", "num_stages", "maxnreg"} for choice in found)
+    assert all(set(choice) <= {"BM", "BN", "num_warps", "num_stages", "maxnreg"} for choice in found)
     assert all(choice.get("BN", 64) >= 64 for choice in found)

@@ -33,6 +33,7 @@ from weft.kernels.fp8 import dequantise, has_fp8, quantise_rows
 from weft.kernels.int8 import quantise_int8
 from weft.kernels.nf4 import Nf4 as Nf4Codes
 from weft.kernels.nf4 import dequantise_nf4, quantise_nf4
+from weft.kernels.product import Factors
 
 FP8_MULTIPLE = 16
 """Both dimensions of an FP8 product's weight are multiples of it; other weights stay dense."""
@@ -89,6 +90,14 @@ class FrozenWeight(nn.Module, ABC):
     ) -> torch.Tensor:
         """dY W, (T, D); with `onto_TD` added there."""
         return tiled_mm(dy_TO, self.dense(), row_tile, onto_TD)
+
+    def factors(self, x_TD: torch.Tensor) -> Factors:
+        """What `product` multiplies."""
+        return Factors(x_TD, self.dense())
+
+    def gradient_factors(self, dy_TO: torch.Tensor) -> Factors:
+        """What `input_gradient` multiplies."""
+        return Factors(dy_TO, self.dense().t())
 
     def part(self, start: int, stop: int) -> FrozenWeight:
         """The weight of the outputs [start, stop), sharing this one's storage."""
@@ -198,8 +207,7 @@ class Fp8(FrozenWeight):
         assert onto_TO is None
         if not _multiplies_fp8(x_TD.device):
             return super().product(x_TD, row_tile)
-        x8_TD, scale_T = quantise_rows(x_TD)
-        return _scaled_mm(x8_TD, scale_T, self.w8_OD, self.scale_O, row_tile).to(self.dtype)
+        return _scaled_mm(self.factors(x_TD), row_tile).to(self.dtype)
 
     def input_gradient(
         self, dy_TO: torch.Tensor, row_tile: int | None = None, onto_TD: torch.Tensor | None = None
@@ -208,9 +216,22 @@ class Fp8(FrozenWeight):
         assert onto_TD is None
         if self.copies == 1 or not _multiplies_fp8(dy_TO.device):
             return super().input_gradient(dy_TO, row_tile)
+        return _scaled_mm(self.gradient_factors(dy_TO), row_tile).to(self.dtype)
+
+    def factors(self, x_TD: torch.Tensor) -> Factors:
+        """Both sides as 8-bit floats, x rounded row by row."""
+        if not _multiplies_fp8(x_TD.device):
+            return super().factors(x_TD)
+        x8_TD, scale_T = quantise_rows(x_TD)
+        return Factors(x8_TD, self.w8_OD, scale_T, self.scale_O)
+
+    def gradient_factors(self, dy_TO: torch.Tensor) -> Factors:
+        """With two copies both sides as 8-bit floats; the weight's scales are in dy then."""
+        if self.copies == 1 or not _multiplies_fp8(dy_TO.device):
+            return super().gradient_factors(dy_TO)
         d8_TO, scale_T = quantise_rows(dy_TO, self.scale_O)
-        ones_D = _ones(self.shape[1], dy_TO.device)
-        return _scaled_mm(d8_TO, scale_T, self.w8_DO, ones_D, row_tile).to(self.dtype)
+        # A part of the transposed copy is not in one piece; whole weights are, and are not copied here.
+        return Factors(d8_TO, self.w8_DO.contiguous(), scale_T)
 
 
 def _multiplies_fp8(device: torch.device) -> bool:
@@ -223,17 +244,17 @@ def _ones(number: int, device: torch.device) -> torch.Tensor:
     return torch.ones(number, device=device)
 
 
-def _scaled_mm(
-    x8_TK: torch.Tensor, scale_T: torch.Tensor, w8_NK: torch.Tensor, scale_N: torch.Tensor, row_tile: int | None
-) -> torch.Tensor:
+def _scaled_mm(factors: Factors, row_tile: int | None) -> torch.Tensor:
     """(x8 · scale_T) (w8 · scale_N)ᵀ, (T, N): bf16 from a GPU's FP8 product, else its values in fp32."""
+    x8_TK, w8_NK = factors.x_TK, factors.w_NK
+    scale_N = _ones(len(w8_NK), x8_TK.device) if factors.scale_N is None else factors.scale_N
+    assert factors.scale_T is not None
     if not x8_TK.is_cuda:
-        return tiled_mm(x8_TK.float(), w8_NK.float().t(), row_tile) * scale_T[:, None] * scale_N
+        return tiled_mm(x8_TK.float(), w8_NK.float().t(), row_tile) * factors.scale_T[:, None] * scale_N
     y_TN: torch.Tensor = torch._scaled_mm(
         x8_TK,
-        # A part of the transposed copy is not in one piece; whole weights are, and are not copied here.
-        w8_NK.contiguous().t(),
-        scale_a=scale_T[:, None],
+        w8_NK.t(),
+        scale_a=factors.scale_T[:, None],
         scale_b=scale_N[None, :],
         out_dtype=torch.bfloat16,
         use_fast_accum=True,

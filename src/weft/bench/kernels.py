@@ -20,6 +20,7 @@ from weft.bench.regimes import MIXED_RANKS
 from weft.errors import ConfigError, JobError, closest
 from weft.kernels.dropout import drop, keep_mask, module_key, row_keys
 from weft.kernels.expand import expand, expand_grad
+from weft.kernels.product import Factors, fits, product_grad_kernel, product_kernel
 from weft.kernels.shrink import shrink, shrink_grad
 from weft.kernels.tables import Entry, RowTables, Site, SlotTable, Span, TableSizes, padded, row_tables
 from weft.kernels.weight_grad import weight_grad
@@ -95,6 +96,8 @@ class Linear:
         """Y (T, O) and S, which backward needs."""
         s_TR = self.new_rank_space()
         shrink(x_TD, s_TR, self.site, self.rows, self.table)
+        if fits(self.site, x_TD, backward=False):
+            return product_kernel(Factors(x_TD, self.weight_OD), s_TR, self.site, self.rows, self.table), s_TR
         y_TO = x_TD.new_empty(len(x_TD), self.site.num_out)
         expand(y_TO, s_TR, self.site, self.rows, self.table, adds=False)
         return y_TO.addmm_(x_TD, self.weight_OD.t()), s_TR
@@ -103,9 +106,13 @@ class Linear:
         """DX (T, D); adds to the gradients of every job."""
         ds_TR = self.new_rank_space()
         shrink_grad(dy_TO, ds_TR, self.site, self.rows, self.table)
-        dx_TD = dy_TO.new_empty(len(dy_TO), self.site.num_in)
-        expand_grad(dx_TD, ds_TR, self.site, self.rows, self.table, adds=False)
-        dx_TD.addmm_(dy_TO, self.weight_OD)
+        if fits(self.site, dy_TO, backward=True):
+            factors = Factors(dy_TO, self.weight_OD.t())
+            dx_TD = product_grad_kernel(factors, ds_TR, self.site, self.rows, self.table)
+        else:
+            dx_TD = dy_TO.new_empty(len(dy_TO), self.site.num_in)
+            expand_grad(dx_TD, ds_TR, self.site, self.rows, self.table, adds=False)
+            dx_TD.addmm_(dy_TO, self.weight_OD)
         weight_grad(x_TD, s_TR, dy_TO, ds_TR, self.site, self.rows, self.table)
         return dx_TD
 

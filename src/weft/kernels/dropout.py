@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 _MASK = 0xFFFFFFFF
+_SIGN = -(2**31)
 
 
 def mix(*values: int) -> int:
@@ -49,12 +50,12 @@ def module_seed(module: int) -> int:
 
 def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float) -> torch.Tensor:
     """Bool [L, num_features]: True where an input is kept, with probability 1 - p."""
-    bits_LD = row_keys_L[:, None] ^ _feature_keys(module, num_features, row_keys_L.device)[None, :]
-    # int32 arithmetic wraps around; shifts are masked because they keep the sign.
-    bits_LD *= 0x7FEB352D
-    bits_LD ^= (bits_LD >> 15).bitwise_and_(0x1FFFF)
-    bits_LD *= 0x2C1B3C6D
-    return bits_LD.bitwise_and_(0x7FFFFFFF) >= int(p * 2**31)
+    keys_D = _feature_keys(module, num_features, row_keys_L.device)
+    # int32 arithmetic wraps around; a shift to the right keeps the sign, hence the mask. The product's upper bits
+    # decide, as an unsigned number: with a multiplier of the feature's own, one multiplication is enough.
+    turned_D = ((keys_D >> 16) & 0xFFFF) | (keys_D << 16)
+    bits_LD = (row_keys_L[:, None] ^ turned_D).mul_(keys_D | 1)
+    return bits_LD.bitwise_xor_(_SIGN) >= 2 * int(p * 2**31) + _SIGN
 
 
 def drop(x_LD: torch.Tensor, keep_LD: torch.Tensor, p: float) -> torch.Tensor:
@@ -67,4 +68,5 @@ def drop(x_LD: torch.Tensor, keep_LD: torch.Tensor, p: float) -> torch.Tensor:
 
 @lru_cache(maxsize=8192)
 def _feature_keys(module: int, num_features: int, device: torch.device) -> torch.Tensor:
+    """int32 [num_features]: what the rows' keys meet at each feature of a module."""
     return torch.from_numpy(row_keys(module_seed(module), num_features).copy()).to(device)

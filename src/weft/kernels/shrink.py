@@ -17,8 +17,18 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.launch import jit, lanes, runs_triton, tl
-from weft.kernels.tables import ROW_TILE, RowTables, Site, SlotTable, padded
-from weft.kernels.tile import drop_seed, drop_threshold, is_kept, is_mine, keep_scale, line_of, pad, part_bounds
+from weft.kernels.tables import RowTables, Site, SlotTable, padded
+from weft.kernels.tile import (
+    drop_seed,
+    drop_threshold,
+    feature_keys,
+    is_kept,
+    is_mine,
+    keep_scale,
+    line_of,
+    pad,
+    part_bounds,
+)
 from weft.kernels.tuning import REDUCTION, shrink_blocks
 
 
@@ -63,12 +73,13 @@ def _shrink(  # type: ignore[no-untyped-def]
     UPTO: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     DROPS: tl.constexpr,
+    PIECES: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0) * 4
-    start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    tile = tiles + tl.program_id(0) // PIECES * 4
+    start, end, slot = tl.load(tile) + tl.program_id(0) % PIECES * BM, tl.load(tile + 1), tl.load(tile + 2)
     if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
         return
     block = tl.program_id(1)
@@ -113,7 +124,7 @@ def _shrink(  # type: ignore[no-untyped-def]
         for k in range(0, num_features, BK):
             inside = k + ks < num_features
             x_tile = tl.load(x_rows + (k + ks)[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0)
-            kept = is_kept(row_keys, k + ks, seed, threshold)
+            kept = is_kept(row_keys, feature_keys(k + ks, seed), threshold)
             x_tile = tl.where(kept, x_tile, 0.0).to(x.dtype.element_ty)
             a_tile = tl.load(a_rows + (k + ks)[:, None], mask=inside[:, None] & has[None, :], other=0.0)
             acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
@@ -145,12 +156,13 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
     ABOVE: tl.constexpr,
     UPTO: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    PIECES: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0) * 4
-    start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    tile = tiles + tl.program_id(0) // PIECES * 4
+    start, end, slot = tl.load(tile) + tl.program_id(0) % PIECES * BM, tl.load(tile + 1), tl.load(tile + 2)
     if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
         return
     part = tl.program_id(1) // RANK_BLOCKS
@@ -185,7 +197,7 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, x_TD.device):
         blocks = shrink_blocks(launch.upto, num_parts, x_TD)
-        _shrink[(len(rows.tiles_N4), num_parts * blocks["RANK_BLOCKS"])](
+        _shrink[(len(rows.tiles_N4) * blocks["PIECES"], num_parts * blocks["RANK_BLOCKS"])](
             x_TD,
             s_TR,
             table.device_SMF,
@@ -198,7 +210,6 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
             site.num_in,
             NUM_PARTS=num_parts,
             DROPS=table.drops and rows.drops,
-            BM=ROW_TILE,
             BK=REDUCTION,
             **launch.bounds,
             **blocks,
@@ -210,7 +221,7 @@ def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, row
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, dy_TO.device):
         blocks = shrink_blocks(launch.upto, 1, dy_TO)
-        _shrink_grad[(len(rows.tiles_N4), num_parts * blocks["RANK_BLOCKS"])](
+        _shrink_grad[(len(rows.tiles_N4) * blocks["PIECES"], num_parts * blocks["RANK_BLOCKS"])](
             dy_TO,
             ds_TR,
             table.device_SMF,
@@ -221,7 +232,6 @@ def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, row
             table.num_modules,
             *site.three_sizes,
             NUM_PARTS=num_parts,
-            BM=ROW_TILE,
             BK=REDUCTION,
             **launch.bounds,
             **blocks,

@@ -21,6 +21,8 @@ from weft.kernels.launch import cdiv, next_power_of_2
 ROW_TILE = 64
 """Rows of one tile: a tile has one owner. Smaller tiles waste less at the ends of short samples, larger ones read an
 adapter's weights less often."""
+ROW_BLOCK = 128
+"""Rows of one block of a frozen product, whoever owns them."""
 NUM_FIELDS = 8
 """Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
 A, B and their gradients; the scale's bits; dropout."""
@@ -76,7 +78,7 @@ class Entry:
 
     @property
     def threshold(self) -> int:
-        """An input is dropped where its 31 random bits are below this."""
+        """An input is dropped where the first 31 of its random bits are below this."""
         return int(self.dropout * 2**31)
 
 
@@ -184,8 +186,7 @@ class SlotTable:
 
 def _addresses(entry: Entry) -> tuple[int, ...]:
     bits = int(np.float32(entry.scale).view(np.int32))
-    seed = module_seed(entry.key)
-    seed = seed - 2**32 if seed >= 2**31 else seed
+    seed = int(np.uint32(module_seed(entry.key)).view(np.int32))
     tensors = (entry.a_PD, entry.b_OP, entry.grad_a_RD, entry.grad_b_OR)
     return (*(t.data_ptr() for t in tensors), bits, entry.threshold | seed << 32)
 
@@ -213,9 +214,13 @@ class RowTables:
     (number of owners, 0, 0, 0)."""
     owned_G2: torch.Tensor
     """int32 (start, end) of every owned sample, slot by slot, within a slot in the job's order."""
+    runs_G4: torch.Tensor
+    """int32 (start, end, slot, 0) of neighbouring rows with one owner; together they cover all rows."""
+    blocks_B2: torch.Tensor
+    """int32 (first, last) per block of `ROW_BLOCK` rows: the runs that have rows there."""
     keys_T: torch.Tensor
     """int32 dropout keys of the rows."""
-    drops: bool = True
+    drops: bool
     """Whether dropout applies at all: it does not in evaluation."""
 
     def dropped(self, entry: Entry, x_LD: torch.Tensor, own: slice) -> torch.Tensor:
@@ -251,48 +256,69 @@ class TableSizes:
     num_spans: int
 
     @property
-    def num_tiles(self) -> int:
-        """Enough for any spans: each may end in a part of a tile, and so may what lies between."""
-        return cdiv(self.num_rows, ROW_TILE) + 2 * self.num_spans
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Of each table, by its name in `RowTables`."""
+        # Each sample may end in a part of a tile, and so may what lies between two.
+        return {
+            "tiles_N4": (cdiv(self.num_rows, ROW_TILE) + 2 * self.num_spans, 4),
+            "owners_J4": (self.num_spans + 1, 4),
+            "owned_G2": (self.num_spans, 2),
+            "runs_G4": (2 * self.num_spans + 1, 4),
+            "blocks_B2": (cdiv(self.num_rows, ROW_BLOCK), 2),
+        }
 
 
-def table_arrays(spans: Sequence[Span], sizes: TableSizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """tiles_N4, owners_J4 and owned_G2 of a microbatch, filled up to their sizes with empty lines."""
-    tiles = np.zeros((sizes.num_tiles, 4), dtype=np.int32)
+def table_arrays(spans: Sequence[Span], sizes: TableSizes) -> dict[str, np.ndarray]:
+    """The tables of a microbatch by name, filled up to their sizes with empty lines."""
+    tables = {name: np.zeros(shape, dtype=np.int32) for name, shape in sizes.shapes.items()}
+    pieces = _pieces(spans, sizes.num_rows)
     lines = [
         (start, min(start + ROW_TILE, end), slot, 0)
-        for begin, end, slot in _runs(spans, sizes.num_rows)
+        for begin, end, slot in pieces
         for start in range(begin, end, ROW_TILE)
     ]
-    tiles[: len(lines)] = lines
-    owned = np.zeros((sizes.num_spans, 2), dtype=np.int32)
-    owners = np.zeros((sizes.num_spans + 1, 4), dtype=np.int32)
+    tables["tiles_N4"][: len(lines)] = lines
     slots = sorted({span.slot for span in spans} - {BARE})
-    owners[0, 0], first = len(slots), 0
+    owners, owned, first = tables["owners_J4"], tables["owned_G2"], 0
+    owners[0, 0] = len(slots)
     for place, slot in enumerate(slots, start=1):
         own = [(span.start, span.end) for span in spans if span.slot == slot]
         owned[first : first + len(own)] = own
         owners[place] = (first, first + len(own), slot, 0)
         first += len(own)
-    return tiles, owners, owned
+    runs = np.array(_joined(pieces), dtype=np.int32)
+    tables["runs_G4"][: len(runs), :3] = runs
+    begins = np.arange(0, sizes.num_rows, ROW_BLOCK)
+    tables["blocks_B2"][:, 0] = np.searchsorted(runs[:, 1], begins, side="right")
+    tables["blocks_B2"][:, 1] = np.searchsorted(runs[:, 0], begins + ROW_BLOCK, side="left")
+    return tables
 
 
 def row_tables(spans: Sequence[Span], sizes: TableSizes, keys_T: torch.Tensor) -> RowTables:
     """The tables on the device of `keys_T`."""
-    tiles, owners, owned = (torch.from_numpy(array).to(keys_T.device) for array in table_arrays(spans, sizes))
-    return RowTables(sizes.num_rows, tuple(spans), tiles, owners, owned, keys_T)
+    tables = {name: torch.from_numpy(array).to(keys_T.device) for name, array in table_arrays(spans, sizes).items()}
+    return RowTables(sizes.num_rows, tuple(spans), **tables, keys_T=keys_T, drops=True)
 
 
-def _runs(spans: Sequence[Span], num_rows: int) -> list[tuple[int, int, int]]:
-    """(start, end, slot) of neighbouring rows with one owner, covering all rows."""
-    runs: list[tuple[int, int, int]] = []
+def _pieces(spans: Sequence[Span], num_rows: int) -> list[tuple[int, int, int]]:
+    """(start, end, slot) of every sample and of what lies between, covering all rows."""
+    pieces: list[tuple[int, int, int]] = []
     edge = 0
     for span in [*spans, Span(num_rows, num_rows, BARE)]:
         if span.start > edge:
-            runs.append((edge, span.start, BARE))
-        if runs and runs[-1][2] == span.slot and runs[-1][1] == span.start and span.slot == BARE:
-            runs[-1] = (runs[-1][0], span.end, BARE)
-        elif span.end > span.start:
-            runs.append((span.start, span.end, span.slot))
+            pieces.append((edge, span.start, BARE))
+        if span.end > span.start:
+            pieces.append((span.start, span.end, span.slot))
         edge = span.end
+    return pieces
+
+
+def _joined(pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The pieces, those of one owner that lie side by side as one."""
+    runs: list[tuple[int, int, int]] = []
+    for start, end, slot in pieces:
+        if runs and runs[-1][2] == slot:
+            runs[-1] = (runs[-1][0], end, slot)
+        else:
+            runs.append((start, end, slot))
     return runs

@@ -33,7 +33,7 @@ def float_field(line, field):  # type: ignore[no-untyped-def]
 
 @jit
 def drop_threshold(line):  # type: ignore[no-untyped-def]
-    """Lower half of the dropout field: what a row's 31 bits must reach to be kept."""
+    """Lower half of the dropout field: what the first 31 bits of an input must reach to be kept."""
     return (tl.load(line + 7) & 0x7FFFFFFF).to(tl.int32)
 
 
@@ -44,23 +44,26 @@ def drop_seed(line):  # type: ignore[no-untyped-def]
 
 
 @jit
+def feature_keys(features, seed):  # type: ignore[no-untyped-def]
+    """Dropout's keys of a module's features. Made, not loaded: what is made has the layout in which it is used."""
+    f = features.to(tl.uint32) * 0x9E3779B1 + seed
+    f = (f ^ (f >> 16)) * 0x7FEB352D
+    f = (f ^ (f >> 15)) * 0x846CA68B
+    return f ^ (f >> 16)
+
+
+@jit
 def keep_scale(threshold):  # type: ignore[no-untyped-def]
     """1 / (1 - p)."""
     return 1.0 / (1.0 - threshold.to(tl.float32) / 2147483648.0)
 
 
 @jit
-def is_kept(keys, features, seed, threshold):  # type: ignore[no-untyped-def]
-    """The mask of weft.kernels.dropout: (rows, features), true where an input is kept."""
-    f = features.to(tl.uint32) * 0x9E3779B1 + seed
-    f = (f ^ (f >> 16)) * 0x7FEB352D
-    f = (f ^ (f >> 15)) * 0x846CA68B
-    f = f ^ (f >> 16)
-    bits = keys.to(tl.uint32, bitcast=True)[:, None] ^ f[None, :]
-    bits = bits * 0x7FEB352D
-    bits = bits ^ (bits >> 15)
-    bits = bits * 0x2C1B3C6D
-    return (bits & 0x7FFFFFFF).to(tl.int32) >= threshold
+def is_kept(keys, f, threshold):  # type: ignore[no-untyped-def]
+    """The mask of weft.kernels.dropout from the keys of rows and features: true where an input is kept."""
+    turned = (f >> 16) | (f << 16)
+    bits = (keys.to(tl.uint32, bitcast=True)[:, None] ^ turned[None, :]) * (f | 1)[None, :]
+    return bits >= threshold.to(tl.uint32) * 2
 
 
 @jit
@@ -212,6 +215,6 @@ def dropped(delta, line, keys, rows, row_mask, features):  # type: ignore[no-unt
     threshold = drop_threshold(line)
     if threshold > 0:
         row_keys = tl.load(keys + rows, mask=row_mask, other=0)
-        kept = is_kept(row_keys, features, drop_seed(line), threshold)
+        kept = is_kept(row_keys, feature_keys(features, drop_seed(line)), threshold)
         delta = tl.where(kept, delta * keep_scale(threshold), 0.0)
     return delta

@@ -38,10 +38,10 @@ Table = Mapping[str, Choice]
 """By "operation/class", such as "swiglu/16"; the classes are those of `RankLaunch`: up to 16, up to 64, more."""
 
 H200: Table = {
-    # us at 8192 x 4096: 19 for one part of rank 16, 21 for three
-    "shrink/16": {"num_warps": 4, "num_stages": 5},
-    "shrink/64": {"num_warps": 4, "num_stages": 3},
-    "shrink/more": {"num_warps": 4, "num_stages": 3},
+    # us at 8192 x 4096: 21 for one part of rank 16, 31 with dropout, which wants more and smaller programs
+    "shrink/16": {"BM": 32, "num_warps": 4, "num_stages": 5},
+    "shrink/64": {"BM": 32, "num_warps": 4, "num_stages": 3},
+    "shrink/more": {"BM": 32, "num_warps": 4, "num_stages": 5},
     # 22 for A or B of rank 16, 27 for the A of three parts
     "weight_grad/16": {"BN": 64, "num_warps": 4, "num_stages": 3},
     "weight_grad/64": {"BN": 64, "num_warps": 4, "num_stages": 3},
@@ -50,9 +50,9 @@ H200: Table = {
     "expand/16": {"BN": 64, "num_warps": 4, "num_stages": 2},
     "expand/64": {"BN": 128, "num_warps": 4, "num_stages": 1},
     "expand/more": {"BN": 128, "num_warps": 4, "num_stages": 1},
-    # 42 for two parts of rank 16, 47 for three
-    "expand_grad/16": {"BN": 128, "num_warps": 4, "num_stages": 2},
-    "expand_grad/64": {"BN": 128, "num_warps": 4, "num_stages": 2},
+    # 26 for one part of rank 16 that adds to nothing, 36 with dropout (55 with 128 columns: registers)
+    "expand_grad/16": {"BN": 64, "num_warps": 4, "num_stages": 2},
+    "expand_grad/64": {"BN": 64, "num_warps": 4, "num_stages": 2},
     "expand_grad/more": {"BN": 128, "num_warps": 4, "num_stages": 2},
     # at 8192 x 14336: 205 for rank 16, 276 for rank 64; registers decide how many programs run side by side
     "swiglu/16": {"BN": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 80},
@@ -70,7 +70,7 @@ _WARPS, _STAGES = (4, 8), (2, 3, 4, 5)
 _WIDTHS = (64, 128, 256)
 """Never 32: with it Triton 3.6 got products of wide ranks wrong."""
 _OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
-    "shrink": {"num_warps": _WARPS, "num_stages": _STAGES},
+    "shrink": {"BM": (16, 32, 64), "num_warps": _WARPS, "num_stages": _STAGES},
     "weight_grad": {"BN": _WIDTHS[:2], "num_warps": _WARPS, "num_stages": _STAGES},
     "expand": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2, 3)},
     "expand_grad": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2)},
@@ -156,9 +156,9 @@ def shared_limit(device: torch.device) -> int:
 
 def shrink_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[str, int]:
     """For `shrink`, all parts' ranks in one block where they fit."""
-    blocks = rank_blocks(rank_class, num_parts)
-    stage = (ROW_TILE + blocks["BR"]) * REDUCTION * like.element_size()
-    return {**blocks, **_chosen("shrink", rank_class, like.device, stage)}
+    blocks, choice = rank_blocks(rank_class, num_parts), _chosen("shrink", rank_class, like.device)
+    stage = (choice["BM"] + blocks["BR"]) * REDUCTION * like.element_size()
+    return {**blocks, **_chosen("shrink", rank_class, like.device, stage), "PIECES": ROW_TILE // choice["BM"]}
 
 
 def weight_grad_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[str, int]:

@@ -24,6 +24,7 @@ from weft.kernels.tables import RankLaunch, RowTables, Site, SlotTable
 from weft.kernels.tile import (
     drop_seed,
     drop_threshold,
+    feature_keys,
     float_field,
     is_kept,
     is_mine,
@@ -88,6 +89,8 @@ def _sum_samples(  # type: ignore[no-untyped-def]
 ):
     """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `places` of narrow."""
     total = tl.load(here, mask=mask, other=0.0)
+    if DROPPED:
+        column_keys = feature_keys(columns, seed)
     for span in range(first_span, last_span):
         start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
         acc = tl.zeros((BN, BR), dtype=tl.float32)
@@ -101,7 +104,7 @@ def _sum_samples(  # type: ignore[no-untyped-def]
             )
             if DROPPED:
                 row_keys = tl.load(keys + rows, mask=row_mask, other=0)
-                kept = is_kept(row_keys, columns, seed, threshold)
+                kept = is_kept(row_keys, column_keys, threshold)
                 wide_tile = tl.where(kept, wide_tile, 0.0).to(wide.dtype.element_ty)
             narrow_tile = tl.load(
                 narrow + rows.to(tl.int64)[:, None] * stride_narrow + places[None, :],

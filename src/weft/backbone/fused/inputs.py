@@ -42,13 +42,11 @@ class InputShape:
     @functools.cached_property
     def layout(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Where each part of the buffer begins, and its shape."""
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "ids": (self.num_rows,),
             "positions": (self.num_rows,),
             "keys": (self.num_rows,),
-            "tiles": (self.sizes.num_tiles, 4),
-            "owners": (self.num_spans + 1, 4),
-            "owned": (self.num_spans, 2),
+            **self.sizes.shapes,
             "blocks": (cdiv(self.num_rows, BLOCK) + self.num_spans, 4),
             "bounds": (self.num_spans + 1,),
         }
@@ -85,10 +83,8 @@ def input_array(batch: PackedBatch, shape: InputShape) -> np.ndarray:
     put("positions", batch.positions)
     put("keys", batch.keys)
     spans = spans_of(batch)
-    tiles, owners, owned = table_arrays(spans, shape.sizes)
-    put("tiles", tiles)
-    put("owners", owners)
-    put("owned", owned)
+    for name, table in table_arrays(spans, shape.sizes).items():
+        put(name, table)
     put("blocks", attention_blocks(spans, shape.num_rows, shape.num_spans))
     # Unused samples are empty ones at the end. Padding rows are in no sample: attention leaves them undefined, and
     # nothing reads them.
@@ -120,5 +116,5 @@ class Inputs:
     @functools.cached_property
     def rows(self) -> RowTables:
         """Who owns which rows."""
-        tiles, owners, owned, keys = (self.part(name) for name in ("tiles", "owners", "owned", "keys"))
-        return RowTables(self.shape.num_rows, self.spans, tiles, owners, owned, keys, self.shape.drops)
+        tables = {name: self.part(name) for name in self.shape.sizes.shapes}
+        return RowTables(self.shape.num_rows, self.spans, **tables, keys_T=self.part("keys"), drops=self.shape.drops)

@@ -27,6 +27,7 @@ from weft.backbone.fused.inputs import Inputs
 from weft.backbone.fused.memory import Recompute
 from weft.backbone.fused.model import FusedModel, Layer, Product
 from weft.kernels.expand import expand, expand_grad
+from weft.kernels.product import fits, product_grad_kernel, product_kernel
 from weft.kernels.rms_norm import add_norm, norm_grad
 from weft.kernels.rotary import rotate, rotate_grad
 from weft.kernels.shrink import shrink, shrink_grad
@@ -77,6 +78,9 @@ class Context:
         s = self.shrunk(product, x_TD)
         if s is None:
             return self.frozen(product, x_TD), None
+        if fits(product.site, x_TD, backward=False):
+            y_TO = product_kernel(product.weight.factors(x_TD), s.s_TR, s.site, s.rows, s.table)
+            return _biased(y_TO, product), s
         if not product.weight.adds_up:
             y_TO = self.frozen(product, x_TD)
             expand(y_TO, s.s_TR, s.site, s.rows, s.table)
@@ -87,16 +91,15 @@ class Context:
 
     def frozen(self, product: Product, x_TD: torch.Tensor, onto_TO: torch.Tensor | None = None) -> torch.Tensor:
         """The frozen product alone, or added to what is there."""
-        y_TO = product.weight.product(x_TD, self.row_tile, onto_TO)
-        if product.bias_O is not None:
-            y_TO += product.bias_O
-        return y_TO
+        return _biased(product.weight.product(x_TD, self.row_tile, onto_TO), product)
 
     def input_gradient(self, product: Product, dy_TO: torch.Tensor, ds: Delta | None) -> torch.Tensor:
         """The gradient of a site's input with the adapters' part."""
         weight = product.weight
         if ds is None:
             return weight.input_gradient(dy_TO, self.row_tile)
+        if fits(product.site, dy_TO, backward=True):
+            return product_grad_kernel(weight.gradient_factors(dy_TO), ds.s_TR, ds.site, ds.rows, ds.table)
         if not weight.adds_up:
             dx_TD = weight.input_gradient(dy_TO, self.row_tile)
             expand_grad(dx_TD, ds.s_TR, ds.site, ds.rows, ds.table)
@@ -124,6 +127,10 @@ class Context:
         """Adds to the gradients of all adapters at a site."""
         if s is not None and ds is not None:
             weight_grad(x_TD, s.s_TR, dy_TO, ds.s_TR, s.site, s.rows, s.table)
+
+
+def _biased(y_TO: torch.Tensor, product: Product) -> torch.Tensor:
+    return y_TO if product.bias_O is None else y_TO.add_(product.bias_O)
 
 
 def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kept]:
