@@ -202,6 +202,13 @@ class Outcome:
     reason: str | None
     losses: list[float] = field(default_factory=list)
     eval_losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    eval_accuracies: list[float] = field(default_factory=list)
+
+    def goes_on_from(self, earlier: Outcome) -> None:
+        """Puts what was told of its earlier steps before what was told of these."""
+        self.losses[:0], self.eval_losses[:0] = earlier.losses, earlier.eval_losses
+        self.accuracies[:0], self.eval_accuracies[:0] = earlier.accuracies, earlier.eval_accuracies
 
 
 def train(
@@ -219,27 +226,35 @@ def train(
 
 def finish(engine: Engine, on_event: Callable[[Engine, Event], None] | None = None) -> dict[str, Outcome]:
     """Runs an engine to its end and tells what became of its jobs."""
-    losses: dict[str, list[float]] = {}
-    eval_losses: dict[str, list[float]] = {}
+    told: dict[str, list[StepDone]] = {}
+    evals: dict[str, list[EvalDone]] = {}
     for event in engine.events():
         if isinstance(event, StepDone):
-            losses.setdefault(event.job, []).append(event.loss)
+            told.setdefault(event.job, []).append(event)
         elif isinstance(event, EvalDone):
-            eval_losses.setdefault(event.job, []).append(event.eval_loss)
+            evals.setdefault(event.job, []).append(event)
         if on_event is not None:
             on_event(engine, event)
     return {
         name: Outcome(
-            job.adapter.tensors(), str(job.state), job.reason, losses.get(name, []), eval_losses.get(name, [])
+            job.adapter.tensors(),
+            str(job.state),
+            job.reason,
+            [event.loss for event in told.get(name, [])],
+            [event.eval_loss for event in evals.get(name, [])],
+            [event.mean_token_accuracy for event in told.get(name, [])],
+            [event.eval_mean_token_accuracy for event in evals.get(name, [])],
         )
         for name, job in engine.jobs.items()
     }
 
 
 def assert_same_bits(mine: Outcome, other: Outcome) -> None:
-    """Both jobs ended with the same adapter, to the bit, by way of the same losses."""
+    """Both jobs ended with the same adapter, to the bit, by way of the same losses and accuracies."""
     assert mine.losses == other.losses
     assert mine.eval_losses == other.eval_losses
+    assert mine.accuracies == other.accuracies
+    assert mine.eval_accuracies == other.eval_accuracies
     assert mine.state == other.state
     assert mine.adapter.keys() == other.adapter.keys()
     for path, (a_RD, b_OR) in mine.adapter.items():

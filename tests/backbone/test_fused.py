@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from weft.adapters.lora import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.backbone.running import Score
 from weft.errors import ModelError
 from weft.spec import AdapterSpec
 
@@ -44,19 +47,20 @@ def packed(slots: list[int], lengths: list[tuple[int, int | None]] = LENGTHS, *,
     return pack_samples(placed, 128, torch.device("cpu"))
 
 
-def run(backbone: Backbone) -> tuple[list[float], list[float], list[torch.Tensor]]:
-    """Losses with and without dropout, and all gradients."""
+def run(backbone: Backbone) -> tuple[list[Score], list[Score], list[torch.Tensor]]:
+    """Scores with and without dropout, and all gradients."""
     adapters, slots = attached(backbone)
-    losses = backbone.forward_backward(packed(slots), 128)
-    plain = backbone.losses(packed(slots, drops=False), 128)
-    return losses, plain, [grad for adapter in adapters for grad in (adapter.grad_a, adapter.grad_b)]
+    scores = backbone.launch(packed(slots), 128).scores()
+    plain = backbone.scores(packed(slots, drops=False), 128)
+    return scores, plain, [grad for adapter in adapters for grad in (adapter.grad_a, adapter.grad_b)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fused_step_when_jobs_are_mixed_then_equals_the_reference(name):
     expected, mine = (run(random_backbone(name, kernels=kernels)) for kernels in ("reference", "fused"))
-    assert mine[0] == pytest.approx(expected[0], rel=1e-5)
-    assert mine[1] == pytest.approx(expected[1], rel=1e-5)
+    for ours, theirs in zip(mine[:2], expected[:2], strict=True):
+        assert [s.loss_sum for s in ours] == pytest.approx([s.loss_sum for s in theirs], rel=1e-5)
+        assert [s.num_hits for s in ours] == [s.num_hits for s in theirs]
     assert expected[0] != expected[1], "dropout changed nothing"
     for one, other in zip(mine[2], expected[2], strict=True):
         assert other.norm() > 0
@@ -127,3 +131,13 @@ def test_fused_kernels_when_chosen_then_the_model_holds_no_weight_twice():
     assert backbone.fused is not None
     layer = backbone.fused._model.layers[0]
     assert {p.data_ptr() for p in layer.qkv.weight.parameters()} == joined
+
+
+@pytest.mark.parametrize(
+    ("capacity", "tile"), [(8192, 2048), (6144, 2048), (12800, 1856), (3000, 1536), (2049, 1088), (100, 128)]
+)
+def test_row_tile_when_capacity_is_no_multiple_then_whole_tiles_hardly_pass_it(capacity, tile):
+    """A full microbatch must not run half a tile of nothing: 12,800 tokens take 12,992 rows, not 14,336."""
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), fused=object())
+    assert Backbone.row_tile(on_gpu, capacity) == tile
+    assert -(-capacity // tile) * tile < capacity + 64 * -(-capacity // 2048)

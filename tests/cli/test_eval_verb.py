@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+METRICS = "loss, perplexity, token-accuracy, exact-match"
+
 
 def test_eval_when_run_then_compares_adapters_with_the_bare_model(weft, adapters: Path, echoes: Path):
     result = weft("eval", "--adapter", adapters / "strong", "--adapter", adapters / "idle", "--data", echoes, "--json")
@@ -18,6 +20,7 @@ def test_eval_when_run_then_compares_adapters_with_the_bare_model(weft, adapters
     assert strong["exact_match"] == 0.0
     assert base["loss"] == idle["loss"] < strong["loss"]
     assert strong["perplexity"] == pytest.approx(math.exp(strong["loss"]))
+    assert base["token_accuracy"] == idle["token_accuracy"] == 1.0 > strong["token_accuracy"]
 
 
 def test_eval_when_an_adapter_has_its_own_chat_template_then_it_is_measured_with_it(
@@ -31,19 +34,20 @@ def test_eval_when_an_adapter_has_its_own_chat_template_then_it_is_measured_with
 
 
 def test_eval_when_metrics_and_a_limit_are_given_then_keeps_to_them(weft, rows: Path):
-    result = weft("eval", "--base-model", "tiny", "--data", rows, "--metric", "exact_match,loss", "--limit", 2)
+    chosen = "exact_match,token_accuracy,loss"
+    result = weft("eval", "--base-model", "tiny", "--data", rows, "--metric", chosen, "--limit", 2)
     assert result.code == 0
     summary, header, base = result.out.splitlines()
     assert "2 samples (chat)" in summary
-    assert header.split() == ["adapter", "exact", "match", "loss"]
-    assert base.split()[:2] == ["base", "0.0%"]
+    assert header.split() == ["adapter", "exact", "match", "token", "accuracy", "loss"]
+    assert base.split()[:2] == ["base", "0.0%"] and base.split()[2].endswith("%")
 
 
-def test_eval_when_the_data_is_plain_text_then_measures_only_the_loss(weft, refused, tmp_path: Path):
+def test_eval_when_the_data_is_plain_text_then_measures_all_but_answers(weft, refused, tmp_path: Path):
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "a planet in a garden"}\n')
     report = json.loads(weft("eval", "--base-model", "tiny", "--data", path, "--json").out)
-    assert report["results"][0].keys() == {"adapter", "loss", "perplexity"}
+    assert report["results"][0].keys() == {"adapter", "loss", "perplexity", "token_accuracy"}
     asked = refused("eval", "--base-model", "tiny", "--data", path, "--metric", "exact-match")
     assert asked == f"{path}: has no answers to compare with, which exact-match needs."
 
@@ -51,12 +55,12 @@ def test_eval_when_the_data_is_plain_text_then_measures_only_the_loss(weft, refu
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--metric", "bleu"], "--metric: got 'bleu'; accepted are loss, perplexity, exact-match."),
+        (["--metric", "bleu"], f"--metric: got 'bleu'; accepted are {METRICS}."),
         (
             ["--metric", "loss,perplexty"],
-            "--metric: got 'perplexty'; accepted are loss, perplexity, exact-match. Did you mean perplexity?",
+            f"--metric: got 'perplexty'; accepted are {METRICS}. Did you mean perplexity?",
         ),
-        (["--metric", ","], "--metric: names none; accepted are loss, perplexity, exact-match."),
+        (["--metric", ","], f"--metric: names none; accepted are {METRICS}."),
         (["--limit", "0"], "--limit: must be at least 1, got 0."),
     ],
 )

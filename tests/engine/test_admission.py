@@ -247,7 +247,7 @@ def test_stop_when_a_job_is_preempted_then_it_is_saved_and_a_resumed_run_ends_wi
     with directory:
         second, events = run(engine)
     assert events[0] == JobStarted("b", 5, 12)
-    second["b"].losses[:0] = first["b"].losses
+    second["b"].goes_on_from(first["b"])
     assert_same_bits(second["b"], undisturbed["b"])
 
 
@@ -297,7 +297,7 @@ def test_pause_when_a_job_waits_for_its_start_then_its_checkpoint_stays_the_newe
         engine.resume("a")
         second, events = run(engine)
     assert events[0] == JobStarted("a", 3, 6)
-    second["a"].losses[:0] = first["a"].losses
+    second["a"].goes_on_from(first["a"])
     assert_same_bits(second["a"], undisturbed["a"])
 
 

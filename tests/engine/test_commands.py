@@ -152,7 +152,7 @@ def test_pause_when_all_jobs_wait_then_events_end_and_go_on_after_resume(backbon
     events: list[Event] = []
     second = finish(engine, lambda _, event: events.append(event))["a"]
     assert events[0] == JobResumed("a", 2)
-    second.losses[:0] = first["a"].losses
+    second.goes_on_from(first["a"])
     assert_same_bits(second, undisturbed["a"])
 
 
@@ -170,7 +170,7 @@ def test_stop_when_called_then_every_job_waits_at_a_step_and_can_go_on(backbone,
         engine.resume(name)
     second = finish(engine)
     for name in "abc":
-        second[name].losses[:0] = first[name].losses
+        second[name].goes_on_from(first[name])
         assert_same_bits(second[name], undisturbed[name])
 
 

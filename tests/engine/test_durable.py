@@ -121,6 +121,7 @@ def test_metrics_when_run_then_each_logged_step_is_there_once(undisturbed):
     lines = [json.loads(line) for line in (undisturbed / "drops" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 10))
     assert [r["step"] for r in lines if "eval_loss" in r] == [3, 6, 9]
+    assert all(("mean_token_accuracy" in r) != ("eval_mean_token_accuracy" in r) for r in lines)
     plain = [json.loads(line) for line in (undisturbed / "plain" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in plain] == [3, 6, 7]
 

@@ -1,4 +1,4 @@
-"""Evaluation losses are those of transformers, whatever shares their microbatches."""
+"""Evaluation losses and accuracies are those of transformers, whatever shares their microbatches."""
 
 import math
 
@@ -10,7 +10,7 @@ from tiny_models import attending_eagerly, finish, job_spec, random_backbone, ra
 
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
-from weft.engine.evaluate import mean_losses
+from weft.engine.evaluate import mean_losses, mean_scores
 from weft.spec import AdapterSpec
 
 
@@ -20,37 +20,46 @@ def samples(seed: int, number: int = 7) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "opt"])
-def test_mean_losses_when_bare_then_those_of_transformers(name):
+def test_mean_scores_when_bare_then_those_of_transformers(name):
+    """On samples whose every third token is the model's own choice: random ones are hit too seldom."""
     backbone = random_backbone(name)
-    (mine,) = mean_losses(backbone, [(None, samples(0))], 64, 128)
-    total, count = 0.0, 0
+    total, num_hits, count, asked = 0.0, 0, 0, []
     with attending_eagerly(random_model(name)) as model, torch.no_grad():
-        for sample in samples(0):
+        for drawn in samples(0):
+            tokens = drawn.tokens.astype(np.int64)
+            for place in range(2, drawn.length, 3):
+                tokens[place] = int(model(torch.from_numpy(tokens[None, :place])).logits[0, -1].argmax())
+            sample = Sample(tokens.astype(drawn.tokens.dtype), drawn.supervised)
+            asked.append(sample)
             ids = torch.from_numpy(sample.tokens.astype(np.int64))
             rows = torch.from_numpy(sample.supervised.copy())[1:]
             logits = model(ids[None]).logits[0, :-1]
             total += F.cross_entropy(logits[rows], ids[1:][rows], reduction="sum").item()
+            num_hits += int((logits.argmax(dim=-1) == ids[1:])[rows].sum())
             count += int(rows.sum())
-    assert mine == pytest.approx(total / count, rel=1e-5)
+    (mine,) = mean_scores(backbone, [(None, asked)], 64, 128)
+    assert mine.loss == pytest.approx(total / count, rel=1e-5)
+    assert mine.accuracy == num_hits / count and 0.2 < mine.accuracy < 0.6
+    assert mean_losses(backbone, [(None, asked)], 64, 128) == [mine.loss]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mean_losses_when_evaluated_together_or_apart_then_the_same_bits(dtype):
+def test_mean_scores_when_evaluated_together_or_apart_then_the_same_bits(dtype):
     backbone = random_backbone("llama_odd", dtype=dtype)
     adapters = [backbone.new_adapter(AdapterSpec(r=r, init_lora_weights=False, lora_dropout=0.5), r) for r in (1, 3, 8)]
     requests = [(backbone.attach(adapter), samples(i)) for i, adapter in enumerate(adapters)]
     requests.append((None, samples(9)))
-    alone = [mean_losses(backbone, [request], 24, 128)[0] for request in requests]
+    alone = [mean_scores(backbone, [request], 24, 128)[0] for request in requests]
     assert len(set(alone)) == 4
     for capacity in (20, 33, 300):
-        assert mean_losses(backbone, requests, capacity, 128) == alone
-    assert mean_losses(backbone, requests[::-1], 50, 128) == alone[::-1]
+        assert mean_scores(backbone, requests, capacity, 128) == alone
+    assert mean_scores(backbone, requests[::-1], 50, 128) == alone[::-1]
 
 
-def test_mean_losses_when_nothing_is_supervised_then_nan():
-    silent = Sample(np.array([3, 4, 5]), np.zeros(3, dtype=bool))
-    silent_loss, other = mean_losses(random_backbone("llama"), [(None, [silent]), (None, samples(0))], 64, 128)
-    assert math.isnan(silent_loss) and math.isfinite(other)
+def test_mean_scores_when_nothing_is_supervised_then_nan():
+    quiet = Sample(np.array([3, 4, 5]), np.zeros(3, dtype=bool))
+    silent, other = mean_scores(random_backbone("llama"), [(None, [quiet]), (None, samples(0))], 64, 128)
+    assert math.isnan(silent.loss) and math.isnan(silent.accuracy) and math.isfinite(other.loss)
 
 
 def evaluated(*names: str) -> tuple[dict[str, list[float]], list[dict[str, int]]]:

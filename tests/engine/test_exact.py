@@ -86,8 +86,8 @@ def peft_optimizer(model: Any, spec: JobSpec) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **options)
 
 
-def peft_loss(model: Any, job: LiveJob, step: int) -> torch.Tensor:
-    """Mean cross entropy over the supervised tokens of a global batch, run as one padded batch."""
+def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]:
+    """Mean cross entropy and accuracy over the supervised tokens of a global batch, run as one padded batch."""
     samples = [job.data.train.samples[i] for i in job.order.batch(step)]
     longest = max(s.length for s in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
@@ -100,10 +100,12 @@ def peft_loss(model: Any, job: LiveJob, step: int) -> torch.Tensor:
         labels[row, : sample.length] = torch.where(torch.from_numpy(sample.supervised.copy()), tokens, -100)
     logits = model(input_ids=ids, attention_mask=mask).logits
     total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
-    return total / sum(s.num_supervised for s in samples)
+    num_right = int((logits[:, :-1].argmax(dim=-1) == labels[:, 1:]).sum())
+    num_supervised = sum(s.num_supervised for s in samples)
+    return total / num_supervised, num_right / num_supervised
 
 
-def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, list[float]]:
+def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, list[float], list[float]]:
     """The job alone, as its owner would train it without Weft."""
     spec = job.spec
     model = peft_model(plain, job, start)
@@ -112,9 +114,9 @@ def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, 
         spec.lr_scheduler_type, optimizer, warmup_steps(spec.warmup_steps, STEPS), STEPS
     )
     trained = [p for p in model.parameters() if p.requires_grad]
-    losses = []
+    losses, accuracies = [], []
     for step in range(STEPS):
-        loss = peft_loss(model, job, step)
+        loss, accuracy = peft_loss(model, job, step)
         loss.backward()
         if spec.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(trained, spec.max_grad_norm)
@@ -122,10 +124,16 @@ def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, 
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        accuracies.append(accuracy)
     modules = {path: model.get_submodule(f"base_model.model.{path}") for path in start}
-    return {
-        path: (m.lora_A["default"].weight.detach(), m.lora_B["default"].weight.detach()) for path, m in modules.items()
-    }, losses
+    return (
+        {
+            path: (m.lora_A["default"].weight.detach(), m.lora_B["default"].weight.detach())
+            for path, m in modules.items()
+        },
+        losses,
+        accuracies,
+    )
 
 
 def largest_difference(mine: Tensors, other: Tensors) -> float:
@@ -155,8 +163,10 @@ def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):
     starts = {job: live.adapter.tensors() for job, live in engine.jobs.items()}
     outcomes: dict[str, Outcome] = finish(engine)
     for job, live in engine.jobs.items():
-        expected, losses = train_with_peft(plain, live, starts[job])
+        expected, losses, accuracies = train_with_peft(plain, live, starts[job])
         assert len(outcomes[job].losses) == STEPS
         assert outcomes[job].losses == pytest.approx(losses, rel=BOUND)
+        assert outcomes[job].accuracies == accuracies
         assert largest_difference(outcomes[job].adapter, expected) <= BOUND, job
         assert largest_difference(outcomes[job].adapter, starts[job]) > 0.01, "the job learned nothing"
+    assert max(outcomes["job1"].accuracies) > 0.2, "no accuracy to speak of was compared"

@@ -25,6 +25,7 @@ from tiny_models import (
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch
+from weft.backbone.running import Score
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, StepDone
@@ -49,9 +50,9 @@ class SmallGpu(Backbone):
         self._check(batch, self.room)
         return running
 
-    def losses(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
+    def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
         self._check(batch, self.eval_room)
-        return super().losses(batch, row_tile)
+        return super().scores(batch, row_tile)
 
     def _check(self, batch: PackedBatch, room: int) -> None:
         if batch.num_tokens > room:

@@ -36,6 +36,29 @@ def set_gradients(given: list[Optimizer], seed: int) -> None:
             grad.copy_(torch.randn(grad.shape, generator=generator))
 
 
+def test_step_fused_when_memory_ends_among_the_first_moments_then_can_be_taken_again(backbone, monkeypatch):
+    """A job whose second moments found no room has none at all, and steps as if nothing had happened."""
+    failed, smooth = optimizers(backbone), optimizers(backbone)
+    for given in (failed, smooth):
+        set_gradients(given, 1)
+    real, calls = torch.zeros_like, []
+
+    def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("none left")
+        return real(tensor)
+
+    monkeypatch.setattr(torch, "zeros_like", zeros_like)
+    with pytest.raises(torch.OutOfMemoryError):
+        step_fused(failed, [1.0] * 3)
+    step_fused(failed, [1.0] * 3)
+    step_fused(smooth, [1.0] * 3)
+    for one, other in zip(failed, smooth, strict=True):
+        assert one.adapter.params_b.equal(other.adapter.params_b)
+        assert all(tensor.equal(other.tensors()[name]) for name, tensor in one.tensors().items())
+
+
 def test_step_fused_when_taken_twenty_times_then_equals_torch(backbone):
     """Also with a step left out, which does not count."""
     fused, plain = optimizers(backbone), optimizers(backbone)

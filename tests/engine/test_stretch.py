@@ -25,6 +25,7 @@ from tiny_models import (
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch
+from weft.backbone.running import Score
 from weft.cost.fit import Fit, Load
 from weft.engine import stretch
 from weft.engine.engine import Engine
@@ -37,7 +38,7 @@ from weft.plan.types import Batch, ForwardBackward, JobQueue, Limits, Microbatch
 
 
 class Late(Backbone):
-    """A backbone that computes only when its losses are asked for, as a GPU may; notes what was asked when."""
+    """A backbone that computes only when its scores are asked for, as a GPU may; notes what was asked when."""
 
     def __init__(self) -> None:
         super().__init__(random_model("llama_odd"), SimpleNamespace(eos_token_id=None), "late")
@@ -48,11 +49,11 @@ class Late(Backbone):
         number = self.ids.setdefault(id(batch), len(self.ids))
         self.log.append(("launch", number))
 
-        def losses() -> list[float]:
-            self.log.append(("losses", number))
-            return super(Late, self).launch(batch, row_tile).losses()
+        def scores() -> list[Score]:
+            self.log.append(("scores", number))
+            return super(Late, self).launch(batch, row_tile).scores()
 
-        return SimpleNamespace(losses=losses, batch=batch)
+        return SimpleNamespace(scores=scores, batch=batch)
 
 
 def jobs() -> list[Any]:
@@ -65,7 +66,7 @@ def expected():
 
 
 def test_microbatch_when_it_runs_then_the_next_is_already_packed(expected, monkeypatch):
-    """The next one is packed between launch and losses, also where a step comes in between."""
+    """The next one is packed between launch and scores, also where a step comes in between."""
     backbone, log = Late(), []
     backbone.log = log
     packed = stretch.prepare
@@ -81,7 +82,7 @@ def test_microbatch_when_it_runs_then_the_next_is_already_packed(expected, monke
     for name, outcome in outcomes.items():
         assert_same_bits(outcome, expected[name])
     kinds = [kind for kind, _ in log]
-    early = sum(kinds[i - 1 : i + 2] == ["launch", "prepare", "losses"] for i in range(1, len(kinds)))
+    early = sum(kinds[i - 1 : i + 2] == ["launch", "prepare", "scores"] for i in range(1, len(kinds)))
     # A job's end cuts a program short, so the one packed for it is dropped.
     assert 0 <= kinds.count("prepare") - kinds.count("launch") <= len(outcomes)
     assert early > kinds.count("launch") // 2
@@ -281,7 +282,7 @@ def test_events_when_the_reader_leaves_among_steps_taken_together_then_the_rest_
     assert sorted(told) == [(f"job{i}", step) for i in range(3) for step in (1, 2, 3)]
 
 
-def test_timeline_when_the_next_microbatch_is_packed_meanwhile_then_the_span_covers_launch_to_losses():
+def test_timeline_when_the_next_microbatch_is_packed_meanwhile_then_the_span_covers_launch_to_scores():
     engine = Engine(Late(), capacity=48)
     submit(engine, *jobs())
     engine.run()

@@ -57,13 +57,15 @@ def _write_job(job_dir: Path, name: str, job: tuple[Any, ...], stretch: int, cha
             "step": step,
             "epoch": 3 * step / planned,
             "loss": loss,
+            "mean_token_accuracy": math.exp(-decayed),
             "grad_norm": chance.uniform(0.4, 1.6) * decayed,
         }
         train |= {"learning_rate": rate * (1 - step / planned), "num_tokens": tokens, "time": STEP_S * step}
         lines.append(json.dumps(train))
         if step % (30 * stretch) == 0:
             evaluated = {"step": step, "epoch": 3 * step / planned, "eval_loss": decayed * 1.08, "eval_runtime": 0.2}
-            lines.append(json.dumps(evaluated | {"time": STEP_S * step + 0.01}))
+            evaluated |= {"eval_mean_token_accuracy": math.exp(-1.08 * decayed), "time": STEP_S * step + 0.01}
+            lines.append(json.dumps(evaluated))
     torn = '{"step": 9999, "lo'  # what kill -9 leaves
     (job_dir / "metrics.jsonl").write_text("\n".join([*lines, torn]), encoding="utf-8")
     status = {"state": state, "reason": reason, "step": done, "num_steps": planned}

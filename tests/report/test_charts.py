@@ -15,14 +15,15 @@ def run(run_dir: Path) -> RunData:
     return read_run(run_dir)
 
 
-def test_draw_charts_when_the_run_is_complete_then_all_seven_are_there(run: RunData) -> None:
+def test_draw_charts_when_the_run_is_complete_then_all_eight_are_there(run: RunData) -> None:
     drawn = set(draw_charts(run))
-    assert drawn == {"loss", "eval_loss", "learning_rate", "grad_norm", "throughput", "fill", "timeline"}
+    over_time = {"throughput", "fill", "timeline"}
+    assert drawn == {"loss", "eval_loss", "token_accuracy", "learning_rate", "grad_norm", *over_time}
 
 
 def test_draw_charts_when_there_is_no_timeline_then_only_its_charts_are_missing(run: RunData) -> None:
     drawn = set(draw_charts(dataclasses.replace(run, spans=())))
-    assert drawn == {"loss", "eval_loss", "learning_rate", "grad_norm", "throughput"}
+    assert drawn == {"loss", "eval_loss", "token_accuracy", "learning_rate", "grad_norm", "throughput"}
 
 
 def test_draw_charts_when_nothing_was_logged_then_there_are_none(run: RunData) -> None:
@@ -42,6 +43,32 @@ def test_loss_when_a_job_failed_then_a_cross_marks_its_last_finite_point(run: Ru
     crosses = [trace for trace in draw_charts(run)["loss"].data if trace.mode == "markers"]
     assert [trace.meta["job"] for trace in crosses] == [3]
     assert crosses[0].x == (58,)
+
+
+def test_token_accuracy_when_jobs_were_evaluated_then_dots_stand_beside_the_lines(run: RunData) -> None:
+    traces = draw_charts(run)["token_accuracy"].data
+    dots = [trace for trace in traces if trace.mode == "markers"]
+    assert [trace.meta["job"] for trace in dots] == [i for i, job in enumerate(run.jobs) if job.evals]
+    first = run.jobs[0]
+    assert dots[0].x == tuple(p.step for p in first.evals)
+    assert dots[0].y == pytest.approx([p.accuracy for p in first.evals], rel=1e-3)
+    assert dots[0].marker.color == job_colours(5)[0]
+    lines = [trace for trace in traces if trace.mode == "lines" and trace.hovertemplate]
+    assert [trace.meta["job"] for trace in lines] == [0, 1, 2, 3, 4]
+
+
+def test_token_accuracy_when_the_run_is_from_before_it_was_measured_then_only_its_chart_is_missing(
+    run: RunData,
+) -> None:
+    jobs = tuple(
+        dataclasses.replace(
+            job,
+            train=tuple(dataclasses.replace(p, accuracy=None) for p in job.train),
+            evals=tuple(dataclasses.replace(p, accuracy=None) for p in job.evals),
+        )
+        for job in run.jobs
+    )
+    assert set(draw_charts(run)) - set(draw_charts(dataclasses.replace(run, jobs=jobs))) == {"token_accuracy"}
 
 
 def test_curves_when_there_are_few_steps_then_ticks_are_whole_and_a_constant_rate_starts_at_zero(run: RunData) -> None:

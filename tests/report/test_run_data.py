@@ -30,6 +30,15 @@ def test_read_run_when_complete_then_every_job_is_known_in_order(run_dir: Path) 
     assert len(run.microbatches) == 360
 
 
+def test_read_run_when_accuracy_was_measured_or_not_then_points_have_it_or_none(tmp_path: Path) -> None:
+    evaluated = {"step": 2, "eval_loss": 1.0}
+    lines = [train_line(1), train_line(2, mean_token_accuracy=0.25), json.dumps(evaluated)]
+    write_metrics(tmp_path, *lines, json.dumps(evaluated | {"step": 4, "eval_mean_token_accuracy": 0.5}))
+    job = read_run(tmp_path).jobs[0]
+    assert [p.accuracy for p in job.train] == [None, 0.25]
+    assert [p.accuracy for p in job.evals] == [None, 0.5]
+
+
 def test_read_run_when_the_loss_became_nan_then_the_last_finite_one_counts(run_dir: Path) -> None:
     failed = read_run(run_dir).jobs[3]
     assert failed.train[-1].loss is None

@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 import types
 from collections.abc import Mapping
@@ -6,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from weft.engine.events import EvalDone, StepDone
 from weft.errors import ConfigError, MissingExtraError
-from weft.report.trackers import TRACKERS, Trackers, open_trackers
+from weft.report.trackers import TRACKED, TRACKERS, Trackers, open_trackers
 from weft.spec import run as run_spec
 
 
@@ -68,6 +70,13 @@ def mlflow_runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return FakeMlflowClient.runs
+
+
+def test_tracked_then_each_is_told_by_a_step_or_an_evaluation() -> None:
+    told = [{field.name for field in dataclasses.fields(event)} for event in (StepDone, EvalDone)]
+    assert set(TRACKED) <= told[0] | told[1]
+    assert {"loss", "mean_token_accuracy"} <= told[0] & set(TRACKED)
+    assert {"eval_loss", "eval_mean_token_accuracy"} <= told[1] & set(TRACKED)
 
 
 def test_tensorboard_then_the_event_files_of_each_job_hold_its_metrics(tmp_path: Path) -> None:

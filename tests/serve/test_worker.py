@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -64,14 +65,42 @@ def test_job_when_it_succeeds_then_its_whole_story_is_in_the_database(bench):
         assert live_workers(tx) == []
     assert [row["step"] for row in kept] == [6, 5, 4]
     assert kept[0]["model"] == f"{job['fine_tuned_model']}:ckpt-step-6"
-    assert kept[0]["metrics"]["train_loss"] == metrics[-2]["train_loss"]
+    for name in ("train_loss", "train_mean_token_accuracy"):
+        assert kept[0]["metrics"][name] == metrics[-2][name]
+    for name in ("valid_loss", "valid_mean_token_accuracy"):
+        assert kept[0]["metrics"][name] == kept[0]["metrics"][f"full_{name}"] == metrics[-1][name]
+    accuracies = [m["train_mean_token_accuracy"] for m in metrics if "train_loss" in m]
+    assert 0 <= accuracies[0] < accuracies[-1] <= 1, "it learned"
+    assert 0 <= metrics[-1]["valid_mean_token_accuracy"] <= 1
     assert table["purpose"] == "fine-tune-results"
     with bench.blobs.open(table["blob"]) as stream:
         lines = stream.read().decode().splitlines()
     assert lines[0] == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
-    assert lines[6].startswith(f"6,{metrics[-2]['train_loss']!r},,{metrics[-1]['valid_loss']!r}")
+    last = metrics[-2] | metrics[-1]
+    names = ("train_loss", "train_mean_token_accuracy", "valid_loss", "valid_mean_token_accuracy")
+    assert lines[6] == ",".join(repr(last[name]) for name in ("step", *names))
     assert not list((bench.place / "data").rglob("ftjob-*")), "what was needed only for training is gone"
     assert bench.stored_blobs() == bench.named_blobs()
+
+
+def test_job_when_earlier_steps_were_logged_without_accuracy_then_its_story_has_gaps_there(bench):
+    """What it goes on from may be older than the measure."""
+    id = bench.submit(max_steps=120, save_steps=1000)
+    with bench.worker():
+        bench.wait_for_step(id, 2)
+    (path,) = (bench.place / "data").rglob("metrics.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert 2 <= len(records) < 120 and all(record.pop("mean_token_accuracy") >= 0 for record in records)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    bench.set(id, step=0)  # as if nobody had told of them
+    with bench.worker():
+        (job,) = bench.wait(id)
+    told = [event["data"]["train_mean_token_accuracy"] for event in bench.events(id, "metrics")][-120:]
+    assert told[: len(records)] == [None] * len(records) and None not in told[len(records) :]
+    with bench.database.read() as tx, bench.blobs.open(get_file(tx, "default", job["result_files"][0])["blob"]) as file:
+        column = [line.split(",")[2] for line in file.read().decode().splitlines()[1:]]
+    assert column == ["" if value is None else repr(value) for value in told]
+    assert bench.adapter(id) == bench.twin(id)[0]
 
 
 def test_job_when_cancelled_while_training_then_ends_at_a_step_and_counts_what_it_trained(bench):

@@ -68,8 +68,9 @@ def test_jobs_when_some_ask_for_wandb_then_their_metrics_and_no_others_get_there
     assert (options["project"], options["entity"], options["tags"]) == ("p", "e", ["x"])
     assert (options["name"], options["id"], options["group"]) == ("loom", told, "default")
     assert options["settings"]["console"] == "off", "the worker's own output is not the tenant's"
-    losses = [event["data"]["train_loss"] for event in bench.events(told, "metrics")]
-    assert [(step, row["train/loss"]) for step, row in run.rows] == list(enumerate(losses, 1))
+    for sent, name in {"loss": "train_loss", "mean_token_accuracy": "train_mean_token_accuracy"}.items():
+        told_of = [event["data"][name] for event in bench.events(told, "metrics")]
+        assert [(step, row[f"train/{sent}"]) for step, row in run.rows] == list(enumerate(told_of, 1))
     assert run.exit_code == 0
     assert any("No API key configured" in event["message"] for event in bench.events(lost))
     assert not any("wandb" in event["message"] for id in (plain, told) for event in bench.events(id))
@@ -81,7 +82,7 @@ def held(project: str = "p") -> Held:
 
 
 def step(number: int) -> StepDone:
-    return StepDone("ftjob-1.1", number, 9, 0.1, 2.5, 1.0, 1e-4, 64, 64 * number, 0.1)
+    return StepDone("ftjob-1.1", number, 9, 0.1, 2.5, 0.5, 1.0, 1e-4, 64, 64 * number, 0.1)
 
 
 def test_tracker_when_it_does_not_answer_then_nobody_waits_and_memory_is_bounded(wandb, tmp_path):

@@ -46,6 +46,9 @@ def packed_attention(
     if routing.bounds is not None and not routing.caches and softcap is None and _fits_kernel(query_1HTC):
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query_1HTC, key_1KTC, value_1KTC))
         return varlen(q, k, v, routing.bounds, routing.longest, scaling, sliding_window)[None], None
+    if not routing.caches:
+        # Once for all segments; what is cached is smaller as it is.
+        key_1KTC, value_1KTC = _for_every_query_head(query_1HTC, key_1KTC, value_1KTC)
     lengths = [rows.end - rows.start for rows in routing.segments]
     padding = query_1HTC.shape[2] - sum(lengths)
     sizes = [*lengths, padding] if padding else lengths
@@ -123,10 +126,7 @@ def attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """One segment's causal attention; its last L keys are those of its queries."""
-    num_groups = query_1HLC.shape[1] // key_1KMC.shape[1]
-    if num_groups > 1:
-        key_1KMC = key_1KMC.repeat_interleave(num_groups, dim=1)
-        value_1KMC = value_1KMC.repeat_interleave(num_groups, dim=1)
+    key_1KMC, value_1KMC = _for_every_query_head(query_1HLC, key_1KMC, value_1KMC)
     num_queries, num_keys = query_1HLC.shape[2], key_1KMC.shape[2]
     slides = sliding_window is not None and num_keys > sliding_window
     if softcap is None and not slides and num_queries in (1, num_keys):
@@ -140,6 +140,16 @@ def attend(
     scores_1HLM = torch.tanh(query_1HLC @ key_1KMC.transpose(2, 3) * scale / softcap) * softcap
     scores_1HLM = scores_1HLM.masked_fill(~mask_LM, float("-inf"))
     return torch.softmax(scores_1HLM, dim=-1, dtype=torch.float32).to(query_1HLC.dtype) @ value_1KMC
+
+
+def _for_every_query_head(
+    query_1HLC: torch.Tensor, key_1KMC: torch.Tensor, value_1KMC: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with as many heads as the queries."""
+    num_groups = query_1HLC.shape[1] // key_1KMC.shape[1]
+    if num_groups == 1:
+        return key_1KMC, value_1KMC
+    return key_1KMC.repeat_interleave(num_groups, dim=1), value_1KMC.repeat_interleave(num_groups, dim=1)
 
 
 def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:

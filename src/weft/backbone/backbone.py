@@ -17,9 +17,10 @@ from weft.backbone.fused.model import fuse, why_not
 from weft.backbone.fused.runner import FusedRunner
 from weft.backbone.loss import Head, cross_entropy
 from weft.backbone.packed import PackedBatch
-from weft.backbone.running import Running
+from weft.backbone.running import Running, Score
 from weft.errors import ModelError
-from weft.kernels.launch import has_triton
+from weft.kernels.launch import cdiv, has_triton
+from weft.kernels.tables import ROW_TILE
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ CPU_ROW_TILE = 128
 """Rows per frozen product on a CPU: smaller blocks are slower, larger ones leave more rows empty in a small microbatch;
 `benchmarks/cpu_blocks.py` measures what blocks cost."""
 GPU_ROW_TILE = 2048
-"""The same for the fused step on a GPU: large enough to fill it, small enough that half a microbatch costs half."""
+"""At most so many for the fused step on a GPU: enough to fill it, few enough that half a microbatch costs half."""
 
 
 class Backbone:
@@ -101,7 +102,10 @@ class Backbone:
         """Rows every frozen product is computed in, a fact of the device and never of the batch's contents."""
         if self.device.type == "cpu":
             return CPU_ROW_TILE
-        return capacity if self.fused is None else min(-(-capacity // 64) * 64, GPU_ROW_TILE)
+        if self.fused is None:
+            return capacity
+        # Tiles of one size, of which whole ones make up the capacity: a full microbatch leaves no row empty.
+        return ROW_TILE * cdiv(capacity, ROW_TILE * cdiv(capacity, GPU_ROW_TILE))
 
     def new_adapter(self, spec: AdapterSpec, seed: int, device: torch.device | None = None) -> Adapter:
         """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached."""
@@ -142,21 +146,21 @@ class Backbone:
             return self.fused.launch(batch, row_tile)
         hidden_TD = self._hidden(batch, row_tile)
         rows_ND = hidden_TD.detach()[batch.supervised_N]
-        losses_N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, self.head)
+        results_2N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, self.head)
         assert grad_ND is not None
         grad_TD = torch.zeros_like(hidden_TD)
         grad_TD[batch.supervised_N] = grad_ND
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
-        return Running(losses_N, batch.counts)
+        return Running(results_2N, batch.counts)
 
     @torch.no_grad()
-    def losses(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
-        """Each segment's summed loss, without gradients."""
+    def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
+        """Each segment's score, without gradients."""
         if self.fused is not None:
-            return self.fused.losses(batch, row_tile).losses()
+            return self.fused.look(batch, row_tile).scores()
         rows_ND = self._hidden(batch, row_tile)[batch.supervised_N]
-        return Running(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts).losses()
+        return Running(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts).scores()
 
     @torch.no_grad()
     def logits(

@@ -1,4 +1,4 @@
-"""`weft eval`: loss, perplexity and exact match of adapters beside the bare model, all in one batch."""
+"""`weft eval`: loss, perplexity, token accuracy and exact match of adapters beside the bare model, all in one batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from weft.data.prompts import Prompt
     from weft.engine.attach import Attached
 
-METRICS = ("loss", "perplexity", "exact-match")
+METRICS = ("loss", "perplexity", "token-accuracy", "exact-match")
+SCORED = METRICS[:-1]
+"""Those that need no answers to be written."""
+SHARES = METRICS[2:]
+"""Those from 0 to 1."""
 CAPACITY = 2048
 """Tokens of one microbatch."""
 SPARE_TOKENS = 8
@@ -33,7 +37,7 @@ def evaluate(
     base_model: BaseModel = None,
     metric: Annotated[
         str | None,
-        typer.Option(help="Some of loss,perplexity,exact-match. Default: all the data has answers for."),
+        typer.Option(help=f"Some of {','.join(METRICS)}. Default: all the data has answers for."),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first rows.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -55,8 +59,8 @@ def evaluate(
             prompts = loaded.by_template(lambda template: _prompts(data, loaded.backbone, limit, template, stated))
     results: dict[str, dict[str, float]] = {name: {} for name in loaded.slots}
     with status("evaluating"):
-        if chosen is None or {"loss", "perplexity"} & set(chosen):
-            _add_losses(results, loaded, datasets)
+        if chosen is None or set(SCORED) & set(chosen):
+            _add_scores(results, loaded, datasets)
         if any(prompts.values()):
             _add_exact_match(results, loaded, prompts)
     shown = [m for m in chosen or METRICS if m != "exact-match" or any(prompts.values())]
@@ -112,14 +116,15 @@ def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: st
     return answered
 
 
-def _add_losses(results: dict[str, dict[str, float]], loaded: Attached, datasets: dict[str, Dataset]) -> None:
-    from weft.engine.evaluate import mean_losses
+def _add_scores(results: dict[str, dict[str, float]], loaded: Attached, datasets: dict[str, Dataset]) -> None:
+    from weft.engine.evaluate import mean_scores
 
     capacity = max(CAPACITY, *(dataset.summary.max_length for dataset in datasets.values()))
     asked = [(slot, datasets[name].samples) for name, slot in loaded.slots.items()]
-    losses = mean_losses(loaded.backbone, asked, capacity, loaded.backbone.row_tile(capacity))
-    for name, loss in zip(loaded.slots, losses, strict=True):
-        results[name] |= {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    found = mean_scores(loaded.backbone, asked, capacity, loaded.backbone.row_tile(capacity))
+    for name, means in zip(loaded.slots, found, strict=True):
+        perplexity = math.exp(means.loss) if means.loss < 700 else math.inf
+        results[name] |= {"loss": means.loss, "perplexity": perplexity, "token-accuracy": means.accuracy}
 
 
 def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: dict[str, list[Prompt]]) -> None:
@@ -162,6 +167,6 @@ def _show(
 
 
 def _number(metric: str, value: float) -> str:
-    if metric == "exact-match":
+    if metric in SHARES:
         return f"{value:.1%}"
     return f"{value:.4f}" if value < 1e5 else f"{value:.2e}"

@@ -15,7 +15,7 @@ from weft.errors import MissingExtraError
 from weft.report.live import LiveTable, summary_table
 from weft.report.page import ReportExtra, write_report
 from weft.report.run_data import read_run
-from weft.report.trackers import open_trackers
+from weft.report.trackers import TRACKED, open_trackers
 
 if TYPE_CHECKING:
     from weft.engine.events import Event
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from weft.engine.train import PreparedRun
     from weft.store.run_dir import RunDirectory
 
-TRACKED = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "eval_loss")
 FINAL = ("succeeded", "failed", "cancelled")
 
 

@@ -283,7 +283,8 @@ class Engine:
         assert looked is not None
         is_best = job.record_eval(looked.eval_loss)
         now_s = self.timeline.now()
-        event = EvalDone(job.spec.name, job.step, job.epoch, looked.eval_loss, looked.seconds, is_best, now_s)
+        told = (looked.eval_loss, looked.accuracy, looked.seconds)
+        event = EvalDone(job.spec.name, job.step, job.epoch, *told, is_best, now_s)
         self._keeper.note_eval(job, event)
         return event
 

@@ -1,8 +1,9 @@
-"""Mean loss of jobs on their evaluation samples: one pass of the frozen model serves all jobs that are due."""
+"""Mean loss and token accuracy on evaluation samples: one pass of the frozen model serves all jobs that are due."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
@@ -10,13 +11,23 @@ from weft.data.sample import Sample
 from weft.engine.live_job import LiveJob, Looked
 from weft.engine.timeline import Timeline
 
+Asked = tuple[int | None, Sequence[Sample]]
+"""A slot (None: the bare backbone) and what it is evaluated on."""
 
-def mean_losses(
-    backbone: Backbone, requests: Sequence[tuple[int | None, Sequence[Sample]]], capacity: int, row_tile: int
-) -> list[float]:
-    """Per (slot, samples): mean loss over the supervised tokens, summed sample by sample in the given order."""
+
+@dataclass(frozen=True)
+class Means:
+    """Over the supervised tokens of some samples; NaN if there are none."""
+
+    loss: float
+    accuracy: float
+    """The share of the tokens that had the largest logit."""
+
+
+def mean_scores(backbone: Backbone, requests: Sequence[Asked], capacity: int, row_tile: int) -> list[Means]:
+    """Per request its means, summed sample by sample in the given order."""
     placed = [(which, Placed(s, slot)) for which, (slot, samples) in enumerate(requests) for s in samples]
-    sums, counts = [0.0] * len(requests), [0] * len(requests)
+    sums, hits, counts = [0.0] * len(requests), [0] * len(requests), [0] * len(requests)
     start = 0
     while start < len(placed):
         end, tokens = start, 0
@@ -24,11 +35,19 @@ def mean_losses(
             tokens += placed[end][1].sample.length
             end += 1
         batch = pack_samples([p for _, p in placed[start:end]], row_tile, backbone.device)
-        for (which, item), loss in zip(placed[start:end], backbone.losses(batch, row_tile), strict=True):
-            sums[which] += loss
+        for (which, item), score in zip(placed[start:end], backbone.scores(batch, row_tile), strict=True):
+            sums[which] += score.loss_sum
+            hits[which] += score.num_hits
             counts[which] += item.sample.num_supervised
         start = end
-    return [total / count if count else float("nan") for total, count in zip(sums, counts, strict=True)]
+    nothing = Means(float("nan"), float("nan"))
+    totals = zip(sums, hits, counts, strict=True)
+    return [Means(total / count, hit / count) if count else nothing for total, hit, count in totals]
+
+
+def mean_losses(backbone: Backbone, requests: Sequence[Asked], capacity: int, row_tile: int) -> list[float]:
+    """Per request its mean loss."""
+    return [means.loss for means in mean_scores(backbone, requests, capacity, row_tile)]
 
 
 def evaluate_due(backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row_tile: int, timeline: Timeline) -> None:
@@ -37,7 +56,7 @@ def evaluate_due(backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row
     requests = [(job.slot, job.data.eval.samples) for job in jobs if job.data.eval is not None]
     assert len(requests) == len(jobs), "only jobs with evaluation data are due"
     with timeline.span("eval", jobs=tokens):
-        losses = mean_losses(backbone, requests, capacity, row_tile)
+        found = mean_scores(backbone, requests, capacity, row_tile)
     whole_s, total = timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
-    for job, loss in zip(jobs, losses, strict=True):
-        job.looked = Looked(job.step, loss, whole_s * tokens[job.spec.name] / total)
+    for job, means in zip(jobs, found, strict=True):
+        job.looked = Looked(job.step, means.loss, means.accuracy, whole_s * tokens[job.spec.name] / total)

@@ -57,6 +57,8 @@ class StepDone(Event):
     epoch: float
     loss: float
     """Mean over the supervised tokens of the global batch."""
+    mean_token_accuracy: float
+    """The share of those tokens that the model would have chosen too: none had a larger logit."""
     grad_norm: float
     """Before clipping."""
     learning_rate: float
@@ -78,6 +80,7 @@ class EvalDone(Event):
     step: int
     epoch: float
     eval_loss: float
+    eval_mean_token_accuracy: float
     eval_runtime: float
     is_best: bool
     seconds: float

@@ -99,6 +99,7 @@ class Keeper:
             "step": event.step,
             "epoch": event.epoch,
             "loss": event.loss,
+            "mean_token_accuracy": event.mean_token_accuracy,
             "grad_norm": event.grad_norm,
             "learning_rate": event.learning_rate,
             "num_tokens": event.num_tokens,
@@ -108,8 +109,15 @@ class Keeper:
 
     def note_eval(self, job: LiveJob, event: EvalDone) -> None:
         """Keeps an evaluation line for metrics.jsonl; `flush` writes it."""
-        record = {"step": event.step, "epoch": event.epoch, "eval_loss": event.eval_loss}
-        self._note(job, record | {"eval_runtime": event.eval_runtime, "time": event.seconds})
+        record = {
+            "step": event.step,
+            "epoch": event.epoch,
+            "eval_loss": event.eval_loss,
+            "eval_mean_token_accuracy": event.eval_mean_token_accuracy,
+            "eval_runtime": event.eval_runtime,
+            "time": event.seconds,
+        }
+        self._note(job, record)
 
     def flush(self, job: LiveJob) -> None:
         """Writes the lines kept so far; those that cannot be written stay for the next time."""

@@ -12,6 +12,7 @@ import torch
 
 from weft.adapters.lora import Adapter
 from weft.backbone.packed import Placed
+from weft.backbone.running import Score
 from weft.data.dataset import JobData
 from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
@@ -51,6 +52,8 @@ class StepResult:
     """What one optimizer step did."""
 
     loss: float
+    accuracy: float
+    """Of the supervised tokens."""
     grad_norm: float
     learning_rate: float
     tokens: int
@@ -63,6 +66,8 @@ class Looked:
 
     step: int
     eval_loss: float
+    accuracy: float
+    """Of the supervised tokens."""
     seconds: float
     """Its share of the time."""
 
@@ -122,7 +127,7 @@ class LiveJob:
         self.saved_step = 0
         self._batches: dict[int, GlobalBatch] = {}
         """Global batches at hand, by step: the current one, and the next if it has been asked for."""
-        self._loss_sum = 0.0
+        self._loss_sum, self._num_hits = 0.0, 0
         self.optimizer = Optimizer(adapter, spec)
 
     @property
@@ -161,16 +166,20 @@ class LiveJob:
         key = mix(self.spec.seed, segment.step, segment.index)
         return Placed(batch.samples[segment.index], self.slot, 1.0 / batch.num_supervised, key)
 
-    def add_loss(self, segment: Segment, loss_sum: float) -> None:
-        """Counts one sample, which has run, and its summed loss towards the current global batch."""
+    def add_score(self, segment: Segment, score: Score) -> None:
+        """Counts one sample, which has run, and its score towards the current global batch."""
         assert (segment.step, segment.index) == (self.step, self.index), "samples run in the job's own order"
         self.index += 1
-        self._loss_sum += loss_sum
+        self._loss_sum += score.loss_sum
+        self._num_hits += score.num_hits
 
     def rewind(self) -> None:
         """Goes back to the last step boundary: forgets what has run of the current global batch."""
-        self.index, self._loss_sum = 0, 0.0
+        self._begin_batch()
         self.adapter.zero_grad()
+
+    def _begin_batch(self) -> None:
+        self.index, self._loss_sum, self._num_hits = 0, 0.0, 0
 
     def move_to(self, device: torch.device) -> None:
         """Takes the whole state of the last step boundary to a device, bit by bit; only while no slot is held.
@@ -179,7 +188,7 @@ class LiveJob:
         """
         assert self.slot is None, "a slot reads the weights where they are"
         tensors = self.tensors()
-        self.index, self._loss_sum = 0, 0.0
+        self._begin_batch()
         try:
             self._settle_on(device, tensors)
         except torch.OutOfMemoryError:
@@ -207,9 +216,11 @@ class LiveJob:
         batch = self._batches.pop(self.step)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if updated.skipped else 0
         self.num_skipped += updated.skipped
-        self.step, self.index, self._loss_sum = self.step + 1, 0, 0.0
+        accuracy = self._num_hits / batch.num_supervised
+        self.step += 1
+        self._begin_batch()
         self.num_tokens += batch.num_tokens
-        result = StepResult(loss, updated.grad_norm, rate, batch.num_tokens, updated.skipped)
+        result = StepResult(loss, accuracy, updated.grad_norm, rate, batch.num_tokens, updated.skipped)
         self.diverged = self._divergence(result, updated.largest)
         return result
 

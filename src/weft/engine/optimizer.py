@@ -81,8 +81,9 @@ class Optimizer:
         buffers = ((adapter.params_a, adapter.grad_a), (adapter.params_b, adapter.grad_b))
         for state, (params, _) in zip(self.states, buffers, strict=True):
             if not state:
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(params), torch.zeros_like(params)
+                # All or nothing: memory may end between the two, and the step is then tried again.
+                moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
+                state.update(step=torch.tensor(0.0), **moments)
         lane_a, lane_b = (
             Lane(params, grad, state["exp_avg"], state["exp_avg_sq"], group["lr"])
             for state, (params, grad), group in zip(self.states, buffers, self._torch.param_groups, strict=True)

@@ -138,7 +138,7 @@ def measure_case(backbone: Backbone, case: Case, row_tile: int, repeats: int) ->
         peak, reserved = account.peak()
     try:
         both = _median_s(lambda: backbone.forward_backward(batch, row_tile), repeats, backbone.device)
-        forward = _median_s(lambda: backbone.losses(batch, row_tile), repeats, backbone.device)
+        forward = _median_s(lambda: backbone.scores(batch, row_tile), repeats, backbone.device)
         stepping = _median_s(lambda: step_together(optimizers, [0.0] * len(optimizers)), repeats, backbone.device)
     finally:
         for slot in slots:

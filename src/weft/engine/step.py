@@ -2,7 +2,7 @@
 
 for every segment:   its sample, its slot, its weight 1 / (supervised tokens of its job's global batch)
 one packed buffer →  the backbone runs once for all; each slot adds its A and B on its own rows
-per-segment losses → each to its own job;   gradients → each into its own adapter
+per-segment scores → each to its own job;   gradients → each into its own adapter
 Step(job)          → that job alone is checked, clipped, stepped
 """
 
@@ -30,8 +30,8 @@ def run_microbatch(
     row_tile: int,
     meanwhile: Callable[[], None],
 ) -> None:
-    """Adds every segment's loss and gradients to its job; a GPU works while `meanwhile` runs."""
+    """Adds every segment's score and gradients to its job; a GPU works while `meanwhile` runs."""
     running = backbone.launch(batch, row_tile)
     meanwhile()
-    for segment, loss in zip(microbatch.segments, running.losses(), strict=True):
-        jobs[segment.job].add_loss(segment, loss)
+    for segment, score in zip(microbatch.segments, running.scores(), strict=True):
+        jobs[segment.job].add_score(segment, score)

@@ -216,6 +216,7 @@ class Stretch:
                 job.num_steps,
                 job.epoch,
                 result.loss,
+                result.accuracy,
                 result.grad_norm,
                 result.learning_rate,
                 result.tokens,

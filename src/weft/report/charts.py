@@ -29,6 +29,7 @@ def draw_charts(run: RunData) -> dict[str, Figure]:
     drawn = {
         "loss": _loss(run),
         "eval_loss": _eval_loss(run),
+        "token_accuracy": _token_accuracy(run),
         "learning_rate": _learning_rate(run),
         "grad_norm": _grad_norm(run),
         "throughput": throughput(run),
@@ -56,6 +57,21 @@ def _eval_loss(run: RunData) -> Figure | None:
             trace = _line(run, index, points, width=1.8, hovertemplate="%{y:.4f}")
             traces.append(trace.update(mode="lines+markers", marker={"size": 5}))
     return _over_steps(run, traces)
+
+
+def _token_accuracy(run: RunData) -> Figure | None:
+    """Of every job: in training as smoothed lines, in evaluations as dots."""
+    curves: list[Points] = [[(p.step, p.accuracy) for p in job.train] for job in run.jobs]
+    drawable = [(i, points) for i, points in enumerate(curves) if any(y is not None for _, y in points)]
+    traces = [_line(run, i, _clear(points), width=1.8, hovertemplate="%{y:.1%}") for i, points in drawable]
+    for index, job in enumerate(run.jobs):
+        points: Points = [(p.step, p.accuracy) for p in job.evals if p.accuracy is not None]
+        if points:
+            trace = _line(run, index, points, width=1.8, hovertemplate="%{y:.1%} in evaluation")
+            colour = job_colours(len(run.jobs))[index]
+            traces.append(trace.update(mode="markers", marker={"size": 6, "color": colour}))
+    figure = _over_steps(run, traces)
+    return figure.update_yaxes(tickformat=".2~%") if figure is not None else None
 
 
 def _grad_norm(run: RunData) -> Figure | None:

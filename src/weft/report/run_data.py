@@ -26,6 +26,8 @@ class TrainPoint:
     time: float | None
     """Seconds since the run started."""
     loss: float | None
+    accuracy: float | None
+    """Of the supervised tokens, 0 to 1; None in metrics from before it was measured."""
     grad_norm: float | None
     learning_rate: float | None
     num_tokens: float | None
@@ -39,6 +41,7 @@ class EvalPoint:
     step: int
     time: float | None
     eval_loss: float
+    accuracy: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,7 @@ def _read_metrics(path: Path) -> tuple[tuple[TrainPoint, ...], tuple[EvalPoint, 
         eval_loss = number(line.get("eval_loss"))
         if eval_loss is not None:
             _replace_from(evals, int(step))
-            evals.append(EvalPoint(int(step), time, eval_loss))
+            evals.append(EvalPoint(int(step), time, eval_loss, number(line.get("eval_mean_token_accuracy"))))
         elif "loss" in line:
             _replace_from(train, int(step))
             train.append(_train_point(line, int(step), time))
@@ -249,8 +252,8 @@ def _read_metrics(path: Path) -> tuple[tuple[TrainPoint, ...], tuple[EvalPoint, 
 
 
 def _train_point(line: Mapping[str, Any], step: int, time: float | None) -> TrainPoint:
-    loss, grad_norm, rate, tokens = (number(line.get(k)) for k in ("loss", "grad_norm", "learning_rate", "num_tokens"))
-    return TrainPoint(step, time, loss, grad_norm, rate, tokens)
+    keys = ("loss", "mean_token_accuracy", "grad_norm", "learning_rate", "num_tokens")
+    return TrainPoint(step, time, *(number(line.get(key)) for key in keys))
 
 
 def _replace_from(points: list[TrainPoint] | list[EvalPoint], step: int) -> None:

@@ -16,6 +16,17 @@ from typing import Any, Protocol
 from weft.errors import ConfigError, MissingExtraError, closest
 
 LOG = logging.getLogger(__name__)
+TRACKED = (
+    "loss",
+    "mean_token_accuracy",
+    "grad_norm",
+    "learning_rate",
+    "epoch",
+    "num_tokens",
+    "eval_loss",
+    "eval_mean_token_accuracy",
+)
+"""What trackers get of steps and evaluations."""
 
 
 class Tracker(Protocol):

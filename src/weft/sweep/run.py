@@ -26,6 +26,7 @@ from weft.engine.events import (
 )
 from weft.engine.train import job_settings
 from weft.errors import StorageError, WeftError
+from weft.report.trackers import TRACKED
 from weft.spec.space import params_of
 from weft.sweep.configure import configuration_error
 from weft.sweep.early_stop import EarlyStop
@@ -39,8 +40,6 @@ AT_A_TIME = 32
 """Trials that train together unless max_jobs says otherwise."""
 AT_A_TIME_ADAPTIVE = 8
 """The same for samplers that learn from values: with more under way they would choose blindly."""
-TRACKED = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "eval_loss")
-"""What trackers get."""
 
 
 class SweepRun:

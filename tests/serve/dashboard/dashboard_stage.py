@@ -117,11 +117,12 @@ class Stage:
                 loss = floor + 2.4 * math.exp(-step / (0.25 * total)) + noise.gauss(0, 0.05)
                 data = {"step": step, "total_steps": total, "train_loss": loss, "grad_norm": 1 / (1 + step / 9)}
                 data |= {"learning_rate": 2e-4 * (1 - step / total), "trained_tokens": 2048 * step}
+                data |= {"train_mean_token_accuracy": step / total}
                 add_event(
                     tx, self.tenant, job, "info", f"Step {step}/{total}: training loss={loss:.4f}", "metrics", data
                 )
                 if step % 20 == 0:
-                    valid = {"step": step, "valid_loss": loss + 0.1}
+                    valid = {"step": step, "valid_loss": loss + 0.1, "valid_mean_token_accuracy": 0.5 * step / total}
                     add_event(
                         tx, self.tenant, job, "info", f"Step {step}: validation loss={loss:.4f}", "metrics", valid
                     )

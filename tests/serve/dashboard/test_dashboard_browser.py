@@ -119,10 +119,12 @@ def test_job_when_it_trains_has_a_curve_that_grows(page: Page, stage: Stage) -> 
     plot = page.locator(".plot[data-points]")
     expect(plot).to_have_attribute("data-points", "10")
     before = plot.locator("path.curve").first.get_attribute("d")
+    expect(page.locator("dl.about")).to_contain_text("token accuracy16.7 %tokens")
     stage.train(job, 11, 30, 60)
     expect(plot).to_have_attribute("data-points", "30")
     assert plot.locator("path.curve").first.get_attribute("d") != before
     expect(page.get_by_text("30 of 60")).to_be_visible()
+    expect(page.locator("dl.about")).to_contain_text("token accuracy50.0 %, validation 16.7 %")
     stage.train(job, 31, 60, 60)
     stage.succeed(job, "growing")
     expect(page.locator("h1 .badge")).to_have_text("succeeded")

@@ -64,18 +64,18 @@ class FusedRunner:
         rows_N, targets_N, weights_N = self._supervised(batch)
         if not self._is_captured:
             passed = self._pass(batch, shape, row_tile, needs_grad=goes_back)
-            losses_N, grad_ND = self._loss(passed.hidden_TD[rows_N], targets_N, weights_N)
+            results_2N, grad_ND = self._loss(passed.hidden_TD[rows_N], targets_N, weights_N)
             if goes_back:
                 run_backward(passed, torch.zeros_like(passed.hidden_TD).index_copy_(0, rows_N, grad_ND))
-            return Running(losses_N, batch.counts)
+            return Running(results_2N, batch.counts)
         captured = self._replay(batch, shape, row_tile)
-        losses_N, grad_ND = self._loss(captured.hidden_TD[rows_N], targets_N, weights_N)
+        results_2N, grad_ND = self._loss(captured.hidden_TD[rows_N], targets_N, weights_N)
         if goes_back:
             captured.grad_TD.zero_().index_copy_(0, rows_N, grad_ND)
             captured.backward.replay()
-        return Running(losses_N, batch.counts)
+        return Running(results_2N, batch.counts)
 
-    def losses(self, batch: PackedBatch, row_tile: int | None) -> Running:
+    def look(self, batch: PackedBatch, row_tile: int | None) -> Running:
         """Starts a microbatch forward only."""
         shape = input_shape(batch, with_longest=needs_bounds(self._device))
         rows_N, targets_N, _ = self._supervised(batch)
@@ -155,6 +155,6 @@ class FusedRunner:
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         block = LOSS_ROWS if self._device.type == "cuda" else BLOCK
-        losses_N, grad_ND = run_loss(hidden_ND, targets_N, weights_N, self._head, block)
+        results_2N, grad_ND = run_loss(hidden_ND, targets_N, weights_N, self._head, block)
         assert grad_ND is not None
-        return losses_N, grad_ND
+        return results_2N, grad_ND

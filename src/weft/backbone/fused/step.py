@@ -1,7 +1,7 @@
 """The fused step: a whole microbatch forward and back, adding to every adapter's gradients.
 
 The same lines run on a GPU over Triton kernels and on a CPU over their plain twins. Shape suffixes: T rows, D hidden
-size, N supervised rows, B rows of a block of the loss.
+size, N supervised rows, B rows of a block of the loss; 2: losses, then hits.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> None:
 def run_loss(
     hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None, head: Head, block: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss of every supervised row (fp32, unweighted) and, given weights, the gradient of the weighted sum."""
+    """Loss (fp32, unweighted) and hit of every supervised row and, given weights, the weighted sum's gradient."""
     num_rows = hidden_ND.shape[0]
-    losses_N = torch.empty(num_rows, device=hidden_ND.device)
+    results_2N = torch.empty(2, num_rows, device=hidden_ND.device)
     grad_ND = None if weights_N is None else torch.empty_like(hidden_ND)
     for start in range(0, num_rows, block):
         end = min(start + block, num_rows)
@@ -97,7 +97,8 @@ def run_loss(
             logits_BV += head.bias_V
         weights_B = None if weights_N is None else F.pad(weights_N[start:end], (0, fill))
         targets_B = F.pad(targets_N[start:end], (0, fill))
-        losses_N[start:end] = cross_entropy_rows(logits_BV, targets_B, weights_B, head.softcap)[: end - start]
+        results_2B = cross_entropy_rows(logits_BV, targets_B, weights_B, head.softcap)
+        results_2N[:, start:end] = results_2B[:, : end - start]
         if grad_ND is not None:
             grad_ND[start:end] = (logits_BV @ head.weight_VD)[: end - start]
-    return losses_N, grad_ND
+    return results_2N, grad_ND

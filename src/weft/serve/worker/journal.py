@@ -145,7 +145,9 @@ class Journal:
     def _tell_step(self, done: dict[str, Any]) -> bool:
         """A metrics event for a step, unless it has been told of; True if it has not."""
         step, num_steps, loss = done["step"], done["num_steps"], done["loss"]
-        self.held.metrics |= {"step": step, "train_loss": loss}
+        # Metrics on disk may be older than their accuracy.
+        scores = {"train_loss": loss, "train_mean_token_accuracy": done.get("mean_token_accuracy")}
+        self.held.metrics |= {"step": step, **scores}
         if step <= self._told:
             return False
         self._told = self._changes["step"] = step
@@ -154,8 +156,7 @@ class Journal:
             data = {
                 "step": step,
                 "total_steps": num_steps,
-                "train_loss": loss,
-                "train_mean_token_accuracy": None,
+                **scores,
                 "learning_rate": done["learning_rate"],
                 "grad_norm": done["grad_norm"],
                 "epoch": done["epoch"],
@@ -170,11 +171,14 @@ class Journal:
 
     def _tell_eval(self, done: dict[str, Any]) -> None:
         step, loss = done["step"], done["eval_loss"]
-        self.held.metrics |= {"valid_loss": loss, "full_valid_loss": loss}
+        scores = {"valid_loss": loss, "valid_mean_token_accuracy": done.get("eval_mean_token_accuracy")}
+        # Every evaluation here is of the whole validation file.
+        scores |= {f"full_{name}": value for name, value in scores.items()}
+        self.held.metrics |= scores
         text = f"Step {step}: validation loss={'not finite' if loss is None else f'{loss:.4f}'}"
         if step <= int(self._row["step"]) and self._is_there(text):
             return
-        self._note(text, {"step": step, "valid_loss": loss, "epoch": done["epoch"]})
+        self._note(text, {"step": step, **scores, "epoch": done["epoch"]})
 
     def _is_there(self, text: str) -> bool:
         mine = sa.and_(EVENTS.c.job == self.held.id, EVENTS.c.type == "metrics", EVENTS.c.message == text)

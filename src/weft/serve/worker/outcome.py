@@ -21,7 +21,14 @@ from weft.serve.worker.held import Held
 from weft.store import json_text
 
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
-"""Of the results, as OpenAI names them; what Weft does not measure stays empty."""
+"""Of the results, as OpenAI names them."""
+METRICS = {
+    "loss": "train_loss",
+    "mean_token_accuracy": "train_accuracy",
+    "eval_loss": "valid_loss",
+    "eval_mean_token_accuracy": "valid_mean_token_accuracy",
+}
+"""Those columns by their names in metrics.jsonl; a number that was not finite or not measured stays empty."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,7 @@ def results_table(lines: bytes) -> bytes:
     for line in lines.splitlines():
         record = json_text.parse(line)
         row = rows.setdefault(record["step"], {"step": record["step"]})
-        row |= {
-            column: record[name]
-            for name, column in (("loss", "train_loss"), ("eval_loss", "valid_loss"))
-            if record.get(name) is not None
-        }
+        row |= {column: record[name] for name, column in METRICS.items() if record.get(name) is not None}
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.events import Event
-from weft.report.trackers import Tracker, Trackers, WandbTracker
+from weft.report.trackers import TRACKED, Tracker, Trackers, WandbTracker
 from weft.serve.worker.held import Held
 
-TRACKED = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "eval_loss")
 ENDS = ("succeeded", "failed", "cancelled")
 MAX_WAITING = 10_000
 """Metrics that may wait; while there are more, new ones are dropped."""

@@ -29,6 +29,11 @@ export function number(value) {
   return String(Number(Number(value).toPrecision(4)));
 }
 
+/** 0.6125 -> 61.3 %. */
+export function share(value) {
+  return Number.isFinite(value) ? `${(100 * value).toFixed(1)} %` : NOTHING;
+}
+
 /** Seconds -> 1 h 4 min. */
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return NOTHING;

@@ -3,7 +3,7 @@
 import { download, get, patience, post } from "../api.js";
 import { curves, meter, smooth } from "../charts.js";
 import { chip, facts, h, notice, repeat, show, table, toast } from "../dom.js";
-import { clock, count, duration, number, when } from "../format.js";
+import { clock, count, duration, number, share, when } from "../format.js";
 import { colourOf } from "../palette.js";
 import { EventLog, MAY, isOver, nameOf, progress, stateOf, tokensOf } from "../training.js";
 
@@ -114,12 +114,20 @@ function drawHead(parts, job, log, act) {
       ["step", total ? `${count(step)} of ${count(total)}` : step ? count(step) : null],
       ["loss", log.losses.length ? number(log.losses.at(-1)[1]) : null],
       ["validation", log.evals.length ? number(log.evals.at(-1)[1]) : null],
+      ["token accuracy", accuracy(log)],
       ["tokens", tokensOf(job, log) ? count(tokensOf(job, log)) : null],
       [isOver(job) ? "took" : job.started_at ? "for" : "waiting for", duration(seconds)],
       ["left", job.status === "running" && job.estimated_finish ? duration(job.estimated_finish - Date.now() / 1000) : null],
       ["model", job.model],
       ["id", h("code", null, job.id)],
     ], "about"));
+}
+
+/** Of the last step and of the last validation, if there are any. */
+function accuracy(log) {
+  const [trained, validated] = ["train", "valid"].map((kind) => log.last(`${kind}_mean_token_accuracy`));
+  if (trained === null) return null;
+  return validated === null ? share(trained) : `${share(trained)}, validation ${share(validated)}`;
 }
 
 function saving(text, from, filename) {
