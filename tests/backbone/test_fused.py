@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -131,13 +129,3 @@ def test_fused_kernels_when_chosen_then_the_model_holds_no_weight_twice():
     assert backbone.fused is not None
     layer = backbone.fused._model.layers[0]
     assert {p.data_ptr() for p in layer.qkv.weight.parameters()} == joined
-
-
-@pytest.mark.parametrize(
-    ("capacity", "tile"), [(8192, 2048), (6144, 2048), (12800, 1856), (3000, 1536), (2049, 1088), (100, 128)]
-)
-def test_row_tile_when_capacity_is_no_multiple_then_whole_tiles_hardly_pass_it(capacity, tile):
-    """A full microbatch must not run half a tile of nothing: 12,800 tokens take 12,992 rows, not 14,336."""
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), fused=object())
-    assert Backbone.row_tile(on_gpu, capacity) == tile
-    assert -(-capacity // tile) * tile < capacity + 64 * -(-capacity // 2048)

@@ -18,19 +18,13 @@ from weft.backbone.fused.runner import FusedRunner
 from weft.backbone.loss import Head, cross_entropy
 from weft.backbone.packed import PackedBatch
 from weft.backbone.running import Running, Score
+from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
 from weft.errors import ModelError
-from weft.kernels.launch import cdiv, has_triton
-from weft.kernels.tables import ROW_TILE
+from weft.kernels.launch import has_triton
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-CPU_ROW_TILE = 128
-"""Rows per frozen product on a CPU: smaller blocks are slower, larger ones leave more rows empty in a small microbatch;
-`benchmarks/cpu_blocks.py` measures what blocks cost."""
-GPU_ROW_TILE = 2048
-"""At most so many for the fused step on a GPU: enough to fill it, few enough that half a microbatch costs half."""
 
 
 class Backbone:
@@ -102,10 +96,7 @@ class Backbone:
         """Rows every frozen product is computed in, a fact of the device and never of the batch's contents."""
         if self.device.type == "cpu":
             return CPU_ROW_TILE
-        if self.fused is None:
-            return capacity
-        # Tiles of one size, of which whole ones make up the capacity: a full microbatch leaves no row empty.
-        return ROW_TILE * cdiv(capacity, ROW_TILE * cdiv(capacity, GPU_ROW_TILE))
+        return capacity if self.fused is None else gpu_row_tile(capacity)
 
     def new_adapter(self, spec: AdapterSpec, seed: int, device: torch.device | None = None) -> Adapter:
         """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached."""

@@ -97,13 +97,14 @@ def _cost(spec: RunSpec, device: str, stages: int, jobs: list[JobOutline]) -> An
     from weft.backbone.load import find_source, load_config
     from weft.cost.analytic import AnalyticCost
     from weft.cost.hardware import find_hardware
+    from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
     from weft.cost.shape import ModelShape
 
     hardware = find_hardware(_here() if device == "auto" else device)
     shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
     if stages > shape.num_layers:
         raise ConfigError(f"got {stages}; {spec.base_model} has {shape.num_layers} layers.", where="--stages")
-    tile = 128 if hardware.name == "cpu" else min(2048, -(-spec.capacity // 64) * 64)
+    tile = CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(spec.capacity)
     return AnalyticCost(
         shape,
         hardware,

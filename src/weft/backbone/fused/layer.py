@@ -10,9 +10,9 @@ Kept: x, q/k/v, o, x', gu and the S; norms and act are made again on the way bac
 again too, and with "full" everything but x.
 
 Backward, from dx' (of what this layer handed on), runs the same lines from the last to the first; the gradient of a
-site's input is dy W + drop(dS A). SwiGLU adds its adapters' parts while it has its tensors at hand. Elsewhere the frozen
-product does, where `kernels/product` fits the GPU; else `expand` writes them and the frozen product adds itself to
-them, or, where it cannot (FP8), `expand` adds them to it.
+site's input is dy W + drop(dS A). SwiGLU adds its adapters' parts while it has its tensors at hand. Elsewhere the
+frozen product does, where `kernels/product` fits the GPU; else `expand` writes them and the frozen product adds itself
+to them, or, where it cannot (FP8), `expand` adds them to it.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.cost.rows import GPU_ROW_TILE
 from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
 
@@ -28,7 +29,7 @@ class Instance:
     cost: CostModel = H200_8B
     capacity: int = 8192
     """Tokens of a microbatch."""
-    row_tile: int = 2048
+    row_tile: int = GPU_ROW_TILE
     """Rows are computed in multiples of it."""
     job_bytes: int = 80 * 10**9
     """Memory for adapters and optimizers beside the backbone and its activations."""
