@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels.tables import Entry, RankLaunch, Site, SlotTable, rank_classes
+from weft.kernels.tables import (
+    BARE,
+    Entry,
+    RankLaunch,
+    Site,
+    SlotTable,
+    Span,
+    TableSizes,
+    rank_classes,
+    table_arrays,
+)
 
 SITE = Site(0, (8,), 16)
 
@@ -41,3 +51,15 @@ def test_version_when_a_rank_needs_a_new_launch_then_changes_and_else_stays():
         table.remove(table.put(entry(rank)))
         versions.append(table.version)
     assert versions == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+
+
+def test_table_arrays_when_samples_of_a_job_follow_one_another_then_are_one_run_in_every_block_they_touch():
+    """Runs cover all rows, each block names exactly the runs that have rows there, also one that begins in its last."""
+    spans = [Span(0, 100, 1), Span(100, 127, 1), Span(127, 256, 2), Span(256, 300, BARE), Span(310, 384, 3)]
+    tables = table_arrays(spans, TableSizes(512, 8))
+    runs = [tuple(line) for line in tables["runs_G4"][:5].tolist()]
+    assert runs == [(0, 127, 1, 0), (127, 256, 2, 0), (256, 310, BARE, 0), (310, 384, 3, 0), (384, 512, BARE, 0)]
+    assert not tables["runs_G4"][5:].any()
+    assert tables["blocks_B2"].tolist() == [[0, 2], [1, 2], [2, 4], [4, 5]]
+    tiles = tables["tiles_N4"]
+    assert (tiles[:, 1] - tiles[:, 0]).sum() == 512 and (tiles[:, 1] - tiles[:, 0]).max() == 64

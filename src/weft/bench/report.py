@@ -102,7 +102,8 @@ def draw(path: Path, figures: Sequence[Figure], title: str) -> None:
     colours = [{True: MET, False: MISSED, None: FREE}[figure.is_met] for figure in figures]
     bars = axes.barh(range(len(figures)), lengths, color=colours, height=0.62)
     labels = [f"{f.shown}   ({f.shown_target})" if f.shown_target else f.shown for f in figures]
-    axes.bar_label(bars, labels, padding=5, fontsize=9)
+    # The box keeps the target's line out of the text.
+    axes.bar_label(bars, labels, padding=5, fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     axes.axvline(1.0, color="#808890", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(figures)), [figure.key for figure in figures])
     axes.invert_yaxis()
