@@ -13,7 +13,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.bench import sweep_train
 
     monkeypatch.setattr(sweep_train, "SPACE16", {"learning_rate": [1e-3, 4e-3], "r": [4, 8]})
-    monkeypatch.setattr(sweep_train, "NUM_TRIALS", 5)
+    monkeypatch.setattr(sweep_train, "NUM_TRIALS", 10)
     monkeypatch.setattr(sweep_train, "NUM_EVAL", 4)
 
 
@@ -32,5 +32,5 @@ def test_early_stop_when_measured_then_trains_fewer_tokens(few):
 
 def test_tasks_when_read_then_are_at_least_four_and_none_that_the_rule_was_chosen_on():
     assert len(HELD_OUT) >= 4
-    assert min(seed for _, seed in HELD_OUT) >= 30
+    assert min(seed for _, seed in HELD_OUT) >= 33
     assert {"cpu16", "early_stop_tokens"} <= TARGETS.keys()

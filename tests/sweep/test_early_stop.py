@@ -14,8 +14,8 @@ TOTAL = 90
 
 
 def rules(*, is_max: bool = False, **settings: Any) -> EarlyStop:
-    """Rules that let a third go on, from a ninth of the steps unless told otherwise."""
-    given = {"factor": 3.0, **({} if "unit" in settings else {"grace": 1 / 9}), **settings}
+    """Rules that let a third go on and never fewer than three, from a ninth of the steps unless told otherwise."""
+    given = {"factor": 3.0, "min_trials": 3, **({} if "unit" in settings else {"grace": 1 / 9}), **settings}
     return EarlyStop(EarlyStopSpec(**given), "eval_loss", is_max)
 
 
@@ -41,10 +41,25 @@ def test_asha_when_all_are_at_the_first_rung_then_the_best_third_goes_on_and_the
 
 def test_asha_when_nothing_is_said_then_the_better_half_goes_on_from_an_eighth_of_the_steps():
     plain = EarlyStop(EarlyStopSpec(), "eval_loss", False)
-    assert not plain.judge([trial(i, (11, 1.0 + i)) for i in range(9)]).stop
+    assert not plain.judge([trial(i, (11, 1.0 + i)) for i in range(19)]).stop
+    verdict = plain.judge([trial(i, (12, 1.0 + i)) for i in range(19)])
+    assert stopped(verdict) == [f"t{i}" for i in range(10, 19)]
+    assert "was not among the best 1/2 of 19 trials (≤ 10)" in verdict.stop[0][1]
+
+
+def test_asha_when_nothing_is_said_then_the_best_eight_always_go_on():
+    plain = EarlyStop(EarlyStopSpec(), "eval_loss", False)
+    assert not plain.judge([trial(i, (12, 1.0 + i)) for i in range(8)]).stop
     verdict = plain.judge([trial(i, (12, 1.0 + i)) for i in range(9)])
-    assert stopped(verdict) == ["t5", "t6", "t7", "t8"]
-    assert "was not among the best 1/2 of 9 trials (≤ 5)" in verdict.stop[0][1]
+    assert stopped(verdict) == ["t8"]
+    assert "was not among the best 8 of 9 trials (≤ 8)" in verdict.stop[0][1]
+
+
+def test_median_when_nothing_is_said_then_three_are_enough_to_compare():
+    plain = EarlyStop(EarlyStopSpec(rule="median"), "eval_loss", False)
+    others = [trial(i, (12, 1.0 + i)) for i in range(2)]
+    assert stopped(plain.judge([*others, trial(2, (12, 9.0))])) == ["t2"]
+    assert not plain.judge([others[0], trial(2, (12, 9.0))]).stop
 
 
 def test_asha_when_larger_is_better_then_the_largest_go_on():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import weft
 from weft import faults
+from weft.engine.engine import Engine
 from weft.errors import StorageError
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweep.api import open_run, prepare_sweep
@@ -61,6 +63,8 @@ def test_sweep_when_stopped_then_every_trial_is_saved_and_goes_on_from_there(set
     with open_run(prepared, Path("out"), resume=False) as run:
         run.train(should_stop=lambda: any(trial.steps >= 4 for trial in run.trials))
         assert sorted(str(trial.state) for trial in run.trials) == ["training", "training"]
+        written = {row["name"]: row["steps"] for row in json.loads(Path("out/leaderboard.json").read_text())["trials"]}
+        assert written == {trial.name: trial.steps for trial in run.trials}
     result = weft.sweep(given, resume=True)
     assert [t.value for t in result.trials] == [t.value for t in whole.trials]
     assert [t.losses for t in result.trials] == [t.losses for t in whole.trials]
@@ -94,6 +98,16 @@ def test_trial_when_it_goes_on_from_an_earlier_step_then_what_was_seen_later_is_
         assert [[point.step for point in trial.points] for trial in run.trials] == [[3, 6, 9]] * 4
 
 
+def test_value_when_seen_again_at_the_same_step_then_the_later_one_counts(settings):
+    spec = sweep_from_mapping(settings(), base_dir=Path())
+    with open_run(prepare_sweep(spec, Path()), Path("out"), resume=False) as run:
+        trial = Trial(0, "t000", {"lr": 1e-3, "r": 2})
+        run.ledger.add(trial)
+        for step, value in ((3, 2.0), (6, 1.5), (6, 1.0)):
+            run.ledger.see(trial, step, 10 * step, value)
+        assert [(point.step, point.tokens, point.value) for point in trial.points] == [(3, 30, 2.0), (6, 60, 1.0)]
+
+
 def test_storage_when_it_is_first_named_on_resume_then_gets_the_trials_that_had_ended(settings):
     import optuna
 
@@ -104,20 +118,29 @@ def test_storage_when_it_is_first_named_on_resume_then_gets_the_trials_that_had_
     assert [trial.value for trial in study.trials] == [trial.value for trial in first.trials]
 
 
-def test_sweep_when_resumed_after_its_end_then_trains_nothing_and_takes_a_larger_budget(settings):
-    given = settings(space={"lr": {"min": 1e-3, "max": 1e-2}}, trials=2)
+def test_sweep_when_resumed_after_its_end_then_trains_nothing_and_takes_a_larger_budget(settings, monkeypatch):
+    given = settings(space={"lr": {"min": 1e-3, "max": 1e-2}}, trials=2, compare_speed=True)
     first = weft.sweep(given)
+    alone = json.loads(Path("out/leaderboard.json").read_text())["one_by_one_seconds"]
+    submit, submitted = Engine.submit, []
+    monkeypatch.setattr(Engine, "submit", lambda *given, **more: submitted.append(given) or submit(*given, **more))
+    shutil.rmtree("out/best")
     again = weft.sweep(given, resume=True)
     assert [t.value for t in again.trials] == [t.value for t in first.trials]
+    assert not submitted and Path("out/best/adapter_model.safetensors").exists()
     assert len(lines("out", "trial")) == 2
+    board = json.loads(Path("out/leaderboard.json").read_text())
+    assert board["seconds"] >= max(line["at_s"] for line in lines("out", "end")), "earlier sessions count"
+    assert board["one_by_one_seconds"] == alone > 0, "nothing was trained that could be measured anew"
     more = weft.sweep({**given, "trials": 3}, resume=True)
     assert [t.params for t in more.trials[:2]] == [t.params for t in first.trials]
     assert len(more.trials) == 3 and more.trials[2].state is TrialState.DONE
 
 
-def test_sweep_when_the_disk_is_full_then_says_so_and_goes_on_later(settings):
+@pytest.mark.parametrize("place", ["7:trials.append", "1:checkpoint.write"])
+def test_sweep_when_the_disk_is_full_then_says_so_and_goes_on_later(settings, place):
     given = settings()
-    faults.arm(faults.parse("enospc@7:trials.append"))
+    faults.arm(faults.parse(f"enospc@{place}"))
     try:
         with pytest.raises(StorageError, match="the disk is full"):
             weft.sweep(given)

@@ -99,7 +99,8 @@ def test_trials_when_they_share_data_then_it_is_tokenised_once(settings, monkeyp
 def test_asha_when_some_fall_behind_then_they_stop_with_a_reason_and_the_best_is_the_same(settings):
     space = {"lr": [1e-5, 1e-4, 2e-3, 8e-3, 1.6e-2, 3e-2]}
     full = weft.sweep(settings(space=space, output_dir="full"))
-    result = weft.sweep(settings(space=space, early_stop={"rule": "asha", "factor": 3, "grace": 3, "unit": "steps"}))
+    rule = {"rule": "asha", "factor": 3, "grace": 3, "unit": "steps", "min_trials": 3}
+    result = weft.sweep(settings(space=space, early_stop=rule))
     stopped = [trial for trial in result.trials if trial.state is TrialState.STOPPED]
     assert len(stopped) == 3
     assert all("was not among the best 3 of 6 trials" in trial.reason for trial in stopped)
@@ -112,9 +113,10 @@ def test_asha_when_some_fall_behind_then_they_stop_with_a_reason_and_the_best_is
     assert not Path(f"out/trials/{stopped[0].name}/adapter").exists()
 
 
-def test_halving_when_slots_are_few_then_all_wait_for_each_other_and_the_best_go_on(settings):
+@pytest.mark.parametrize("max_jobs", [1, 2])
+def test_halving_when_slots_are_few_then_all_wait_for_each_other_and_the_best_go_on(settings, max_jobs):
     rule = {"rule": "halving", "grace": 3, "unit": "steps", "min_trials": 2}
-    result = weft.sweep(settings(max_jobs=2, early_stop=rule))
+    result = weft.sweep(settings(max_jobs=max_jobs, early_stop=rule))
     assert sorted(states(result)) == ["done", "done", "stopped", "stopped"]
     first = sorted(trial.points[0].value for trial in result.trials)
     assert all(t.points[0].value in first[2:] for t in result.trials if t.state is TrialState.STOPPED)
@@ -141,8 +143,17 @@ def test_budget_when_it_is_used_up_then_running_trials_are_judged_and_kept(setti
     assert all("the budget of 300 tokens was used up" in trial.reason for trial in result.trials)
     assert all(trial.value is not None for trial in result.trials)
     assert result.best is not None and Path("out/best/adapter_model.safetensors").exists()
+    assert 300 <= sum(trial.tokens for trial in result.trials) < 600
+    for trial in result.trials:
+        status = json.loads(Path(f"out/trials/{trial.name}/status.json").read_text())
+        assert (status["state"], status["step"]) == ("cancelled", trial.steps)
     quick = weft.sweep(settings(max_seconds=1e-6, output_dir="quick"))
     assert all(trial.steps == 0 for trial in quick.trials) and quick.best is None
+
+
+def test_budget_when_it_is_used_up_then_no_other_trial_is_begun(settings):
+    result = weft.sweep(settings(max_tokens=100, max_jobs=2))
+    assert states(result) == ["stopped"] * 2
 
 
 def test_trial_when_it_has_been_stopped_then_what_the_engine_still_tells_of_it_is_not_heard(settings):
@@ -192,6 +203,12 @@ def test_random_when_given_a_number_of_trials_then_tries_that_many(settings):
     assert job["adapter"]["lora_alpha"] == float(result.trials[0].params["alpha"][:-1]) * 2
 
 
+def test_random_when_points_are_few_and_the_end_is_open_then_none_is_tried_twice(settings):
+    space = {"r": [1, 2, 3, 4]}
+    result = weft.sweep(settings(space=space, sampler="random", trials=4, max_tokens=10**9, max_jobs=1))
+    assert sorted(trial.params["r"] for trial in result.trials) == [1, 2, 3, 4]
+
+
 def test_tpe_when_used_then_learns_while_a_constant_number_trains(settings):
     space = {"lr": {"min": 1e-4, "max": 1e-2, "log": True}}
     result = weft.sweep(settings(space=space, trials=5, sampler="tpe", max_jobs=2, storage="sqlite:///study.db"))
@@ -226,13 +243,17 @@ def test_patience_when_it_runs_out_then_the_value_is_that_of_the_adapter_that_is
 def test_second_sweep_when_started_from_the_first_then_nothing_is_trained_twice(settings):
     first = weft.sweep(settings())
     space = {"r": [2, 4], "learning_rate": [8e-3, 4e-3]}
-    second = weft.sweep(settings(space=space, start_from="out", output_dir="second"))
+    given = settings(space=space, start_from="out", output_dir="second")
+    second = weft.sweep(given)
     taken = {trial.name: trial for trial in second.trials if trial.origin}
     assert [trial.params["learning_rate"] for trial in taken.values()] == [8e-3, 8e-3]
     same = {trial.params["r"]: trial.value for trial in first.trials if trial.params["lr"] == 8e-3}
     assert all(trial.value == same[trial.params["r"]] for trial in taken.values())
     assert sorted(path.name for path in Path("second/trials").glob("t0*")) == ["t001", "t003"]
     assert second.best is not None and Path("second/best/adapter_model.safetensors").exists()
+    spent = json.loads(Path("second/leaderboard.json").read_text())["tokens"]
+    assert spent == sum(trial.tokens for trial in second.trials if not trial.origin) > 0
+    assert [trial.points for trial in weft.sweep(given, resume=True).trials] == [t.points for t in second.trials]
     other = settings(start_from="out", output_dir="third", objective="exact_match")
     with pytest.raises(ConfigError, match=r"start_from: out was judged by eval_loss \(min\), this sweep by exact"):
         weft.sweep(other)

@@ -32,8 +32,8 @@ STEPS16 = {1: 60, 4: 20}
 """By batch size."""
 ROUNDS = 2
 """Of together and one by one in turn; other programs on the machine can only add to a time."""
-HELD_OUT = (("double", 31), ("spell", 32), ("acronym", 33), ("drop_vowels", 34), ("pig_latin", 35), ("sort", 36))
-"""Skill and seed: of the data, and of the configurations that are drawn. The rule was chosen on seeds below 30."""
+HELD_OUT = (("reverse", 41), ("next_letter", 43), ("acronym", 33), ("drop_vowels", 34), ("pig_latin", 35), ("sort", 36))
+"""Skill and seed: of the data, and of the configurations that are drawn. The rule was chosen on seeds below 33."""
 SPACE27 = {"learning_rate": {"min": 1e-4, "max": 2e-2, "log": True}, "r": [4, 8, 16], "lora_alpha": {"times_r": [1, 2]}}
 NUM_TRIALS, STEPS27 = 27, 90
 NUM_TRAIN, NUM_EVAL = 240, 24

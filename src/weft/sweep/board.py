@@ -85,7 +85,7 @@ def read_board(folder: Path) -> dict[str, Any]:
 
 def write_board(folder: Path, board: dict[str, Any]) -> None:
     """Writes leaderboard.json and leaderboard.csv."""
-    write_file(folder / BOARD, json.dumps(json_text.finite(board), allow_nan=False) + "\n")
+    write_file(folder / BOARD, _json(board) + "\n")
     names = list(dict.fromkeys(name for row in board["trials"] for name in row["params"]))
     plain = ("rank", "name", "state", "value", "steps", "total_steps", "tokens", "seconds", "reason")
     text = io.StringIO()
@@ -137,6 +137,14 @@ def read_losses(directory: RunDirectory, name: str) -> list[tuple[int, float]]:
         if isinstance(record, dict) and isinstance(record.get("loss"), float):
             losses.append((record["step"], record["loss"]))
     return losses
+
+
+def _json(board: dict[str, Any]) -> str:
+    try:
+        return json.dumps(board, allow_nan=False)
+    except ValueError:
+        # Looking at every number of every curve takes longer than writing them, so only where it must be.
+        return json.dumps(json_text.finite(board), allow_nan=False)
 
 
 def _whole_path(source: str, base_dir: Path) -> str:

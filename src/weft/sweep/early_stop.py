@@ -101,7 +101,7 @@ class EarlyStop:
         seen = {t.name: self._best_until(t, p) for t in trials if (p := self._at_rung(t, rung)) is not None}
         values = sorted(seen.values())
         share = math.ceil(len(values) / self._spec.factor)
-        kept = max(share, self._spec.min_trials)
+        kept = max(share, self._spec.num_kept)
         if len(values) <= kept:
             return
         cutoff = values[kept - 1]
@@ -122,7 +122,7 @@ class EarlyStop:
         point = trial.points[-1]
         place = self.place(trial, point)
         others = [value for other in trials if other is not trial for value in self._value_at(other, place)]
-        if len(others) + 1 < self._spec.min_trials:
+        if len(others) + 1 < self._spec.num_kept:
             return
         median = statistics.median(others)
         if self._sign * point.value > median:

@@ -90,7 +90,7 @@ class Ledger:
 
     def stop_clock(self) -> None:
         """What comes now is no longer part of the sweep."""
-        self._end_s = self._end_s or time.perf_counter()
+        self._end_s = time.perf_counter()
 
     def is_new(self, point: Mapping[str, Any]) -> bool:
         """Whether no trial has this point."""
