@@ -20,10 +20,12 @@ def test_load_when_measured_then_every_figure_is_there_and_plausible(monkeypatch
     monkeypatch.setattr(serve, "POLL_S", {"serve": 0.5})
     figures = measure_load(Load(num_jobs=12, num_clients=8, stretch_s=6.0, num_pairs=1))
     wanted = {key.replace("_1000_", "_12_") for key in TARGETS if "eager" not in key}
-    assert len(wanted) == 5 and wanted <= figures.keys()
+    assert len(wanted) == 6 and wanted <= figures.keys()
     for kind in ("retrieve", "list"):
         assert 0 < figures[f"serve_{kind}_p50_ms"] <= figures[f"serve_{kind}_p99_ms"] < 5000
     assert 0 < figures["serve_event_latency_p50_s"] <= figures["serve_event_latency_s"] < 10
+    assert 0 < figures["serve_clients_cores"] < 1 and 0 < figures["serve_api_cores"] < 1
+    assert -0.5 < figures["serve_worker_cpu_lost"] < 0.5
     quiet, busy = figures["serve_tokens_per_s_quiet"], figures["serve_tokens_per_s_busy"]
     assert quiet > 0 and busy > 0
     assert figures["serve_training_slowed"] == pytest.approx(1 - busy / quiet)
@@ -44,8 +46,17 @@ def test_steps_when_read_from_metrics_then_have_their_wall_time_and_their_tokens
     assert found == [Step("ftjob-a", 1, 1001.0, 10), Step("ftjob-b", 1, 1002.0, 8), Step("ftjob-a", 2, 1003.0, 15)]
 
 
-def test_tokens_per_s_when_a_step_lies_partly_inside_then_counts_that_part():
-    steps = [Step("a", 1, 10.0, 5), Step("a", 2, 12.0, 40), Step("b", 1, 14.0, 100)]
-    assert tokens_per_s(steps, 10.0, 14.0) == pytest.approx(140 / 4)
-    assert tokens_per_s(steps, 11.0, 13.0) == pytest.approx((20 + 50) / 2)
-    assert tokens_per_s(steps, 20.0, 30.0) == 0
+def test_tokens_per_s_when_the_span_cuts_a_round_then_counts_whole_rounds_only():
+    """Two jobs of 30 and 70 tokens take turns: a round is 2 s, however the span lies."""
+    steps = [
+        Step(job, n, 2.0 * n + late, tokens) for n in range(20) for job, late, tokens in (("a", 0, 30), ("b", 0.1, 70))
+    ]
+    for start, end in ((0.0, 38.2), (3.9, 10.0), (4.05, 9.95), (7.0, 12.5)):
+        assert tokens_per_s(steps, start, end) == pytest.approx(50)
+    slower = [Step(step.job, step.step, step.at * 1.25, step.tokens) for step in steps]
+    assert tokens_per_s(slower, 7.0, 20.0) == pytest.approx(40)
+
+
+def test_tokens_per_s_when_no_job_has_two_steps_then_is_nothing():
+    steps = [Step("a", 1, 10.0, 5), Step("b", 1, 14.0, 100)]
+    assert tokens_per_s(steps, 0.0, 20.0) == tokens_per_s(steps, 20.0, 30.0) == 0

@@ -166,6 +166,16 @@ def test_release_when_a_job_goes_back_then_no_loss_is_counted(tx):
     assert [job(tx, id)["attempts"] for id in (started, waiting)] == [0, 0]
 
 
+def test_release_when_another_has_a_job_that_has_not_begun_then_fenced_and_it_stays_theirs(tx):
+    id = queue(tx)
+    claimed(tx)
+    expire(tx, id)
+    assert claimed(tx, "w2") == [id]
+    with pytest.raises(Fenced):
+        release(tx, "ash", id, fence=1)
+    assert (job(tx, id)["status"], job(tx, id)["worker"]) == ("queued", "w2")
+
+
 def test_claim_when_a_job_loses_its_worker_again_and_again_then_it_fails_and_others_do_not(tx):
     poison, beside = queue(tx), queue(tx, "birch")
     assert claimed(tx, "w1") == [poison, beside]
@@ -173,17 +183,48 @@ def test_claim_when_a_job_loses_its_worker_again_and_again_then_it_fails_and_oth
     assert claimed(tx, "w2") == [poison, beside]
     give_up(tx, "w2")
     later = queue(tx, "cedar")
-    # Two losses each: from now on the suspects train one at a time.
+    # Two losses each: from now on half of the suspects train at a time.
     assert claimed(tx, "w3") == [poison]
     assert claimed(tx, "w3") == []
     give_up(tx, "w3")
+    # The one with fewer losses goes first; the other has one more try, alone.
     assert claimed(tx, "w4") == [beside]
+    assert claimed(tx, "w5") == [poison]
+    give_up(tx, "w5")
+    assert claimed(tx, "w6") == [later]
     failed = job(tx, poison)
     assert (failed["status"], failed["attempts"], failed["worker"]) == ("failed", MAX_ATTEMPTS, None)
     assert failed["error"]["code"] == "worker_lost"
     # It gets to a checkpoint, so it was not to blame, and the worker takes others again.
     update_job(tx, "birch", beside, fence=job(tx, beside)["fence"], attempts=0)
-    assert claimed(tx, "w4") == [later]
+    another = queue(tx, "cedar")
+    assert claimed(tx, "w4") == [another]
+
+
+def test_claim_when_many_lose_two_workers_then_train_in_groups_and_only_the_one_to_blame_fails(tx):
+    """Twenty jobs on one worker: the groups that live are free again, and of the one that dies each is tried alone."""
+    ids = [queue(tx) for _ in range(20)]
+    poison, losses = ids[3], 0
+    for worker in ("w1", "w2"):
+        assert claimed(tx, worker, room=20) == ids
+        give_up(tx, worker)
+    groups = []
+    for turn in range(40):
+        group = claimed(tx, f"s{turn}", room=20)
+        if not group:
+            break
+        groups.append(len(group))
+        if poison in group:
+            losses += 1
+            give_up(tx, f"s{turn}")
+            continue
+        for id in group:
+            move(tx, "ash", id, "running", fence=job(tx, id)["fence"])
+            move(tx, "ash", id, "succeeded", fence=job(tx, id)["fence"])
+    assert losses == 2, "once in a group and once alone"
+    assert [job(tx, id)["status"] for id in ids] == ["failed" if id == poison else "succeeded" for id in ids]
+    assert groups[0] == 8 and max(groups) == 8 and groups[-8:] == [1] * 8
+    assert len(groups) < 20, groups
 
 
 def test_claim_when_a_suspect_waits_then_a_busy_worker_takes_no_others_until_it_is_alone(tx):

@@ -17,7 +17,7 @@ CHILD = """
 import ctypes, json, pathlib, signal, sys, time
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-kind, place = json.loads(sys.stdin.buffer.readline())
+*verb, kind, place = json.loads(sys.stdin.buffer.readline())
 notes = pathlib.Path(place)
 def note(text):
     with notes.open("a") as file:
@@ -26,6 +26,12 @@ def hear(number, frame):
     note("told")
 signal.signal(signal.SIGTERM, hear)
 note("started")
+if kind == "tells":
+    import os
+    note(os.environ.get("OMP_NUM_THREADS"))
+    note(int(os.getpgid(0) == os.getpid()))
+    note(int(os.getsid(0) == os.getsid(os.getppid())))
+    kind = "slow"
 if kind == "dies":
     sys.exit(3)
 while "told" not in notes.read_text():
@@ -103,3 +109,31 @@ def test_child_when_it_cannot_be_started_then_tried_again_and_the_others_live_on
     wait(lambda: notes(tmp_path / "second") == ["started"])
     assert supervisor.stop(10)
     assert notes(tmp_path / "first") == ["started", "told", "left"]
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_workers", "threads"), [(2, 1, "1"), (16, 1, "15"), (16, 2, "7"), (1, 3, "1")]
+)
+def test_workers_when_started_then_share_the_cores_and_leave_one_to_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cores: int, num_workers: int, threads: str
+):
+    monkeypatch.setattr(supervise, "_num_cores", lambda: num_cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    verbs = [["worker"]] * num_workers + [["serve"]]
+    children = [Child(str(i), [*verb, "tells", str(tmp_path / str(i))]) for i, verb in enumerate(verbs)]
+    supervisor = Supervisor(children)
+    supervisor.start()
+    wait(lambda: all(len(notes(tmp_path / child.name)) == 4 for child in children))
+    supervisor.stop(10)
+    told = [notes(tmp_path / child.name)[1:4] for child in children]
+    # Its own group, so that Ctrl-C is not for it; our session, so that `nice` counts between us.
+    assert told == [[threads, "1", "1"]] * num_workers + [["None", "1", "1"]]
+
+
+def test_worker_when_the_operator_says_how_many_threads_then_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    supervisor = Supervisor([Child("one", ["worker", "tells", str(tmp_path / "one")])])
+    supervisor.start()
+    wait(lambda: len(notes(tmp_path / "one")) == 4)
+    supervisor.stop(10)
+    assert notes(tmp_path / "one")[1] == "5"

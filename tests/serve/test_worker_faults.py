@@ -120,7 +120,7 @@ def test_worker_when_asked_to_leave_at_random_moments_then_no_step_is_lost_and_n
 
 def test_job_when_it_kills_every_worker_then_fails_alone_and_the_others_end_well(played):
     bench, (*good, poison), ends = played["poisoned"]
-    assert ends.count("killed") == 3, ends
+    assert ends.count("killed") == 4, ends
     assert bench.job(poison)["error"]["code"] == "worker_lost"
     assert [bench.job(id)["attempts"] for id in good] == [0, 0], "a checkpoint clears them"
     assert_as_if_quiet(bench, *good)

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from postgres_server import find_binaries
 from worker_bench import Bench
 
-import weft.serve.worker.clerk
+import weft.serve.worker.desk
 from weft.serve.blobs import Blobs
 from weft.serve.db.migrate import migrate
 from weft.serve.db.tables import JOBS, WORKERS
@@ -187,7 +187,7 @@ def test_job_when_the_disk_is_full_while_its_data_is_fetched_then_goes_back_and_
         return copy(*arguments)
 
     monkeypatch.setattr(shutil, "copyfileobj", unlucky)
-    monkeypatch.setattr(weft.serve.worker.clerk, "RETRY_S", 0.3)
+    monkeypatch.setattr(weft.serve.worker.desk, "RETRY_S", 0.3)
     id = bench.submit(max_steps=3)
     with bench.worker():
         (job,) = bench.wait(id)

@@ -4,10 +4,15 @@ serve_submit_1000_s     1,000 jobs made by 8 clients at once, each of which wait
 serve_retrieve_p99_ms   of clients that ask every 5 seconds, as the SDK's `wait_for_processing` does, for their own job
 serve_list_p99_ms       and in turn for the newest 20 jobs of their tenant.
 serve_training_slowed   tokens per second lost beside these clients; the median over pairs of times without and with.
+serve_worker_cpu_lost   processor time that the worker lost to them, as a share of what it has without: what the clients
+                        and the service take from it, without the machine's own moods, which move tokens per second by
+                        more than a tenth from one second to the next.
+serve_api_cores         processor time of the process that answers, per second beside these clients,
+serve_clients_cores     and that of the clients themselves, which share the machine with what they measure.
 serve_event_latency_s   from the end of a step to its event at a client that streams, beside the others: p99.
 serve_eager_…           the same beside clients that ask every second.
 
-Clients, service and training share the cores, so what the clients take counts as the service's.
+Clients, service and training share the cores, so what the clients take slows training like what the service takes.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,7 +50,7 @@ class Load:
     num_jobs: int = 1000
     num_clients: int = 200
     stretch_s: float = 9.0
-    num_pairs: int = 6
+    num_pairs: int = 5
     """Of a stretch without and one with clients, for each kind of client; every other pair begins with the clients."""
 
 
@@ -83,9 +89,14 @@ class Listener:
 class Stretches:
     """When nobody asked and when the clients did, in unix seconds, and how long their answers took."""
 
+    service: Service
     quiet: list[tuple[float, float]] = field(default_factory=list)
     busy: list[tuple[float, float]] = field(default_factory=list)
     milliseconds: dict[str, list[float]] = field(default_factory=lambda: {"retrieve": [], "list": []})
+    cpu_s: Counter[str] = field(default_factory=Counter)
+    """Processor time while the clients asked, by who took it."""
+    worker_cores: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "busy": []})
+    """Processor time of the worker per second of each stretch."""
 
     def add(self, plan: Plan) -> None:
         """One more of each; which comes first takes turns, so that what drifts does not favour either."""
@@ -94,15 +105,22 @@ class Stretches:
             step(plan)
 
     def _rest(self, plan: Plan) -> None:
-        began = time.time()
+        began, worker = time.time(), self.service.worker_cpu_s()
         time.sleep(plan.for_s)
-        self.quiet.append((began, time.time()))
+        self._add("quiet", began, worker)
 
     def _ask(self, plan: Plan) -> None:
-        began = time.time()
-        for kind, times in run_clients(plan).milliseconds.items():
+        began, worker, before = time.time(), self.service.worker_cpu_s(), self.service.cpu_s()
+        answers = run_clients(plan)
+        for kind, times in answers.milliseconds.items():
             self.milliseconds[kind] += times
-        self.busy.append((began, time.time()))
+        self.cpu_s.update({"api": self.service.cpu_s() - before, "clients": answers.cpu_s})
+        self._add("busy", began, worker)
+
+    def _add(self, kind: str, began: float, worker_cpu_s: float) -> None:
+        ended = time.time()
+        (self.quiet if kind == "quiet" else self.busy).append((began, ended))
+        self.worker_cores[kind].append((self.service.worker_cpu_s() - worker_cpu_s) / (ended - began))
 
     def figures(self, name: str, steps: list[Step], listener: Listener) -> dict[str, float]:
         """Everything that is known of them."""
@@ -114,9 +132,11 @@ class Stretches:
         return {
             **{f"{name}_{kind}_p99_ms": _quantile(times, 0.99) for kind, times in self.milliseconds.items()},
             **{f"{name}_{kind}_p50_ms": _quantile(times, 0.5) for kind, times in self.milliseconds.items()},
-            f"{name}_training_slowed": statistics.median(1 - b / q for q, b in zip(*rates, strict=True)),
+            f"{name}_training_slowed": _median_loss(*rates),
+            f"{name}_worker_cpu_lost": _median_loss(self.worker_cores["quiet"], self.worker_cores["busy"]),
             f"{name}_tokens_per_s_quiet": statistics.mean(rates[0]),
             f"{name}_tokens_per_s_busy": statistics.mean(rates[1]),
+            **{f"{name}_{who}_cores": taken / _length(self.busy) for who, taken in self.cpu_s.items()},
             f"{name}_event_latency_s": _quantile(latencies, 0.99),
             f"{name}_event_latency_p50_s": _quantile(latencies, 0.5),
         }
@@ -131,7 +151,7 @@ def measure_load(load: Load = FULL) -> dict[str, float]:
         training = {step.job for step in read_steps(service.data_dir)}
         listener = Listener(service, *next(owned for owned in jobs if owned[0] in training))
         listener.start()
-        stretches = {name: Stretches() for name in POLL_S}
+        stretches = {name: Stretches(service) for name in POLL_S}
         for _ in range(load.num_pairs):
             for name, every_s in POLL_S.items():
                 stretches[name].add(_polling(service.port, jobs[-load.num_clients :], every_s, load.stretch_s))
@@ -183,6 +203,14 @@ def _wait_for_training(service: Service) -> None:
             raise WeftError(f"no job trains after {WAIT_S:.0f} s.", where="weft bench serve")
 
 
+def _median_loss(quiet: list[float], busy: list[float]) -> float:
+    return statistics.median(1 - b / q for q, b in zip(quiet, busy, strict=True))
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
+
+
 def _quantile(values: list[float], share: float) -> float:
     """The smallest value that is at least as large as `share` of them."""
     if not values:
@@ -196,9 +224,11 @@ TARGETS: Targets = {
     "serve_submit_1000_s": (Kind.SECONDS, 30.0),
     "serve_training_slowed": (Kind.WASTE, 0.05),
     "serve_event_latency_s": (Kind.SECONDS, 1.0),
+    "serve_worker_cpu_lost": (Kind.WASTE, 0.05),
     "serve_eager_retrieve_p99_ms": (Kind.MILLISECONDS, None),
     "serve_eager_list_p99_ms": (Kind.MILLISECONDS, None),
     "serve_eager_training_slowed": (Kind.WASTE, None),
+    "serve_eager_worker_cpu_lost": (Kind.WASTE, None),
     "serve_eager_event_latency_s": (Kind.SECONDS, None),
 }
 PARTS: Parts = {"load": measure_load}

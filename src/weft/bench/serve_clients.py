@@ -66,6 +66,8 @@ class Answers:
     milliseconds: dict[str, list[float]]
     bodies: list[Any]
     """Of requests that posted something."""
+    cpu_s: float = 0.0
+    """Processor time the clients took themselves."""
 
 
 class Connection:
@@ -173,7 +175,9 @@ def write_plan(plan: Plan) -> str:
 def main() -> None:
     """Reads a plan and prints the answers."""
     os.nice(NICENESS)
-    print(json.dumps(vars(follow(read_plan(sys.stdin.read())))))
+    began = time.process_time()
+    answers = follow(read_plan(sys.stdin.read()))
+    print(json.dumps({**vars(answers), "cpu_s": time.process_time() - began}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -26,6 +27,15 @@ class Service:
     port: int
     data_dir: Path
     pid: int
+
+    def cpu_s(self) -> float:
+        """Processor time that the process which answers has taken; its workers are others."""
+        return _cpu_s(self.pid)
+
+    def worker_cpu_s(self) -> float:
+        """Processor time that its worker has taken."""
+        found = [path.read_text() for path in Path(f"/proc/{self.pid}/task").glob("*/children")]
+        return sum(_cpu_s(int(pid)) for text in found for pid in text.split())
 
     def new_key(self, tenant: str) -> str:
         """A key of a new tenant."""
@@ -98,6 +108,11 @@ def _wait_for_worker(service: Service) -> None:
         if time.monotonic() > deadline:
             raise WeftError(f"no worker came up in {START_S:.0f} s.", where="weft bench serve")
         time.sleep(0.2)
+
+
+def _cpu_s(pid: int) -> float:
+    *_, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return sum(map(int, fields.split()[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _weft(*arguments: str) -> str:

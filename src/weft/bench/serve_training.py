@@ -6,8 +6,10 @@ that was: every line is written as soon as its step is done, so the least over a
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,16 +40,22 @@ def read_steps(data_dir: Path) -> list[Step]:
 
 
 def tokens_per_s(steps: list[Step], start: float, end: float) -> float:
-    """Tokens trained in a span of time; a step counts by the part of its time that lies in it."""
-    ends = sorted({step.at for step in steps})
-    tokens = dict.fromkeys(ends, 0)
-    for step in steps:
-        tokens[step.at] += step.tokens
-    total = 0.0
-    for before, at in itertools.pairwise(ends):
-        inside = min(at, end) - max(before, start)
-        total += tokens[at] * max(0.0, inside) / (at - before)
-    return total / (end - start)
+    """Tokens of all jobs per second in a span of time; 0 if no job has two steps in it.
+
+    Jobs take turns, and all of a round end at nearly the same time. So a job's time from one of its steps to another is
+    that of whole rounds, which the span itself is not; the mean over jobs.
+    """
+    ordered = sorted(steps, key=lambda step: step.at)
+    ends, totals = [step.at for step in ordered], [0, *itertools.accumulate(step.tokens for step in ordered)]
+    of_job: dict[str, list[float]] = {}
+    for at, step in zip(ends, ordered, strict=True):
+        if start <= at <= end:
+            of_job.setdefault(step.job, []).append(at)
+    rates = []
+    for first, *_, last in (times for times in of_job.values() if len(times) > 1):
+        tokens = totals[bisect.bisect_right(ends, last)] - totals[bisect.bisect_right(ends, first)]
+        rates.append(tokens / (last - first))
+    return statistics.mean(rates) if rates else 0.0
 
 
 def _records(path: Path) -> list[dict[str, float]]:

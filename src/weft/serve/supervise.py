@@ -2,6 +2,9 @@
 
 A child gets SIGTERM when this process dies, however it dies, so that no worker trains on behind a dead service. While
 this process lives a child hears it once: told again, a worker would take it that there is no time to save anything.
+
+Workers share the processor's cores and leave one to those who ask: training on a CPU waits as a whole for the slowest
+of its threads, so a thread that has to make room for a request costs as much as if all had.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -25,12 +29,13 @@ STEADY_S = 60.0
 _START = (
     "import ctypes, json, signal, sys\n"
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
+    "signal.signal(signal.SIGTTOU, signal.SIG_IGN)\n"
     "sys.argv = ['weft', *json.loads(sys.stdin.buffer.readline())]\n"
     "from weft.cli.main import main\n"
     "main()\n"
 )
 """What a child runs. Its arguments come on standard input: everybody on the machine can read a command line, and the
-database's URL may hold a password."""
+database's URL may hold a password. Its log goes to a terminal even where only the foreground may write (`tostop`)."""
 _ENDED_WELL = (0, -signal.SIGTERM)
 """Whoever is told to stop before it listens to signals has nothing to give back."""
 
@@ -49,12 +54,18 @@ class Child:
     start_at: float = 0.0
     backoff_s: float = field(default=BACKOFF_S[0])
 
+    @property
+    def trains(self) -> bool:
+        """It is a worker, and not another process that answers requests."""
+        return list(self.arguments[:1]) == ["worker"]
+
 
 class Supervisor:
     """Runs children in a thread of its own until `stop`."""
 
     def __init__(self, children: Sequence[Child]) -> None:
         self.children = list(children)
+        self._num_threads = max(1, (_num_cores() - 1) // max(1, sum(child.trains for child in children)))
         self._stopping = threading.Event()
         self._has_settled = threading.Event()
         """Nobody is started any more."""
@@ -114,7 +125,7 @@ class Supervisor:
         if at >= child.start_at and not self._stopping.is_set():
             child.started_at, child.is_told = at, False
             try:
-                child.process = _start(child)
+                child.process = _start(child, self._num_threads)
             except OSError as error:
                 # No memory or no process to be had now; whoever runs is looked after all the same.
                 _put_off(child, at, child.backoff_s * 2, "a process cannot be started", error=str(error))
@@ -129,13 +140,21 @@ def _put_off(child: Child, at: float, backoff_s: float, message: str, **fields: 
     LOG.warning(message, extra={"fields": fields})
 
 
-def _start(child: Child) -> subprocess.Popen[bytes]:
+def _num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _start(child: Child, num_threads: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-c", _START, child.name],
+        # Whoever has set it knows better.
+        env={"OMP_NUM_THREADS": str(num_threads), **os.environ} if child.trains else None,
         pass_fds=child.pass_fds,
         stdin=subprocess.PIPE,
-        # A terminal's Ctrl-C is for this process, which then tells its children once.
-        start_new_session=True,
+        # A terminal's Ctrl-C is for this process, which then tells its children once. Not a session of its own: Linux
+        # shares the processor between sessions first, and how far each has stood back (`nice`) counts only within one.
+        process_group=0,
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 
 import sqlalchemy as sa
 
+from weft.errors import StorageError
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, Tx, now
 from weft.serve.db.tables import CHECKPOINTS, FILES, JOBS, MODELS
@@ -31,6 +33,15 @@ def tidy(database: Database, blobs: Blobs, *, older_than_s: float = LEFT_OVER_S)
     if gone:
         LOG.info("tidied", extra={"fields": {"num_blobs": len(gone)}})
     return len(gone)
+
+
+def discard(blobs: Blobs, names: Iterable[str]) -> None:
+    """Deletes what no row names; what cannot be deleted now is left to `tidy`."""
+    for name in names:
+        try:
+            blobs.delete(name)
+        except StorageError as error:
+            LOG.warning("a blob is left over: %s", error)
 
 
 def named_blobs(tx: Tx) -> set[str]:

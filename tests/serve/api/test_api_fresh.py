@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +13,10 @@ from service_home import Home
 
 from weft.serve.api import fresh
 from weft.serve.db.engine import Database, open_database
+from weft.serve.db.tables import JOBS as JOBS_TABLE
 from weft.serve.jobs.states import move
 from weft.serve.records import keys, tenants
+from weft.serve.records.jobs import job_basis
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -46,6 +50,40 @@ def test_poll_when_nothing_has_changed_then_asks_the_database_nothing(home, path
         after = home.call("GET", path)
     assert sent == []
     assert before.status_code == after.status_code == 200 and before.content == after.content
+
+
+@pytest.mark.parametrize("path", ["", "/{job}"])
+def test_poll_when_only_others_have_changed_then_no_answer_is_made_again(home, other, path):
+    """What a worker commits twice a second is about a few jobs; those who ask for the rest get what is there."""
+    mine, theirs = home.job(), home.job("globex")
+    path = JOBS + path.format(job=mine)
+    before = home.call("GET", path)
+    for state in ("paused", "cancelled"):
+        with other.begin() as tx:
+            move(tx, "globex", theirs, state)
+        with statements(home.database) as sent:
+            after = home.call("GET", path)
+        assert sent == [] and after.status_code == 200 and after.content == before.content
+    with other.begin() as tx:
+        move(tx, "acme", mine, "paused")
+    assert b'"paused"' in home.call("GET", path).content
+
+
+def test_poll_when_a_change_is_taken_back_while_the_answer_is_made_then_answers_and_rows_are_of_one_moment(home, other):
+    """The rows an answer is judged by later are those it was made of."""
+    job = home.job()
+    kept = home.app.state.service.fresh
+
+    def look(tx):
+        with other.begin() as change:
+            change.execute(sa.update(JOBS_TABLE).values(step=7))
+        seen = tx.execute(sa.select(JOBS_TABLE.c.step)).scalar_one()
+        with other.begin() as change:
+            change.execute(sa.update(JOBS_TABLE).values(step=0))
+        return seen
+
+    read = functools.partial(kept.read, "step", look, job_basis("acme", job))
+    assert asyncio.run(read()) == asyncio.run(read()) == 0
 
 
 def test_poll_when_another_process_moves_the_job_then_the_next_answer_says_so(home, other):

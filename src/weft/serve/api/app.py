@@ -10,6 +10,7 @@ import anyio.to_thread
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
 
 from weft import __version__
 from weft.serve import dashboard
@@ -28,9 +29,20 @@ NUM_THREADS = 100
 """Requests worked on at once; most of their time is waiting for the database or a worker."""
 
 
+class _App(FastAPI):
+    """The framework with a short way past it."""
+
+    shortcut: Shortcut
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, or the app's start and end."""
+        if not await self.shortcut.answers(scope, receive, send):
+            await super().__call__(scope, receive, send)
+
+
 def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
     """The service as an ASGI app; the database has been migrated by the caller."""
-    app = FastAPI(
+    app = _App(
         title="Weft",
         version=__version__,
         description="Fine-tuning behind OpenAI's API: many adapters at once on one frozen model.",
@@ -46,8 +58,8 @@ def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
     # Routes are tried one after another: what clients poll comes first.
     for part in (jobs, events, files, uploads, models, chat, usage, health, dashboard):
         app.include_router(part.router)
-    app.add_middleware(Shortcut)
     app.add_middleware(Observe, metrics=app.state.service.metrics)
+    app.shortcut = Shortcut(app, app.state.service.metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -17,7 +17,7 @@ from weft.serve.api.service import Service, service_of
 from weft.serve.db.engine import Tx
 from weft.serve.errors import Busy
 from weft.serve.records import audit
-from weft.serve.records.keys import SCOPES, find_key, needs_touch, touch_key
+from weft.serve.records.keys import SCOPES, find_key, key_basis, needs_touch, touch_key
 from weft.serve.records.rows import Record
 from weft.serve.records.tenants import DEFAULT_TENANT, get_tenant
 
@@ -73,7 +73,7 @@ async def _caller(request: Request, service: Service) -> Caller:
     if kind.lower() != "bearer" or not text.strip():
         message = "You didn't provide an API key; send it as 'Authorization: Bearer YOUR_KEY'."
         raise ApiError(401, message, headers={"www-authenticate": "Bearer"})
-    key = await service.fresh.read(("key", text), lambda tx: find_key(tx, text.strip()))
+    key = await service.fresh.read(("key", text), lambda tx: find_key(tx, text.strip()), key_basis(text.strip()))
     if key is None:
         # One answer for unknown, wrong, revoked and disabled, without the key in it.
         raise ApiError(

@@ -24,6 +24,7 @@ from weft.serve.errors import OverLimit, Unsure
 from weft.serve.jobs.training_file import Report, check_training_file
 from weft.serve.records import files
 from weft.serve.records.rows import Record
+from weft.serve.tidy import discard
 
 router = APIRouter(prefix="/v1/files", tags=["Files"])
 User = Annotated[Caller, Depends(needs("files"))]
@@ -100,7 +101,7 @@ def delete_file(request: Request, user: User, file_id: str) -> dict[str, Any]:
         user.note(tx, "file.delete", file_id)
         in_use = files.is_needed(tx, user.tenant, file_id)
     if not in_use:
-        service.blobs.delete(row["blob"])
+        discard(service.blobs, [row["blob"]])
     return deleted(file_id, "file")
 
 

@@ -35,6 +35,7 @@ User = Annotated[Caller, Depends(needs("jobs"))]
 After = Annotated[str | None, Query(max_length=64)]
 Limit = Annotated[int, Query(ge=1, le=100)]
 DEFAULT_SEED = 42
+DEFAULT_LIMIT = 20
 MAX_CHECKED = 10_000
 """Files of which is remembered that they can be trained on."""
 _METADATA = re.compile(r"metadata\[(.+)\]", re.DOTALL)
@@ -54,7 +55,7 @@ async def create(
 
 
 @router.get("", response_model=dict[str, Any])
-async def list_jobs(request: Request, user: User, after: After = None, limit: Limit = 20) -> Response:
+async def list_jobs(request: Request, user: User, after: After = None, limit: Limit = DEFAULT_LIMIT) -> Response:
     """Jobs, newest first; `metadata[key]=value` selects, `metadata=null` selects those without."""
     wanted = {m[1]: value for name, value in request.query_params.items() if (m := _METADATA.fullmatch(name))}
     if any('"' in key or "\\" in key for key in wanted) or len(wanted) > 16:
@@ -66,8 +67,10 @@ async def list_jobs(request: Request, user: User, after: After = None, limit: Li
         return as_json(listed(page, job_object))
 
     # What has the right metadata may be anywhere in a long list.
-    is_quick = not wanted and not none
-    return ready(await service_of(request).fresh.read(("jobs", user.tenant, after, limit) if is_quick else None, look))
+    key = ("jobs", user.tenant, after, limit) if not wanted and not none else None
+    is_polled = after is None and limit == DEFAULT_LIMIT
+    basis = jobs.newest_basis(user.tenant, limit) if is_polled else None
+    return ready(await service_of(request).fresh.read(key, look, basis))
 
 
 @router.get("/{job_id}", response_model=dict[str, Any])
@@ -77,7 +80,8 @@ async def retrieve(request: Request, user: User, job_id: str) -> Response:
     def look(tx: Tx) -> bytes:
         return as_json(job_object(jobs.get_job(tx, user.tenant, job_id)))
 
-    return ready(await service_of(request).fresh.read(("job", user.tenant, job_id), look))
+    basis = jobs.job_basis(user.tenant, job_id)
+    return ready(await service_of(request).fresh.read(("job", user.tenant, job_id), look, basis))
 
 
 @router.post("/{job_id}/cancel")

@@ -31,7 +31,18 @@ class Metrics:
         )
         self.active = Gauge("weft_http_requests_active", "Requests being answered.", registry=self.registry)
         self.uploaded = Counter("weft_uploaded_bytes", "Bytes of files taken in.", registry=self.registry)
+        self._of_route: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self.registry.register(_Rows(database))
+
+    def note(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Counts one request that was answered."""
+        # Finding a counter by its labels takes longer than counting.
+        found = self._of_route.get((method, route, status))
+        if found is None:
+            found = self.requests.labels(method, route, str(status)), self.seconds.labels(method, route)
+            self._of_route[method, route, status] = found
+        found[0].inc()
+        found[1].observe(seconds)
 
     def text(self) -> bytes:
         """All of it in Prometheus' format."""

@@ -18,7 +18,8 @@ from weft.serve.api.shapes import deleted, model_object
 from weft.serve.db.engine import Tx
 from weft.serve.errors import NotFound, NotPossible
 from weft.serve.records import checkpoints, jobs, models
-from weft.serve.tidy import named_blobs
+from weft.serve.records.rows import Record
+from weft.serve.tidy import discard, named_blobs
 
 router = APIRouter(prefix="/v1", tags=["Models"])
 User = Annotated[Caller, Depends(needs("models"))]
@@ -89,19 +90,32 @@ def retrieve_model(request: Request, user: User, model: str) -> dict[str, Any]:
 
 @router.delete("/models/{model:path}")
 def delete_model(request: Request, user: User, model: str) -> dict[str, Any]:
-    """Forgets a fine-tuned model and its weights."""
+    """Forgets a fine-tuned model with the checkpoints of its job, or one checkpoint; their weights go."""
     service = service_of(request)
     with service.database.begin() as tx:
-        needed = jobs.starting_from(tx, user.tenant, model)
-        if needed is not None:
-            raise NotPossible(f"Job {needed} starts from this model; wait for its end or cancel it.", where="model")
-        row = models.delete_model(tx, user.tenant, model)
+        gone = _forget(tx, user.tenant, model)
         user.note(tx, "model.delete", model)
-        is_shared = row["blob"] in named_blobs(tx)
-    if not is_shared:
-        # Its last checkpoint may be the same archive, and is a model of its own.
-        service.blobs.delete(row["blob"])
+        unused = {row["blob"] for row in gone if row["blob"]} - named_blobs(tx)
+    # A process that dies here leaves what `tidy` finds.
+    discard(service.blobs, unused)
     return deleted(model, "model")
+
+
+def _forget(tx: Tx, tenant: str, name: str) -> list[Record]:
+    """Takes a model or checkpoint away; returns all rows that went, unless a job is yet to start from one of them."""
+    try:
+        if ":ckpt-step-" in name:
+            gone = checkpoints.delete_checkpoints(tx, tenant, model=name)
+        else:
+            model = models.delete_model(tx, tenant, name)
+            gone = [model, *checkpoints.delete_checkpoints(tx, tenant, job=model["job"])]
+    except NotFound:
+        raise _missing(name) from None
+    for lost in (row["model"] if "model" in row else row["id"] for row in gone):
+        needed = jobs.starting_from(tx, tenant, lost)
+        if needed is not None:
+            raise NotPossible(f"Job {needed} starts from {lost}; wait for its end or cancel it.", where="model")
+    return gone
 
 
 @router.get("/fine_tuning/checkpoints/{checkpoint}/permissions")

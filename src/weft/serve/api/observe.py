@@ -6,6 +6,7 @@ enter it.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import secrets
@@ -30,14 +31,24 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record's time, level, message and fields."""
         line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "time": f"{_clock(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _encode(line)
+
+
+_encode = json.JSONEncoder(default=str).encode
+"""Made once: every request writes a line."""
+
+
+@functools.lru_cache(1)
+def _clock(second: int) -> str:
+    """A second as people read it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
 def log_json(level: int = logging.INFO) -> None:
@@ -92,8 +103,7 @@ class Observe:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self._metrics.requests.labels(method, route, str(status)).inc()
-        self._metrics.seconds.labels(method, route).observe(seconds)
+        self._metrics.note(method, route, status, seconds)
         state = scope["state"]
         fields = {"request": state["request_id"], "method": method, "route": route, "status": status}
         LOG.info("request", extra={"fields": {**fields, "ms": round(seconds * 1000, 1), **state["log"]}})

@@ -9,8 +9,10 @@ whose lease ran out is anybody's again: its worker crashed, hangs, or cannot be 
 bears an old fence and is refused. Every such loss counts in `attempts` until the job gets to a checkpoint again.
 
 A job that kills its worker must not do so for ever, and those that trained beside it are not to blame. So after
-`SUSPECT_AFTER` losses in a row a job trains alone until it gets to a checkpoint, and after `MAX_ATTEMPTS` it has
-failed. All of this happens in the caller's one transaction.
+`SUSPECT_AFTER` losses in a row jobs train among themselves, half of those that wait and at most `SUSPECTS_TOGETHER` at
+a time; the next loss tells which of the groups it is in, and each of that group then trains alone until it gets to a
+checkpoint. After `MAX_ATTEMPTS`, the last of them alone, a job has failed. All of this happens in the caller's one
+transaction.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from weft.serve.records.rows import Record, every
 
 LEASE_S = 30.0
 """How long a worker may be silent before others take its jobs."""
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 4
 """Workers a job may lose in a row, without a checkpoint in between."""
 SUSPECT_AFTER = 2
-"""Losses in a row after which a job trains alone."""
+"""Losses in a row after which a job trains beside other suspects only; after one more it trains alone."""
+SUSPECTS_TOGETHER = 8
+"""With 32 jobs on a worker about as many groups to try as jobs to try alone when one of the groups fails."""
 SHARE_WINDOW_S = 3600.0
 """What tenants have had is counted over jobs that are under way or ended at most so long ago: nobody pays for ever for
 having used an idle machine."""
@@ -64,8 +68,8 @@ def claim(tx: Tx, worker: str, base_model: str, room: int, *, lease_s: float = L
         return []
     suspects = [job for job in free if _losses(job) >= SUSPECT_AFTER]
     if suspects:
-        # While one waits, the worker takes no others, so that it is soon alone.
-        chosen = [] if mine else suspects[:1]
+        # While they wait, the worker takes no others, so that they are soon by themselves.
+        chosen = [] if mine else _group(suspects)[: max(0, room)]
     else:
         chosen = _choose(free, mine, room, _shares(tx, {job["tenant"] for job in free}, at))
     return [_take(tx, job, worker, at + lease_s) for job in chosen]
@@ -126,6 +130,13 @@ def _concerns_the_full(mine: Sequence[Record]) -> sa.ColumnElement[bool]:
 def _losses(job: Record) -> int:
     """Workers a free job has lost in a row; one that was released has no worker, one that was lost still names it."""
     return int(job["attempts"]) + (job["worker"] is not None)
+
+
+def _group(suspects: Sequence[Record]) -> list[Record]:
+    """Which suspects are tried next: those with the fewest losses, as the most of them are not to blame."""
+    fewest = min(_losses(job) for job in suspects)
+    alike = [job for job in suspects if _losses(job) == fewest]
+    return alike[: 1 if fewest > SUSPECT_AFTER else min(SUSPECTS_TOGETHER, (len(alike) + 1) // 2)]
 
 
 def _settle(tx: Tx, job: Record) -> bool:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import CHECKPOINTS
 from weft.serve.errors import NotFound
-from weft.serve.records.rows import Page, Record, first, new_id, page
+from weft.serve.records.rows import Page, Record, every, first, new_id, page
 
 
 def add_checkpoint(
@@ -49,3 +49,13 @@ def get_checkpoint(tx: Tx, tenant: str, model: str) -> Record:
     if row is None:
         raise NotFound(f"No such checkpoint: {model}", where="fine_tuned_model_checkpoint")
     return row
+
+
+def delete_checkpoints(tx: Tx, tenant: str, *, model: str | None = None, job: str | None = None) -> list[Record]:
+    """One checkpoint by its name, or all of a job, are gone; the caller deletes the archives after the transaction."""
+    if model is not None:
+        gone = [get_checkpoint(tx, tenant, model)]
+    else:
+        gone = every(tx, sa.select(CHECKPOINTS).where(CHECKPOINTS.c.tenant == tenant, CHECKPOINTS.c.job == job))
+    tx.execute(sa.delete(CHECKPOINTS).where(CHECKPOINTS.c.seq.in_([row["seq"] for row in gone])))
+    return gone

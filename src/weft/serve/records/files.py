@@ -74,11 +74,12 @@ def delete_file(tx: Tx, tenant: str, id: str) -> Record:
 
 
 def stored_bytes(tx: Tx, tenant: str) -> int:
-    """Bytes of files and models of the tenant that are not deleted."""
+    """Bytes of files and models of the tenant that are neither deleted nor expired."""
+    live = ((FILES, _live(tx)), (MODELS, [MODELS.c.deleted_at.is_(None)]))
     total = 0
-    for table in (FILES, MODELS):
+    for table, where in live:
         query = sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0))
-        total += int(tx.execute(query.where(table.c.tenant == tenant, table.c.deleted_at.is_(None))).scalar_one())
+        total += int(tx.execute(query.where(table.c.tenant == tenant, *where)).scalar_one())
     return total
 
 

@@ -11,9 +11,11 @@ from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import JOBS
 from weft.serve.jobs.states import FINAL, ask, find_job, move
 from weft.serve.records.events import add_event
-from weft.serve.records.rows import Page, Record, new_id, page
+from weft.serve.records.rows import Basis, Page, Record, new_id, page
 
-__all__ = ["ask", "count_active", "create_job", "get_job", "list_jobs", "starting_from"]
+__all__ = [
+    "ask", "count_active", "create_job", "get_job", "job_basis", "list_jobs", "newest_basis", "starting_from",
+]  # fmt: skip
 
 _ONE = sa.select(JOBS).where(JOBS.c.tenant == sa.bindparam("tenant"), JOBS.c.id == sa.bindparam("id"))
 """Made once: clients ask for it all the time, and making it takes longer than reading the row."""
@@ -23,6 +25,16 @@ def get_job(tx: Tx, tenant: str, id: str) -> Record:
     """A job of the tenant; NotFound if it has none of this id."""
     row = tx.execute(_ONE, {"tenant": tenant, "id": id}).mappings().first()
     return find_job(tx, tenant, id) if row is None else dict(row)
+
+
+def job_basis(tenant: str, id: str) -> Basis:
+    """The row that `get_job` finds."""
+    return Basis("SELECT * FROM jobs WHERE tenant = ? AND id = ?", (tenant, id))
+
+
+def newest_basis(tenant: str, limit: int) -> Basis:
+    """The rows of the first page of `list_jobs`, and the one that tells whether there are more."""
+    return Basis("SELECT * FROM jobs WHERE tenant = ? ORDER BY seq DESC LIMIT ?", (tenant, limit + 1))
 
 
 def create_job(

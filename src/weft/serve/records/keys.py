@@ -18,7 +18,7 @@ from weft.errors import ConfigError
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import KEYS, TENANTS
 from weft.serve.errors import NotFound
-from weft.serve.records.rows import Record, every, first
+from weft.serve.records.rows import Basis, Record, every, first
 
 SCOPES = ("files", "jobs", "models", "chat", "usage", "admin")
 DEFAULT_SCOPES = SCOPES[:-1]
@@ -28,6 +28,7 @@ _USED_EVERY_S = 60
 _KEY_BY_ID = sa.select(KEYS).where(KEYS.c.id == sa.bindparam("id"))
 _TENANT_BY_ID = sa.select(TENANTS).where(TENANTS.c.id == sa.bindparam("id"))
 """Made once, as every request needs both."""
+_KEY_ROWS = "SELECT * FROM keys JOIN tenants ON tenants.id = keys.tenant WHERE keys.id = ?"
 
 
 def create_key(tx: Tx, tenant: str, name: str = "", scopes: Sequence[str] = DEFAULT_SCOPES) -> str:
@@ -62,6 +63,12 @@ def find_key(tx: Tx, text: str) -> Record | None:
     if owner is None or owner["is_disabled"]:
         return None
     return {**key, "owner": owner}
+
+
+def key_basis(text: str) -> Basis:
+    """The rows that `find_key` judges by; a text that is no key has none."""
+    match = _KEY.fullmatch(text)
+    return Basis(_KEY_ROWS, (match[1] if match else "",))
 
 
 def _first(tx: Tx, query: sa.Select[Any], id: str) -> Record | None:

@@ -26,6 +26,14 @@ class Page:
     has_more: bool
 
 
+@dataclass(frozen=True)
+class Basis:
+    """All rows that an answer is made of, in plain SQL for SQLite: while they are the same, the answer is."""
+
+    sql: str
+    values: tuple[Any, ...]
+
+
 def new_id(prefix: str) -> str:
     """An id nobody can guess: `file-` and 24 letters and digits."""
     return prefix + "".join(secrets.choice(_LETTERS) for _ in range(24))

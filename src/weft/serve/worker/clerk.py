@@ -13,15 +13,13 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
 
 from weft.engine.engine import Engine
-from weft.engine.events import CheckpointSaved, JobFailed, JobWarning
 from weft.errors import StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, Tx, now
@@ -31,15 +29,12 @@ from weft.serve.jobs.claim import claim, give_up, has_free, release, renew
 from weft.serve.jobs.states import move
 from weft.serve.records.rows import Record
 from weft.serve.records.workers import put_worker, remove_worker
+from weft.serve.worker.desk import Desk
 from weft.serve.worker.directory import WorkDirectory
 from weft.serve.worker.held import Heard, Held
 from weft.serve.worker.journal import Fate, Journal
 from weft.serve.worker.options import WorkerOptions
-from weft.serve.worker.outcome import error_of
 from weft.serve.worker.predecessors import clear_up
-from weft.serve.worker.preparer import Preparer
-from weft.serve.worker.shelf import delete_blobs, store_heard
-from weft.serve.worker.tracking import Tracking
 
 LOG = logging.getLogger("weft.serve.worker")
 LOOK_S = 0.2
@@ -48,8 +43,6 @@ STUCK = 70
 """Exit code of a worker whose training hung."""
 TRACKING_GRACE_S = 5.0
 """How long a worker that leaves waits for trackers of its jobs."""
-RETRY_S = 5.0
-"""How soon a job that could not write, or whose data could not be stored here, is tried again."""
 
 
 @dataclass
@@ -84,28 +77,19 @@ class Clerk:
         """What the worker's row says about it."""
         self.crash: BaseException | None = None
         """What ended the thread, if anything did."""
-        self.num_claims = 0
         self.trainer_seen_at = time.monotonic()
         """When the thread that trains last looked up."""
         self._options = options
         self._database = database
-        self._blobs = blobs
         self._work = work
-        self._engine = engine
         self._address, self._token = address
-        self._wake = wake
-        self._held: dict[str, Held] = {}
-        self._heard: deque[tuple[str, Heard]] = deque()
         self._num_turns = 0
         self._unsure: _Turn | None = None
         """A turn of which nobody knows yet whether it happened."""
         self._hurry = threading.Event()
         self._is_draining = False
         self._has_left = False
-        self._cool_until = 0.0
-        tokenizer = engine.backbone.tokenizer
-        self._preparer = Preparer(database, blobs, work, tokenizer, on_ready=self._hurry.set)
-        self._tracking = Tracking(work.run.path, lambda name, text: self.hear(name, Heard(JobWarning(name, text))))
+        self._desk = Desk(database, blobs, work, engine, wake=wake, on_ready=self._hurry.set)
         # A daemon: a process that must go does not wait for a database that is away.
         self._thread = threading.Thread(target=self._run, name="weft-clerk", daemon=True)
 
@@ -113,13 +97,18 @@ class Clerk:
         """The worker is seen, and jobs come."""
         clear_up(self._database, self._work)
         self._thread.start()
-        self._preparer.start()
+        self._desk.preparer.start()
 
     def hear(self, name: str, heard: Heard, *, hurry: bool = False) -> None:
         """Takes note of something; called by the trainer, never waits."""
-        self._heard.append((name, heard))
+        self._desk.hear(name, heard)
         if hurry:
             self._hurry.set()
+
+    @property
+    def num_claims(self) -> int:
+        """Jobs taken so far."""
+        return self._desk.num_taken
 
     def drain(self) -> None:
         """Takes no more jobs."""
@@ -130,7 +119,7 @@ class Clerk:
         self._is_draining = self._has_left = True
         self._hurry.set()
         self._thread.join(self._options.grace_s)
-        self._tracking.close(TRACKING_GRACE_S)
+        self._desk.tracking.close(TRACKING_GRACE_S)
 
     def abandon(self) -> None:
         """The worker crashes: others may have its jobs at once, each with a loss counted."""
@@ -164,18 +153,18 @@ class Clerk:
 
     def _is_work_waiting(self) -> bool:
         """A cheap look, so that an idle worker starts soon without writing all the time."""
-        if self._preparer.has_ready:
+        if self._desk.preparer.has_ready:
             return True
-        if self._is_draining or self._room() < 1 or time.monotonic() < self._cool_until:
+        if self._is_draining or self._room() < 1 or not self._desk.is_cool:
             return False
         try:
             with self._database.read() as tx:
-                return not self._held and has_free(tx, self._options.base_model)
+                return not self._desk.held and has_free(tx, self._options.base_model)
         except Busy:
             return False
 
     def _room(self) -> int:
-        return self._options.max_jobs - len(self._held)
+        return self._options.max_jobs - len(self._desk.held)
 
     def _pulse(self, is_last: bool) -> None:
         if time.monotonic() - self.trainer_seen_at > self._options.stuck_s:
@@ -186,10 +175,9 @@ class Clerk:
             if turn.is_last:
                 return
         self._unsure = None
-        self._collect()
-        self._submit_prepared()
-        for held in self._held.values():
-            store_heard(held, self._blobs, self._work)
+        self._desk.collect()
+        self._desk.submit_prepared()
+        self._desk.store()
         self._num_turns += 1
         turns: list[_Turn] = []
         try:
@@ -204,7 +192,7 @@ class Clerk:
         turn = _Turn(self._num_turns, is_last)
         turn.rows = {row["id"]: row for row in renew(tx, self._options.id, lease_s=self._options.lease_s)}
         at = now(tx)
-        for held in self._held.values():
+        for held in self._desk.held.values():
             row = turn.rows.get(held.id)
             if row is None or row["fence"] != held.fence:
                 turn.lost.append(held)
@@ -217,9 +205,9 @@ class Clerk:
 
     def _claim(self, tx: Tx, rows: dict[str, Record]) -> list[Record]:
         """New jobs, and any that are ours by the database and not by what we know: else nobody would train them."""
-        known = {(held.id, held.fence) for held in self._held.values()}
+        known = {(held.id, held.fence) for held in self._desk.held.values()}
         strays = [row for row in rows.values() if (row["id"], row["fence"]) not in known]
-        if self._is_draining or time.monotonic() < self._cool_until:
+        if self._is_draining or not self._desk.is_cool:
             return strays
         options, room = self._options, self._room() - len(strays)
         return [*strays, *claim(tx, options.id, options.base_model, room, lease_s=options.lease_s)]
@@ -227,13 +215,13 @@ class Clerk:
     def _follow(self, turn: _Turn) -> None:
         """What a transaction that has happened means for the engine and the directory."""
         for held in turn.lost:
-            self._lose(held)
+            self._desk.lose(held)
         for journal in turn.journals:
-            self._conclude(journal)
+            self._desk.conclude(journal)
         for job in turn.claimed:
-            self._take(job)
+            self._desk.take(job)
         if not turn.is_last:
-            self._obey(turn.rows)
+            self._desk.obey(turn.rows)
 
     def _has_happened(self, turn: _Turn) -> bool:
         """Whether a transaction whose end was not heard is there."""
@@ -279,109 +267,3 @@ class Clerk:
             info={**self.info, "turn": self._num_turns},
             is_draining=self._is_draining,
         )
-
-    def _collect(self) -> None:
-        """Sorts what was heard by job; what is said of a job that is not ours any more is dropped."""
-        while self._heard:
-            name, heard = self._heard.popleft()
-            if name in self._held:
-                self._held[name].heard.append(heard)
-                self._tracking.tell(self._held[name], heard.event)
-
-    def _take(self, job: Record) -> None:
-        """Starts to prepare a job that was just claimed."""
-        held = Held(job, priority=job["priority"])
-        self.num_claims += 1
-        LOG.info("claimed", extra={"fields": {"job": held.id, "tenant": held.tenant, "fence": held.fence}})
-        self._held[held.name] = held
-        self._preparer.put(held)
-
-    def _submit_prepared(self) -> None:
-        """Hands prepared jobs to the engine; those that cannot be trained have failed."""
-        for held, future in self._preparer.ready():
-            if held.name not in self._held:
-                self._work.drop(held.name)
-                continue
-            try:
-                spec, data = future.result()
-                self._engine.submit(replace(spec, priority=held.priority), data)
-                held.is_training = True
-                self._wake()
-            except (StorageError, Busy) as error:
-                # Nothing is wrong with the job, but it cannot be prepared here and now.
-                LOG.warning("put back: %s", error, extra={"fields": {"job": held.id, "tenant": held.tenant}})
-                self._cool_until = time.monotonic() + RETRY_S
-                held.is_put_back = True
-            except WeftError as error:
-                self._fail(held, error_of(error, held.job))
-            except Exception:
-                # Whatever is wrong with this job's data is not the others' fault.
-                LOG.exception("a job could not be prepared", extra={"fields": {"job": held.id, "tenant": held.tenant}})
-                message = "The job could not be prepared because of an internal error."
-                self._fail(held, {"code": "server_error", "message": message, "param": None})
-
-    def _fail(self, held: Held, error: dict[str, Any]) -> None:
-        held.heard.append(Heard(JobFailed(held.name, 0, error["message"]), error=error))
-
-    def _lose(self, held: Held) -> None:
-        """Another worker has the job, or it is over: nothing more is written about it."""
-        LOG.warning("lost", extra={"fields": {"job": held.id, "tenant": held.tenant, "fence": held.fence}})
-        self._let_go(held)
-        unused = [*held.blobs.values(), *((held.result.adapter, held.result.table) if held.result else ())]
-        delete_blobs(self._blobs, unused)
-
-    def _conclude(self, journal: Journal) -> None:
-        """What follows for a claim once the transaction is done."""
-        held = journal.held
-        for heard in held.heard:
-            if isinstance(heard.event, CheckpointSaved):
-                held.blobs.pop(heard.event.step, None)
-        held.heard.clear()
-        delete_blobs(self._blobs, journal.unused)
-        if journal.fate is Fate.ENDED:
-            self._forget(held)
-            self._work.drop_job(held.id)
-        elif journal.fate is Fate.RELEASED:
-            self._forget(held)
-        elif journal.fate is Fate.PAUSED:
-            self._let_go(held)
-        elif journal.fate is Fate.GOES_ON:
-            held.asked = None
-            self._command(self._engine.resume, held)
-        elif journal.fate is Fate.STALLED:
-            held.has_stalled, held.retry_at = True, time.monotonic() + RETRY_S
-
-    def _obey(self, rows: dict[str, Record]) -> None:
-        """Passes on what users want of jobs that train."""
-        for held in list(self._held.values()):
-            row = rows.get(held.id)
-            if row is None or not held.is_training:
-                continue
-            if row["wanted"] in ("cancel", "pause") and held.asked != row["wanted"]:
-                held.asked = row["wanted"]
-                self._command(self._engine.cancel if held.asked == "cancel" else self._engine.pause, held)
-            if row["priority"] != held.priority:
-                held.priority = row["priority"]
-                live = self._engine.jobs.get(held.name)
-                if live is not None:
-                    live.spec = replace(live.spec, priority=held.priority)
-            if held.retry_at is not None and time.monotonic() >= held.retry_at:
-                held.retry_at = None
-                self._command(self._engine.resume, held)
-
-    def _let_go(self, held: Held) -> None:
-        """Takes a job off the engine without a word to the database; its checkpoints stay for whoever is next."""
-        if held.is_training:
-            self._command(self._engine.cancel, held)
-        self._forget(held)
-
-    def _forget(self, held: Held) -> None:
-        self._held.pop(held.name, None)
-        self._tracking.tell(held, None)
-
-    def _command(self, command: Callable[[str], None], held: Held) -> None:
-        if held.name in self._engine.jobs:
-            # The engine may forget a job that has ended at any moment; then there is nothing left to ask of it.
-            with contextlib.suppress(WeftError):
-                command(held.name)
-        self._wake()

@@ -1,9 +1,8 @@
-"""Puts what jobs made into the file store, before the transaction that names it, and takes out what nobody names."""
+"""Puts what jobs made into the file store, before the transaction that names it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 from weft.engine.events import CheckpointSaved, JobSucceeded
@@ -29,15 +28,6 @@ def store_heard(held: Held, blobs: Blobs, work: WorkDirectory) -> None:
         except StorageError as error:
             LOG.warning("not stored: %s", error, extra={"fields": {"job": held.id, "tenant": held.tenant}})
             held.is_unstored |= isinstance(heard.event, JobSucceeded)
-
-
-def delete_blobs(blobs: Blobs, names: Iterable[str]) -> None:
-    """Deletes what no row names; what cannot be deleted now is swept up some other day."""
-    for name in names:
-        try:
-            blobs.delete(name)
-        except StorageError as error:
-            LOG.warning("a blob is left over: %s", error)
 
 
 def _store(held: Held, heard: Heard, blobs: Blobs, work: WorkDirectory) -> None:
