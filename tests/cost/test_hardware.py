@@ -15,6 +15,7 @@ from weft.errors import ConfigError
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("A100", "a100-40"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("cpu", "cpu"),
@@ -28,6 +29,11 @@ def test_find_hardware_when_a_driver_names_it_then_finds_its_row(called, row):
 def test_find_hardware_when_unknown_then_says_what_there_is():
     with pytest.raises(ConfigError, match=r"no device 'tpu-v5' in the table; it has h200, h100.*`weft profile`"):
         find_hardware("tpu-v5")
+
+
+def test_find_hardware_when_almost_right_then_asks_instead_of_taking_another():
+    with pytest.raises(ConfigError, match=r"no device 'a100-41' in the table.*Did you mean a100-40"):
+        find_hardware("a100-41")
 
 
 def test_h200_when_read_then_has_the_measured_rates():

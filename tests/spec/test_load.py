@@ -109,7 +109,8 @@ def test_load_run_when_there_is_no_readable_file_then_says_so(tmp_path: Path):
         return str(caught.value)
 
     assert (
-        why(tmp_path / "gone") == f"{tmp_path / 'gone'}: there is no such file. `weft init` writes one to start from."
+        why(tmp_path / "gone")
+        == f"{tmp_path / 'gone'}: there is no such file. `weft init` writes a jobs file to start from."
     )
     assert why(tmp_path) == f"{tmp_path}: is a directory, not a jobs file."
     (tmp_path / "empty").write_text("# nothing\n")

@@ -154,7 +154,7 @@ def parse(path: Path) -> tuple[Any, dict[str, int]]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            "there is no such file.", where=str(path), hint="`weft init` writes one to start from."
+            "there is no such file.", where=str(path), hint="`weft init` writes a jobs file to start from."
         ) from None
     except IsADirectoryError:
         raise ConfigError("is a directory, not a jobs file.", where=str(path)) from None
@@ -163,7 +163,9 @@ def parse(path: Path) -> tuple[Any, dict[str, int]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None:
-            raise ConfigError("the file is empty.", where=str(path), hint="`weft init` writes one to start from.")
+            raise ConfigError(
+                "the file is empty.", where=str(path), hint="`weft init` writes a jobs file to start from."
+            )
         lines: dict[str, int] = {}
         _collect_lines(node, "", lines, str(path))
         return yaml.safe_load(text), lines

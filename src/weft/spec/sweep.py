@@ -120,7 +120,11 @@ class EarlyStopSpec:
     def __post_init__(self) -> None:
         validate(self)
         if self.unit == "progress" and self.grace is not None and self.grace >= 1:
-            raise ConfigError(f"must be below 1 where unit is progress, got {self.grace:g}.", where="grace")
+            raise ConfigError(
+                f"must be below 1 where unit is progress, got {self.grace:g}.",
+                where="grace",
+                hint="With `unit: steps` or `unit: tokens` it counts those.",
+            )
         if self.unit != "progress" and self.grace is None and self.rule != "none":
             raise ConfigError(f"is missing: how many {self.unit} a trial gets in any case.", where="grace")
 
