@@ -41,7 +41,6 @@ class Bucket(AbstractFileSystem):
     """Objects by their keys; `calls` is what an upload asked of it."""
 
     protocol = "parts"
-    cachable = False
     objects: ClassVar[dict[str, bytes]] = {}
     calls: ClassVar[list[str]] = []
     breaks_at: ClassVar[int | None] = None

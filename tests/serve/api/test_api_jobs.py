@@ -251,11 +251,14 @@ def test_job_when_it_starts_from_a_fine_tuned_model_then_says_so_and_keeps_the_m
     with home.database.read() as tx:
         row = get_job(tx, "acme", job.id)
     assert (row["model"], row["settings"]["init_adapter"]) == ("tiny", model)
-    with pytest.raises(openai.BadRequestError, match=f"Job {job.id} starts from this model"):
+    with pytest.raises(openai.BadRequestError, match=f"Job {job.id} starts from {model};"):
         client.models.delete(model)
     checkpoint = client.fine_tuning.jobs.create(model=f"{model}:ckpt-step-1", training_file=home.upload())
     assert checkpoint.model == f"{model}:ckpt-step-1"
     client.fine_tuning.jobs.cancel(job.id)
+    with pytest.raises(openai.BadRequestError, match=f"Job {checkpoint.id} starts from {model}:ckpt-step-1;"):
+        client.models.delete(model)
+    client.fine_tuning.jobs.cancel(checkpoint.id)
     assert client.models.delete(model).deleted
 
 

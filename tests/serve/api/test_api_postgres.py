@@ -39,7 +39,7 @@ def test_api_when_on_postgres_then_a_job_lives_as_on_sqlite(tmp_path: Path, kind
             _submit_up_to_a_quota(home)
             _upload_in_parts(home)
             start = client.fine_tuning.jobs.create(model=name, training_file=file)
-            with pytest.raises(openai.BadRequestError, match=f"Job {start.id} starts from this model"):
+            with pytest.raises(openai.BadRequestError, match=f"Job {start.id} starts from {name};"):
                 client.models.delete(name)
             server.stop()
             answer = home.call("GET", f"/v1/files/{file}")
