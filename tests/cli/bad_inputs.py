@@ -110,7 +110,7 @@ UNKNOWN = [
 ]
 
 FILE = [
-    Case("no file", ("gone.yaml: there is no such file. `weft init` writes one",), args=("gone.yaml",)),
+    Case("no file", ("gone.yaml: there is no such file. `weft init` writes a jobs file",), args=("gone.yaml",)),
     Case("a directory", (".: is a directory, not a jobs file.",), args=(".",)),
     Case("a name too long", (f"{'x' * 300}: cannot be read", "File name too long"), args=("x" * 300,)),
     Case("not text", ("bin: cannot be read", "utf-8"), args=("bin",), files={"bin": b"\xff\xfe"}),

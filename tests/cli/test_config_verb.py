@@ -76,5 +76,5 @@ def test_config_when_the_file_is_wrong_then_names_the_line(refused, tmp_path: Pa
     assert refused("config", path) == (
         f"{path} line 5: jobs.1.gradient_acumulation_steps: unknown setting. Did you mean gradient_accumulation_steps?"
     )
-    assert "`weft init` writes one" in refused("config", tmp_path / "gone.yaml")
+    assert "`weft init` writes a jobs file" in refused("config", tmp_path / "gone.yaml")
     assert refused("config", path, "--schema") == "--schema: describes all jobs files; leave out the file."

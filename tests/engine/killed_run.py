@@ -51,7 +51,7 @@ def run_spec(data: Path) -> RunSpec:
             JobSpec("upper", ("upper.jsonl",), adapter=adapter, max_steps=8, warmup_steps=3, save_steps=2, **settings),
             JobSpec(
                 "lower", ("lower.jsonl",), adapter=adapter, max_steps=8, save_steps=1, save_total_limit=1, eval_data=2,
-                eval_steps=1, early_stopping_patience=2, **{**settings, "learning_rate": 0.03},
+                eval_steps=1, early_stopping_patience=2, **{**settings, "learning_rate": 0.1},
             ),
             JobSpec("double", ("double.jsonl",), adapter=AdapterSpec(r=2), max_steps=6, save_steps=4, **settings),
         ),
