@@ -171,6 +171,32 @@ def _add_out(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _add_all_out(  # type: ignore[no-untyped-def]
+    half,
+    s,
+    stride_s,
+    owner,
+    table,
+    runs,
+    first,
+    last,
+    module,
+    num_modules,
+    rows,
+    columns,
+    size,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Half a block with the parts of all its runs; `owner` is that of the first."""
+    half = _add_out(half, s, stride_s, owner, rows, columns, columns < size, NARROW, WIDE)
+    for run in range(first + 1, last):
+        other = _out_owner(table, runs, run, module, num_modules, s.dtype.element_ty)
+        half = _add_out(half, s, stride_s, other, rows, columns, columns < size, NARROW, WIDE)
+    return half
+
+
+@jit
 def _in_owner(  # type: ignore[no-untyped-def]
     table, runs, run, module, num_modules, dtype: tl.constexpr, NUM_PARTS: tl.constexpr
 ):
@@ -257,6 +283,41 @@ def _add_in(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _add_all_in(  # type: ignore[no-untyped-def]
+    half,
+    ds,
+    stride_s,
+    owner,
+    row_keys,
+    table,
+    runs,
+    first,
+    last,
+    module,
+    num_modules,
+    rows,
+    features,
+    num_in,
+    NUM_PARTS: tl.constexpr,
+    DROPS: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Half a block with the parts of all its runs; `owner` is that of the first."""
+    half = _add_in(
+        half, ds, stride_s, owner, row_keys, table, module, num_modules, rows, features, num_in,
+        NUM_PARTS, DROPS, NARROW, WIDE,
+    )  # fmt: skip
+    for run in range(first + 1, last):
+        other = _in_owner(table, runs, run, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
+        half = _add_in(
+            half, ds, stride_s, other, row_keys, table, module, num_modules, rows, features, num_in,
+            NUM_PARTS, DROPS, NARROW, WIDE,
+        )  # fmt: skip
+    return half
+
+
+@jit
 def _product(  # type: ignore[no-untyped-def]
     x,
     w,
@@ -301,17 +362,17 @@ def _product(  # type: ignore[no-untyped-def]
         left, right = _halves(_sum(x, w, row, column, num_in, True, BM, BN, BK), BM, BN)
         columns = block * BN + tl.arange(0, BN // 2)
         left = _scaled(left, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
-        left = _add_out(left, s, stride_s, owner, rows, columns, columns < size, NARROW, WIDE)
-        for run in range(first + 1, last):
-            other = _out_owner(table, runs, run, module + part, num_modules, s.dtype.element_ty)
-            left = _add_out(left, s, stride_s, other, rows, columns, columns < size, NARROW, WIDE)
+        left = _add_all_out(
+            left, s, stride_s, owner, table, runs, first, last, module + part, num_modules, rows, columns, size,
+            NARROW, WIDE,
+        )  # fmt: skip
         y.store([row, column], left.to(y.dtype))
         columns += BN // 2
         right = _scaled(right, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
-        right = _add_out(right, s, stride_s, owner, rows, columns, columns < size, NARROW, WIDE)
-        for run in range(first + 1, last):
-            other = _out_owner(table, runs, run, module + part, num_modules, s.dtype.element_ty)
-            right = _add_out(right, s, stride_s, other, rows, columns, columns < size, NARROW, WIDE)
+        right = _add_all_out(
+            right, s, stride_s, owner, table, runs, first, last, module + part, num_modules, rows, columns, size,
+            NARROW, WIDE,
+        )  # fmt: skip
         y.store([row, column + BN // 2], right.to(y.dtype))
 
 
@@ -361,28 +422,16 @@ def _product_grad(  # type: ignore[no-untyped-def]
         left = _scaled(left, row_scales, row_scale, row_scales, 0, SCALED, False)
         right = _scaled(right, row_scales, row_scale, row_scales, 0, SCALED, False)
         features = column + tl.arange(0, BN // 2)
-        left = _add_in(
-            left, ds, stride_s, owner, row_keys, table, module, num_modules, rows, features, num_in,
+        left = _add_all_in(
+            left, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, rows, features, num_in,
             NUM_PARTS, DROPS, NARROW, WIDE,
         )  # fmt: skip
-        for run in range(first + 1, last):
-            other = _in_owner(table, runs, run, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
-            left = _add_in(
-                left, ds, stride_s, other, row_keys, table, module, num_modules, rows, features, num_in,
-                NUM_PARTS, DROPS, NARROW, WIDE,
-            )  # fmt: skip
         dx.store([row, column], left.to(dx.dtype))
         features += BN // 2
-        right = _add_in(
-            right, ds, stride_s, owner, row_keys, table, module, num_modules, rows, features, num_in,
+        right = _add_all_in(
+            right, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, rows, features, num_in,
             NUM_PARTS, DROPS, NARROW, WIDE,
         )  # fmt: skip
-        for run in range(first + 1, last):
-            other = _in_owner(table, runs, run, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
-            right = _add_in(
-                right, ds, stride_s, other, row_keys, table, module, num_modules, rows, features, num_in,
-                NUM_PARTS, DROPS, NARROW, WIDE,
-            )  # fmt: skip
         dx.store([row, column + BN // 2], right.to(dx.dtype))
 
 
