@@ -23,24 +23,9 @@ import torch
 
 from weft.kernels.expand import expand_grad_reference, expand_reference
 from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.runs import add_all_in, add_all_out, in_owner, out_owner
 from weft.kernels.tables import ROW_BLOCK, RowTables, Site, SlotTable
-from weft.kernels.tile import (
-    drop_seed,
-    drop_threshold,
-    feature_keys,
-    in_block,
-    is_kept,
-    keep_scale,
-    line_of,
-    out_block,
-    part_bounds,
-    part_column,
-    part_of_block,
-    part_width,
-    rank_tile,
-    weight_a,
-    weight_b,
-)
+from weft.kernels.tile import part_bounds, part_of_block
 
 BLOCKS = {"BN": 256, "num_warps": 8, "num_stages": 3}
 """Beside 128 rows: all that an H200's registers and shared memory hold. With 128 columns a quarter slower; 4 stages
@@ -135,189 +120,6 @@ def _scaled(half, row_scales, scale, columns, num_columns, ROWS: tl.constexpr, C
 
 
 @jit
-def _out_owner(table, runs, run, module, num_modules, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A run of rows, and where its owner's ranks at a module lie."""
-    start, end, slot = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1), tl.load(runs + run * 4 + 2)
-    line = line_of(table, slot, module, num_modules)
-    return start, end, part_width(line), part_column(line), weight_b(line, dtype)
-
-
-@jit
-def _add_out(  # type: ignore[no-untyped-def]
-    half,
-    s,
-    stride_s,
-    owner,
-    rows,
-    columns,
-    inside,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Adds S Bᵀ of one run of rows to half a block; `columns` are counted within the module's outputs."""
-    start, end, width, column, b = owner
-    if width > 0:
-        mine = (rows >= start) & (rows < end)
-        if width <= NARROW:
-            s_tile = rank_tile(s, stride_s, column, width, 0, rows, mine, NARROW)
-            delta = out_block(s_tile, b, width, 0, columns, inside, NARROW)
-        else:
-            delta = tl.zeros_like(half)
-            for r in range(0, width, WIDE):
-                s_tile = rank_tile(s, stride_s, column, width, r, rows, mine, WIDE)
-                delta += out_block(s_tile, b, width, r, columns, inside, WIDE)
-        half += tl.where(mine[:, None], delta, 0.0)
-    return half
-
-
-@jit
-def _add_all_out(  # type: ignore[no-untyped-def]
-    half,
-    s,
-    stride_s,
-    owner,
-    table,
-    runs,
-    first,
-    last,
-    module,
-    num_modules,
-    rows,
-    columns,
-    size,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Half a block with the parts of all its runs; `owner` is that of the first."""
-    half = _add_out(half, s, stride_s, owner, rows, columns, columns < size, NARROW, WIDE)
-    for run in range(first + 1, last):
-        other = _out_owner(table, runs, run, module, num_modules, s.dtype.element_ty)
-        half = _add_out(half, s, stride_s, other, rows, columns, columns < size, NARROW, WIDE)
-    return half
-
-
-@jit
-def _in_owner(  # type: ignore[no-untyped-def]
-    table, runs, run, module, num_modules, dtype: tl.constexpr, NUM_PARTS: tl.constexpr
-):
-    """A run of rows, its owner's ranks at all parts of a site together, its dropout's threshold, and its slot."""
-    start, end, slot = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1), tl.load(runs + run * 4 + 2)
-    whole = 0
-    a = tl.load(line_of(table, slot, module, num_modules) + 2)
-    threshold = 0
-    for part in tl.static_range(NUM_PARTS):
-        line = line_of(table, slot, module + part, num_modules)
-        width = part_width(line)
-        a = tl.where((whole == 0) & (width > 0), tl.load(line + 2), a)
-        whole += width
-        threshold = tl.maximum(threshold, drop_threshold(line))
-    return start, end, whole, tl.multiple_of(a.to(tl.pointer_type(dtype)), 16), threshold, slot
-
-
-@jit
-def _in_ranks(  # type: ignore[no-untyped-def]
-    like,
-    ds,
-    stride_s,
-    column,
-    width,
-    a,
-    rows,
-    mine,
-    features,
-    num_features,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """dS A over `width` ranks from a column of dS on."""
-    if width <= NARROW:
-        ds_tile = rank_tile(ds, stride_s, column, width, 0, rows, mine, NARROW)
-        delta = in_block(ds_tile, a, width, 0, features, num_features, NARROW)
-    else:
-        delta = tl.zeros_like(like)
-        for r in range(0, width, WIDE):
-            ds_tile = rank_tile(ds, stride_s, column, width, r, rows, mine, WIDE)
-            delta += in_block(ds_tile, a, width, r, features, num_features, WIDE)
-    return delta
-
-
-@jit
-def _add_in(  # type: ignore[no-untyped-def]
-    half,
-    ds,
-    stride_s,
-    owner,
-    row_keys,
-    table,
-    module,
-    num_modules,
-    rows,
-    features,
-    num_features,
-    NUM_PARTS: tl.constexpr,
-    DROPS: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Adds Σ drop(dS A) of one run of rows to half a block."""
-    start, end, whole, a_whole, threshold, slot = owner
-    mine = (rows >= start) & (rows < end)
-    if whole > 0:
-        if DROPS and threshold > 0:
-            for part in tl.static_range(NUM_PARTS):
-                line = line_of(table, slot, module + part, num_modules)
-                width, column, a = whole, 0, a_whole
-                if NUM_PARTS > 1:
-                    width, column, a = part_width(line), part_column(line), weight_a(line, ds.dtype.element_ty)
-                f = feature_keys(features, drop_seed(line))
-                delta = _in_ranks(
-                    half, ds, stride_s, column, width, a, rows, mine, features, num_features, NARROW, WIDE
-                )
-                kept = is_kept(row_keys, f, threshold) & mine[:, None]
-                half += tl.where(kept, delta * keep_scale(threshold), 0.0)
-        else:
-            # The parts' A lie one after another, so all of them are one product.
-            delta = _in_ranks(half, ds, stride_s, 0, whole, a_whole, rows, mine, features, num_features, NARROW, WIDE)
-            half += tl.where(mine[:, None], delta, 0.0)
-    return half
-
-
-@jit
-def _add_all_in(  # type: ignore[no-untyped-def]
-    half,
-    ds,
-    stride_s,
-    owner,
-    row_keys,
-    table,
-    runs,
-    first,
-    last,
-    module,
-    num_modules,
-    rows,
-    features,
-    num_in,
-    NUM_PARTS: tl.constexpr,
-    DROPS: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Half a block with the parts of all its runs; `owner` is that of the first."""
-    half = _add_in(
-        half, ds, stride_s, owner, row_keys, table, module, num_modules, rows, features, num_in,
-        NUM_PARTS, DROPS, NARROW, WIDE,
-    )  # fmt: skip
-    for run in range(first + 1, last):
-        other = _in_owner(table, runs, run, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
-        half = _add_in(
-            half, ds, stride_s, other, row_keys, table, module, num_modules, rows, features, num_in,
-            NUM_PARTS, DROPS, NARROW, WIDE,
-        )  # fmt: skip
-    return half
-
-
-@jit
 def _product(  # type: ignore[no-untyped-def]
     x,
     w,
@@ -354,7 +156,7 @@ def _product(  # type: ignore[no-untyped-def]
         begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
         # What the first run needs is asked for before the sums, and is there after them.
         first, last = tl.load(blocks + row_block * 2), tl.load(blocks + row_block * 2 + 1)
-        owner = _out_owner(table, runs, first, module + part, num_modules, s.dtype.element_ty)
+        owner = out_owner(table, runs, first, module + part, num_modules, s.dtype.element_ty)
         rows = row + tl.arange(0, BM)
         row_scales = rows
         if SCALED:
@@ -362,14 +164,14 @@ def _product(  # type: ignore[no-untyped-def]
         left, right = _halves(_sum(x, w, row, column, num_in, True, BM, BN, BK), BM, BN)
         columns = block * BN + tl.arange(0, BN // 2)
         left = _scaled(left, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
-        left = _add_all_out(
+        left = add_all_out(
             left, s, stride_s, owner, table, runs, first, last, module + part, num_modules, rows, columns, size,
             NARROW, WIDE,
         )  # fmt: skip
         y.store([row, column], left.to(y.dtype))
         columns += BN // 2
         right = _scaled(right, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
-        right = _add_all_out(
+        right = add_all_out(
             right, s, stride_s, owner, table, runs, first, last, module + part, num_modules, rows, columns, size,
             NARROW, WIDE,
         )  # fmt: skip
@@ -410,7 +212,7 @@ def _product_grad(  # type: ignore[no-untyped-def]
         row_block, column_block = _place(tile, row_blocks, column_blocks, GROUP)
         row, column = row_block * BM, column_block * BN
         first, last = tl.load(blocks + row_block * 2), tl.load(blocks + row_block * 2 + 1)
-        owner = _in_owner(table, runs, first, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
+        owner = in_owner(table, runs, first, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
         rows = row + tl.arange(0, BM)
         row_keys = rows
         if DROPS:
@@ -422,13 +224,13 @@ def _product_grad(  # type: ignore[no-untyped-def]
         left = _scaled(left, row_scales, row_scale, row_scales, 0, SCALED, False)
         right = _scaled(right, row_scales, row_scale, row_scales, 0, SCALED, False)
         features = column + tl.arange(0, BN // 2)
-        left = _add_all_in(
+        left = add_all_in(
             left, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, rows, features, num_in,
             NUM_PARTS, DROPS, NARROW, WIDE,
         )  # fmt: skip
         dx.store([row, column], left.to(dx.dtype))
         features += BN // 2
-        right = _add_all_in(
+        right = add_all_in(
             right, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, rows, features, num_in,
             NUM_PARTS, DROPS, NARROW, WIDE,
         )  # fmt: skip
