@@ -34,7 +34,7 @@ def small_blocks(request, monkeypatch):
         monkeypatch.setattr(module, "ROW_BLOCK", request.param)
     monkeypatch.setattr(product, "BLOCKS", {"BN": 32, "num_warps": 4, "num_stages": 2})
     monkeypatch.setattr(product, "STEP_BYTES", 64)
-    monkeypatch.setattr(product, "GROUP", 3)
+    monkeypatch.setattr(product, "_group", lambda num_summed: 3)
 
 
 @pytest.mark.parametrize(("sizes", "slots"), CASES.values(), ids=CASES)

@@ -9,9 +9,9 @@ A block of y is summed along D (of dx: along O) from the first to the last in st
 one owner gets its own ranks' product. Rows are selected, not multiplied by zero: a NaN in another row or slot changes
 nothing. Blocks have one size whatever the rows hold, so a row's result depends on nothing but itself.
 
-On Hopper the plain product is as fast as the GPU's library (copy engine, a program for each multiprocessor that takes
-tile after tile), and y is neither written nor read a second time. `fits` says where that holds; elsewhere `expand`
-beside a library's product is the better way.
+On Hopper the plain product is nearly as fast as the GPU's library (copy engine, a program for each multiprocessor that
+takes tile after tile), and y is neither written nor read a second time. `fits` says where that holds; elsewhere
+`expand` beside a library's product is the better way.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ BLOCKS = {"BN": 256, "num_warps": 8, "num_stages": 3}
 leave no room for the adapters' part."""
 STEP_BYTES = 128
 """Of a row along a sum: what the tensor cores take from shared memory at once."""
-GROUP = 8
-"""Blocks of rows that walk the columns together, so that they find each other's weights in the cache."""
+SHALLOW = 8192
+"""Up to so long a sum 16 blocks of rows walk the columns together, above it 8: they find each other's weights in the
+cache, which must hold their own rows as well. That is 1 to 2 % of a product."""
 NARROW, WIDE = 16, 64
 """Ranks of one product: a narrow adapter does not pay for a wide one's."""
 
@@ -262,7 +263,7 @@ def product_kernel(factors: Factors, s_TR: torch.Tensor, site: Site, rows: RowTa
         NUM_PARTS=len(site.sizes),
         BM=ROW_BLOCK,
         BK=step,
-        GROUP=GROUP,
+        GROUP=_group(site.num_in),
         NARROW=NARROW,
         WIDE=WIDE,
         **BLOCKS,
@@ -300,7 +301,7 @@ def product_grad_kernel(
         DROPS=table.drops,
         BM=ROW_BLOCK,
         BK=step,
-        GROUP=GROUP,
+        GROUP=_group(site.num_out),
         NARROW=NARROW,
         WIDE=WIDE,
         **BLOCKS,
@@ -313,6 +314,10 @@ def _blocks_of(matrix: torch.Tensor, num_rows: int, num_columns: int) -> object:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix, [num_rows, num_columns])
+
+
+def _group(num_summed: int) -> int:
+    return 16 if num_summed <= SHALLOW else 8
 
 
 def _num_programs(num_rows: int, num_columns: int, device: torch.device) -> int:

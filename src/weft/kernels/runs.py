@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from weft.kernels.launch import jit, tl
 from weft.kernels.tile import (
-    drop_seed,
+    drop,
     drop_threshold,
-    feature_keys,
     in_block,
-    is_kept,
-    keep_scale,
     line_of,
     out_block,
     part_column,
@@ -128,7 +125,7 @@ def _in_ranks(  # type: ignore[no-untyped-def]
         delta = in_block(ds_tile, a, width, 0, features, num_features, NARROW)
     else:
         delta = tl.zeros_like(like)
-        for r in range(0, width, WIDE):
+        for r in tl.range(0, width, WIDE, num_stages=1):
             ds_tile = rank_tile(ds, stride_s, column, width, r, rows, mine, WIDE)
             delta += in_block(ds_tile, a, width, r, features, num_features, WIDE)
     return delta
@@ -156,21 +153,19 @@ def _add_in(  # type: ignore[no-untyped-def]
     start, end, whole, a_whole, threshold, slot = owner
     mine = (rows >= start) & (rows < end)
     if whole > 0:
-        if DROPS and threshold > 0:
+        if NUM_PARTS > 1 and DROPS and threshold > 0:
             for part in tl.static_range(NUM_PARTS):
                 line = line_of(table, slot, module + part, num_modules)
-                width, column, a = whole, 0, a_whole
-                if NUM_PARTS > 1:
-                    width, column, a = part_width(line), part_column(line), weight_a(line, ds.dtype.element_ty)
-                f = feature_keys(features, drop_seed(line))
+                width, column, a = part_width(line), part_column(line), weight_a(line, ds.dtype.element_ty)
                 delta = _in_ranks(
                     half, ds, stride_s, column, width, a, rows, mine, features, num_features, NARROW, WIDE
                 )
-                kept = is_kept(row_keys, f, threshold) & mine[:, None]
-                half += tl.where(kept, delta * keep_scale(threshold), 0.0)
+                half += tl.where(mine[:, None], drop(delta, line, threshold, row_keys, features), 0.0)
         else:
             # The parts' A lie one after another, so all of them are one product.
             delta = _in_ranks(half, ds, stride_s, 0, whole, a_whole, rows, mine, features, num_features, NARROW, WIDE)
+            if NUM_PARTS == 1 and DROPS:
+                delta = drop(delta, line_of(table, slot, module, num_modules), threshold, row_keys, features)
             half += tl.where(mine[:, None], delta, 0.0)
     return half
 

@@ -210,11 +210,17 @@ def in_delta(  # type: ignore[no-untyped-def]
 
 
 @jit
+def drop(delta, line, threshold, row_keys, features):  # type: ignore[no-untyped-def]
+    """drop_m of a part's input gradient; with a threshold of zero the delta itself."""
+    kept = is_kept(row_keys, feature_keys(features, drop_seed(line)), threshold)
+    return tl.where(kept, delta * keep_scale(threshold), 0.0)
+
+
+@jit
 def dropped(delta, line, keys, rows, row_mask, features):  # type: ignore[no-untyped-def]
-    """drop_m of a part's input gradient; the delta itself where nothing is dropped."""
+    """The same, with nothing computed where nothing is dropped."""
     threshold = drop_threshold(line)
     if threshold > 0:
         row_keys = tl.load(keys + rows, mask=row_mask, other=0)
-        kept = is_kept(row_keys, feature_keys(features, drop_seed(line)), threshold)
-        delta = tl.where(kept, delta * keep_scale(threshold), 0.0)
+        delta = drop(delta, line, threshold, row_keys, features)
     return delta
