@@ -32,7 +32,7 @@ BASE, OUT, LENGTH, LORA, NAME, LR = (
 )
 DATA = f"data: rows.jsonl\n    {LR}"
 CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-JOB_NAME_RULE = "use letters, digits, '.', '_' and '-', starting with a letter or digit, at most 64."
+JOB_NAME_RULE = "use a to z, A to Z, digits, '.', '_' and '-', starting with a letter or digit, at most 64."
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,24 @@ UNKNOWN = [
     lora("rnak: 4", "rnak", "unknown setting. Did you mean rank?"),
 ]
 
+ELSEWHERE = [
+    top(
+        "train_data: rows.jsonl", "is a setting of a job; write it in an item of jobs, or in defaults for all of them."
+    ),
+    top("r: 8", "is a setting of the adapter; write it in adapter of a job or of defaults."),
+    job("r: 8", "r", "is a setting of the adapter; write it in adapter of a job or of defaults."),
+    job("target_modules: [q_proj]", "target_modules", "is a setting of the adapter; "),
+    job(
+        "microbatch_tokens: 64", "microbatch_tokens", "is a setting of the whole run; write it at the top of the file."
+    ),
+    Case("lr in adapter", (at(6, "defaults.lora.lr"), "is a setting of a job; "), (LORA, "lora: {rank: 4, lr: 1}")),
+    Case(
+        "one job and no list",
+        (at(2, "data"), "is a setting of a job; write it in an item of jobs"),
+        text="model: tiny\ndata: rows.jsonl\n",
+    ),
+]
+
 FILE = [
     Case("no file", ("gone.yaml: there is no such file. `weft init` writes a jobs file",), args=("gone.yaml",)),
     Case("a directory", (".: is a directory, not a jobs file.",), args=(".",)),
@@ -158,8 +176,9 @@ FILE = [
 
 RUN = [
     top("capacity: 0", "must be at least 2, got 0."),
-    top("capacity: many", "expected a whole number, got 'many'."),
-    top("capacity: 1e30", "'1e30' is too large."),
+    top("capacity: many", "expected auto or a whole number, got 'many'."),
+    top("capacity: 1e30", "expected auto or a whole number, got '1e30'."),
+    top("capacity: true", "expected auto or a whole number, got True."),
     top("dtype: fp8", "got 'fp8'; accepted are auto, float32, bfloat16."),
     top("device: tpu", "got 'tpu'; accepted are auto, cpu, cuda."),
     top("report_to: [tensorbord]", "got tensorbord; accepted are tensorboard, wandb, mlflow."),
@@ -237,6 +256,7 @@ JOB = [
     rate("[1]", "expected a number, got a list."),
     rate("", "expected a number, got nothing."),
     job("warmup_steps: -1", "warmup_steps", "must be at least 0, got -1.0."),
+    job("save_steps: 1e30", "save_steps", "'1e30' is too large."),
     job("epochs: 0", "num_train_epochs", "must be above 0, got 0.0."),
     job("seed: 1e10", "seed", "must be at least 0 and below 4294967296, got 10000000000."),
     job("shuffle: maybe", "shuffle", "expected true/false, got 'maybe'."),
@@ -248,6 +268,12 @@ JOB = [
         "eval_data: 0",
         "eval_data",
         "got 0; accepted are a fraction between 0 and 1, a whole number of samples, or files.",
+    ),
+    job("eval_data: 10%", "eval_data", "got 10%; accepted are a fraction between 0 and 1, "),
+    job(
+        "eval_data: [{path: rows.jsonl, type: alpaca}]",
+        "eval_data",
+        "expected files such as rows.jsonl, got a mapping; their format goes in data_format.",
     ),
     job("eval_data: 1.5", "eval_data", "got 1.5; accepted are a fraction between 0 and 1, "),
     job("eval_data: []", "eval_data", "no files; name at least one, or leave it out."),
@@ -270,6 +296,7 @@ JOB = [
         "length above capacity",
         (at(4, "jobs.0.max_length"), "max_length 4096 is above the run's capacity of 2048 tokens; lower max_length"),
         (LENGTH, "cutoff_len: 4096"),
+        args=("jobs.yaml", "capacity=2048"),
     ),
     Case(
         "length above positions",
@@ -306,6 +333,9 @@ JOB = [
 
 DATASET = [
     source("gone.jsonl", "gone.jsonl: there is no such file."),
+    source("https://x.org/rows.jsonl", "https://x.org/rows.jsonl: is a URL; download it and name the file, "),
+    source("{path: rows.jsonl}", at(11, "jobs.1.train_data"), "expected files such as rows.jsonl, got a mapping;"),
+    source("row.jsonl", "row.jsonl: there is no such file. Did you mean rows.jsonl?"),
     source(".", ".: is a directory; name its files (.jsonl, .json, .csv, "),
     source('""', at(11, "jobs.1.train_data"), "no files; name at least one."),
     source("3", at(11, "jobs.1.train_data.0"), "expected text, got 3."),
@@ -331,6 +361,19 @@ DATASET = [
         "bad.jsonl line 1: chosen and rejected are preference data, which needs an objective Weft does not have yet.",
     ),
     data("columns", "a,b\n1,2\n", "bad.csv line 2: has the columns a, b; expected messages (chat), ", file="bad.csv"),
+    data(
+        "semicolons",
+        "prompt;completion\na;b\n",
+        "bad.csv line 2: has the columns prompt;completion; ",
+        "The cells of a .csv file are separated by commas, those of a .tsv file by tabs.",
+        file="bad.csv",
+    ),
+    data(
+        "capitals",
+        '{"Prompt": "a", "Completion": "b"}\n',
+        "bad.jsonl line 1: has the columns Prompt, Completion; ",
+        "Names are written in lower case: prompt, completion.",
+    ),
     data("cells", "text\nx\ny,z\n", "bad.csv line 3: has 2 cells; the header has 1.", file="bad.csv"),
     data("latin-1", '{"text": "\xe9t\xe9"}\n'.encode("latin-1"), "bad.jsonl line 1: the byte 0xe9 is not UTF-8; save"),
     data(
@@ -411,7 +454,7 @@ OVERRIDES = [
     override("base_model=./gone", "base_model ./gone: there is no such model directory; "),
 ]
 
-CASES = [*UNKNOWN, *FILE, *RUN, *ADAPTER, *JOB, *DATASET, *MODEL, *OVERRIDES]
+CASES = [*UNKNOWN, *ELSEWHERE, *FILE, *RUN, *ADAPTER, *JOB, *DATASET, *MODEL, *OVERRIDES]
 
 VERBS = {
     ("config", "jobs.yaml", "jobs.two.lr=0"): "jobs.two.lr=0: jobs.1.learning_rate: must be above 0, got 0.0.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from weft.cost.analytic import AnalyticCost
 from weft.cost.hardware import find_hardware
 from weft.cost.profile import load_profile
 from weft.cost.shape import ModelShape
+from weft.simulate.forecast import forecast
 from weft.store.peft_files import read_adapter
 
 
@@ -195,3 +197,34 @@ def test_plan_when_a_pipeline_has_a_heavy_head_then_its_last_stage_gets_fewer_la
     assert slowest(split) < slowest(even)
     one = AnalyticCost(shape, find_hardware("h200"))
     assert _balanced(one, None, 8192) == (one, None)
+
+
+def test_plan_when_capacity_is_auto_then_it_is_that_of_the_device_that_is_planned_for(weft, here, monkeypatch):
+    def capacity(*words: str) -> int:
+        found = weft("plan", "jobs.yaml", "--steps", "1", "--json", *words)
+        assert found.code == 0, found.err
+        return json.loads(found.out)["capacity"]
+
+    assert capacity() == capacity("--device", "cpu") == 2048
+    assert capacity("--device", "h200") == 8192
+    assert capacity("--device", "h200", "defaults.max_length=10000") == 16384
+    assert capacity("--device", "h200", "capacity=100") == 100
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert capacity() == 8192 and capacity("device=cpu") == 2048
+
+
+def test_plan_when_a_device_has_too_little_memory_for_auto_then_takes_less_and_keeps_a_number(weft, here, monkeypatch):
+    """As training would there."""
+    asked: list[int] = []
+
+    def planned(jobs, capacity, *others):
+        asked.append(capacity)
+        found = forecast(jobs, capacity, *others)
+        return replace(found, device_bytes=max(found.stage_bytes) - (capacity > 5000))
+
+    monkeypatch.setattr("weft.simulate.forecast.forecast", planned)
+    words = ("plan", "jobs.yaml", "--steps", "1", "--json", "--device", "h200")
+    found = json.loads(weft(*words).out)
+    assert found["capacity"] == 4096 and found["fits"] and asked == [8192, 4096]
+    assert json.loads(weft(*words, "capacity=8192").out)["capacity"] == 8192 and asked[2:] == [8192]

@@ -17,6 +17,8 @@ import openai
 import pytest
 from conftest import Result
 
+from weft.cli.serve import API_NICE
+
 Weft = Callable[..., Result]
 ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "HI"}]}\n' * 4
 
@@ -124,7 +126,23 @@ def test_serve_when_several_processes_answer_then_all_do_and_one_that_dies_comes
         for _ in range(20):
             assert client.files.retrieve(file.id).id == file.id
         assert len(both.pids(3)) == 3
+        # Nobody trains here, so nobody stands back.
+        assert os.getpriority(os.PRIO_PROCESS, pids[1]) == os.getpriority(os.PRIO_PROCESS, 0)
     assert both.stop() == 0
+
+
+def test_serve_when_workers_train_beside_several_api_processes_then_all_of_these_stand_back(
+    served: Callable[..., Served],
+):
+    service = served("--api-processes", "2", "--no-auth")
+    worker, *apis = service.pids(3)
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    deadline = time.monotonic() + 30
+    while (found := {os.getpriority(os.PRIO_PROCESS, pid) for pid in apis}) != {min(ours + API_NICE, 19)}:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    assert len(apis) == 2 and os.getpriority(os.PRIO_PROCESS, worker) == ours
+    assert service.stop() == 0
 
 
 def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from weft.backbone.load import TINY
+from weft.cost.rows import capacities
 from weft.demo.skills import SKILLS
+from weft.engine import engine as engine_module
 
 
 def write_jobs(folder: Path, *, broken: bool) -> None:
@@ -66,6 +73,15 @@ def test_dry_run_when_the_output_directory_holds_a_run_then_says_so(weft, tmp_pa
     assert refused.code == 2 and "already holds a run" in refused.err
 
 
+def test_train_when_a_batch_is_larger_than_the_data_then_says_what_a_step_takes(weft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    found = weft("train", "jobs.yaml", "jobs.shout.global_batch_size=13", "defaults.global_batch_size=12", "--dry-run")
+    assert found.code == 0
+    notes = [line for line in found.out.splitlines() if line.startswith("note")]
+    assert notes == ["note      shout: a batch of 13 samples is more than its data has; every step takes all 12."]
+
+
 def test_train_when_memory_is_limited_on_a_cpu_then_says_that_it_limits_nothing(weft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path, broken=False)
@@ -74,3 +90,58 @@ def test_train_when_memory_is_limited_on_a_cpu_then_says_that_it_limits_nothing(
     wrong = weft("train", "jobs.yaml", "--memory-limit", "lots")
     assert wrong.code == 2
     assert "memory_limit=lots: memory_limit: got lots; write a size such as 40GB" in " ".join(wrong.err.split())
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Whether the capacity is that of a GPU; the rest runs where it is."""
+
+    def fake(is_gpu: bool) -> None:
+        device = "cuda" if is_gpu else "cpu"
+        monkeypatch.setattr(engine_module, "capacities", lambda asked, _, longest: capacities(asked, device, longest))
+
+    return fake
+
+
+def test_train_when_capacity_is_auto_then_it_is_chosen_once_told_and_kept_on_resume(
+    weft, tmp_path, monkeypatch, on_a_gpu
+):
+    """A run goes on with the number it began with, wherever it goes on, and its bits are those of a run left alone."""
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    assert weft("train", "jobs.yaml", "--out", "whole").code == 0
+    assert json.loads(Path("whole/run.json").read_text())["capacity"] == 2048
+    write_jobs(tmp_path, broken=True)
+    on_a_gpu(True)
+    first = weft("train", "jobs.yaml", "--out", "out", "--keep-going")
+    assert first.code == 1 and "capacity  8,192 tokens a microbatch" in first.out
+    assert json.loads(Path("out/run.json").read_text())["capacity"] == 8192
+    write_jobs(tmp_path, broken=False)
+    on_a_gpu(False)
+    other = weft("train", "jobs.yaml", "capacity=4096", "--out", "out", "--resume")
+    assert other.code == 2 and "capacity=4096: capacity: the run in out has 8192, this file has 4096;" in other.err
+    again = weft("train", "jobs.yaml", "--out", "out", "--resume")
+    assert again.code == 0 and "capacity  8,192 tokens a microbatch" in again.out
+    assert json.loads(Path("out/run.json").read_text())["capacity"] == 8192
+    assert "8192 tokens" in Path("out/report.html").read_text()
+    for job in ("shout", "reverse"):
+        mine, alone = (Path(place, job, "adapter/adapter_model.safetensors").read_bytes() for place in ("out", "whole"))
+        assert mine == alone
+
+
+def test_dry_run_when_capacity_is_auto_then_it_holds_the_longest_sample_there_may_be(
+    weft, tmp_path, monkeypatch, on_a_gpu
+):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    assert "of up to 2,048 tokens" in weft("train", "jobs.yaml", "--dry-run").out
+    shutil.copytree(TINY, "patient")
+    config = json.loads(Path("patient/config.json").read_text())
+    Path("patient/config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    longer = ("train", "jobs.yaml", "base_model=patient", "jobs.shout.max_length=3000", "--dry-run")
+    assert "of up to 4,096 tokens" in weft(*longer).out
+    refused = weft(*longer, "capacity=2048")
+    assert refused.code == 2 and "max_length 3000 is above the run's capacity of 2048 tokens" in refused.err
+    on_a_gpu(True)
+    assert "of up to 8,192 tokens" in weft("train", "jobs.yaml", "--dry-run").out
+    assert "of up to 500 tokens" in weft("train", "jobs.yaml", "capacity=500", "--dry-run").out

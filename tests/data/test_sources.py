@@ -31,9 +31,20 @@ def test_source_when_path_is_relative_then_is_found_in_the_base_directory(write:
 
 
 def test_source_when_file_is_missing_then_says_so(tmp_path: Path):
-    assert error_of("data/train.jsonl", tmp_path) == "data/train.jsonl: there is no such file."
-    assert error_of("train", tmp_path) == "train: there is no such file."
-    assert error_of("x" * 5000, tmp_path).endswith("there is no such file.")
+    where = f"Paths are relative to {tmp_path}."
+    assert error_of("data/train.jsonl", tmp_path) == f"data/train.jsonl: there is no such file. {where}"
+    assert error_of("train", tmp_path) == f"train: there is no such file. {where}"
+    assert error_of("x" * 5000, tmp_path).endswith(f"there is no such file. {where}")
+    assert error_of(str(tmp_path / "train.jsonl"), tmp_path) == f"{tmp_path}/train.jsonl: there is no such file."
+
+
+def test_source_when_a_file_has_nearly_that_name_then_it_is_suggested(write: Write, tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    for name in ("train.jsonl", "train.docx", "eval.jsonl"):
+        write(f"data/{name}", "{}")
+    assert error_of("data/trains.jsonl", tmp_path).endswith("there is no such file. Did you mean data/train.jsonl?")
+    assert error_of("data/train.csv", tmp_path).endswith("Did you mean data/train.jsonl?")
+    assert "Did you mean" not in error_of("data/other.jsonl", tmp_path)
 
 
 def test_source_when_directory_then_names_the_accepted_suffixes(tmp_path: Path):

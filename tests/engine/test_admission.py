@@ -8,16 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import (
     Outcome,
     assert_same_bits,
+    dataset,
     finish,
     flat,
+    job_spec,
     random_backbone,
     random_data,
     random_model,
+    random_sample,
     small_job,
     submit,
     taken_slots,
@@ -30,7 +34,9 @@ from weft.bench.regimes import Storage
 from weft.bench.shapes import SHAPES
 from weft.bench.step import make_backbone
 from weft.cost.memory import MemoryModel
+from weft.cost.rows import capacities
 from weft.cost.shape import ModelShape
+from weft.data.dataset import JobData
 from weft.engine.admission import Places, activation_bytes
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, JobWarning, StepDone
@@ -428,3 +434,45 @@ def test_activation_bytes_when_the_step_is_fused_then_are_the_memory_models(reco
 def test_activation_bytes_when_estimated_then_count_every_linear_once(backbone):
     # llama_odd, per layer: q, k, v and o 36 x 36, gate and up 36 x 50, down 50 x 36; two layers, four bytes.
     assert activation_bytes(backbone, 10) == 10 * 4 * 2 * (4 * 72 + 3 * 86)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "max_jobs", "found"), [("auto", None, 4096), ("auto", 1, 8192), (8192, None, 8192)]
+)
+def test_run_when_large_microbatches_would_make_jobs_wait_then_only_a_number_keeps_them(
+    backbone, per_token, monkeypatch, capacity, max_jobs, found
+):
+    """Two jobs fit beside microbatches of 5,000 tokens, one beside 8,192, which it cannot fill: `auto` gives way."""
+    monkeypatch.setattr("weft.engine.engine.capacities", lambda asked, _, longest: capacities(asked, "cuda", longest))
+    engine = Engine(backbone, capacity=capacity, max_jobs=max_jobs)
+    submit(engine, small_job("a"), small_job("b", 1))
+    each = engine._places.bytes_of(engine.jobs["a"])
+    per_token.token_bytes = each // 4000
+    per_token.total_bytes = 2 * each + 5000 * per_token.token_bytes
+    _, events = run(engine)
+    assert engine.limits.capacity == found
+    told = [event.message for event in events if isinstance(event, JobWarning)]
+    says = "microbatches of 8192 tokens would leave no memory for enough jobs to fill them on this GPU; they hold"
+    assert [message[: len(says)] for message in told] == ([says] if found == 4096 else [])
+
+
+@pytest.mark.parametrize(("num_fitting", "capacity", "found"), [(1, 20, True), (1, 60, False), (2, 60, True)])
+def test_microbatches_when_not_all_jobs_fit_beside_them_then_those_that_do_can_fill_them_or_not(
+    backbone, per_token, num_fitting, capacity, found
+):
+    """Global batches of 30 tokens: one job fills a microbatch of 20 but not one of 60."""
+    engine = Engine(backbone, capacity=64)
+    data = JobData(dataset([random_sample(np.random.default_rng(n), 10) for n in range(6)]), None)
+    for name in ("a", "b", "c"):
+        engine.submit(job_spec(name, global_batch_size=3), data)
+    each = engine._places.bytes_of(engine.jobs["a"])
+    per_token.token_bytes, per_token.total_bytes = 1, num_fitting * each + capacity
+    assert engine._places.can_fill(capacity) is found
+    per_token.total_bytes = None
+    assert engine._places.can_fill(capacity), "there is no limit"
+
+
+def test_capacity_when_it_is_auto_then_holds_the_longest_sample_of_the_run(backbone):
+    assert Engine(backbone).limits.capacity == 2048
+    assert Engine(backbone, longest=3000).limits.capacity == 4096
+    assert Engine(backbone, capacity=100, longest=50).limits.capacity == 100

@@ -215,11 +215,22 @@ def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has
     assert {tensor.device.type for tensor in engine.jobs["a"].tensors().values()} == {"cpu"}
 
 
-def test_preview_when_memory_runs_out_then_names_the_capacity():
+def test_preview_when_memory_runs_out_then_plans_with_smaller_microbatches_as_training_would():
     backbone = SmallGpu(60)
     engine = Engine(backbone, capacity=100)
     submit(engine, *jobs())
-    with pytest.raises(ConfigError, match="capacity: a microbatch of 100 tokens does not fit the GPU's memory"):
+    plan = preview(engine)
+    assert backbone.failures == 1 and plan.capacity == 50 and 0.5 < plan.fill <= 1
+    assert not taken_slots(backbone)
+
+
+def test_preview_when_not_even_the_longest_sample_fits_then_says_what_to_lower():
+    backbone = SmallGpu(20)
+    engine = Engine(backbone, capacity=48)
+    submit(engine, (job_spec("long", max_length=24, global_batch_size=1), with_sample_of(24)))
+    with pytest.raises(
+        ConfigError, match="a microbatch of 24 tokens, as the longest sample needs, does not fit the GPU"
+    ):
         preview(engine)
     assert not taken_slots(backbone)
 

@@ -8,6 +8,7 @@ import time
 import pytest
 from worker_bench import Bench
 
+from weft.cost.rows import choose_capacity
 from weft.serve.errors import Busy
 from weft.serve.records.checkpoints import list_checkpoints
 from weft.serve.records.files import delete_file, get_file
@@ -30,6 +31,13 @@ def test_job_when_queued_then_succeeds_with_the_adapter_of_weft_train(bench):
     adapter, tokens = bench.twin(id)
     assert bench.adapter(id) == adapter
     assert job["trained_tokens"] == tokens > 0
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 2048), ("cuda", 8192)])
+def test_worker_when_no_capacity_is_given_then_has_that_of_its_device(bench, monkeypatch, device, tokens):
+    monkeypatch.setattr("weft.serve.worker.run.choose_capacity", lambda asked, _: choose_capacity(asked, device))
+    with bench.worker(capacity="auto") as worker:
+        assert worker.engine.limits.capacity == tokens
 
 
 def test_jobs_when_of_several_tenants_then_all_train_together_and_each_is_as_if_alone(bench):

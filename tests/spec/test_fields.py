@@ -92,7 +92,7 @@ def test_convert_when_several_types_are_accepted_then_keeps_the_one_it_is(value:
 
 
 def test_convert_when_no_type_fits_then_names_all_of_them():
-    with pytest.raises(ConfigError, match="x: expected number or list of whole number, got 'many'"):
+    with pytest.raises(ConfigError, match="x: expected a number or a list of whole number, got 'many'"):
         convert("many", float | tuple[int, ...] | None, "x")
     with pytest.raises(ConfigError, match="x: expected a mapping, got a list"):
         convert([], dict[str, int], "x")

@@ -81,12 +81,6 @@ def test_load_run_when_overridden_then_the_command_line_wins(path: Path):
             "lora_r: 8\n      rank: 8",
             "jobs.yaml line 13: jobs.1.adapter.rank: lora_r and rank are two names of one setting; keep one.",
         ),
-        # What a job does not say itself stands in the defaults.
-        (
-            "learning_rate: 1e-3",
-            "cutoff_len: 4096",
-            "jobs.yaml line 3: jobs.0.max_length: max_length 4096 is above the run's capacity of 2048 tokens;",
-        ),
         ("base_model: tiny", "base_model: 2024-02-30", "jobs.yaml: holds a value that means nothing: day is"),
         ("base_model: tiny", "base_model: \x07", "jobs.yaml: is not valid YAML: unacceptable character #x0007:"),
         ("  - name: a\n    train", "  - train", "jobs.yaml line 6: jobs.0: name is missing."),
@@ -139,13 +133,25 @@ def test_load_run_when_yaml_asks_for_python_objects_then_refuses(path: Path):
         ("jobs.0.lr=oops", "jobs.0.lr=oops: jobs.0.learning_rate: expected a number, got 'oops'."),
         ("jobs.b.learning_rate=-1", "jobs.b.learning_rate=-1: jobs.1.learning_rate: must be above 0, got -1.0."),
         ("jobs.b.lora={rank: 0}", "jobs.b.lora={rank: 0}: jobs.1.adapter.r: must be at least 1, got 0."),
-        ("defaults.max_length=9999", "defaults.max_length=9999: jobs.0.max_length: max_length 9999 is above"),
         ("deflaults.lr=1", "deflaults.lr=1: deflaults: unknown setting. Did you mean defaults?"),
         ("jobs.0.lrr=1", "jobs.0.lrr=1: jobs.0.lrr: unknown setting."),
     ],
 )
 def test_load_run_when_an_override_is_wrong_then_says_why(path: Path, override: str, sentence: str):
     assert problem(path, JOBS, override).startswith(sentence)
+
+
+def test_load_run_when_max_length_is_above_a_given_capacity_then_says_where_it_stands(path: Path):
+    """What a job does not say itself stands in the defaults, or in the override that set them."""
+    above = "jobs.0.max_length: max_length 4096 is above the run's capacity of 2048 tokens; lower max_length or raise"
+    text = JOBS.replace("learning_rate: 1e-3", "cutoff_len: 4096")
+    assert problem(path, text, "capacity=2048").startswith(f"jobs.yaml line 3: {above}")
+    asked = "defaults.max_length=4096"
+    assert problem(path, JOBS, "capacity=2048", asked).startswith(f"{asked}: {above}")
+    path.write_text(text)
+    for given in ([], ["capacity=auto"]):
+        run = load_run(path, given)
+        assert run.capacity == "auto" and run.longest == 4096
 
 
 def test_load_run_when_an_override_uses_another_name_of_a_setting_then_it_wins(path: Path):

@@ -82,6 +82,8 @@ def run(top: dict[str, Any] | None = None, job: dict[str, Any] | None = None, **
 GOOD = [
     run(),
     run({"defaults": {"lr": "1e-4", "lora": {"rank": 4}}, "capacity": 4096, "report_to": "tensorboard"}),
+    run({"capacity": "auto"}),
+    run({"microbatch_tokens": "4096"}),
     {"model": "tiny", "jobs": [{"name": "a", "dataset": ["a.jsonl", "b.csv"], "val_size": 0.1}]},
     run(job={"eval_data": ["x.jsonl"], "eval_steps": None, "warmup_steps": 0.5, "seed": 7}),
     run(target_modules="all-linear", init_lora_weights="gaussian", layers=[0, 1], rank_pattern={"q_proj": 4}),
@@ -89,6 +91,8 @@ GOOD = [
 ]
 BAD = [
     run({"capasity": 4096}),
+    run({"capacity": "most"}),
+    run({"capacity": 1}),
     run({"dtype": "float16"}),
     run({"jobs": {"name": "a"}}),
     run({"defaults": {"name": "a"}}),

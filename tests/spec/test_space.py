@@ -99,7 +99,7 @@ def test_values_when_they_mean_the_same_then_are_the_same():
         ({"learning_rat": [1]}, "space.learning_rat: is no setting that can be searched. Did you mean learning_rate?"),
         ({"adapter.rnak": [1]}, "space.adapter.rnak: is no setting that can be searched. Did you mean adapter.rank?"),
         ({"name": ["a"]}, "space.name: is no setting that can be searched."),
-        ({"adapter": [{"r": 8}]}, "space.adapter: is no setting that can be searched."),
+        ({"adapter": [{"r": 8}]}, "space.adapter: name what varies of it"),
         ({"lr": {"min": 1e-2, "max": 1e-4}}, "space.lr: min 0.01 is above max 0.0001."),
         ({"lr": {"min": 0, "max": 1, "log": True}}, "space.lr: a logarithmic range needs a min above 0, got 0."),
         ({"lr": {"min": 1e-4}}, "space.lr: max is missing."),
@@ -113,7 +113,7 @@ def test_values_when_they_mean_the_same_then_are_the_same():
         ({"r": [8, 8.0]}, "space.r.1: 8.0 is there twice."),
         ({"r": [8], "rank": [16]}, "space.rank: r and rank are searched twice; keep one."),
         ({"_": [{"r": 8}], "r": [16]}, "space.r: r is searched twice; keep one."),
-        ({"_": {"r": 8}}, "space._: expected a list of mappings"),
+        ({"_": {"r": 8}}, "space._: expected a list of settings that go together"),
         ({"_": [{"rr": 8}]}, "space._.0.rr: is no setting that can be searched."),
     ],
 )

@@ -102,7 +102,7 @@ def test_jobs_file_with_one_job_when_given_a_space_then_is_a_sweep_over_that_job
         ("  train_data: rows.jsonl\n", "", "sweep.yaml line 3: job: train_data is missing."),
         ("  eval_data: 0.2\n", "", "sweep.yaml line 3: job.eval_data: exact_match needs eval_data"),
         ("exact-match", "exact-mach", "sweep.yaml line 11: objective.metric: got 'exact-mach'; accepted are eval_loss"),
-        ("objective: exact-match", "objective: {metric: accuracy}", "sweep.yaml line 11: objective.metric: needs"),
+        ("objective: exact-match", "objective: {metric: accuracy}", "sweep.yaml line 11: objective.metric: accuracy"),
         ("objective: exact-match", "objective: {command: x}", "sweep.yaml line 11: objective.mode: is missing"),
         ("objective: exact-match", "early_stop: {rule: ash}", "sweep.yaml line 11: early_stop.rule: got 'ash'"),
         ("objective: exact-match", "early_stop: {unit: steps}", "sweep.yaml line 11: early_stop.grace: is missing"),
@@ -119,6 +119,11 @@ def test_sweep_file_when_something_is_wrong_then_its_line_is_named(tmp_path, old
     with pytest.raises(ConfigError) as error:
         load_sweep(path)
     assert str(error.value).startswith(f"{tmp_path}/{says}")
+
+
+@pytest.mark.parametrize(("written_as", "rule"), [(True, "asha"), (False, "none"), ("median", "median")])
+def test_early_stop_when_it_is_one_word_then_is_a_rule_or_whether_there_is_one(written_as, rule):
+    assert sweep_from_mapping(mapping(early_stop=written_as), base_dir=Path()).early_stop.rule == rule
 
 
 def test_objective_when_it_is_a_function_or_a_command_then_says_what_it_needs():

@@ -14,6 +14,7 @@ import weft
 from weft.backbone.load import load_backbone
 from weft.data.dataset import load_dataset
 from weft.demo.skills import SKILLS
+from weft.engine.evaluate import Means
 from weft.engine.score import Answer
 from weft.errors import ConfigError, DataError
 from weft.spec import BackboneSpec
@@ -83,8 +84,19 @@ def test_score_when_answers_are_compared_then_counts_what_the_metric_means(backb
 
 def test_perplexity_when_the_loss_is_huge_then_is_infinite_and_the_trial_fails(backbone):
     judge = objective(metric="perplexity")
-    assert judge.value(None, None, 2.0, Path()) == math.exp(2.0)  # type: ignore[arg-type]
-    assert judge.value(None, None, 1e9, Path()) == math.inf  # type: ignore[arg-type]
+    assert judge.value(None, None, Means(2.0, 0.5), Path()) == math.exp(2.0)  # type: ignore[arg-type]
+    assert judge.value(None, None, Means(1e9, 0.5), Path()) == math.inf  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["token_accuracy", "token-accuracy", "mean_token_accuracy", "eval_mean_token_accuracy"]
+)
+def test_token_accuracy_when_it_is_the_metric_then_larger_is_better_and_no_loss_is_no_accuracy(name):
+    judge = objective(metric=name)
+    assert (judge.metric, judge.is_max) == ("token_accuracy", True)
+    assert judge.value(None, None, Means(2.0, 0.25), Path()) == 0.25  # type: ignore[arg-type]
+    assert math.isnan(judge.value(None, None, Means(math.nan, 0.25), Path()))  # type: ignore[arg-type]
+    judge.check([], None)  # type: ignore[arg-type]
 
 
 def test_function_when_it_is_the_metric_then_gets_the_rows_and_its_number_counts(settings, tmp_path):

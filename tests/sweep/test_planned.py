@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from weft.backbone.load import load_skeleton
-from weft.errors import ConfigError
+from weft.cost.hardware import DEVICES
+from weft.errors import ConfigError, PlanError
 from weft.plan.sweep import violations
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweep.configure import Configurations
@@ -39,3 +41,19 @@ def test_plan_when_made_elsewhere_then_has_the_capacity_and_everything_of_the_sw
     assert {pack.capacity for pack in plan.packs} == {128} and plan.num_gpus == 2
     with pytest.raises(ConfigError, match="above the smaller side"):
         plan_elsewhere(sweep_from_mapping(settings(space={"r": [4096]}), base_dir=Path()), Path(), "h200", 1)
+
+
+def test_plan_when_capacity_is_auto_then_it_is_that_of_the_device_and_less_where_memory_is_short(settings, monkeypatch):
+    def capacity(device: str, *lengths: int) -> set[int]:
+        space = {"max_length": [40, *lengths], "r": [2, 4]}
+        spec = sweep_from_mapping(settings(capacity="auto", space=space), base_dir=Path())
+        return {pack.capacity for pack in plan_elsewhere(spec, Path(), device, 1).packs}
+
+    assert capacity("cpu") == {2048} and capacity("h200") == {8192}
+    assert capacity("cpu", 3000, 48) == {4096}
+    small = replace(DEVICES["h200"], memory_bytes=8 * 10**6)
+    monkeypatch.setitem(DEVICES, "h200", small)
+    assert capacity("h200") == {4096}
+    monkeypatch.setitem(DEVICES, "h200", replace(small, memory_bytes=1000))
+    with pytest.raises(PlanError, match="a microbatch of 2,048 rows"):
+        capacity("h200")

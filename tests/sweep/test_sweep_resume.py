@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import weft
 from weft import faults
+from weft.cost.rows import capacities
 from weft.engine.engine import Engine
-from weft.errors import StorageError
+from weft.errors import ConfigError, StorageError
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweep.api import open_run, prepare_sweep
 from weft.sweep.record import Record
@@ -201,3 +203,19 @@ def test_record_when_a_line_means_nothing_then_it_is_named(tmp_path):
     Record(tmp_path).path.write_text('{"kind": "end", "name": "nobody"}\n')
     with pytest.raises(StorageError, match=r"trials.jsonl line 1: is not a line of a sweep's record"):
         Record(tmp_path).read()
+
+
+def test_sweep_when_capacity_is_auto_then_it_is_chosen_once_and_kept_on_resume(settings, monkeypatch):
+    """In everything that is written there is a number, so that the sweep and its best job go on elsewhere as here."""
+    given = settings(capacity="auto", trials=2, sampler="random", space={"lr": [1e-3, 8e-3], "max_length": [48, 40]})
+    weft.sweep(given)
+    read = yaml.safe_load
+    written = [read(Path("out", name).read_text()) for name in ("sweep.yaml", "trials/run.json", "best/jobs.yaml")]
+    assert [tree["capacity"] for tree in written] == [2048] * 3
+    monkeypatch.setattr("weft.engine.engine.capacities", lambda asked, _, longest: capacities(asked, "cuda", longest))
+    prepared = prepare_sweep(sweep_from_mapping(given, base_dir=Path()), Path())
+    assert prepared.spec.capacity == prepared.engine.limits.capacity == 8192
+    weft.sweep({**given, "trials": 3}, resume=True)
+    assert read(Path("out/sweep.yaml").read_text())["capacity"] == 2048
+    with pytest.raises(ConfigError, match="capacity: the sweep in out has 2048, this one 8192"):
+        weft.sweep({**given, "capacity": 8192}, resume=True)

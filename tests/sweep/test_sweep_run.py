@@ -240,6 +240,47 @@ def test_patience_when_it_runs_out_then_the_value_is_that_of_the_adapter_that_is
     assert trial.value == min(point.value for point in trial.points)
 
 
+def accuracies(name: str, folder: str = "out") -> dict[int, tuple[float, float]]:
+    """Loss and token accuracy of a trial's evaluations, by step."""
+    told = lines(f"{folder}/trials/{name}/metrics.jsonl")
+    return {t["step"]: (t["eval_loss"], t["eval_mean_token_accuracy"]) for t in told if "eval_loss" in t}
+
+
+def test_token_accuracy_when_it_is_the_objective_then_the_largest_is_best_everywhere(settings):
+    rule = {"rule": "asha", "factor": 2, "grace": 6, "unit": "steps", "min_trials": 2}
+    space, job = {"lr": [1e-5, 8e-3, 6e-2, 0.1]}, {"eval_steps": 3, "max_steps": 12}
+    result = weft.sweep(settings(space=space, objective="token_accuracy", early_stop=rule, job=job))
+    for trial in result.trials:
+        seen = {step: accuracy for step, (_, accuracy) in accuracies(trial.name).items()}
+        assert {point.step: point.value for point in trial.points} == seen
+    done = {t.name: t.value for t in result.trials if t.state is TrialState.DONE}
+    stopped = [t for t in result.trials if t.state is TrialState.STOPPED]
+    assert result.best is not None and result.best.value == max(done.values()) > 0
+    assert [t.params["lr"] for t in stopped] == [1e-5, 8e-3]
+    assert all("its best token_accuracy" in t.reason and "(≥ 0." in t.reason for t in stopped)
+    board = json.loads(Path("out/leaderboard.json").read_text())
+    assert (board["metric"], board["mode"]) == ("token_accuracy", "max")
+    assert board["trials"][0]["name"] == result.best.name
+    best, own = (
+        load_file(f"out/{path}/adapter_model.safetensors") for path in ("best", f"trials/{result.best.name}/adapter")
+    )
+    assert all((best[name] == own[name]).all() for name in own)
+
+
+def test_token_accuracy_when_patience_or_the_budget_ends_a_trial_then_is_that_of_its_adapter(settings):
+    job = {"eval_steps": 1, "early_stopping_patience": 2, "max_steps": 30}
+    (trial,) = weft.sweep(settings(space={"lr": [3e-2]}, job=job, objective="token_accuracy")).trials
+    seen = accuracies(trial.name)
+    assert trial.value == min(seen.values())[1] != seen[max(seen)][1], "the adapter is that of the smallest loss"
+    given = {"space": {"lr": [8e-3]}, "job": {"eval_steps": 1}, "output_dir": "whole"}
+    weft.sweep(settings(**given, objective="token_accuracy"))
+    (cut,) = weft.sweep(
+        settings(space={"lr": [8e-3]}, max_tokens=100, objective="token_accuracy", output_dir="cut")
+    ).trials
+    assert cut.state is TrialState.STOPPED and 0 < cut.steps < 9 and not accuracies("t000", "cut")
+    assert cut.value == accuracies("t000", "whole")[cut.steps][1]
+
+
 def test_second_sweep_when_started_from_the_first_then_nothing_is_trained_twice(settings):
     first = weft.sweep(settings())
     space = {"r": [2, 4], "learning_rate": [8e-3, 4e-3]}

@@ -119,6 +119,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("threads", "warn" if crowded else "ok", f"{threads} threads on {cores} cores", advice)
     yield _memory()
     yield _kernels()
+    yield _capacity()
 
 
 def _kernels() -> Finding:
@@ -137,6 +138,18 @@ def _kernels() -> Finding:
         return Finding("kernels", "warn" if advice else "ok", f"reference (plain torch): {obstacle}", advice)
     text = f"fused (Triton {_version('triton')}, captured graphs) for {', '.join(FAMILIES)}; reference for other models"
     return Finding("kernels", "ok", f"{text}; launches: {table_of(device)[1]}")
+
+
+def _capacity() -> Finding:
+    """What `capacity: auto` is here."""
+    import torch
+
+    from weft.cost.rows import choose_capacity
+
+    tokens = choose_capacity("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    return Finding(
+        "capacity", "ok", f"{tokens:,} tokens a microbatch, unless a run says otherwise or has longer samples"
+    )
 
 
 def _memory() -> Finding:

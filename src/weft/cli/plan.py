@@ -16,6 +16,7 @@ from weft.spec import JobSpec, RunSpec, load_run
 
 if TYPE_CHECKING:
     from weft.cost.analytic import AnalyticCost
+    from weft.cost.hardware import Hardware
     from weft.cost.profile import Profile
     from weft.cost.profiled import ProfiledCost
     from weft.simulate.forecast import Forecast, JobOutline
@@ -40,6 +41,7 @@ def plan(
 ) -> None:
     """Show what will train with what, how full, how long and in how much memory."""
     from weft.cost.profile import load_profile
+    from weft.cost.rows import capacities
     from weft.plan.pack import planner_named
     from weft.simulate.forecast import forecast
     from weft.simulate.gantt import gantt
@@ -49,10 +51,14 @@ def plan(
     with Console(stderr=True).status("reading the data and planning"):
         known = None if profile is None else load_profile(profile)
         jobs = _outlines(spec, jobs_file.parent, steps)
-        cost = _cost(spec, device if known is None else _device_of(known, device, profile), stages, jobs)
-        measured = None if known is None else _measured(known, cost, profile)
-        cost, measured = _balanced(cost, measured, spec.capacity)
-        found = forecast(jobs, spec.capacity, cost, planner_named(spec.planner), measured)
+        hardware = _hardware(spec, device if known is None else _device_of(known, device, profile))
+        for capacity in capacities(spec.capacity, hardware.name, spec.longest):
+            cost = _cost(spec, hardware, capacity, stages, jobs)
+            measured = None if known is None else _measured(known, cost, profile)
+            cost, measured = _balanced(cost, measured, capacity)
+            found = forecast(jobs, capacity, cost, planner_named(spec.planner), measured)
+            if found.fits:
+                break
     if as_json:
         typer.echo(json.dumps(found.to_json()))
         return
@@ -93,18 +99,25 @@ def _outline(job: JobSpec, lengths: list[int], num_planned: int) -> JobOutline:
     return JobOutline(queue, order.num_steps, round(mean * order.num_steps), job.adapter.r)
 
 
-def _cost(spec: RunSpec, device: str, stages: int, jobs: list[JobOutline]) -> AnalyticCost:
+def _hardware(spec: RunSpec, device: str) -> Hardware:
+    """What is planned for: a device by name, or where the run would train here."""
+    from weft.cost.hardware import find_hardware
+
+    if device == "auto":
+        device = "cpu" if spec.device == "cpu" else _here()
+    return find_hardware(device)
+
+
+def _cost(spec: RunSpec, hardware: Hardware, capacity: int, stages: int, jobs: list[JobOutline]) -> AnalyticCost:
     from weft.backbone.load import find_source, load_config
     from weft.cost.analytic import AnalyticCost
-    from weft.cost.hardware import find_hardware
     from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
     from weft.cost.shape import ModelShape
 
-    hardware = find_hardware(_here() if device == "auto" else device)
     shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
     if stages > shape.num_layers:
         raise ConfigError(f"got {stages}; {spec.base_model} has {shape.num_layers} layers.", where="--stages")
-    tile = CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(spec.capacity)
+    tile = CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(capacity)
     return AnalyticCost(
         shape,
         hardware,

@@ -93,7 +93,7 @@ def serve(
         typer.echo(f"the database is at revision {migrate(database)}")
         return
     if api_fd is not None:
-        _run_api(settings, database, socket.socket(fileno=api_fd))
+        _run_api(settings, database, socket.socket(fileno=api_fd), workers > 0)
         return
     from weft.serve.api.run import listen
     from weft.serve.blobs import Blobs
@@ -184,7 +184,7 @@ def _run(settings: Settings, database: Database, sock: socket.socket, num_worker
     ]
     if settings.api_processes > 1:
         sock.set_inheritable(True)
-        arguments = _api_arguments(settings, sock.fileno())
+        arguments = _api_arguments(settings, sock.fileno(), num_workers)
         children += [Child(f"api-{i}", arguments, (sock.fileno(),)) for i in range(settings.api_processes)]
     supervisor = Supervisor(children)
     supervisor.start()
@@ -193,20 +193,23 @@ def _run(settings: Settings, database: Database, sock: socket.socket, num_worker
         if settings.api_processes > 1:
             _wait_for_signal()
         else:
-            _run_api(settings, database, sock, supervisor)
+            _run_api(settings, database, sock, num_workers > 0, supervisor)
     finally:
         supervisor.ask_to_stop()
         clean = supervisor.stop(WORKER_GRACE_S)
     return clean
 
 
-def _run_api(settings: Settings, database: Database, sock: socket.socket, supervisor: Supervisor | None = None) -> None:
+def _run_api(
+    settings: Settings, database: Database, sock: socket.socket, has_workers: bool, supervisor: Supervisor | None = None
+) -> None:
+    """Answers requests until asked to stop, standing back where workers train on the same machine."""
     from weft.serve.api.app import make_app
     from weft.serve.api.run import run_app
     from weft.serve.blobs import Blobs
 
     app = make_app(settings, database, Blobs(settings.store_url))
-    if supervisor is not None and supervisor.children:
+    if has_workers:
         # Workers train on the same cores. Whoever asks can wait a few milliseconds; training waits as a whole for the
         # one thread that had to make room. On Linux this is the priority of this thread, not that of the workers.
         os.nice(API_NICE)
@@ -238,9 +241,9 @@ def _worker_arguments(settings: Settings, name: str, path: str) -> list[str]:
     return ["worker", *home, "--base-model", f"{name}={path}"]
 
 
-def _api_arguments(settings: Settings, fd: int) -> list[str]:
+def _api_arguments(settings: Settings, fd: int, num_workers: int) -> list[str]:
     home = ["--data-dir", str(settings.data_dir), "--db", settings.db_url, "--store", settings.store_url]
     models = [part for name, path in settings.base_models.items() for part in ("--base-model", f"{name}={path}")]
     rest = ["--host", settings.host, "--api-processes", str(settings.api_processes), "--api-fd", str(fd)]
     limits = ["--min-samples", str(settings.limits.min_samples), *([] if settings.auth else ["--no-auth"])]
-    return ["serve", *home, *models, *rest, *limits]
+    return ["serve", *home, *models, *rest, *limits, "--workers", str(num_workers)]

@@ -105,7 +105,7 @@ def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, r
     from weft.sweep.live import LiveBoard
 
     folder = out or Path(spec.output_dir)
-    check_folder(spec, folder, resume=resume)
+    spec = check_folder(spec, folder, resume=resume)
     with console.status("loading the backbone and the data"):
         prepared = prepare_sweep(spec, file.parent)
     _introduce(prepared, console)
@@ -169,6 +169,7 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
     lines = [
         f"backbone  {spec.base_model} on {backbone.device}, {str(backbone.dtype).removeprefix('torch.')}",
         f"kernels   {backbone.kernels}",
+        f"capacity  {spec.capacity:,} tokens a microbatch",
         *(f"note      {note}" for note in prepared.notes),
         f"space     {', '.join(p.name for p in prepared.space.parameters)}: {count}",
         f"sampler   {prepared.sampler}{f', at most {limits}' if limits else ''}",

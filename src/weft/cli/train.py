@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,7 +69,7 @@ class Order:
 def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
     """Runs or resumes; returns the exit code."""
     from weft.cli.watch import conclude, follow
-    from weft.engine.train import check_same_data, finished_jobs
+    from weft.engine.train import as_begun, check_same_data, finished_jobs
     from weft.store.run_dir import RunDirectory
 
     RunDirectory.check(out, resume=resume)
@@ -80,6 +80,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
                 console.print("nothing to resume: every job has ended")
                 conclude(out, console)
                 return _failures(order, directory)
+            order = replace(order, spec=as_begun(order.spec, directory))
             run = _prepare(order, console, finished)
             check_same_data(run, directory)
             states, stopped = follow(run, directory, console)
@@ -127,6 +128,7 @@ def _prepare(order: Order, console: Console, finished: frozenset[str] = frozense
     stored = describe(linear.frozen for linear in backbone.linears.values()) if spec.quantize != "none" else dtype
     console.print(f"backbone  {spec.base_model} on {backbone.device}, {stored}", markup=False, highlight=False)
     console.print(f"kernels   {backbone.kernels}", markup=False, highlight=False)
+    console.print(f"capacity  {run.spec.capacity:,} tokens a microbatch", markup=False, highlight=False)
     for note in run.notes:
         console.print(f"note      {note}", markup=False, highlight=False, soft_wrap=True)
     for name, data in run.data.items():
@@ -147,6 +149,8 @@ def _show_plan(run: PreparedRun, console: Console) -> None:
     for job in plan.jobs:
         table.add_row(job.name, f"{job.num_steps:,}", f"{job.num_tokens:,}", f"{job.num_parameters:,}")
     console.print(table)
+    if plan.capacity != run.spec.capacity:
+        console.print(f"note      there is memory for microbatches of {plan.capacity:,} tokens only", highlight=False)
     console.print("\n".join(_figures(plan)), highlight=False)
     for name, error in run.failed.items():
         console.print(f"{name}: would fail: {error}", style="red", markup=False)

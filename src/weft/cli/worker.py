@@ -53,7 +53,9 @@ def worker(
         str, typer.Option(metavar="NAME[=MODEL]", help="Name of the frozen model in the API, and what it is.")
     ] = "tiny",
     max_jobs: Annotated[int, typer.Option(help="Most jobs that train at a time.")] = 32,
-    capacity: Annotated[int, typer.Option(help="Most tokens of one microbatch, over all jobs.")] = 2048,
+    capacity: Annotated[
+        str, typer.Option(help="Most tokens of one microbatch, over all jobs; auto: 2048 on a CPU, 8192 on a GPU.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     quantize: Annotated[str, typer.Option(help="Bits of the frozen weights: none, fp8, int8 or nf4.")] = "none",
@@ -84,13 +86,15 @@ def worker(
     from weft.serve.worker.options import WorkerOptions
     from weft.serve.worker.run import Worker
     from weft.spec import BackboneSpec
+    from weft.spec.fields import convert
+    from weft.spec.run import Capacity
 
     settings = Settings(data_dir, db, store, {name: model or name})
     options = WorkerOptions(
         settings.data_dir.resolve(),
         name,
         BackboneSpec(model or name, dtype, device, quantize),
-        capacity,
+        convert(capacity, Capacity, "--capacity"),
         max_jobs,
         memory_limit,
         lease_s=lease,

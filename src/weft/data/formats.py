@@ -80,7 +80,18 @@ def _detect_first(row: Row, need_answer: bool) -> str:
         "instruction and output (alpaca), prompt and completion or question and answer (completion), text, "
         "or input_ids (tokens).",
         where=row.where,
+        hint=_other_columns(row, columns, need_answer),
     )
+
+
+def _other_columns(row: Row, columns: list[str], need_answer: bool) -> str | None:
+    """What may be meant by columns that nobody knows."""
+    if len(columns) == 1 and any(mark in columns[0] for mark in ";|\t,"):
+        return "The cells of a .csv file are separated by commas, those of a .tsv file by tabs."
+    lower = {name.strip().lower(): value for name, value in row.values.items()}
+    if detect(Row(lower, row.where), need_answer) is not None:
+        return f"Names are written in lower case: {', '.join(name.strip().lower() for name in columns)}."
+    return None
 
 
 def _refuse_preferences(row: Row) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from weft.data.json_rows import MAX_LINE_BYTES, read_json, read_jsonl
 from weft.data.row import Row, read_text
-from weft.errors import DataError, MissingExtraError
+from weft.errors import DataError, MissingExtraError, closest
 
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>[\w.\[\]:%+-]+))?")
 
@@ -39,11 +39,29 @@ def read_rows(source: str, base_dir: Path) -> list[Row]:
             raise DataError(f"cannot be read ({error.strerror or error}).", where=source) from None
     elif os.path.exists(path):
         raise DataError("is not a regular file.", where=source)
+    elif "://" in source:
+        raise DataError("is a URL; download it and name the file, or name a Hub data set (owner/name).", where=source)
+    elif HUB_NAME.fullmatch(source) is None or path.suffix.lower() in READERS:
+        raise DataError("there is no such file.", where=source, hint=_other_place(source, path, base_dir))
     else:
         rows = list(_read_hub(source))
     if not rows:
         raise DataError("has no rows.", where=source)
     return rows
+
+
+def _other_place(source: str, path: Path, base_dir: Path) -> str | None:
+    """Where a file may be that is not where it was said to be."""
+    try:
+        files = {Path(name).stem: name for name in os.listdir(path.parent) if Path(name).suffix.lower() in READERS}
+    except OSError:
+        files = {}
+    # Without the suffixes, which are alike whatever the names are.
+    guess = closest(path.stem, list(files))
+    if guess is not None:
+        return f"Did you mean {Path(source).parent / files[guess]}?"
+    is_elsewhere = not os.path.isabs(source) and base_dir.absolute() != Path.cwd()
+    return f"Paths are relative to {base_dir}." if is_elsewhere else None
 
 
 def _read_txt(path: Path, name: str) -> Iterator[Row]:
@@ -123,8 +141,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Row]:
 
 def _read_hub(source: str) -> Iterator[Row]:
     match = HUB_NAME.fullmatch(source)
-    if match is None or Path(source).suffix.lower() in READERS:
-        raise DataError("there is no such file.", where=source)
+    assert match is not None
     name, split = match["name"], match["split"] or "train"
     try:
         import datasets

@@ -78,6 +78,21 @@ class Places:
         budget = self._budget(capacity)
         return any(budget.why_never(self.bytes_of(job)) is None for job in self.waiting())
 
+    def can_fill(self, capacity: int) -> bool:
+        """Whether they leave memory for as many of those that wait as fill one with a global batch each, or for all."""
+        left_bytes = self._budget(capacity).usable_bytes
+        if left_bytes is None or self._measured_bytes is not None:
+            # Once microbatches have run, what is left no longer tells how it depends on their size.
+            return True
+        num_tokens = 0.0
+        for job in self.waiting()[: self._max_jobs]:
+            left_bytes -= self.bytes_of(job)
+            if left_bytes < 0:
+                return num_tokens >= capacity
+            data = job.data.train
+            num_tokens += data.summary.num_tokens * min(1.0, job.spec.batch_size / len(data.samples))
+        return True
+
     def decide(self, capacity: int) -> Admission:
         """Who gets a place and who gives one up."""
         waiting, running = self.waiting(), self._in_state(JobState.RUNNING)

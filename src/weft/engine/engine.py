@@ -18,6 +18,7 @@ import torch
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
+from weft.cost.rows import capacities
 from weft.data.dataset import JobData
 from weft.engine.admission import Places
 from weft.engine.admit import admit
@@ -45,6 +46,7 @@ from weft.errors import CheckpointError, ConfigError, DataError, StorageError
 from weft.plan.pack import pack
 from weft.plan.types import Limits, Planner
 from weft.spec import BackboneSpec, JobSpec
+from weft.spec.run import Capacity
 from weft.store.run_dir import RunDirectory
 
 
@@ -63,7 +65,8 @@ class Engine:
         self,
         backbone: Backbone | BackboneSpec | str,
         *,
-        capacity: int = 2048,
+        capacity: Capacity = "auto",
+        longest: int = 0,
         planner: Planner = pack,
         max_jobs: int | None = None,
         job_memory: int | None = None,
@@ -71,8 +74,9 @@ class Engine:
     ) -> None:
         """Nothing is written until `keep_in` names a directory; read results from `adapter_of`.
 
-        At most `max_jobs` train at a time, and their adapters with optimizers take at most `job_memory` bytes. Default:
-        as many as there is room for on a GPU; all of them on a CPU. When not all fit, tenants get tokens by weight.
+        A microbatch has at most `capacity` tokens; auto: what suits the device and holds a sample of `longest`. At most
+        `max_jobs` train at a time, and their adapters with optimizers take at most `job_memory` bytes. Default: as many
+        as there is room for on a GPU; all of them on a CPU. When not all fit, tenants get tokens by weight.
         """
         if isinstance(backbone, str):
             backbone = BackboneSpec(backbone)
@@ -81,7 +85,10 @@ class Engine:
         self.timeline = Timeline()
         self.planner = planner
         self.max_jobs = max_jobs
-        self._room = Room(self.backbone, capacity, self.jobs)
+        allowed = capacities(capacity, self.backbone.device.type, longest)
+        self._room = Room(self.backbone, allowed[0], self.jobs)
+        self._least_allowed = allowed[-1]
+        """Down to so many tokens, full microbatches are worth more than large ones."""
         self._places = Places(
             self.backbone, self.jobs, max_jobs=max_jobs, job_memory=job_memory, weights=tenant_weights or {}
         )
@@ -336,7 +343,7 @@ class Engine:
         """Does what admission decides: some jobs start or go on, some give way, the others hear why they wait."""
         if not self._places.waiting():
             return []
-        events = self._fit_microbatches()
+        events = self.fit_microbatches()
         with self.timeline.span("plan"):
             decision = self._places.decide(self.limits.capacity)
         for held in decision.refuse:
@@ -353,17 +360,30 @@ class Engine:
                 events.append(JobWaiting(held.job, job.step, held.reason))
         return events
 
-    def _fit_microbatches(self) -> list[Event]:
-        """Smaller microbatches where those asked for would leave no memory for any job."""
+    def fit_microbatches(self) -> list[Event]:
+        """Before any have run: smaller ones where those asked for would leave no memory for any job.
+
+        Where nobody asked for a number, also where they would leave too little for enough jobs to fill them.
+        """
         before = self.limits.capacity
         if self._running() or not self._places.is_any_to_fit(self._room.least()):
             return []
+        why = "a job"
         while not self._places.is_any_to_fit(self.limits.capacity) and self._room.shrink():
             pass
+        while self.limits.capacity > self._least_allowed and self._are_too_large() and self._room.shrink():
+            why = "enough jobs to fill them"
         if self.limits.capacity == before:
             return []
         names = ", ".join(job.spec.name for job in self._places.waiting())
-        return [JobWarning(names, SMALLER.format(before=before, now=self.limits.capacity))]
+        return [JobWarning(names, SMALLER.format(before=before, now=self.limits.capacity, whom=why))]
+
+    def shrink(self) -> bool:
+        """Halves what a microbatch may hold; False if a sample is in the way."""
+        return self._room.shrink()
+
+    def _are_too_large(self) -> bool:
+        return not self._places.can_fill(self.limits.capacity)
 
     def _preempt(self, job: LiveJob, reason: str) -> Iterator[Event]:
         """Lets a job wait at its last step boundary, its state on the CPU."""

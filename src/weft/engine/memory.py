@@ -22,7 +22,7 @@ OUT_OF_MEMORY = (
 )
 """What a user is told when microbatches get smaller."""
 SMALLER = (
-    "microbatches of {before} tokens would leave no memory for a job on this GPU; they hold at most {now} instead "
+    "microbatches of {before} tokens would leave no memory for {whom} on this GPU; they hold at most {now} instead "
     "(capacity: {now})."
 )
 """What a user is told when microbatches are made smaller before any has run."""

@@ -14,6 +14,7 @@ import torch
 
 from weft.engine.engine import Engine
 from weft.engine.live_job import PLANNED_BATCHES, LiveJob
+from weft.engine.memory import release_memory
 from weft.engine.step import prepare
 from weft.errors import ConfigError
 from weft.plan.pack.planners import ExactPlanner
@@ -63,12 +64,14 @@ class Preview:
 
 
 def preview(engine: Engine) -> Preview:
-    """Plans the whole run of the submitted jobs and tries its fullest microbatch; changes no job."""
+    """Plans the whole run of the submitted jobs and tries its fullest microbatch; changes no job.
+
+    Microbatches that do not fit the memory are made smaller, as in training.
+    """
     jobs = list(engine.jobs.values())
     shares = tuple(_job_preview(job) for job in jobs)
-    microbatches = plan_beginning(engine)
-    fullest = max(microbatches, key=lambda m: m.num_tokens)
-    seconds, activation_bytes = _try(engine, fullest)
+    engine.fit_microbatches()
+    microbatches, fullest, (seconds, activation_bytes) = _plan_that_fits(engine)
     num_tokens = sum(share.num_tokens for share in shares)
     # A long run goes on as it begins.
     factor = num_tokens / sum(m.num_tokens for m in microbatches)
@@ -84,6 +87,24 @@ def preview(engine: Engine) -> Preview:
         activation_bytes,
         factor * seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),
     )
+
+
+def _plan_that_fits(engine: Engine) -> tuple[list[Microbatch], Microbatch, tuple[float, int]]:
+    """The microbatches, the fullest of them, and its seconds and bytes."""
+    while True:
+        microbatches = plan_beginning(engine)
+        fullest = max(microbatches, key=lambda m: m.num_tokens)
+        tried = _try(engine, fullest)
+        if tried is not None:
+            return microbatches, fullest, tried
+        # Not in a handler, which would hold on to the tensors of what failed.
+        release_memory(engine.backbone)
+        if not engine.shrink():
+            raise ConfigError(
+                f"a microbatch of {engine.limits.capacity} tokens, as the longest sample needs, does not fit the GPU's "
+                "memory; lower max_length, set recompute: full, or quantize the backbone.",
+                where="capacity",
+            )
 
 
 def plan_beginning(engine: Engine) -> list[Microbatch]:
@@ -171,8 +192,8 @@ def _job_preview(job: LiveJob) -> JobPreview:
     return JobPreview(job.spec.name, job.num_steps, num_tokens, job.adapter.num_parameters)
 
 
-def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int]:
-    """Seconds and bytes of one microbatch, run by stand-ins for its jobs."""
+def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int] | None:
+    """Seconds and bytes of one microbatch, run by stand-ins for its jobs; None if the memory runs out."""
     backbone = engine.backbone
     jobs = {name: _stand_in(engine, name) for name in {s.job for s in microbatch.segments}}
     measure = _peak_bytes if backbone.device.type == "cuda" else _saved_bytes
@@ -187,10 +208,7 @@ def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int]:
         activation_bytes = measure(run)
         return time.perf_counter() - start, activation_bytes
     except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"a microbatch of {engine.limits.capacity} tokens does not fit the GPU's memory; lower capacity.",
-            where="capacity",
-        ) from None
+        return None
     finally:
         for job in jobs.values():
             assert job.slot is not None

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.data.dataset import JobData, load_job_data
 from weft.engine.engine import Engine
@@ -22,9 +22,13 @@ from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory
 
+Run = TypeVar("Run", bound=RunSpec)
 OnEvent = Callable[[Event], None]
 Locate = Callable[[str], str]
 """Where a setting such as `jobs.0.adapter.r` was written."""
+
+
+BATCH_NOTE = "{job}: a batch of {asked:,} samples is more than its data has; every step takes all {all:,}."
 
 
 @dataclass
@@ -32,6 +36,7 @@ class PreparedRun:
     """A run whose backbone, data and adapters are loaded and fit together."""
 
     spec: RunSpec
+    """Its capacity is a number."""
     engine: Engine
     data: dict[str, JobData] = field(default_factory=dict)
     failed: dict[str, WeftError] = field(default_factory=dict)
@@ -40,17 +45,22 @@ class PreparedRun:
     """What a user should know."""
 
 
-def load_engine(spec: RunSpec) -> tuple[Engine, tuple[str, ...]]:
-    """An engine on the backbone of a run, with the run's settings and without jobs, and what is worth telling."""
+def load_engine(spec: Run, longest: int) -> tuple[Run, Engine, tuple[str, ...]]:
+    """An engine on the backbone of a run, with the run's settings and without jobs, and what is worth telling.
+
+    Samples have at most `longest` tokens. The run comes back with the engine's number where its capacity is `auto`, so
+    that all that follows agrees on it.
+    """
     backbone, notes = load_within(spec.backbone, spec.memory_limit)
     engine = Engine(
         backbone,
         capacity=spec.capacity,
+        longest=longest,
         planner=planner_named(spec.planner),
         max_jobs=spec.max_jobs,
         tenant_weights=spec.tenant_weights,
     )
-    return engine, notes
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
 
 
 def prepare_run(
@@ -66,7 +76,7 @@ def prepare_run(
     A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
     are left out.
     """
-    engine, notes = load_engine(spec)
+    spec, engine, notes = load_engine(spec, spec.longest)
     run = PreparedRun(spec, engine, notes=notes)
     for place, job in enumerate(spec.jobs):
         if job.name in skip:
@@ -74,6 +84,9 @@ def prepare_run(
         try:
             run.data[job.name] = load_job_data(job, engine.backbone.tokenizer, base_dir)
             engine.submit(job, run.data[job.name], base_dir=base_dir)
+            num_samples = len(run.data[job.name].train.samples)
+            if job.batch_size > num_samples:
+                run.notes += (BATCH_NOTE.format(job=job.name, asked=job.batch_size, all=num_samples),)
         except ConfigError as error:
             # What does not fit the backbone is a mistake in the file, found late.
             setting = f"jobs.{place}.{error.where}" if error.where else f"jobs.{place}"
@@ -137,6 +150,9 @@ def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = st
     """
     recorded = {"quantize": "none", **directory.read_run()}
     now_set = {name: getattr(spec, name) for name in ("base_model", "quantize", "capacity")}
+    if spec.capacity == "auto":
+        # What it was when the run began, wherever it goes on.
+        del now_set["capacity"]
     for setting, now in (now_set | {"jobs": [job.name for job in spec.jobs]}).items():
         if recorded.get(setting) != now:
             raise ConfigError(
@@ -152,6 +168,12 @@ def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = st
         if is_final and not status.get("can_retry"):
             done.add(job.name)
     return frozenset(done)
+
+
+def as_begun(spec: RunSpec, directory: RunDirectory) -> RunSpec:
+    """A resumed run with the capacity it began with, where the file leaves it to Weft."""
+    recorded = directory.read_run().get("capacity")
+    return dataclasses.replace(spec, capacity=recorded) if spec.capacity == "auto" and recorded else spec
 
 
 def check_same_data(run: PreparedRun, directory: RunDirectory) -> None:

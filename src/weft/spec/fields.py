@@ -147,6 +147,8 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"expected a mapping, got {describe(value)}.", where=where)
         return {str(k): convert(v, args[1], join(where, str(k))) for k, v in value.items()}
+    if origin is typing.Literal and value in args:
+        return value
     return _convert_scalar(value, hint, where)
 
 
@@ -159,6 +161,8 @@ def type_name(hint: Any) -> str:
         return f"list of {type_name(args[0])}"
     if origin is dict:
         return "mapping"
+    if origin is typing.Literal:
+        return " or ".join(str(word) for word in args)
     known = {int: "whole number", float: "number", bool: "true/false", str: "text", type(None): "nothing"}
     return known.get(hint, getattr(hint, "__name__", str(hint)))
 
@@ -177,7 +181,7 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             return convert(value, option, where)
         except ConfigError:
             continue
-    names = [type_name(o) for o in options if o is not type(None)]
+    names = [_with_article(o) for o in options if o is not type(None)]
     raise ConfigError(f"expected {' or '.join(names)}, got {describe(value)}.", where=where)
 
 
@@ -200,8 +204,12 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
             return float(number)
         if number is not None and math.isfinite(number) and float(number).is_integer():
             return int(number)
-    article = "a " if hint in (int, float) else ""
-    raise ConfigError(f"expected {article}{type_name(hint)}, got {describe(value)}.", where=where)
+    raise ConfigError(f"expected {_with_article(hint)}, got {describe(value)}.", where=where)
+
+
+def _with_article(hint: Any) -> str:
+    is_countable = hint in (int, float) or typing.get_origin(hint) in (tuple, dict)
+    return f"a {type_name(hint)}" if is_countable else type_name(hint)
 
 
 def _number(value: Any) -> float | int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.errors import ConfigError
@@ -94,11 +95,12 @@ class JobSpec:
     """Whose job it is. When not all jobs fit, tenants take turns: who has had fewer tokens comes first."""
 
     def __post_init__(self) -> None:
+        self._refuse_mappings()
         validate(self)
         if not JOB_NAME.fullmatch(self.name):
             raise ConfigError(
-                f"{self.name!r} is not a job name; use letters, digits, '.', '_' and '-', starting with a letter or "
-                "digit, at most 64.",
+                f"{self.name!r} is not a job name; use a to z, A to Z, digits, '.', '_' and '-', starting with a "
+                "letter or digit, at most 64.",
                 where="name",
             )
         if self.name.lower() in RESERVED_NAMES:
@@ -107,8 +109,7 @@ class JobSpec:
             raise ConfigError("no files; name at least one.", where="train_data")
         if isinstance(self.eval_data, tuple) and not (self.eval_data and all(self.eval_data)):
             raise ConfigError("no files; name at least one, or leave it out.", where="eval_data")
-        if isinstance(self.eval_data, float | int) and not isinstance(self.eval_data, bool):
-            self._check_eval_amount(self.eval_data)
+        self._check_eval_amount()
         if self.early_stopping_patience and self.eval_data is None:
             raise ConfigError("needs eval_data to judge by.", where="early_stopping_patience")
         product = (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1)
@@ -129,8 +130,22 @@ class JobSpec:
             return (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1)
         return 8
 
-    def _check_eval_amount(self, amount: float) -> None:
-        if amount <= 0 or (amount >= 1 and not float(amount).is_integer()):
+    def _refuse_mappings(self) -> None:
+        """Other tools describe data by mappings."""
+        for name in ("train_data", "eval_data"):
+            given = getattr(self, name)
+            if any(isinstance(item, Mapping) for item in (given if isinstance(given, list | tuple) else [given])):
+                raise ConfigError(
+                    "expected files such as rows.jsonl, got a mapping; their format goes in data_format.", where=name
+                )
+
+    def _check_eval_amount(self) -> None:
+        amount = self.eval_data[0] if isinstance(self.eval_data, tuple) else self.eval_data
+        if isinstance(amount, str):
+            is_wrong = re.fullmatch(r"[\d.]+ *%", amount) is not None
+        else:
+            is_wrong = amount is not None and (amount <= 0 or (amount >= 1 and not float(amount).is_integer()))
+        if is_wrong:
             raise ConfigError(
                 f"got {amount}; accepted are a fraction between 0 and 1, a whole number of samples, or files.",
                 where="eval_data",

@@ -22,6 +22,12 @@ _BELOW: Mapping[tuple[type, str], type] = {
     (JobSpec, "adapter"): AdapterSpec,
 }
 """What the settings inside a setting are."""
+_HOMES: Mapping[type, str] = {
+    RunSpec: "the whole run; write it at the top of the file",
+    JobSpec: "a job; write it in an item of jobs, or in defaults for all of them",
+    AdapterSpec: "the adapter; write it in adapter of a job or of defaults",
+}
+"""Where settings go, for those that stand elsewhere."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -54,6 +60,7 @@ def run_from_mapping(tree: Any) -> RunSpec:
     """The run described by plain data, as YAML or JSON gives it."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"expected settings such as base_model and jobs, got {describe(tree)}.")
+    _check_places(tree, RunSpec)
     values = dict(tree)
     defaults = values.get("defaults") or {}
     if not isinstance(defaults, Mapping):
@@ -68,6 +75,25 @@ def run_from_mapping(tree: Any) -> RunSpec:
         raise ConfigError(f"expected a list of jobs, got {describe(jobs)}.", where="jobs")
     values["jobs"] = [_job(job, defaults, i) for i, job in enumerate(jobs)]
     return read(RunSpec, values)
+
+
+def _check_places(values: Any, cls: type, where: str = "") -> None:
+    """Settings that are known, but not of this place, are told where they go."""
+    if not isinstance(values, Mapping):
+        return
+    names = field_names(cls)
+    for key, value in values.items():
+        place = join(where, str(key))
+        home = next((other for other in _HOMES if str(key) in field_names(other)), None)
+        # Jobs and runs both have a name, and each is far from the other.
+        if str(key) not in (*names, "name") and home is not None:
+            raise ConfigError(f"is a setting of {_HOMES[home]}.", where=place)
+        below = _BELOW.get((cls, names.get(str(key), "")))
+        if below is not None and isinstance(value, list):
+            for i, item in enumerate(value):
+                _check_places(item, below, f"{place}.{i}")
+        elif below is not None:
+            _check_places(value, below, place)
 
 
 def _job(job: Any, defaults: Mapping[str, Any], index: int) -> JobSpec:

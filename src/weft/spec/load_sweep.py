@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import describe, field_names, read
+from weft.spec.fields import describe, field_names, join, read
 from weft.spec.job import JobSpec
 from weft.spec.load import apply_override, canonical, merge, parse, place_of
-from weft.spec.space import Space, params_of, read_space, setting_path
+from weft.spec.misplaced import check_job, check_space, check_top
+from weft.spec.space import Space, is_number, params_of, read_space, setting_path
 from weft.spec.sweep import TIMES_R, SweepSpec
 
 _DEFAULTS = "defaults"
@@ -64,12 +64,14 @@ def in_its_words(error: ConfigError, tree: Any) -> ConfigError:
 
 
 def _read_sweep(tree: Mapping[Any, Any], base_dir: Path) -> SweepSpec:
+    check_top(tree)
     spec = read(SweepSpec, _with_one_job(tree))
     _check_defaults(spec.defaults)
     if isinstance(spec.space, str):
         values = {**_own(tree), "space": _space_file(base_dir / spec.space)}
         spec = read(SweepSpec, _with_one_job(values))
     assert isinstance(spec.space, dict)
+    check_space(spec.space)
     found = read_space(spec.space)
     for point in found.probes():
         job = trial_job(spec, "trial", params_of(point))
@@ -85,6 +87,11 @@ def space_of(spec: SweepSpec) -> Space:
     """The search space of a sweep that has been read."""
     assert isinstance(spec.space, dict), "reading a sweep reads the file of its space too"
     return read_space(spec.space)
+
+
+def longest_of(spec: SweepSpec) -> int:
+    """Most tokens that a sample of any trial may have."""
+    return max(trial_job(spec, "trial", params_of(point)).max_length for point in space_of(spec).probes())
 
 
 def trial_job(spec: SweepSpec, name: str, params: Mapping[str, Any]) -> JobSpec:
@@ -104,7 +111,10 @@ def _traced(error: ConfigError, where: str, params: Mapping[str, Any]) -> Config
     """An error of a trial's job, said of the parameter that made it, or of what all trials share."""
     guilty = [name for name in params if where and f"{where}.".startswith(f"{setting_path(name)}.")]
     place = f"space.{guilty[0]}" if guilty else f"{_DEFAULTS}.{where}" if where else _DEFAULTS
-    return ConfigError(error.message, where=place, hint=error.hint)
+    is_text = bool(guilty) and isinstance(params[guilty[0]], str)
+    is_amiss = is_text and error.message.startswith(("expected a number, got", "expected a whole number, got"))
+    hint = "A range is written {min: …, max: …}, with log: true for a logarithmic one." if is_amiss else error.hint
+    return ConfigError(error.message, where=place, hint=hint)
 
 
 def _own(tree: Mapping[Any, Any]) -> dict[str, Any]:
@@ -132,12 +142,14 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
     """A mistake in what all trials share is reported there and not in the first trial."""
     if "name" in defaults:
         raise ConfigError("trials have names of their own; leave it out.", where=f"{_DEFAULTS}.name")
-    for key in defaults:
-        if key not in field_names(JobSpec) and key in field_names(AdapterSpec):
-            hint = f"Write adapter: {{{key}: …}}, or search it in space."
-            raise ConfigError("is a setting of the adapter.", where=f"{_DEFAULTS}.{key}", hint=hint)
+    check_job(defaults, _DEFAULTS)
     alone = {"name": "trial", "train_data": ["none"], "eval_data": 1}
-    read(JobSpec, _with_alpha(merge(alone, canonical(defaults, JobSpec, _DEFAULTS))), _DEFAULTS)
+    try:
+        read(JobSpec, _with_alpha(merge(alone, canonical(defaults, JobSpec, _DEFAULTS)), _DEFAULTS), _DEFAULTS)
+    except ConfigError as error:
+        several = error.message.startswith("expected a") and error.message.endswith(("got a list.", "got a mapping."))
+        hint = "What is to be searched goes in space." if several else error.hint
+        raise ConfigError(error.message, where=error.where, hint=hint) from None
 
 
 def _check_comparable(spec: SweepSpec, space: Space) -> None:
@@ -156,13 +168,18 @@ def _check_comparable(spec: SweepSpec, space: Space) -> None:
         )
 
 
-def _with_alpha(settings: dict[str, Any]) -> dict[str, Any]:
+def _with_alpha(settings: dict[str, Any], where: str = "") -> dict[str, Any]:
     """Settings in which an alpha such as `2r` has become a number."""
     adapter = settings.get("adapter")
     alpha = adapter.get("lora_alpha") if isinstance(adapter, Mapping) else None
-    found = re.match(TIMES_R, alpha.strip()) if isinstance(alpha, str) else None
-    if found is None or not isinstance(adapter, Mapping):
+    if not isinstance(alpha, str) or not isinstance(adapter, Mapping) or is_number(alpha):
         return settings
+    found = re.match(TIMES_R, alpha.strip())
+    if found is None:
+        raise ConfigError(
+            f"expected a number, or a multiple of the rank such as 2r, got {describe(alpha)}.",
+            where=join(where, "adapter.lora_alpha"),
+        )
     rank = read(JobSpec, {"name": "rank", "train_data": "none", "adapter": {"r": adapter.get("r", 16)}}).adapter.r
     return {**settings, "adapter": {**adapter, "lora_alpha": float(found[1]) * rank}}
 

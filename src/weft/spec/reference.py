@@ -123,8 +123,9 @@ def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
     if choices:
         return ", ".join(_yaml(choice) for choice in choices)
     kinds = [kind for kind in _kinds(hint) if kind is not type(None) and not (kind is int and float in _kinds(hint))]
-    words = " or ".join(_WORDS.get(kind) or type_name(kind) for kind in kinds)
-    return f"{words}, {rule.text}" if rule else words
+    # Rules are for numbers.
+    rules = [f", {rule.text}" if rule and kind in (int, float) else "" for kind in kinds]
+    return " or ".join((_WORDS.get(kind) or type_name(kind)) + own for kind, own in zip(kinds, rules, strict=True))
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
@@ -285,6 +286,8 @@ def _kind_schemas(kind: Any, rule: Rule | None) -> list[dict[str, Any]]:
         return [array] if dataclasses.is_dataclass(args[0]) else [array, *items]
     if dataclasses.is_dataclass(kind):
         return [{"$ref": f"#/$defs/{_REFERENCES[kind]}"}]
+    if origin is typing.Literal:
+        return [{"enum": list(args)}]
     if kind is Any:
         return [{}]
     return [{"type": {str: "string", bool: "boolean", type(None): "null"}[kind]}]

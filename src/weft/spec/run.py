@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from weft.errors import ConfigError
 from weft.spec.fields import at_least, setting, validate
@@ -16,6 +16,8 @@ QUANTISATIONS = ("none", "fp8", "nf4", "int8")
 KERNELS = ("auto", "fused", "reference")
 PLANNERS = ("auto", "greedy", "exact")
 RECOMPUTE = ("none", "mlp", "full")
+Capacity = Literal["auto"] | int
+"""Tokens of a microbatch; auto: what suits the device (`cost/rows.py`)."""
 _UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -85,9 +87,9 @@ class RunSpec:
     widest product of each layer) or full (each layer anew). Results stay the same to the bit."""
     offload: bool = setting(False)
     """Keeps what the fused step needs for the way back in the machine's memory instead of the GPU's. Slower."""
-    capacity: int = setting(2048, aliases=("microbatch_tokens",), rule=at_least(2))
-    """Most tokens of one microbatch, over all jobs; no sample may be longer. Halved, and said so, where a GPU has too
-    little memory for it."""
+    capacity: Capacity = setting("auto", aliases=("microbatch_tokens",), rule=at_least(2))
+    """Most tokens of one microbatch, over all jobs; no sample may be longer. auto: 2048 on a CPU, 8192 on a GPU, or the
+    next power of two that holds the largest max_length. Halved, and said so, where a GPU has too little memory."""
     planner: str = setting("auto", choices=PLANNERS)
     """How samples are packed into microbatches: greedy (at once), exact (fewest microbatches, searched for beside
     training; a plan that would come too late is greedy) or auto: exact where it pays. No result depends on it."""
@@ -117,7 +119,7 @@ class RunSpec:
                 )
             first[key] = i
         for i, job in enumerate(self.jobs):
-            if job.max_length > self.capacity:
+            if self.capacity != "auto" and job.max_length > self.capacity:
                 raise ConfigError(
                     f"max_length {job.max_length} is above the run's capacity of {self.capacity} tokens; "
                     "lower max_length or raise capacity.",
@@ -137,6 +139,11 @@ class RunSpec:
             raise ConfigError(
                 f"got {', '.join(self.report_to)}; accepted are {', '.join(TRACKERS)}.", where="report_to"
             )
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a sample of any of the jobs may have."""
+        return max((job.max_length for job in self.jobs), default=0)
 
     @property
     def backbone(self) -> BackboneSpec:

@@ -25,6 +25,13 @@ from weft.spec.job import JobSpec
 TOGETHER = "_"
 """The parameter whose values are settings that vary together."""
 _WORDS = ("choices", "min", "max", "log", "step", "int", "times_r")
+_ELSEWHERE = {
+    **dict.fromkeys(("low", "lower", "from", "start"), "Did you mean min?"),
+    **dict.fromkeys(("high", "upper", "to", "end"), "Did you mean max?"),
+    **dict.fromkeys(("values", "options", "value", "categorical"), "Did you mean choices?"),
+    **dict.fromkeys(("distribution", "scale", "type"), "A range is even, or logarithmic with log: true."),
+}
+"""What other tools' words are here."""
 _NOT_SEARCHED = ("name", "priority", "tenant")
 
 
@@ -205,9 +212,11 @@ def _parameters(tree: Mapping[Any, Any], prefix: str, where: str) -> Iterator[Pa
 
 def _check_name(name: str, where: str) -> None:
     path = setting_path(name)
+    if path == "adapter":
+        raise ConfigError(f"name what varies of it, such as {name}: {{r: [8, 16]}}.", where=where)
     adapter = {f"adapter.{field}" for field in field_names(AdapterSpec)}
     known = {*field_names(JobSpec), *field_names(AdapterSpec), *adapter} - set(_NOT_SEARCHED)
-    if path not in known or path == "adapter":
+    if path not in known:
         guess = closest(name, sorted(known))
         hint = f"Did you mean {guess}?" if guess else "`weft config` lists all settings of jobs and adapters."
         raise ConfigError("is no setting that can be searched.", where=where, hint=hint)
@@ -219,6 +228,7 @@ def _parameter(name: str, value: Any, where: str) -> Parameter:
             if word not in _WORDS:
                 guess = closest(str(word), list(_WORDS))
                 hint = f"Did you mean {guess}?" if guess else f"Accepted are {', '.join(_WORDS)}."
+                hint = _ELSEWHERE.get(str(word), hint)
                 raise ConfigError("unknown word.", where=join(where, str(word)), hint=hint)
         kinds = [word for word in ("choices", "times_r") if word in value] + ["min"] * (
             "min" in value or "max" in value
@@ -249,6 +259,9 @@ def _times_r(name: str, values: Any, where: str) -> Choices:
     if setting_path(name) != "adapter.lora_alpha":
         raise ConfigError("only lora_alpha can be a multiple of r.", where=where)
     listed = values if isinstance(values, list | tuple) else [values]
+    for place, value in enumerate(listed):
+        if isinstance(value, str) and not is_number(value):
+            raise ConfigError(f"expected a factor such as 2, got {describe(value)}.", where=f"{where}.times_r.{place}")
     factors = [convert(value, float, f"{where}.times_r.{place}") for place, value in enumerate(listed)]
     return _choices(name, [f"{factor:g}r" for factor in factors], where)
 
@@ -266,6 +279,8 @@ def _range(name: str, value: Mapping[str, Any], where: str) -> Range:
         raise ConfigError(f"a logarithmic range needs a min above 0, got {low:g}.", where=where)
     if step is not None and step <= 0:
         raise ConfigError(f"must be above 0, got {step:g}.", where=f"{where}.step")
+    if step is not None and step > high - low > 0:
+        raise ConfigError(f"{step:g} is more than there is between {low:g} and {high:g}.", where=f"{where}.step")
     whole = whole or (_takes_whole_numbers(name) and float(low).is_integer() and float(high).is_integer())
     if whole and not all(float(number).is_integer() for number in (low, high, step or 1)):
         raise ConfigError("whole numbers need a whole min, max and step.", where=where)
@@ -276,7 +291,7 @@ def _range(name: str, value: Mapping[str, Any], where: str) -> Range:
 
 def _together(value: Any, where: str) -> Choices:
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) and item for item in value):
-        raise ConfigError("expected a list of mappings, each with settings that go together.", where=where)
+        raise ConfigError("expected a list of settings that go together, such as [{r: 8, lr: 1e-3}].", where=where)
     for place, item in enumerate(value):
         for name in item:
             _check_name(str(name), f"{where}.{place}.{name}")
@@ -293,6 +308,11 @@ def _finite(value: Any, where: str) -> float:
     if not math.isfinite(number):
         raise ConfigError(f"expected a finite number, got {number}.", where=where)
     return number
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a number."""
+    return not isinstance(_number(text), str)
 
 
 def _number(value: Any) -> Any:

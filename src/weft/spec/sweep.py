@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from weft.errors import ConfigError, closest
-from weft.spec.fields import above, at_least, between, setting, validate
+from weft.spec.fields import above, at_least, between, describe, setting, validate
 from weft.spec.job import JobSpec
 from weft.spec.run import RunSpec
 
 SAMPLERS = ("auto", "grid", "random", "tpe", "gp", "qmc", "nsgaii")
 RULES = ("asha", "halving", "median", "none")
 UNITS = ("progress", "steps", "tokens")
-METRICS = {"eval_loss": "min", "perplexity": "min", "exact_match": "max", "accuracy": "max"}
+METRICS = {"eval_loss": "min", "perplexity": "min", "token_accuracy": "max", "exact_match": "max", "accuracy": "max"}
 """What trials can be judged by, and which way is better."""
+_ALSO = {"loss": "eval_loss", "mean_token_accuracy": "token_accuracy", "eval_mean_token_accuracy": "token_accuracy"}
+"""Names that the same have elsewhere."""
 TIMES_R = r"^(\d+\.?\d*|\.\d+) *\*? *r$"
 """An alpha that is a multiple of the rank, such as 2r."""
 FIRST_RUNG = 1 / 8
@@ -38,7 +40,8 @@ class ObjectiveSpec:
     """By what trials are judged."""
 
     metric: str | None = setting(None)
-    """eval_loss, perplexity, exact_match, accuracy, or a Python function as file.py:function. Default: eval_loss."""
+    """eval_loss, perplexity, token_accuracy, exact_match, accuracy, or a Python function as file.py:function. Default:
+    eval_loss."""
     mode: str | None = setting(None, aliases=("direction", "goal"), choices=("min", "max", "minimize", "maximize"))
     """Whether the smallest or the largest value is best. Default: what the metric means."""
     command: str | None = setting(None)
@@ -60,12 +63,16 @@ class ObjectiveSpec:
         mode = METRICS.get(metric) if self.mode is None else self.mode[:3]
         if mode is None:
             raise ConfigError("is missing: say whether min or max of this metric is best.", where="mode")
+        if METRICS.get(metric, mode) != mode:
+            way = "larger" if mode == "min" else "smaller"
+            raise ConfigError(f"{metric} is the better the {way} it is; leave the mode out.", where="mode")
         object.__setattr__(self, "mode", mode)
         if (self.pattern is not None or self.choices) and metric != "accuracy":
             wrong = "pattern" if self.pattern is not None else "choices"
             raise ConfigError(f"is for the metric accuracy, not for {metric}.", where=wrong)
         if metric == "accuracy" and (self.pattern is None) == (not self.choices):
-            raise ConfigError("needs either a pattern or choices.", where="metric")
+            hint = "token_accuracy and exact_match need neither."
+            raise ConfigError("accuracy needs either a pattern or choices.", where="metric", hint=hint)
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
@@ -179,11 +186,19 @@ class SweepSpec(RunSpec):
 
     def __post_init__(self) -> None:
         for name, main in (("objective", "metric"), ("early_stop", "rule")):
-            value = "none" if getattr(self, name) is False else getattr(self, name)
+            value = getattr(self, name)
             if isinstance(value, str):
                 object.__setattr__(self, name, {main: value})
+            elif isinstance(value, list):
+                raise ConfigError(f"expected the name of one {main}, got a list.", where=name)
+        if isinstance(self.early_stop, bool):
+            object.__setattr__(self, "early_stop", {} if self.early_stop else {"rule": "none"})
         validate(self)
         self._check_settings()
+        if self.storage is not None and "://" not in self.storage:
+            raise ConfigError(
+                f"expected an address such as sqlite:///study.db, got {describe(self.storage)}.", where="storage"
+            )
         if self.jobs:
             raise ConfigError("a sweep makes its jobs from the space; write what they share in job.", where="jobs")
 
@@ -211,7 +226,8 @@ def _metric_name(text: str) -> str:
     found = _FUNCTION.fullmatch(text)
     if found:
         return f"{found['file']}:{found['name']}"
-    name = {"loss": "eval_loss"}.get(text, text.replace("-", "_"))
+    name = text.replace("-", "_")
+    name = _ALSO.get(name, name)
     if name not in METRICS:
         guess = closest(name, list(METRICS))
         raise ConfigError(

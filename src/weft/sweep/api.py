@@ -7,7 +7,7 @@ import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
 from weft.spec.fields import field_names
 from weft.spec.load import parse
-from weft.spec.load_sweep import in_its_words, load_sweep, space_of, sweep_from_mapping
+from weft.spec.load_sweep import in_its_words, load_sweep, longest_of, space_of, sweep_from_mapping
 from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec, resolved_sweep
 from weft.store.atomic import remove_leftovers, write_file
@@ -57,6 +57,7 @@ class PreparedSweep:
     """A sweep whose backbone, data and configurations are loaded and fit together."""
 
     spec: SweepSpec
+    """Its capacity is a number."""
     base_dir: Path
     space: Space
     sampler: str
@@ -84,7 +85,7 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
     else:
         spec = load_sweep(given)
     folder = Path(spec.output_dir)
-    check_folder(spec, folder, resume=resume)
+    spec = check_folder(spec, folder, resume=resume)
     try:
         prepared = prepare_sweep(spec, base_dir)
     except ConfigError as error:
@@ -94,16 +95,18 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
         return conclude(run)
 
 
-def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> None:
-    """Raises if the folder cannot be used as asked; changes nothing."""
+def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> SweepSpec:
+    """Raises if the folder cannot be used as asked; changes nothing. A resumed sweep has the capacity it began with."""
     try:
         RunDirectory.check(folder / TRIALS, resume=resume)
     except StorageError as error:
         message = error.message.replace("holds a run", "holds a sweep").replace("no run to", "no sweep to")
         raise StorageError(message, where=str(folder), hint=error.hint) from None
     if not resume:
-        return
+        return spec
     saved = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
+    if spec.capacity == "auto":
+        spec = replace(spec, capacity=saved.get("capacity"))
     now = resolved_sweep(spec)
     for name in KEPT:
         if saved.get(name) != now[name]:
@@ -112,6 +115,7 @@ def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> None:
                 "sweep keeps it.",
                 where=name,
             )
+    return spec
 
 
 def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
@@ -126,7 +130,7 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
         import_optuna()
     objective = Objective(spec.objective, base_dir)
     earlier = None if spec.start_from is None else read_earlier(spec, base_dir / spec.start_from)
-    engine, notes = load_engine(spec)
+    spec, engine, notes = load_engine(spec, longest_of(spec))
     backbone = engine.backbone
     configurations = Configurations(spec, backbone, base_dir)
     configurations.check(space, spec.trials)

@@ -17,7 +17,7 @@ from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, WeftError
 from weft.spec import JobSpec
 from weft.spec.load_sweep import trial_job
-from weft.spec.space import Space, params_of, setting_path
+from weft.spec.space import Space, params_of, setting_path, value_key
 from weft.spec.sweep import SweepSpec
 
 MAX_CHECKED = 1000
@@ -33,9 +33,16 @@ class Configurations:
         self.backbone = backbone
         self._base_dir = base_dir
         self._data: dict[tuple[Any, ...], JobData] = {}
+        self._jobs: dict[tuple[str, str], JobSpec] = {}
 
     def job(self, name: str, params: Mapping[str, Any]) -> JobSpec:
         """The job of a configuration, evaluated as often as early stopping needs; raises if it cannot be trained."""
+        key = (name, value_key(params))
+        if key not in self._jobs:
+            self._jobs[key] = self._make_job(name, params)
+        return self._jobs[key]
+
+    def _make_job(self, name: str, params: Mapping[str, Any]) -> JobSpec:
         spec = self._spec
         job = trial_job(spec, name, params)
         data = self.data(job)

@@ -1,4 +1,4 @@
-"""What a trial is worth: its evaluation loss, how well it answers, a user's function, or a shell command.
+"""What a trial is worth: how it does in evaluations, how well it answers, a user's function, or a shell command.
 
 Answers are written greedily to the prompts of the evaluation samples: everything up to the last supervised run of
 tokens, which is the reference.
@@ -22,7 +22,7 @@ from weft.data.prompts import Prompt
 from weft.data.sample import Sample
 from weft.engine.admission import WAITING
 from weft.engine.engine import Engine
-from weft.engine.evaluate import mean_losses
+from weft.engine.evaluate import Means, mean_scores
 from weft.engine.generate import Decoding
 from weft.engine.live_job import LiveJob
 from weft.engine.score import Answer, answers
@@ -60,29 +60,31 @@ class Objective:
         if self._spec.needs_answers:
             self._asked(samples, backbone)
 
-    def value(self, engine: Engine, job: LiveJob, eval_loss: float | None, folder: Path) -> float:
+    def value(self, engine: Engine, job: LiveJob, looked: Means | None, folder: Path) -> float:
         """The metric of a job as it is now; a JobError says why there is none.
 
-        `eval_loss` is the one just measured; a shell command finds the adapter in `folder`.
+        `looked` is the evaluation of these very weights, if there is one; a shell command finds the adapter in
+        `folder`.
         """
         if self.metric == COMMAND:
             engine.export_adapter(job.spec.name, folder)
             return self._run_command(folder)
-        if not self._spec.needs_answers:
-            assert eval_loss is not None, "a job with evaluation data has been evaluated"
-            if self.metric == "eval_loss":
-                return eval_loss
-            return math.exp(eval_loss) if eval_loss < 700 else math.inf
-        return self._score(self._answers(engine.backbone, job))
+        if self._spec.needs_answers:
+            return self._score(self._answers(engine.backbone, job))
+        means = self._evaluate(engine, job) if looked is None else looked
+        if self.metric == "eval_loss":
+            return means.loss
+        if self.metric == "token_accuracy":
+            # Without a loss the logits are no numbers, and a share of them says nothing.
+            return means.accuracy if math.isfinite(means.loss) else math.nan
+        return math.exp(means.loss) if means.loss < 700 else math.inf
 
-    def measure(self, engine: Engine, job: LiveJob, folder: Path) -> float:
-        """The metric of a job that nobody has just evaluated."""
-        eval_loss = None
-        if job.data.eval is not None and not self._spec.needs_answers and self.metric != COMMAND:
-            with _slot_of(job, engine.backbone) as slot:
-                asked = [(slot, job.data.eval.samples)]
-                (eval_loss,) = mean_losses(engine.backbone, asked, engine.limits.capacity, engine.row_tile)
-        return self.value(engine, job, eval_loss, folder)
+    def _evaluate(self, engine: Engine, job: LiveJob) -> Means:
+        assert job.data.eval is not None, "a sweep that is judged by evaluations has data for them"
+        with _slot_of(job, engine.backbone) as slot:
+            asked = [(slot, job.data.eval.samples)]
+            (means,) = mean_scores(engine.backbone, asked, engine.limits.capacity, engine.row_tile)
+        return means
 
     def _answers(self, backbone: Backbone, job: LiveJob) -> list[Answer]:
         assert job.data.eval is not None

@@ -6,7 +6,9 @@ others. Times are a model's: early stopping and evaluation are left out.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ import torch
 from weft.adapters.targets import choose_modules
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import find_source, load_config, load_skeleton
+from weft.cost.hardware import find_hardware
+from weft.cost.rows import capacities
 from weft.cost.shape import ALL_LINEAR, LINEARS, ModelShape
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 from weft.spec import AdapterSpec
-from weft.spec.load_sweep import space_of
+from weft.spec.load_sweep import longest_of, space_of
 from weft.spec.space import params_of, value_key
 from weft.spec.sweep import SweepSpec
 from weft.sweep.configure import Configurations
@@ -42,17 +46,15 @@ def plan_elsewhere(spec: SweepSpec, base_dir: Path, device: str, gpus: int) -> S
 
 
 def plan_configurations(spec: SweepSpec, configurations: Configurations, device: str, gpus: int = 1) -> SweepPlan:
-    """The plan of a sweep with its own capacity, recompute and quantize."""
+    """The plan of a sweep with its own capacity, which may be that of the device, recompute and quantize."""
     shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
-    return plan_sweep(
-        sampled(spec, configurations),
-        shape,
-        device,
-        gpus,
-        quantize=spec.quantize,
-        recompute=spec.recompute,
-        capacity=spec.capacity,
-    )
+    chosen = sampled(spec, configurations)
+    plan = partial(plan_sweep, chosen, shape, device, gpus, quantize=spec.quantize, recompute=spec.recompute)
+    *larger, least = capacities(spec.capacity, find_hardware(device).name, longest_of(spec))
+    for capacity in larger:
+        with contextlib.suppress(PlanError):
+            return plan(capacity=capacity)
+    return plan(capacity=least)
 
 
 def sampled(spec: SweepSpec, configurations: Configurations) -> list[Configuration]:

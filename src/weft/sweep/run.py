@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from weft.engine.evaluate import Means
 from weft.engine.events import (
     EvalDone,
     Event,
@@ -55,6 +56,8 @@ class SweepRun:
         """Trials that wait at a rung."""
         self._is_closed = False
         """No more trials are asked for."""
+        self._best_look: dict[str, Means] = {}
+        """Of each trial, the evaluation with the smallest loss: that of its weights where patience ends it."""
         self._upcoming: deque[Trial] | None = None
         """The trials to come, if they are known."""
         self._obstacle: str | None = None
@@ -155,7 +158,10 @@ class SweepRun:
             self.ledger.tell_news("step", trial, "")
             self._check_budget()
         elif isinstance(event, EvalDone):
-            self._see(trial, event.eval_loss)
+            looked = Means(event.eval_loss, event.eval_mean_token_accuracy)
+            if event.is_best:
+                self._best_look[trial.name] = looked
+            self._see(trial, looked)
             self._after(trial)
         elif isinstance(event, JobPaused) and event.reason not in (None, "the run was stopped"):
             self._obstacle = f"{trial.name}: {event.reason}"
@@ -189,23 +195,20 @@ class SweepRun:
         elif isinstance(event, JobSucceeded):
             if job.best_params is not None or not trial.points:
                 # Its weights are not those that were last seen: patience ran out, or nothing was there to evaluate.
-                self._see(trial, job.best_eval)
+                self._see(trial, self._best_look.get(trial.name))
             if not trial.state.is_final:
                 self.ledger.end(trial, TrialState.DONE, "")
                 self.ledger.keep_best()
         self.parts.engine.forget(trial.name)
         self._after(trial)
 
-    def _see(self, trial: Trial, eval_loss: float | None) -> None:
-        """Looks at the objective of a trial; one that has no value fails. Without an eval_loss, it is measured."""
+    def _see(self, trial: Trial, looked: Means | None) -> None:
+        """Looks at the objective of a trial; one that has no value fails. Without an evaluation, it is made."""
         parts = self.parts
         job = parts.engine.jobs[trial.name]
         judged = parts.directory.job_dir(trial.name) / "judged"
         try:
-            if eval_loss is None:
-                value = parts.objective.measure(parts.engine, job, judged)
-            else:
-                value = parts.objective.value(parts.engine, job, eval_loss, judged)
+            value = parts.objective.value(parts.engine, job, looked, judged)
             reason = f"its {parts.objective.metric} at step {job.step} is {value}"
         except StorageError:
             raise

@@ -145,6 +145,27 @@ def test_scatter_when_a_range_is_logarithmic_then_so_is_its_axis_and_values_are_
         assert list(trace.x) == pytest.approx(rates, rel=1e-3)
 
 
+@pytest.mark.parametrize(("high", "ticks"), [(1e-2, 1), (5e-3, "D2"), (2e-4, None)])
+def test_scatter_when_an_axis_is_logarithmic_then_its_labels_have_room(high: float, ticks: int | str | None) -> None:
+    rates = [1e-4 * (high / 1e-4) ** (place / 11) for place in range(12)]
+    trials = [
+        {"name": f"t{i}", "state": "done", "value": float(i), "params": {"lr": rate}, "rank": i}
+        for i, rate in enumerate(rates)
+    ]
+    figure = draw_sweep_charts(read_board({"trials": trials}))["scatter_0"]
+    assert (figure.layout.xaxis.type, figure.layout.xaxis.dtick) == ("log" if ticks else None, ticks)
+
+
+@pytest.mark.parametrize(("num", "is_named"), [(20, True), (60, False)])
+def test_trial_times_then_each_bar_has_its_trials_name_while_there_is_room(num: int, is_named: bool) -> None:
+    board = read_board(sweep_board(num))
+    axis = draw_sweep_charts(board)["trial_times"].layout.yaxis
+    assert axis.visible is is_named
+    rows = dict(zip(axis.ticktext, axis.tickvals, strict=True))
+    for index, trial in enumerate(board.trials):
+        assert {row for _, row in own(draw_sweep_charts(board)["trial_times"], index)} <= {rows[trial.name]}
+
+
 def test_trial_spans_then_they_start_and_end_where_the_trials_did() -> None:
     board = sweep_board(20)
     spans = {index: (start, end) for index, start, end in trial_spans(read_board(board))}

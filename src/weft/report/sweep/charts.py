@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.report import readable
-from weft.report.figure import Figure
+from weft.report.figure import Figure, label
 from weft.report.series import Points, thin
 from weft.report.sweep.board import Board
 from weft.report.sweep.figure import in_view, lines, marks, sweep_figure
@@ -15,6 +15,8 @@ MAX_POINTS_PER_TRIAL = 300
 MIN_POINTS_PER_TRIAL = 16
 CROWDED_FROM = 40
 """With more trials than this lines and marks get smaller."""
+MOST_NAMED = 40
+"""Bars of that many trials leave room for their names beside them."""
 
 
 def draw_sweep_charts(board: Board) -> dict[str, Figure]:
@@ -80,7 +82,10 @@ def _trial_times(board: Board) -> Figure | None:
     hover = f"%{{text}}<br>%{{x:.4~g}} {unit}<extra></extra>"
     figure = sweep_figure(board, lines(board, rows, hover=hover, width=thick, best_width=thick), x_title=unit)
     figure.update_xaxes(rangemode="tozero")
-    return figure.update_yaxes(range=[len(spans) - 0.4, -0.6], visible=False, fixedrange=True)
+    names = [label(board.trials[index].name) for index, *_ in spans]
+    figure.update_yaxes(tickvals=list(range(len(spans))), ticktext=names, showgrid=False, showline=False, ticks="")
+    has_room = len(spans) <= MOST_NAMED
+    return figure.update_yaxes(range=[len(spans) - 0.4, -0.6], visible=has_room, fixedrange=True)
 
 
 def trial_spans(board: Board) -> list[tuple[int, float, float]]:

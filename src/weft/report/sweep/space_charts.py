@@ -76,8 +76,13 @@ def _scaled(figure: Figure, axis: Axis) -> Figure:
         ticks = [_in_lines(text, width) for text in axis.choices]
         figure.update_xaxes(tickvals=list(range(num)), ticktext=ticks, tickangle=0, range=[-0.5, num - 0.5])
     elif axis.kind == "log":
-        figure.update_xaxes(type="log", dtick=1 if axis.high / axis.low >= 100 else None)
+        figure.update_xaxes(type="log", dtick=_log_ticks(axis.high / axis.low))
     return figure
+
+
+def _log_ticks(ratio: float) -> int | str | None:
+    """Powers of ten where there are several, else 1, 2 and 5 times them: all nine digits do not fit a small chart."""
+    return 1 if ratio >= 100 else "D2" if ratio >= 5 else None
 
 
 def _in_lines(text: str, width: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from weft.errors import ConfigError
 from weft.serve.jobs.claim import LEASE_S
 from weft.spec import BackboneSpec
+from weft.spec.run import Capacity
 
 
 def _new_id() -> str:
@@ -25,8 +26,8 @@ class WorkerOptions:
     """Name of the backbone in the API; jobs for it are taken."""
     backbone: BackboneSpec = field(default_factory=lambda: BackboneSpec("tiny"))
     """The backbone itself."""
-    capacity: int = 2048
-    """Most tokens of one microbatch, over all jobs."""
+    capacity: Capacity = "auto"
+    """Most tokens of one microbatch, over all jobs; auto: what suits the device."""
     max_jobs: int = 32
     """Most jobs that train at a time."""
     memory_limit: float | str | None = None
@@ -48,7 +49,7 @@ class WorkerOptions:
 
     def __post_init__(self) -> None:
         for name, value, least in (("--max-jobs", self.max_jobs, 1), ("--capacity", self.capacity, 2)):
-            if value < least:
+            if value != "auto" and value < least:
                 raise ConfigError(f"must be at least {least}, got {value}.", where=name)
         if not 0 < self.pulse_s * 2 < self.lease_s:
             raise ConfigError(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import weft
+from weft.cost.rows import choose_capacity
 from weft.engine.engine import Engine
 from weft.engine.events import (
     CheckpointSaved,
@@ -59,16 +60,18 @@ class Worker:
         backbone, notes = load_within(options.backbone, options.memory_limit)
         for note in notes:
             LOG.warning("%s", note)
+        # A number from here on: which jobs are taken must not depend on who came first.
+        capacity = choose_capacity(options.capacity, backbone.device.type)
         self.engine = Engine(
             backbone,
-            capacity=options.capacity,
+            capacity=capacity,
             planner=planner_named("auto"),
             max_jobs=options.max_jobs,
             job_memory=options.job_memory,
         )
         self._work = WorkDirectory(options.data_dir, options.id, options.base_model)
         self.engine.keep_in(self._work.run)
-        self.speaker = Speaker(backbone, options.capacity)
+        self.speaker = Speaker(backbone, capacity)
         self._server = PromptServer(self.speaker, blobs, self._work.run.path / "voices", options)
         self._has_work = threading.Event()
         address = (self._server.address, self._server.token)
