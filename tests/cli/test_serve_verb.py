@@ -142,7 +142,6 @@ def test_serve_when_workers_train_beside_several_api_processes_then_all_of_these
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
     assert len(apis) == 2 and os.getpriority(os.PRIO_PROCESS, worker) == ours
-    assert service.stop() == 0
 
 
 def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):

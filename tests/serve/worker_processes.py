@@ -76,9 +76,10 @@ def child(place: Path, *, plan: str | None = None, before: Callable[[], None] | 
         signals.worker = Worker(chosen, bench.database, bench.blobs)
         if plan:
             faults.arm(faults.parse(plan))
-        if not signals.is_set:
-            signals.worker.run()
+        signals.worker.run()
         code = 0
+    except SystemExit as stopped:
+        code = int(stopped.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:

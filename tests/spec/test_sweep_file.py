@@ -51,6 +51,7 @@ def test_alpha_when_it_is_a_multiple_of_r_then_follows_the_rank():
     assert trial_job(spec, "t", {"r": 8, "alpha": "0.25r"}).adapter.lora_alpha == 2.0
     assert trial_job(spec, "t", {"r": 4, "alpha": "2r"}).adapter.lora_alpha == 8.0
     assert trial_job(spec, "t", {"r": 4, "alpha": 3}).adapter.lora_alpha == 3.0
+    assert trial_job(spec, "t", {"r": 4, "alpha": "3e0"}).adapter.lora_alpha == 3.0
 
 
 def test_overrides_when_given_then_change_the_file(tmp_path):

@@ -26,7 +26,10 @@ REPEAT_S = 2.0
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C: the first lets the worker finish its step and give its jobs back, the second ends it."""
+    """SIGTERM and Ctrl-C: the first lets the worker finish its step and give its jobs back, the second ends it.
+
+    A worker that is not there yet, since its model is still being loaded, has nothing to give back and ends at once.
+    """
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
@@ -41,8 +44,9 @@ class StopSignals:
             os._exit(AT_ONCE)
         if not self.is_set:
             self.is_set, self._at = True, time.monotonic()
-        if self.worker is not None:
-            self.worker.stop()
+        if self.worker is None:
+            raise SystemExit(0)
+        self.worker.stop()
 
 
 def worker(
@@ -106,6 +110,5 @@ def worker(
     database = open_database(settings.db_url)
     migrate(database)
     signals.worker = Worker(options, database, Blobs(settings.store_url))
-    if not signals.is_set:
-        signals.worker.run()
+    signals.worker.run()
     database.close()
