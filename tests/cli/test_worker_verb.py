@@ -52,8 +52,7 @@ def test_signals_when_they_come_together_then_they_are_one_request_and_a_later_o
 def test_signals_when_the_model_is_still_being_loaded_then_the_worker_ends_at_once():
     StopSignals()
     with pytest.raises(SystemExit) as caught:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        signal.raise_signal(signal.SIGTERM)
     assert caught.value.code == 0
 
 
