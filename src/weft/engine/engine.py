@@ -39,7 +39,7 @@ from weft.engine.events import (
 )
 from weft.engine.keeper import Keeper
 from weft.engine.live_job import JobState, LiveJob
-from weft.engine.memory import NO_ROOM, OUT_OF_MEMORY, SMALLER, TOO_LONG, Room, release_memory
+from weft.engine.memory import NO_ROOM, OUT_OF_MEMORY, TOO_LONG, Room, release_memory
 from weft.engine.stretch import Plans, Stretch
 from weft.engine.timeline import Timeline
 from weft.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -85,10 +85,7 @@ class Engine:
         self.timeline = Timeline()
         self.planner = planner
         self.max_jobs = max_jobs
-        allowed = capacities(capacity, self.backbone.device.type, longest)
-        self._room = Room(self.backbone, allowed[0], self.jobs)
-        self._least_allowed = allowed[-1]
-        """Down to so many tokens, full microbatches are worth more than large ones."""
+        self._room = Room(self.backbone, capacities(capacity, self.backbone.device.type, longest), self.jobs)
         self._places = Places(
             self.backbone, self.jobs, max_jobs=max_jobs, job_memory=job_memory, weights=tenant_weights or {}
         )
@@ -361,29 +358,14 @@ class Engine:
         return events
 
     def fit_microbatches(self) -> list[Event]:
-        """Before any have run: smaller ones where those asked for would leave no memory for any job.
-
-        Where nobody asked for a number, also where they would leave too little for enough jobs to fill them.
-        """
-        before = self.limits.capacity
-        if self._running() or not self._places.is_any_to_fit(self._room.least()):
-            return []
-        why = "a job"
-        while not self._places.is_any_to_fit(self.limits.capacity) and self._room.shrink():
-            pass
-        while self.limits.capacity > self._least_allowed and self._are_too_large() and self._room.shrink():
-            why = "enough jobs to fill them"
-        if self.limits.capacity == before:
-            return []
+        """Before any have run: smaller ones, where those asked for would leave too little memory for jobs."""
+        said = None if self._running() else self._room.fit(self._places)
         names = ", ".join(job.spec.name for job in self._places.waiting())
-        return [JobWarning(names, SMALLER.format(before=before, now=self.limits.capacity, whom=why))]
+        return [] if said is None else [JobWarning(names, said)]
 
     def shrink(self) -> bool:
         """Halves what a microbatch may hold; False if a sample is in the way."""
         return self._room.shrink()
-
-    def _are_too_large(self) -> bool:
-        return not self._places.can_fill(self.limits.capacity)
 
     def _preempt(self, job: LiveJob, reason: str) -> Iterator[Event]:
         """Lets a job wait at its last step boundary, its state on the CPU."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import choose_device, load_backbone
+from weft.engine.admission import Places
 from weft.engine.live_job import LiveJob
 from weft.errors import ModelError
 from weft.plan.types import Limits
@@ -38,11 +39,14 @@ NO_ROOM = "the GPU has no memory for its adapter, even alone; lower adapter.r or
 class Room:
     """How many tokens a microbatch may hold: what was asked for, or less once the memory has run out."""
 
-    def __init__(self, backbone: Backbone, capacity: int, jobs: Mapping[str, LiveJob]) -> None:
-        """Jobs: those of the engine, as they come and go."""
-        self.asked = capacity
-        self.limits = Limits(capacity)
-        self.row_tile = backbone.row_tile(capacity)
+    def __init__(self, backbone: Backbone, allowed: Sequence[int], jobs: Mapping[str, LiveJob]) -> None:
+        """`allowed`: what was asked for, and what may be taken instead to have microbatches full rather than large.
+
+        `jobs`: those of the engine, as they come and go.
+        """
+        self.asked, self._least_allowed = allowed[0], allowed[-1]
+        self.limits = Limits(self.asked)
+        self.row_tile = backbone.row_tile(self.asked)
         self._backbone = backbone
         self._jobs = jobs
 
@@ -55,6 +59,19 @@ class Room:
         """What of it decides the bits of a result."""
         kernels = "reference" if self._backbone.fused is None else "fused"
         return {"capacity": self.capacity, "row_tile": self.row_tile, "kernels": kernels}
+
+    def fit(self, places: Places) -> str | None:
+        """Shrinks until at least one of the jobs that wait fits, if one ever can, or, as far as that is allowed, until
+        they can fill a microbatch. What a user is to be told, if it did.
+        """
+        before, whom = self.capacity, "a job"
+        if not places.is_any_to_fit(self.least()):
+            return None
+        while not places.is_any_to_fit(self.capacity) and self.shrink():
+            pass
+        while self.capacity > self._least_allowed and not places.can_fill(self.capacity) and self.shrink():
+            whom = "enough jobs to fill them"
+        return None if self.capacity == before else SMALLER.format(before=before, now=self.capacity, whom=whom)
 
     def shrink(self) -> bool:
         """Halves the capacity, but not below the longest sample of any job that has not ended; False if it cannot."""
