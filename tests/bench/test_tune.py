@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from weft.bench import tune as tuning_bench
 from weft.bench.shapes import SHAPES
-from weft.bench.tune import make_layer, operations, tune
+from weft.bench.tune import compile_ahead, compile_some, make_layer, operations, tune
 from weft.cli.main import app
 from weft.kernels import tuning
 
@@ -39,6 +39,29 @@ def test_tune_when_candidates_differ_then_keeps_the_fastest_right_one(monkeypatc
     lines: list[str] = []
     assert tune(SHAPES["tiny"], 96, torch.float32, CPU, lines.append) == {"shrink/16": FAST}
     assert "50% of the time" in lines[0] and "1 candidates gave other bits" in lines[0]
+
+
+def test_compiling_when_shared_out_then_every_candidate_is_launched_once_by_somebody(monkeypatch):
+    seen: list[tuple[str, tuple[tuple[str, int], ...]]] = []
+
+    def run() -> list[torch.Tensor]:
+        seen.extend((key, tuple(choice.items())) for key, choice in tuning.TRYING.items())
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(tuning_bench, "operations", lambda layer: {"shrink": run, "expand": run})
+    for turn in range(3):
+        compile_some("64", turn, 3, SHAPES["tiny"], torch.float32, CPU)
+    keys = ("shrink/64", "expand/64")
+    assert sorted(seen) == sorted((key, tuple(choice.items())) for key in keys for choice in tuning.candidates(key))
+    assert not tuning.TRYING
+
+
+def test_compiling_when_a_process_fails_then_says_so(monkeypatch):
+    """What is left out is a candidate, not an error of the whole: a layer that cannot be made is one."""
+    monkeypatch.setattr(tuning_bench, "RANKS", {"16": 16})
+    monkeypatch.setattr(tuning_bench, "MOST_PROCESSES", 1)
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+        compile_ahead(SHAPES["tiny"], torch.float32, torch.device("cuda:99"))
 
 
 def test_verb_when_there_is_no_gpu_then_says_so_and_writes_nothing(monkeypatch, tmp_path):

@@ -2,12 +2,19 @@
 
 Each key is timed over all sites of one layer of a shape that use it, with four jobs of the class's rank. A candidate
 that does not compile, runs out of registers or shared memory, or differs in one bit from the choice in use is left out.
+
+There are some 350 candidates, and to compile them one after another would take most of the time. So processes
+beside this one launch each of them once, on few rows, and leave what they compiled in Triton's cache.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
 
@@ -25,6 +32,10 @@ NUM_JOBS = 4
 RANKS = {"16": 16, "64": 64, "more": 256}
 WORTH = 0.98
 """A candidate is kept if it takes less than this of what is in use: timings differ by a per cent from run to run."""
+
+MOST_PROCESSES = 8
+"""That compile side by side: each holds a context and a layer in the GPU's memory, about a gigabyte."""
+FEW_ROWS = 256
 
 Outputs = list[torch.Tensor]
 
@@ -137,14 +148,38 @@ def operations(layer: Layer) -> dict[str, Callable[[], Outputs]]:
     return {name: lambda run=run: list(run()) for name, run in work.items()}  # type: ignore[misc]
 
 
+def _layer_of(kind: str, shape: Shape, num_rows: int, dtype: torch.dtype, device: torch.device) -> Layer:
+    """The layer that a class of ranks is measured on."""
+    rank = min(RANKS[kind], shape.kv_heads * shape.head_size, shape.hidden)
+    return make_layer(shape, rank, num_rows, dtype, device)
+
+
+def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    """Fills Triton's cache with all candidates, on as many cores as there are."""
+    num = min(MOST_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(num, get_context("spawn")) as pool:
+        turns = [(kind, turn, num, shape, dtype, device) for kind in RANKS for turn in range(num)]
+        for done in [pool.submit(compile_some, *turn) for turn in turns]:
+            done.result()
+
+
+def compile_some(kind: str, turn: int, num: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    """Launches every `num`-th candidate of a class of ranks once."""
+    runs = operations(_layer_of(kind, shape, FEW_ROWS, dtype, device))
+    tried = [(run, f"{name}/{kind}", choice) for name, run in runs.items() for choice in candidates(f"{name}/{kind}")]
+    for run, key, choice in tried[turn::num]:
+        # What cannot be launched is found again, and left out, when it is measured.
+        with trying(key, choice), suppress(Exception):
+            run()
+
+
 def tune(
     shape: Shape, num_rows: int, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]
 ) -> dict[str, Choice]:
     """The fastest choice for every key, where it is not the one in use."""
     in_use, found = table_of(device)[0], dict[str, Choice]()
-    for kind, rank in RANKS.items():
-        smallest = min(shape.kv_heads * shape.head_size, shape.hidden)
-        layer = make_layer(shape, min(rank, smallest), num_rows, dtype, device)
+    for kind in RANKS:
+        layer = _layer_of(kind, shape, num_rows, dtype, device)
         for operation, run in operations(layer).items():
             key = f"{operation}/{kind}"
             best = _fastest(key, run, in_use, device, say)

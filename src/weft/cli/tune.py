@@ -21,6 +21,7 @@ def tune(
 
     if not torch.cuda.is_available():
         raise ConfigError("there is no GPU here, and a CPU runs no kernels.", where="weft tune")
+    from weft.bench.tune import compile_ahead
     from weft.bench.tune import tune as measure
     from weft.kernels.tuning import table_of, tuned_tables, tuning_file
     from weft.store.atomic import write_file
@@ -29,6 +30,8 @@ def tune(
     device, path = torch.device("cuda"), tuning_file()
     name = torch.cuda.get_device_name(device)
     typer.echo(f"{name}: in use are {table_of(device)[1]}")
+    typer.echo("compiling what there is to try")
+    compile_ahead(shape, torch.bfloat16, device)
     found = measure(shape, rows, torch.bfloat16, device, typer.echo)
     known = tuned_tables(path)
     path.parent.mkdir(parents=True, exist_ok=True)
