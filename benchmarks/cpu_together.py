@@ -11,6 +11,7 @@ checkpoints are not in it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -102,6 +103,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
+    if importlib.util.find_spec("peft") is None:
+        parser.error("PEFT is missing; install it: pip install -e '.[bench]'")
     backbone = load_backbone(BackboneSpec("tiny", device="cpu"))
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(j, load_job_data(j, backbone.tokenizer, Path())) for j in make_jobs(Path(folder))]

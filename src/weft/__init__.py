@@ -10,7 +10,12 @@ for event in engine.events():
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Before torch is imported: threads that wait by spinning slow each other down tenfold as soon as anything else runs on
+# the machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine as Engine

@@ -16,6 +16,7 @@ from tiny_adapters import LEAVES, tiny_tensors
 from weft import faults
 from weft.backbone.load import TINY
 from weft.demo.skills import SKILLS
+from weft.errors import StorageError
 from weft.faults import FaultPlan
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
@@ -245,6 +246,23 @@ def test_train_when_the_disk_fills_up_later_then_the_run_can_be_resumed(weft, pl
     assert "the disk is full." in result.err
     assert weft("train", "jobs.yaml", "--resume").code == 0
     assert (place / "out" / "two" / "adapter" / "adapter_config.json").is_file()
+
+
+@pytest.mark.faults
+def test_train_when_the_disk_stays_full_then_says_how_to_go_on_though_there_is_no_report(
+    weft, place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("the disk is full.", where="out/report.html")
+
+    monkeypatch.setattr("weft.cli.watch.write_report", full)
+    faults.arm(FaultPlan("enospc", 40))
+    try:
+        result = weft("train", "jobs.yaml")
+    finally:
+        faults.disarm()
+    assert result.code == 2
+    assert result.err.endswith("Free some space and go on with --resume.\n")
 
 
 @pytest.mark.parametrize("arguments", VERBS, ids=" ".join)

@@ -20,6 +20,7 @@ def test_doctor_when_all_is_well_then_says_so_and_leaves_nothing_behind(
     assert findings["self test"]["state"] == "ok"
     assert "equal to the bit" in findings["self test"]["text"]
     assert findings["torch"]["state"] == "ok"
+    assert {f"extra {name}" for name in ("serve", "optuna", "postgres", "s3", "bench")} <= set(findings)
     assert findings["capacity"]["text"].startswith("2,048 tokens a microbatch")
     assert findings[f"disk {tmp_path}"]["state"] == "ok"
     assert list(tmp_path.iterdir()) == []

@@ -190,7 +190,7 @@ def test_keys_when_the_directory_is_not_there_then_one_sentence(refused: Callabl
     assert "there is no such directory" in refused("keys", "list", "--data-dir", tmp_path / "none")
 
 
-@pytest.mark.parametrize("kind", ["port", "store"])
+@pytest.mark.parametrize("kind", ["port", "store", "base-model"])
 def test_serve_when_it_cannot_begin_then_no_key_is_lost(
     kind: str, refused: Callable[..., str], weft: Weft, tmp_path: Path
 ):
@@ -200,7 +200,11 @@ def test_serve_when_it_cannot_begin_then_no_key_is_lost(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        wrong = ("--port", port) if kind == "port" else ("--port", "0", "--store", "nowhere://bucket")
-        text = refused("serve", "--data-dir", str(data_dir), *wrong)
+        wrong = {
+            "port": ("--port", port),
+            "store": ("--port", "0", "--store", "nowhere://bucket"),
+            "base-model": ("--port", "0", "--base-model", f"loom={tmp_path}/nowhere"),
+        }
+        text = refused("serve", "--data-dir", str(data_dir), *wrong[kind])
     assert f"--{kind}: " in text
     assert "first" not in weft("keys", "list", "--data-dir", data_dir).out

@@ -75,6 +75,7 @@ def test_sweep_when_no_trial_has_a_value_then_exits_with_1(weft, folder):
     result = weft("sweep", "sweep.yaml", "space.lr=[1e12]")
     assert result.code == 1
     assert "failed: diverged" in " ".join(result.out.split()) and "best      none" in result.out
+    assert "did not have to be trained" not in result.out and "one by one would take" not in result.out
 
 
 HUGE = "space={r: {min: 1, max: 40}, max_steps: {min: 1, max: 40}}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from weft.backbone.load import TINY
 from weft.cost.rows import capacities
 from weft.demo.skills import SKILLS
 from weft.engine import engine as engine_module
+from weft.report.live import LiveTable
 
 
 def write_jobs(folder: Path, *, broken: bool) -> None:
@@ -65,12 +68,48 @@ def test_dry_run_when_the_run_is_endless_then_it_is_planned_all_the_same(weft, t
     assert not Path("runs").exists()
 
 
-def test_dry_run_when_the_output_directory_holds_a_run_then_says_so(weft, tmp_path, monkeypatch):
+def test_dry_run_when_the_output_directory_holds_a_run_then_says_so_and_checks_all_the_same(
+    weft, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path, broken=False)
     assert weft("train", "jobs.yaml", "--out", "out").code == 0
-    refused = weft("train", "jobs.yaml", "--out", "out", "--dry-run")
-    assert refused.code == 2 and "already holds a run" in refused.err
+    checked = weft("train", "jobs.yaml", "--out", "out", "--dry-run")
+    assert checked.code == 0 and "note      out holds a run: train with --resume, or into another --out" in checked.out
+    assert "holds a run" not in weft("train", "jobs.yaml", "--out", "out", "--dry-run", "--resume").out
+    write_jobs(tmp_path, broken=True)
+    assert weft("train", "jobs.yaml", "--out", "out", "--dry-run").code == 2
+
+
+def test_train_when_one_of_several_jobs_has_bad_data_then_names_it_and_the_way_to_train_the_others(
+    weft, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=True)
+    found = weft("train", "jobs.yaml")
+    assert found.code == 2
+    assert found.err.endswith("That is data of job reverse; --keep-going trains the others.\n")
+
+
+def test_train_when_interrupted_then_the_way_on_has_the_same_flags(weft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=True)
+    update = LiveTable.update
+
+    def interrupting(table, kind, fields):
+        update(table, kind, fields)
+        if kind == "step":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LiveTable, "update", interrupting)
+        stopped = weft("train", "jobs.yaml", "--out", "out", "--keep-going")
+    assert stopped.code == 130
+    assert "go on with: weft train jobs.yaml --out out --resume --keep-going\n" in stopped.out
+    for _ in range(2):
+        again = weft("train", "jobs.yaml", "--out", "out", "--resume", "--keep-going")
+        assert again.code == 1 and "reverse.jsonl line 1" in again.out
+        assert (state("shout"), state("reverse")) == ("succeeded", "failed")
 
 
 def test_train_when_a_batch_is_larger_than_the_data_then_says_what_a_step_takes(weft, tmp_path, monkeypatch):

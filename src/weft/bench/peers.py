@@ -21,6 +21,7 @@ from weft.bench.clock import Effort, Measured, median_s, peak_gb, release
 from weft.bench.regimes import Program, Run
 from weft.bench.samples import padded_batch
 from weft.bench.shapes import Shape, build
+from weft.errors import MissingExtraError
 
 RANK = 16
 ENOUGH_GAIN = 1.01
@@ -91,6 +92,13 @@ def frozen_steps(model: Any) -> Step:
         model(inputs_embeds=embeds, **rest).loss.backward()
 
     return step
+
+
+def need_peft() -> None:
+    """PEFT is installed, or a clear sentence says how to install it."""
+    if importlib.util.find_spec("peft") is None:
+        hint = "Install it: pip install 'weft-lora[bench]'."
+        raise MissingExtraError("PEFT, which Weft is measured beside, is not installed.", hint=hint)
 
 
 def with_adapter(model: Any, dropout: float) -> Any:

@@ -40,6 +40,7 @@ class Program(enum.StrEnum):
     """Matrix products alone, forward in FP8 and backward in bf16, at the rates this device reaches."""
 
 
+PEFT_PROGRAMS = (Program.PEFT_BEST, Program.LIGER_BEST, Program.PEFT_SOLO)
 OURS = (Program.WEFT, Program.WEFT_FROZEN, Program.WEFT_BITS)
 
 

@@ -39,7 +39,8 @@ def step(
 ) -> None:
     """Whole training steps: Weft beside PEFT, PEFT with Liger's kernels and the frozen model."""
     from weft.bench import clock, report, session
-    from weft.bench.regimes import choose
+    from weft.bench.peers import need_peft
+    from weft.bench.regimes import PEFT_PROGRAMS, choose
     from weft.bench.shapes import find_shape
 
     for name in model or []:
@@ -49,6 +50,8 @@ def step(
     if kernels not in PATHS:
         raise ConfigError(f"got {kernels!r}; accepted are {', '.join(PATHS)}.", where="--kernels")
     _check_files(json, plot)
+    if any(run.program in PEFT_PROGRAMS for regimes in chosen.values() for regime in regimes for run in regime.runs):
+        need_peft()
 
     def keep(found: session.Session) -> None:
         if json is not None:
@@ -120,8 +123,10 @@ def curve(
     """Loss curves on the embedded model: Weft beside PEFT, FP8 beside unquantised, alone beside others."""
     from weft.bench import report
     from weft.bench.curve import measure_curves
+    from weft.bench.peers import need_peft
 
     _check_files(json, None)
+    need_peft()
     device = _device(needs_gpu=False)
     figures = measure_curves(device, steps, kernels, _say)
     if json is not None:

@@ -43,7 +43,11 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "logs to TensorBoard"),
     "wandb": ("wandb", "logs to Weights & Biases"),
     "mlflow": ("mlflow", "logs to MLflow"),
-    "bench": ("matplotlib", "draws the figures of `weft bench`"),
+    "optuna": ("optuna", "samples sweeps by TPE and others, and keeps studies"),
+    "serve": ("fastapi", "runs the service"),
+    "postgres": ("psycopg", "lets the service use PostgreSQL"),
+    "s3": ("s3fs", "lets the service keep files in an object store"),
+    "bench": ("peft", "is what `weft bench` measures beside, and draws its figures"),
 }
 STYLES = {"ok": "green", "warn": "yellow", "missing": "dim", "failed": "bold red"}
 GIB = 2**30

@@ -77,8 +77,6 @@ def options(
 
 def main() -> None:
     """Runs the command line."""
-    # Threads that wait by spinning slow each other down tenfold as soon as anything else runs on the machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         plan = os.environ.get("WEFT_FAULTS")
         if plan:

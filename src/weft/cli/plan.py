@@ -207,7 +207,7 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
         f"{found.total_tokens:,} tokens about {_duration(found.total_s)} (predicted {source}, not measured)",
         f"memory    {memory} GiB of {found.device_bytes / gib:,.1f}"
         + ("" if found.fits else ": does not fit")
-        + f"; microbatches of up to {found.largest_capacity:,} tokens would",
+        + f"; microbatches of up to {found.largest_capacity:,} tokens would fit",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,6 +101,8 @@ def serve(
 
     # Whatever can be refused is refused before the first key is made: it is shown only once.
     Blobs(settings.store_url)
+    if workers:
+        _check_models(settings.base_models)
     with listen(host, port) as sock:
         migrate(database)
         _greet(settings, sock, _first_key(settings, database))
@@ -136,6 +139,13 @@ def parse_models(texts: list[str]) -> dict[str, str]:
     return models
 
 
+def _check_models(models: Mapping[str, str]) -> None:
+    """Refuses models that are clearly no name of one and not there, rather than start workers that end at once."""
+    for name, path in models.items():
+        if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists():
+            raise ConfigError(f"{name}: there is no directory {path}.", where="--base-model")
+
+
 def open_home(settings: Settings) -> Database:
     """The database of a service; its directory is made if it is not there."""
     from weft.serve.db.engine import open_database
@@ -161,7 +171,9 @@ def _first_key(settings: Settings, database: Database) -> str | None:
 
 def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    typer.echo(f"serving   http://{host}:{sock.getsockname()[1]}/v1")
+    address = f"http://{host}:{sock.getsockname()[1]}"
+    typer.echo(f"serving   {address}/v1")
+    typer.echo(f"dashboard {address}/")
     typer.echo(f"models    {', '.join(settings.base_models)}")
     typer.echo(f"data      {settings.data_dir.resolve()}")
     if key is not None:

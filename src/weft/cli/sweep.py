@@ -197,9 +197,9 @@ def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
     ledger = run.ledger
     told = [f"{len(trials)} trials, {readable.count(ledger.tokens)} tokens in {readable.duration(ledger.seconds)}"]
     left_out = 1 - sum(t.steps for t in trials) / max(sum(t.total_steps for t in trials), 1)
-    if left_out > 0.005:
+    if left_out > 0.005 and best is not None:
         told.append(f"{left_out:.0%} of the steps did not have to be trained")
-    if ledger.one_by_one_seconds is not None:
+    if ledger.one_by_one_seconds is not None and best is not None:
         factor = ledger.one_by_one_seconds / ledger.seconds
         told.append(f"one by one would take {readable.duration(ledger.one_by_one_seconds)}: {factor:.1f}x")
     _line(console, f"total     {'; '.join(told)}")

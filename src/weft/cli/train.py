@@ -46,7 +46,11 @@ def train(
     if dry_run:
         from weft.store.run_dir import RunDirectory
 
-        RunDirectory.check(directory, resume=resume)
+        is_taken = RunDirectory.holds_run(directory)
+        RunDirectory.check(directory, resume=resume or is_taken)
+        if is_taken and not resume:
+            note = f"note      {directory} holds a run: train with --resume, or into another --out"
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         _show_plan(_prepare(order, console), console)
         return
     raise typer.Exit(_train(order, directory, console, resume=resume))
@@ -90,12 +94,18 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
         with RunDirectory.open(out, resume=False) as directory:
             states, stopped = follow(run, directory, console)
             code = _failures(order, directory)
-    conclude(out, console)
+    paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
+    try:
+        conclude(out, console)
+    except StorageError:
+        # A disk that has no room for a job's files has none for a report about it.
+        if stopped or not paused:
+            raise
     if stopped and {"paused", "queued"} & set(states.values()):
-        again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), "--resume"])
+        flags = ["--resume", *(["--keep-going"] if order.keep_going else [])]
+        again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), *flags])
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130
-    paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     if paused:
         raise StorageError(f"{paused[0].reason} Free some space and go on with --resume.", where=paused[0].spec.name)
     return code

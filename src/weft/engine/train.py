@@ -16,7 +16,7 @@ from weft.engine.events import Event, JobFailed
 from weft.engine.keeper import check_data
 from weft.engine.live_job import JobState
 from weft.engine.memory import load_within
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, DataError, WeftError
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
@@ -92,10 +92,13 @@ def prepare_run(
             setting = f"jobs.{place}.{error.where}" if error.where else f"jobs.{place}"
             raise ConfigError(error.message, where=locate(setting), hint=error.hint) from None
         except WeftError as error:
+            if not keep_going and isinstance(error, DataError) and error.hint is None and len(spec.jobs) > 1:
+                hint = f"That is data of job {job.name}; --keep-going trains the others."
+                raise DataError(error.message, where=error.where, hint=hint) from None
             if not keep_going:
                 raise
             run.failed[job.name] = error
-    if not engine.jobs and run.failed:
+    if not engine.jobs and run.failed and not skip:
         raise next(iter(run.failed.values()))
     return run
 

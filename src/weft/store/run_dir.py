@@ -78,6 +78,11 @@ class RunDirectory:
             return cls(root, lock, undo.pop_all())
 
     @staticmethod
+    def holds_run(path: str | Path) -> bool:
+        """Whether a run was begun there."""
+        return (Path(path) / _RUN).exists()
+
+    @staticmethod
     def check(path: str | Path, *, resume: bool) -> None:
         """Raises what `open` would raise for a directory in the wrong state, and changes nothing."""
         root = Path(path)

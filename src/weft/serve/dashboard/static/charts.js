@@ -43,21 +43,13 @@ export function thin(points, most) {
   return kept;
 }
 
-/** A running mean over about `window` points to both sides, so that it neither lags nor leads. */
-export function smooth(points, window = Math.max(3, points.length / 25)) {
-  const keep = 1 - 1 / window;
-  const sweep = (values) => {
-    let [sum, weight] = [0, 0];
-    return values.map((value) => {
-      sum = sum * keep + value;
-      weight = weight * keep + 1;
-      return [sum, weight];
-    });
-  };
-  const values = points.map(([, y]) => y);
-  const before = sweep(values);
-  const after = sweep([...values].reverse()).reverse();
-  return points.map(([x, y], i) => [x, (before[i][0] + after[i][0] - y) / (before[i][1] + after[i][1] - 1)]);
+/** A running mean over `window` points to both sides, fewer near the ends: it neither lags nor leads, nor cuts a slope. */
+export function smooth(points, window = Math.max(3, Math.round(points.length / 25))) {
+  return points.map(([x], i) => {
+    const reach = Math.min(window, i, points.length - 1 - i);
+    const near = points.slice(i - reach, i + reach + 1);
+    return [x, near.reduce((sum, [, y]) => sum + y, 0) / near.length];
+  });
 }
 
 const line = (points, x, y) => points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
