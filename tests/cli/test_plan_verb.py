@@ -73,7 +73,7 @@ def test_plan_when_json_is_asked_for_then_it_holds_what_the_text_shows(weft, her
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     for value in ("planned_tokens", "num_microbatches", "capacity", "fewest_microbatches"):
         assert f"{found[value]:,}" in lines["planned"]
-    assert f"{found['fill']:.0%} full" in lines["planned"]
+    assert f"on average {found['fill']:.0%} of that" in lines["planned"]
     assert ("own order" in lines["planned"]) is found["keeps_order"]
     schedule = f"{found['schedule']} on {found['num_stages']} {found['device']}"
     assert schedule in lines["schedule"] and f"bubbles {found['bubble_ratio']:.1%}" in lines["schedule"]

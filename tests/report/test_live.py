@@ -93,7 +93,7 @@ def test_live_table_when_on_a_terminal_then_a_row_per_job_and_totals() -> None:
     assert words[:2] == ["a", "running"]
     assert words[3:] == ["20/40", "1.4339", "↓", "1.5000", "2e-4", "200", "0:10"]
     assert second.split()[1] == "queued"
-    assert totals == "200 tokens/s · microbatches 90 % full · 1:05 elapsed · 1 running · 1 queued"
+    assert totals == "200 tokens/s · 90 % of the rows hold tokens · 1:05 elapsed · 1 running · 1 queued"
 
 
 def test_live_table_when_the_terminal_is_narrow_then_every_line_fits() -> None:

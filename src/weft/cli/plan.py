@@ -201,7 +201,7 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
     source = "from a profile" if is_measured else "from the hardware table"
     lines = [
         f"planned   {found.planned_tokens:,} tokens in {found.num_microbatches:,} microbatches of up to "
-        f"{found.capacity:,} (at least {found.fewest_microbatches:,}), {found.fill:.0%} full; {order}",
+        f"{found.capacity:,} (at least {found.fewest_microbatches:,}), on average {found.fill:.0%} of that; {order}",
         f"schedule  {found.schedule} on {found.num_stages} {found.device}{stages}, bubbles {found.bubble_ratio:.1%}",
         f"speed     about {found.tokens_per_s:,.0f} tokens/s, {_duration(found.round_s)} a step; the whole run of "
         f"{found.total_tokens:,} tokens about {_duration(found.total_s)} (predicted {source}, not measured)",

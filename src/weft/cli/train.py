@@ -169,7 +169,8 @@ def _show_plan(run: PreparedRun, console: Console) -> None:
 def _figures(plan: Preview) -> list[str]:
     mib = 2**20
     return [
-        f"plan      {plan.num_microbatches:,} microbatches of up to {plan.capacity:,} tokens, {plan.fill:.0%} full",
+        f"plan      {plan.num_microbatches:,} microbatches of up to {plan.capacity:,} tokens, "
+        f"on average {plan.fill:.0%} of that",
         f"memory    about {plan.total_bytes / mib:,.0f} MiB: backbone {plan.backbone_bytes / mib:,.0f}, adapters with "
         f"optimizer {plan.adapter_bytes / mib:,.0f}, activations {plan.activation_bytes / mib:,.0f} (measured)",
         f"time      about {plan.seconds:,.0f} s of training (one microbatch measured here)",

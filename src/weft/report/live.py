@@ -129,7 +129,7 @@ class LiveTable:
         run = self._progress
         parts = [f"{readable.rate(run.tokens.per_s)} tokens/s"]
         if run.fill is not None:
-            parts.append(f"microbatches {readable.percent(run.fill)} full")
+            parts.append(f"{readable.percent(run.fill)} of the rows hold tokens")
         parts.append(f"{readable.clock(self._clock() - self._started)} elapsed")
         parts += [f"{run.count(state)} {state}" for state in STATE_STYLES if run.count(state)]
         return Text(" · ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
