@@ -17,7 +17,7 @@ import yaml
 from weft.cli.main import app
 
 TEXT = (Path(__file__).parents[2] / "docs" / "service.md").read_text("utf-8")
-INSTRUCTIONS = {"FROM", "RUN", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT"}
+INSTRUCTIONS = {"COPY", "FROM", "RUN", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT"}
 
 
 def blocks(language: str) -> list[str]:
@@ -65,7 +65,7 @@ def test_dockerfile_when_read_then_runs_the_service_as_nobody_special():
     options = parse(*words)
     assert program == "weft"
     assert (options["host"], str(options["data_dir"])) == ("0.0.0.0", found["VOLUME"])
-    extras = re.search(r"weft-lora\[([a-z0-9,]+)\]", found["RUN"])
+    extras = re.search(rf"'{found['COPY'].split()[1]}\[([a-z0-9,]+)\]'", found["RUN"])
     assert extras is not None
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras[1].split(","))
