@@ -45,11 +45,6 @@ def mean_scores(backbone: Backbone, requests: Sequence[Asked], capacity: int, ro
     return [Means(total / count, hit / count) if count else nothing for total, hit, count in totals]
 
 
-def mean_losses(backbone: Backbone, requests: Sequence[Asked], capacity: int, row_tile: int) -> list[float]:
-    """Per request its mean loss."""
-    return [means.loss for means in mean_scores(backbone, requests, capacity, row_tile)]
-
-
 def evaluate_due(backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row_tile: int, timeline: Timeline) -> None:
     """Evaluates jobs at their last step in the same microbatches; each keeps its result until that is told."""
     tokens = {job.spec.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}

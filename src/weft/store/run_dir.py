@@ -206,7 +206,7 @@ def _refuse(root: Path, resume: bool) -> None:
     """Raises if the directory cannot be taken as asked; changes nothing."""
     if root.exists() and not root.is_dir():
         raise StorageError("is a file; name a directory.", where=str(root))
-    holds_run = (root / _RUN).exists()
+    holds_run = RunDirectory.holds_run(root)
     if resume and not holds_run:
         raise StorageError("there is no run to resume.", where=str(root), hint="Leave out --resume to start one.")
     if holds_run and not resume:

@@ -87,6 +87,22 @@ def test_sign_in_when_the_key_is_wrong_says_so_and_keeps_nothing(page: Page, sta
     assert page.evaluate("sessionStorage.length") == 0
 
 
+def test_curve_when_smoothed_then_keeps_its_slope_and_its_ends(page: Page) -> None:
+    """A straight line stays what it is up to both ends; noise around it is evened out."""
+    page.goto("/")
+    smoothed = """async (values) => {
+        const { smooth } = await import("/dashboard/static/charts.js");
+        return smooth(values.map((y, x) => [x, y])).map(([, y]) => y);
+    }"""
+    straight = [100.0 - step for step in range(60)]
+    assert page.evaluate(smoothed, straight) == pytest.approx(straight)
+    noisy = [value + (-1) ** step for step, value in enumerate(straight)]
+    found = page.evaluate(smoothed, noisy)
+    assert max(abs(one - other) for one, other in zip(found[5:-5], straight[5:-5], strict=True)) < 0.3
+    assert (found[0], found[-1]) == (noisy[0], noisy[-1])
+    assert page.evaluate(smoothed, []) == []
+
+
 def test_key_when_revoked_while_looking_asks_for_another(page: Page, stage: Stage) -> None:
     """Whoever is shut out sees the sign-in again, not a broken page."""
     enter(page, stage.key)
