@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 FP8 = {"_quantise_rows", "fp8._dequantise"}
 """Kernels with 8-bit floats, which 8.0 has not."""
-RANKS = {80: (64,), 89: (64,), 90: (16, 64, 256)}
+RANKS = {80: (64,), 89: (64, 256), 90: (16, 64, 256)}
 """A rank of one block of rank space or more takes the most shared memory."""
 WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_swiglu", "_swiglu_grad",
                  "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad"}  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 
 from weft.kernels.tables import (
     BARE,
+    SPARE_SLOTS,
     Entry,
     RankLaunch,
     Site,
@@ -63,3 +64,18 @@ def test_table_arrays_when_samples_of_a_job_follow_one_another_then_are_one_run_
     assert tables["blocks_B2"].tolist() == [[0, 2], [1, 2], [2, 4], [4, 5]]
     tiles = tables["tiles_N4"]
     assert (tiles[:, 1] - tiles[:, 0]).sum() == 512 and (tiles[:, 1] - tiles[:, 0]).max() == 64
+
+
+def test_put_when_the_device_has_no_room_then_nothing_has_changed(monkeypatch):
+    table = SlotTable([SITE], torch.device("cpu"))
+    for _ in range(SPARE_SLOTS - 1):
+        table.put(entry(8))
+
+    def end(*_args: object, **_options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(torch, "zeros", end)
+        with pytest.raises(torch.OutOfMemoryError):
+            table.put({})
+    assert table.put(entry(8)) == SPARE_SLOTS and table.device_SMF[SPARE_SLOTS, 0, 0] & 0xFFFF == 8

@@ -14,6 +14,7 @@ from weft.kernels.tuning import (
     class_of,
     expand_blocks,
     shrink_blocks,
+    shrink_grad_blocks,
     table_of,
     trying,
     tuned_tables,
@@ -78,7 +79,8 @@ def test_trying_when_inside_then_launches_use_the_choice_and_after_it_not():
 
 def test_stages_when_shared_memory_is_small_then_are_as_many_as_fit(monkeypatch):
     monkeypatch.setattr(tuning, "shared_limit", lambda device: 99 * 1024)
-    assert shrink_blocks(256, 1, LIKE)["num_stages"] == 4  # (32 + 64) x 128 x 2 bytes each
+    assert shrink_blocks(256, 1, LIKE)["num_stages"] == 3  # (64 + 64) x 128 x 2 bytes each
+    assert shrink_grad_blocks(256, LIKE)["num_stages"] == 2  # (64 + 128) x 128 x 2
     assert weight_grad_blocks(64, 3, LIKE)["num_stages"] == 3
 
 

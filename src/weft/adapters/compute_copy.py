@@ -49,12 +49,13 @@ class ComputeCopy:
         """Copies the masters if they have changed."""
         if self._version == self._adapter.version:
             return
-        self._version = self._adapter.version
         if self._scale is not None:
             self._a.copy_(self._adapter.params_a)
             torch.mul(self._adapter.params_b, self._scale, out=self._b)
-            return
-        for path, w in self._adapter.modules.items():
-            entry = self.entries[path]
-            entry.a_PD[: entry.rank].copy_(w.a_RD)
-            entry.b_OP[:, : entry.rank].copy_(w.b_OR * w.scale)
+        else:
+            for path, w in self._adapter.modules.items():
+                entry = self.entries[path]
+                entry.a_PD[: entry.rank].copy_(w.a_RD)
+                entry.b_OP[:, : entry.rank].copy_(w.b_OR * w.scale)
+        # Last: if memory ends in between, the next call copies again.
+        self._version = self._adapter.version

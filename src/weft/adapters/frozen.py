@@ -251,15 +251,19 @@ def _scaled_mm(factors: Factors, row_tile: int | None) -> torch.Tensor:
     assert factors.scale_T is not None
     if not x8_TK.is_cuda:
         return tiled_mm(x8_TK.float(), w8_NK.float().t(), row_tile) * factors.scale_T[:, None] * scale_N
-    y_TN: torch.Tensor = torch._scaled_mm(
-        x8_TK,
-        w8_NK.t(),
-        scale_a=factors.scale_T[:, None],
-        scale_b=scale_N[None, :],
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
-    return y_TN
+    step = row_tile or len(x8_TK)
+    tiles = [
+        torch._scaled_mm(
+            x8_LK,
+            w8_NK.t(),
+            scale_a=scale_L[:, None],
+            scale_b=scale_N[None, :],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        for x8_LK, scale_L in zip(x8_TK.split(step), factors.scale_T.split(step), strict=True)
+    ]
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
 
 
 def _fp8_if_it_fits(weight_OD: torch.Tensor, copies: int) -> FrozenWeight:

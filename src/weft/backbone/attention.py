@@ -71,11 +71,13 @@ def _fits_kernel(query_1HTC: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _grouped_heads() -> dict[str, Any]:
-    """torch 2.11 lets queries share key heads unasked; later versions want to be told."""
+def _options() -> dict[str, Any]:
+    """What later versions than torch 2.11 want to be told: that queries share key heads, and that keys are not to be
+    split by how many the longest sample has, which may be a neighbour's."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    known = inspect.signature(varlen_attn).parameters
+    return {name: value for name, value in {"enable_gqa": True, "num_splits": 1}.items() if name in known}
 
 
 def varlen(
@@ -100,7 +102,7 @@ def varlen(
         longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **_grouped_heads(),
+        **_options(),
     )
     assert isinstance(output, torch.Tensor)
     return output

@@ -80,7 +80,7 @@ class Backbone:
         To be called before adapters are attached.
         """
         assert not any(linear.slots for linear in self.linears.values()), "adapters are attached already"
-        obstacle = why_not(self.model, self.linears)
+        obstacle = why_not(self.model, self.linears, self.device, self.dtype)
         if choice == "auto":
             obstacle = obstacle or why_slow(self.device, self.dtype)
         if choice == "reference" or (choice == "auto" and obstacle):

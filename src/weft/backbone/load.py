@@ -21,6 +21,7 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.selfcheck import check_packing
 from weft.errors import MissingExtraError, ModelError
+from weft.kernels.fp8 import has_fp8
 from weft.spec import BackboneSpec
 
 TINY = Path(__file__).parent / "tiny"
@@ -142,6 +143,8 @@ def _fp8_copies(num_weights: int, device: torch.device) -> int:
     """Copies of FP8 weights a device has room for, decided by its size and never by what is free: bits depend on it."""
     if device.type != "cuda":
         return 2
+    if not has_fp8(device):
+        return 1
     return 2 if 2 * num_weights <= torch.cuda.get_device_properties(device).total_memory // 2 else 1
 
 

@@ -2,7 +2,8 @@
 
 Whether an input is dropped depends on (job seed, job step, place of the sample in its global batch, token position,
 module, feature) and on nothing else: not on neighbours, microbatch cuts or device. It is a counter-based hash of 32-bit
-integers, computed alike everywhere: a key per row, made once per microbatch, meets a key per feature of the module.
+integers, computed alike everywhere: a key per row, made once per microbatch and well mixed, meets a key per feature of
+the module, which is one multiplication: on a GPU it is made again and again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 
 _MASK = 0xFFFFFFFF
 _SIGN = -(2**31)
+_STRIDE = 0x9E3779B1
+_FACTOR = 0xFFD66A5A - 2**32
+"""Even, so that one more is odd; as int32."""
 
 
 def mix(*values: int) -> int:
@@ -37,7 +41,7 @@ def module_key(name: str) -> int:
 def row_keys(sample_key: int, num_rows: int) -> npt.NDArray[np.int32]:
     """The dropout keys of a sample's rows, by token position."""
     with np.errstate(over="ignore"):
-        x = np.arange(num_rows, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(sample_key & _MASK)
+        x = np.arange(num_rows, dtype=np.uint32) * np.uint32(_STRIDE) + np.uint32(sample_key & _MASK)
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
         x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return (x ^ (x >> np.uint32(16))).view(np.int32)
@@ -51,10 +55,9 @@ def module_seed(module: int) -> int:
 def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float) -> torch.Tensor:
     """Bool [L, num_features]: True where an input is kept, with probability 1 - p."""
     keys_D = _feature_keys(module, num_features, row_keys_L.device)
-    # int32 arithmetic wraps around; a shift to the right keeps the sign, hence the mask. The product's upper bits
-    # decide, as an unsigned number: with a multiplier of the feature's own, one multiplication is enough.
-    turned_D = ((keys_D >> 16) & 0xFFFF) | (keys_D << 16)
-    bits_LD = (row_keys_L[:, None] ^ turned_D).mul_(keys_D | 1)
+    # int32 arithmetic wraps around. The product's upper bits decide, as an unsigned number: with an odd factor of the
+    # feature's own, one multiplication is enough.
+    bits_LD = (row_keys_L[:, None] ^ keys_D).mul_(keys_D * _FACTOR + 1)
     return bits_LD.bitwise_xor_(_SIGN) >= 2 * int(p * 2**31) + _SIGN
 
 
@@ -69,4 +72,5 @@ def drop(x_LD: torch.Tensor, keep_LD: torch.Tensor, p: float) -> torch.Tensor:
 @lru_cache(maxsize=8192)
 def _feature_keys(module: int, num_features: int, device: torch.device) -> torch.Tensor:
     """int32 [num_features]: what the rows' keys meet at each feature of a module."""
-    return torch.from_numpy(row_keys(module_seed(module), num_features).copy()).to(device)
+    keys_D = np.arange(num_features, dtype=np.uint32) * np.uint32(_STRIDE) + np.uint32(module_seed(module))
+    return torch.from_numpy(keys_D.view(np.int32)).to(device)

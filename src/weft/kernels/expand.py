@@ -219,7 +219,7 @@ def expand_grad_kernel(
             table.num_modules,
             site.num_in,
             ADDS=adds,
-            DROPS=table.drops,
+            DROPS=table.drops and rows.drops,
             NUM_PARTS=len(site.sizes),
             BM=ROW_TILE,
             **launch.bounds,

@@ -27,9 +27,10 @@ from weft.kernels.runs import add_all_in, add_all_out, in_owner, out_owner
 from weft.kernels.tables import ROW_BLOCK, RowTables, Site, SlotTable
 from weft.kernels.tile import part_bounds, part_of_block
 
-BLOCKS = {"BN": 256, "num_warps": 8, "num_stages": 3}
+BLOCKS = {"BN": 256, "num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
 """Beside 128 rows: all that an H200's registers and shared memory hold. With 128 columns a quarter slower; 4 stages
-leave no room for the adapters' part."""
+leave no room for the adapters' part. Scale and part are never joined into one operation: it would round once where a
+row's block has one owner, and twice where it has several."""
 STEP_BYTES = 128
 """Of a row along a sum: what the tensor cores take from shared memory at once."""
 SHALLOW = 8192
@@ -166,14 +167,14 @@ def _product(  # type: ignore[no-untyped-def]
         columns = block * BN + tl.arange(0, BN // 2)
         left = _scaled(left, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
         left = add_all_out(
-            left, s, stride_s, owner, table, runs, first, last, module + part, num_modules, rows, columns, size,
+            left, s, stride_s, owner, table, runs, first, last, module + part, num_modules, row, columns, size,
             NARROW, WIDE,
         )  # fmt: skip
         y.store([row, column], left.to(y.dtype))
         columns += BN // 2
         right = _scaled(right, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
         right = add_all_out(
-            right, s, stride_s, owner, table, runs, first, last, module + part, num_modules, rows, columns, size,
+            right, s, stride_s, owner, table, runs, first, last, module + part, num_modules, row, columns, size,
             NARROW, WIDE,
         )  # fmt: skip
         y.store([row, column + BN // 2], right.to(y.dtype))
@@ -226,13 +227,13 @@ def _product_grad(  # type: ignore[no-untyped-def]
         right = _scaled(right, row_scales, row_scale, row_scales, 0, SCALED, False)
         features = column + tl.arange(0, BN // 2)
         left = add_all_in(
-            left, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, rows, features, num_in,
+            left, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, row, features, num_in,
             NUM_PARTS, DROPS, NARROW, WIDE,
         )  # fmt: skip
         dx.store([row, column], left.to(dx.dtype))
         features += BN // 2
         right = add_all_in(
-            right, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, rows, features, num_in,
+            right, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, row, features, num_in,
             NUM_PARTS, DROPS, NARROW, WIDE,
         )  # fmt: skip
         dx.store([row, column + BN // 2], right.to(dx.dtype))
@@ -298,7 +299,7 @@ def product_grad_kernel(
         SCALED=factors.scale_T is not None,
         ALONG=is_along,
         NUM_PARTS=len(site.sizes),
-        DROPS=table.drops,
+        DROPS=table.drops and rows.drops,
         BM=ROW_BLOCK,
         BK=step,
         GROUP=_group(site.num_out),

@@ -33,31 +33,29 @@ def out_owner(table, runs, run, module, num_modules, dtype: tl.constexpr):  # ty
 
 
 @jit
-def _add_out(  # type: ignore[no-untyped-def]
-    half,
+def _out_ranks(  # type: ignore[no-untyped-def]
+    like,
     s,
     stride_s,
     owner,
     rows,
+    mine,
     columns,
     inside,
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Adds S Bᵀ of one run of rows to half a block; `columns` are counted within the module's outputs."""
-    start, end, width, column, b = owner
-    if width > 0:
-        mine = (rows >= start) & (rows < end)
-        if width <= NARROW:
-            s_tile = rank_tile(s, stride_s, column, width, 0, rows, mine, NARROW)
-            delta = out_block(s_tile, b, width, 0, columns, inside, NARROW)
-        else:
-            delta = tl.zeros_like(half)
-            for r in range(0, width, WIDE):
-                s_tile = rank_tile(s, stride_s, column, width, r, rows, mine, WIDE)
-                delta += out_block(s_tile, b, width, r, columns, inside, WIDE)
-        half += tl.where(mine[:, None], delta, 0.0)
-    return half
+    """S Bᵀ of one owner, for rows that are `mine`."""
+    _, _, width, column, b = owner
+    if width <= NARROW:
+        s_tile = rank_tile(s, stride_s, column, width, 0, rows, mine, NARROW)
+        delta = out_block(s_tile, b, width, 0, columns, inside, NARROW)
+    else:
+        delta = tl.zeros_like(like)
+        for r in tl.range(0, width, WIDE, num_stages=2):
+            s_tile = rank_tile(s, stride_s, column, width, r, rows, mine, WIDE)
+            delta += out_block(s_tile, b, width, r, columns, inside, WIDE)
+    return delta
 
 
 @jit
@@ -72,17 +70,27 @@ def add_all_out(  # type: ignore[no-untyped-def]
     last,
     module,
     num_modules,
-    rows,
+    row,
     columns,
     size,
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Half a block with the parts of all its runs; `owner` is that of the first."""
-    half = _add_out(half, s, stride_s, owner, rows, columns, columns < size, NARROW, WIDE)
-    for run in range(first + 1, last):
-        other = out_owner(table, runs, run, module, num_modules, s.dtype.element_ty)
-        half = _add_out(half, s, stride_s, other, rows, columns, columns < size, NARROW, WIDE)
+    """Half a block from `row` on with the parts of all its runs; `owner` is that of the first; `columns` are counted
+    within the module's outputs."""
+    rows = row + tl.arange(0, half.shape[0])
+    inside = columns < size
+    if last - first == 1:
+        # One owner, as most blocks have: nothing to select. Beyond the last row nothing is stored.
+        if owner[2] > 0:
+            half += _out_ranks(half, s, stride_s, owner, rows, rows < owner[1], columns, inside, NARROW, WIDE)
+    else:
+        for run in range(first, last):
+            other = out_owner(table, runs, run, module, num_modules, s.dtype.element_ty)
+            if other[2] > 0:
+                mine = (rows >= other[0]) & (rows < other[1])
+                delta = _out_ranks(half, s, stride_s, other, rows, mine, columns, inside, NARROW, WIDE)
+                half += tl.where(mine[:, None], delta, 0.0)
     return half
 
 
@@ -125,14 +133,14 @@ def _in_ranks(  # type: ignore[no-untyped-def]
         delta = in_block(ds_tile, a, width, 0, features, num_features, NARROW)
     else:
         delta = tl.zeros_like(like)
-        for r in tl.range(0, width, WIDE, num_stages=1):
+        for r in tl.range(0, width, WIDE, num_stages=2):
             ds_tile = rank_tile(ds, stride_s, column, width, r, rows, mine, WIDE)
             delta += in_block(ds_tile, a, width, r, features, num_features, WIDE)
     return delta
 
 
 @jit
-def _add_in(  # type: ignore[no-untyped-def]
+def _in_parts(  # type: ignore[no-untyped-def]
     half,
     ds,
     stride_s,
@@ -142,31 +150,30 @@ def _add_in(  # type: ignore[no-untyped-def]
     module,
     num_modules,
     rows,
+    mine,
     features,
     num_features,
+    SELECTS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     DROPS: tl.constexpr,
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Adds Σ drop(dS A) of one run of rows to half a block."""
-    start, end, whole, a_whole, threshold, slot = owner
-    mine = (rows >= start) & (rows < end)
-    if whole > 0:
-        if NUM_PARTS > 1 and DROPS and threshold > 0:
-            for part in tl.static_range(NUM_PARTS):
-                line = line_of(table, slot, module + part, num_modules)
-                width, column, a = part_width(line), part_column(line), weight_a(line, ds.dtype.element_ty)
-                delta = _in_ranks(
-                    half, ds, stride_s, column, width, a, rows, mine, features, num_features, NARROW, WIDE
-                )
-                half += tl.where(mine[:, None], drop(delta, line, threshold, row_keys, features), 0.0)
-        else:
-            # The parts' A lie one after another, so all of them are one product.
-            delta = _in_ranks(half, ds, stride_s, 0, whole, a_whole, rows, mine, features, num_features, NARROW, WIDE)
-            if NUM_PARTS == 1 and DROPS:
-                delta = drop(delta, line_of(table, slot, module, num_modules), threshold, row_keys, features)
-            half += tl.where(mine[:, None], delta, 0.0)
+    """Half a block with Σ drop(dS A) of one owner added to it, of several if it SELECTS rows that are `mine`."""
+    _, _, whole, a_whole, threshold, slot = owner
+    if NUM_PARTS > 1 and DROPS and threshold > 0:
+        for part in tl.static_range(NUM_PARTS):
+            line = line_of(table, slot, module + part, num_modules)
+            width, column, a = part_width(line), part_column(line), weight_a(line, ds.dtype.element_ty)
+            delta = _in_ranks(half, ds, stride_s, column, width, a, rows, mine, features, num_features, NARROW, WIDE)
+            delta = drop(delta, line, threshold, row_keys, features)
+            half += tl.where(mine[:, None], delta, 0.0) if SELECTS else delta
+    else:
+        # The parts' A lie one after another, so all of them are one product.
+        delta = _in_ranks(half, ds, stride_s, 0, whole, a_whole, rows, mine, features, num_features, NARROW, WIDE)
+        if NUM_PARTS == 1 and DROPS:
+            delta = drop(delta, line_of(table, slot, module, num_modules), threshold, row_keys, features)
+        half += tl.where(mine[:, None], delta, 0.0) if SELECTS else delta
     return half
 
 
@@ -183,7 +190,7 @@ def add_all_in(  # type: ignore[no-untyped-def]
     last,
     module,
     num_modules,
-    rows,
+    row,
     features,
     num_in,
     NUM_PARTS: tl.constexpr,
@@ -191,15 +198,21 @@ def add_all_in(  # type: ignore[no-untyped-def]
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Half a block with the parts of all its runs; `owner` is that of the first."""
-    half = _add_in(
-        half, ds, stride_s, owner, row_keys, table, module, num_modules, rows, features, num_in,
-        NUM_PARTS, DROPS, NARROW, WIDE,
-    )  # fmt: skip
-    for run in range(first + 1, last):
-        other = in_owner(table, runs, run, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
-        half = _add_in(
-            half, ds, stride_s, other, row_keys, table, module, num_modules, rows, features, num_in,
-            NUM_PARTS, DROPS, NARROW, WIDE,
-        )  # fmt: skip
+    """Half a block from `row` on with the parts of all its runs; `owner` is that of the first."""
+    rows = row + tl.arange(0, half.shape[0])
+    if last - first == 1:
+        if owner[2] > 0:
+            half = _in_parts(
+                half, ds, stride_s, owner, row_keys, table, module, num_modules, rows, rows < owner[1], features,
+                num_in, False, NUM_PARTS, DROPS, NARROW, WIDE,
+            )  # fmt: skip
+    else:
+        for run in range(first, last):
+            other = in_owner(table, runs, run, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
+            if other[2] > 0:
+                mine = (rows >= other[0]) & (rows < other[1])
+                half = _in_parts(
+                    half, ds, stride_s, other, row_keys, table, module, num_modules, rows, mine, features,
+                    num_in, True, NUM_PARTS, DROPS, NARROW, WIDE,
+                )  # fmt: skip
     return half

@@ -29,7 +29,7 @@ from weft.kernels.tile import (
     pad,
     part_bounds,
 )
-from weft.kernels.tuning import REDUCTION, shrink_blocks
+from weft.kernels.tuning import REDUCTION, shrink_blocks, shrink_grad_blocks
 
 
 def shrink_reference(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
@@ -220,7 +220,7 @@ def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, row
     """Writes dS of every owned row."""
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, dy_TO.device):
-        blocks = shrink_blocks(launch.upto, 1, dy_TO)
+        blocks = shrink_grad_blocks(launch.upto, dy_TO)
         _shrink_grad[(len(rows.tiles_N4) * blocks["PIECES"], num_parts * blocks["RANK_BLOCKS"])](
             dy_TO,
             ds_TR,

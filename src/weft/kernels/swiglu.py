@@ -385,7 +385,7 @@ def swiglu_grad_kernel(
             num_rows,
             num_inner,
             ADAPTED=delta is not None,
-            DROPS=delta is not None and delta.table.drops,
+            DROPS=delta is not None and delta.table.drops and delta.rows.drops,
             WANT_ACT=want_act,
             **launch,
         )

@@ -157,11 +157,13 @@ class SlotTable:
     def put(self, entries: Mapping[int, Entry]) -> int:
         """Takes a free slot; returns its number, above 0."""
         slot = next(i for i in itertools.count(BARE + 1) if i not in self.entries)
-        self.entries[slot] = entries
         if slot >= len(self._fields):
-            self._fields = np.concatenate([self._fields, np.zeros_like(self._fields)])
-            self.device_SMF = torch.zeros(self._fields.shape, dtype=torch.int64, device=self.device_SMF.device)
+            # The device first: if it has no room, nothing has changed.
+            fields = np.concatenate([self._fields, np.zeros_like(self._fields)])
+            self.device_SMF = torch.zeros(fields.shape, dtype=torch.int64, device=self.device_SMF.device)
+            self._fields = fields
             self.version += 1
+        self.entries[slot] = entries
         widest = max((entry.rank for entry in entries.values()), default=0)
         before = (self.rank_class, self.launches)
         self.ranks |= {widest}

@@ -46,10 +46,7 @@ def drop_seed(line):  # type: ignore[no-untyped-def]
 @jit
 def feature_keys(features, seed):  # type: ignore[no-untyped-def]
     """Dropout's keys of a module's features. Made, not loaded: what is made has the layout in which it is used."""
-    f = features.to(tl.uint32) * 0x9E3779B1 + seed
-    f = (f ^ (f >> 16)) * 0x7FEB352D
-    f = (f ^ (f >> 15)) * 0x846CA68B
-    return f ^ (f >> 16)
+    return features.to(tl.uint32) * 0x9E3779B1 + seed
 
 
 @jit
@@ -61,8 +58,8 @@ def keep_scale(threshold):  # type: ignore[no-untyped-def]
 @jit
 def is_kept(keys, f, threshold):  # type: ignore[no-untyped-def]
     """The mask of weft.kernels.dropout from the keys of rows and features: true where an input is kept."""
-    turned = (f >> 16) | (f << 16)
-    bits = (keys.to(tl.uint32, bitcast=True)[:, None] ^ turned[None, :]) * (f | 1)[None, :]
+    factors = f * 0xFFD66A5A + 1
+    bits = (keys.to(tl.uint32, bitcast=True)[:, None] ^ f[None, :]) * factors[None, :]
     return bits >= threshold.to(tl.uint32) * 2
 
 

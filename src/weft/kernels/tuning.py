@@ -40,8 +40,12 @@ Table = Mapping[str, Choice]
 H200: Table = {
     # us at 8192 x 4096: 21 for one part of rank 16, 31 with dropout, which wants more and smaller programs
     "shrink/16": {"BM": 32, "num_warps": 4, "num_stages": 5},
-    "shrink/64": {"BM": 32, "num_warps": 4, "num_stages": 3},
-    "shrink/more": {"BM": 32, "num_warps": 4, "num_stages": 5},
+    "shrink/64": {"BM": 64, "num_warps": 8, "num_stages": 5},
+    "shrink/more": {"BM": 64, "num_warps": 8, "num_stages": 5},
+    # 20 for rank 16, 22 for rank 64 (31 with 32 rows)
+    "shrink_grad/16": {"BM": 64, "num_warps": 8, "num_stages": 5},
+    "shrink_grad/64": {"BM": 64, "num_warps": 8, "num_stages": 5},
+    "shrink_grad/more": {"BM": 64, "num_warps": 8, "num_stages": 5},
     # 22 for A or B of rank 16, 27 for the A of three parts
     "weight_grad/16": {"BN": 64, "num_warps": 4, "num_stages": 3},
     "weight_grad/64": {"BN": 64, "num_warps": 4, "num_stages": 3},
@@ -56,11 +60,11 @@ H200: Table = {
     "expand_grad/more": {"BN": 128, "num_warps": 4, "num_stages": 2},
     # at 8192 x 14336: 205 for rank 16, 276 for rank 64; registers decide how many programs run side by side
     "swiglu/16": {"BN": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 80},
-    "swiglu/64": {"BN": 64, "num_warps": 8, "num_stages": 3},
+    "swiglu/64": {"BN": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
     "swiglu/more": {"BN": 64, "num_warps": 4, "num_stages": 3},
     # 440 and 535
     "swiglu_grad/16": {"BN": 64, "num_warps": 4, "num_stages": 3},
-    "swiglu_grad/64": {"BN": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 128},
+    "swiglu_grad/64": {"BN": 64, "num_warps": 4, "num_stages": 2},
     "swiglu_grad/more": {"BN": 64, "num_warps": 4, "num_stages": 3},
 }
 SHIPPED = {"H200": H200, "H100": H200}
@@ -71,6 +75,7 @@ _WIDTHS = (64, 128, 256)
 """Never 32: with it Triton 3.6 got products of wide ranks wrong."""
 _OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "shrink": {"BM": (16, 32, 64), "num_warps": _WARPS, "num_stages": _STAGES},
+    "shrink_grad": {"BM": (16, 32, 64), "num_warps": _WARPS, "num_stages": _STAGES},
     "weight_grad": {"BN": _WIDTHS[:2], "num_warps": _WARPS, "num_stages": _STAGES},
     "expand": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2, 3)},
     "expand_grad": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2)},
@@ -156,9 +161,18 @@ def shared_limit(device: torch.device) -> int:
 
 def shrink_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[str, int]:
     """For `shrink`, all parts' ranks in one block where they fit."""
-    blocks, choice = rank_blocks(rank_class, num_parts), _chosen("shrink", rank_class, like.device)
-    stage = (choice["BM"] + blocks["BR"]) * REDUCTION * like.element_size()
-    return {**blocks, **_chosen("shrink", rank_class, like.device, stage), "PIECES": ROW_TILE // choice["BM"]}
+    return _row_blocks("shrink", rank_class, rank_blocks(rank_class, num_parts), like)
+
+
+def shrink_grad_blocks(rank_class: int, like: torch.Tensor) -> dict[str, int]:
+    """For `shrink_grad`, whose parts have outputs of their own; wide ranks read them half as often."""
+    return _row_blocks("shrink_grad", rank_class, rank_blocks(rank_class, most=128), like)
+
+
+def _row_blocks(operation: str, rank_class: int, blocks: dict[str, int], like: torch.Tensor) -> dict[str, int]:
+    rows = _chosen(operation, rank_class, like.device)["BM"]
+    stage = (rows + blocks["BR"]) * REDUCTION * like.element_size()
+    return {**blocks, **_chosen(operation, rank_class, like.device, stage), "PIECES": ROW_TILE // rows}
 
 
 def weight_grad_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[str, int]:
@@ -184,10 +198,10 @@ def swiglu_blocks(rank_class: int, device: torch.device, *, backward: bool) -> d
     return {**rank_blocks(rank_class), **_chosen("swiglu_grad" if backward else "swiglu", rank_class, device)}
 
 
-def rank_blocks(rank_class: int, num_parts: int = 1) -> dict[str, int]:
+def rank_blocks(rank_class: int, num_parts: int = 1, most: int = 64) -> dict[str, int]:
     """How a kernel walks the rank of a part: in blocks of BR, of which the widest has RANK_BLOCKS.
 
-    BR holds the ranks of all parts that one program computes together, up to 64.
+    BR holds the ranks of all parts that one program computes together, up to `most`.
     """
-    block = min(64, max(16, next_power_of_2(num_parts * rank_class)))
+    block = min(most, max(16, next_power_of_2(num_parts * rank_class)))
     return {"BR": block, "RANK_BLOCKS": cdiv(rank_class, block)}

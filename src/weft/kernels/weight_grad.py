@@ -279,8 +279,9 @@ def weight_grad_kernel(
     def add_a(launch: RankLaunch) -> None:
         # The A of all parts have one x, which is read once; the B have outputs of their own.
         options = {**shared, **launch.bounds, **weight_grad_blocks(launch.upto, num_parts, x_TD)}
+        drops = table.drops and rows.drops
         _grad_a[(NUM_PROGRAMS,)](
-            x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=table.drops, **options
+            x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=drops, **options
         )
 
     def add_b(launch: RankLaunch) -> None:

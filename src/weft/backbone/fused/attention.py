@@ -34,8 +34,9 @@ class Attended:
 
 @lru_cache(maxsize=16)
 def needs_bounds(device: torch.device) -> bool:
-    """Whether attention on a device is torch's, which is told where samples begin and how long the longest is."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+    """Whether attention on a device is torch's, which is told where samples begin and how long the longest is: ours
+    wants the shared memory of Hopper and of the large Blackwells, which those for desktops (12.0) have not."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10)
 
 
 def attention(

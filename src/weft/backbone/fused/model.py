@@ -14,6 +14,7 @@ import torch
 
 from weft.adapters.frozen import FrozenWeight, join
 from weft.adapters.linear import SlotLinear
+from weft.backbone.fused.attention import needs_bounds
 from weft.kernels.rotary import Heads, Norms
 from weft.kernels.tables import Site
 
@@ -68,8 +69,8 @@ class FusedModel:
         return [p.site for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
 
-def why_not(model: Any, linears: Mapping[str, SlotLinear]) -> str | None:
-    """Why a model cannot take the fused step; None if it can."""
+def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a model cannot take the fused step on a device; None if it can."""
     config = model.config
     if len({type(linear.frozen) for linear in linears.values()}) > 1:
         return "some of its weights could not be quantised"
@@ -82,6 +83,11 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear]) -> str | None:
         return f"its rotary positions are {rope['rope_type']}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "its rotary positions cover a part of each head"
+    size = model.base_model.layers[0].self_attn.head_dim
+    if device.type == "cuda" and dtype == torch.float32:
+        return "its weights are float32, and a GPU's kernels take bfloat16 or float16"
+    if device.type == "cuda" and (size > 256 or (needs_bounds(device) and size % 8)):
+        return f"attention on this GPU does not take heads of {size}"
     return None
 
 

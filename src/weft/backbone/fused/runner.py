@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -117,14 +119,7 @@ class FusedRunner:
             while len(self._graphs) >= MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             tile = self._tile(shape.num_rows, row_tile)
-            try:
-                captured = self._capture(shape, tile)
-            except torch.OutOfMemoryError:
-                # Graphs of other shapes may hold memory in pieces too small for this one.
-                self.forget()
-                torch.cuda.empty_cache()
-                captured = self._capture(shape, tile)
-            self._graphs[key] = captured
+            self._graphs[key] = self._try_capture(shape, tile) or self._capture(shape, tile)
         self._graphs[key] = self._graphs.pop(key)  # the last used goes last
         return self._graphs[key]
 
@@ -133,6 +128,16 @@ class FusedRunner:
         if key not in self._tiles:
             self._tiles[key] = tile_for(self._model, num_rows, row_tile)
         return self._tiles[key]
+
+    def _try_capture(self, shape: InputShape, tile: int | None) -> Captured | None:
+        """None if memory ended; then there is more of it: graphs of other shapes may have held it in small pieces."""
+        with suppress(torch.OutOfMemoryError):
+            return self._capture(shape, tile)
+        # Not in a handler: the error's frames would keep all that the failed capture had made.
+        self.forget()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
 
     def _capture(self, shape: InputShape, tile: int | None) -> Captured:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
