@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from weft.bench import tune as tuning_bench
 from weft.bench.shapes import SHAPES
-from weft.bench.tune import compile_ahead, compile_some, make_layer, operations, tune
+from weft.bench.tune import compile_ahead, compile_some, runs_of, tune
 from weft.cli.main import app
 from weft.kernels import tuning
 
@@ -16,13 +16,28 @@ CPU = torch.device("cpu")
 SLOW, FAST, WRONG = ({"num_warps": 4, "num_stages": n} for n in (2, 3, 4))
 
 
-@pytest.mark.parametrize("operation", ["shrink", "weight_grad", "expand", "expand_grad", "swiglu", "swiglu_grad"])
+@pytest.mark.parametrize(
+    "operation", ["shrink", "shrink_grad", "weight_grad", "expand", "expand_grad", "swiglu", "swiglu_grad"]
+)
 def test_operations_when_run_twice_then_write_the_same_finite_numbers(operation):
     """What is compared between candidates depends on nothing but the launch."""
-    layer = make_layer(SHAPES["tiny"], 16, 96, torch.float32, CPU)
-    run = operations(layer)[operation]
+    run = runs_of("16", SHAPES["tiny"], 96, torch.float32, CPU)[operation]
     one, other = run(), run()
     assert all(torch.equal(a, b) and a.isfinite().all() and a.any() for a, b in zip(one, other, strict=True))
+
+
+def test_runs_when_made_then_hold_layers_with_and_without_dropout(monkeypatch):
+    made: list[float] = []
+    monkeypatch.setattr(tuning_bench, "make_layer", lambda shape, rank, dropout, *rest: made.append(dropout) or dropout)
+    monkeypatch.setattr(tuning_bench, "operations", lambda layer: {"shrink": lambda: [torch.tensor(layer)]})
+    runs = runs_of("16", SHAPES["tiny"], 96, torch.float32, CPU)
+    assert made == [0.0, 0.1] and torch.stack(runs["shrink"]()).tolist() == pytest.approx([0.0, 0.1])
+
+
+def test_trying_when_the_compiler_complains_then_nothing_is_shown(capsys):
+    with tuning_bench.trying_quietly("shrink/16", SLOW):
+        print("thousands of lines of assembler")
+    assert not capsys.readouterr().out and not tuning.TRYING
 
 
 def test_tune_when_candidates_differ_then_keeps_the_fastest_right_one(monkeypatch):

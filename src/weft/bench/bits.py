@@ -1,7 +1,9 @@
-"""Whether a neighbour changes a job's bits: gradients of one job alone, beside 3 and 31 others, NaN and wide ranks.
+"""Whether a neighbour changes a job's bits: gradients of one job alone, beside 3 and 31 others, shorter ones, NaN and
+wide ranks.
 
-The job's sample stands first when alone and last beside others, in microbatches of one capacity. Counted are the
-numbers of its gradients that are not equal to the bit.
+The job's sample stands first when alone and last beside others, in microbatches of one capacity; beside shorter ones it
+begins in the middle of a block, which it then shares. Counted are the numbers of its gradients that are not equal to
+the bit.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def measure_bits(backbone: Backbone, run: Run) -> Measured:
     most = len(workload.ranks) - 1
     alone, num_tokens = _gradients(backbone, workload, 0)
     found = {f"beside_{n}": _gradients(backbone, workload, n)[0] for n in sorted({min(3, most), most})}
+    found["beside_shorter"] = _gradients(backbone, workload, most, shortened=True)[0]
     found["beside_nan"] = _gradients(backbone, workload, most, poison=True)[0]
     # Last: kernels are launched for the widest rank a backbone has seen.
     wide = replace(workload, ranks=(workload.ranks[0], *(WIDE * rank for rank in workload.ranks[1:])))
@@ -51,7 +54,12 @@ def _num_differing(one: torch.Tensor, other: torch.Tensor) -> int:
 
 
 def _gradients(
-    backbone: Backbone, workload: Workload, num_neighbours: int, *, poison: bool = False
+    backbone: Backbone,
+    workload: Workload,
+    num_neighbours: int,
+    *,
+    shortened: bool = False,
+    poison: bool = False,
 ) -> tuple[torch.Tensor, int]:
     """All gradients of the first job of the workload after one microbatch, and the tokens in it."""
     samples = packed_samples(workload, backbone.vocabulary)
@@ -66,7 +74,8 @@ def _gradients(
                 adapter.params_b.fill_(torch.nan)
                 adapter.changed()
             slots.append(backbone.attach(adapter))
-            placed += [Placed(s, slots[-1], 1e-3, mix(job, 0, i)) for i, s in enumerate(samples[job])]
+            own = [s.cut(s.length - s.length // 7) if shortened and job else s for s in samples[job]]
+            placed += [Placed(s, slots[-1], 1e-3, mix(job, 0, i)) for i, s in enumerate(own)]
         batch = pack_samples(placed, row_tile, backbone.device)
         losses = backbone.forward_backward(batch, row_tile)
         if poison and math.isfinite(losses[0]):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,8 @@ class Effort:
     """What `best batch` tries, upward."""
     num_batches: int = 3
     """Batches of different lengths a padding program is timed on."""
+    rounds: int = 5
+    """Turns that each of two works has where their ratio counts."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Measured:
 
 
 THOROUGH = Effort()
-QUICK = Effort(warmups=1, repeats=2, batch_sizes=(4, 8, 16), num_batches=1)
+QUICK = Effort(warmups=1, repeats=2, batch_sizes=(4, 8, 16), num_batches=1, rounds=2)
 
 
 def median_s(work: Callable[[], object], device: torch.device, *, warmups: int, repeats: int) -> float:
@@ -56,10 +59,31 @@ def median_s(work: Callable[[], object], device: torch.device, *, warmups: int, 
     return statistics.median(_once(work, device) for _ in range(repeats))
 
 
+def in_turn_s(
+    works: Sequence[Callable[[], object]], device: torch.device, *, rounds: int, turn_s: float
+) -> list[float]:
+    """Median seconds of each work, taken in turn; a turn lasts `turn_s`, and the first round does not count.
+
+    For ratios: a GPU at its power limit runs the same work faster after a pause, or after work that drew less.
+    """
+    found: list[list[float]] = [[] for _ in works]
+    numbers = [max(1, math.ceil(turn_s / _once(work, device))) for work in works]
+    for turn in range(rounds + 1):
+        for work, number, seconds in zip(works, numbers, found, strict=True):
+            taken = _once(lambda work=work, number=number: [work() for _ in range(number)], device) / number  # type: ignore[misc]
+            seconds += [taken] if turn else []
+    return [statistics.median(seconds) for seconds in found]
+
+
 def replayed_s(work: Callable[[], object], device: torch.device, *, warmups: int, repeats: int) -> float:
     """Median seconds of the work, replayed from a CUDA graph where there is one: the host's part does not count."""
+    return median_s(replayable(work, device), device, warmups=warmups, repeats=repeats)
+
+
+def replayable(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The work as a captured CUDA graph where there is one."""
     if device.type != "cuda":
-        return median_s(work, device, warmups=1, repeats=repeats)
+        return work
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -68,7 +92,7 @@ def replayed_s(work: Callable[[], object], device: torch.device, *, warmups: int
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return median_s(graph.replay, device, warmups=warmups, repeats=repeats)
+    return graph.replay
 
 
 def _once(work: Callable[[], object], device: torch.device) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.bench.clock import Effort, release, replayed_s
+from weft.bench.clock import Effort, in_turn_s, release, replayable
 from weft.bench.figures import Figure, Kind
 from weft.bench.regimes import MIXED_RANKS
 from weft.errors import ConfigError, JobError, closest
@@ -30,6 +30,8 @@ SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (5120, 5120))
 NUM_TOKENS = (4096, 8192, 16384)
 NUM_INPUTS = 4
 """Inputs that take turns inside a graph, so that no result lies in the cache from the time before."""
+TURN_S = 0.04
+"""Long enough for the GPU to settle at its power limit."""
 SCALE = 2.0
 LARGEST_ERROR = 0.02
 """Products of bf16 numbers land between 1e-3 and 1e-2 of the truth; more is a wrong result."""
@@ -189,8 +191,10 @@ def measure_case(
             inputs = [_inputs(linear, number) for number in range(NUM_INPUTS)]
             errors = relative_errors(linear, *inputs[0])
             worst = max(worst, *errors.values())
-            times = {"warmups": effort.warmups, "repeats": 4 * effort.repeats}
-            ours, frozen = (replayed_s(work, device, **times) / NUM_INPUTS for work in _turns(linear, inputs))
+            works = [replayable(work, device) for work in _turns(linear, inputs)]
+            times = in_turn_s(works, device, rounds=effort.rounds, turn_s=TURN_S if device.type == "cuda" else 0.0)
+            ours, frozen = (seconds / NUM_INPUTS for seconds in times)
+            del works
             logs.append(math.log(ours / frozen))
             found = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
             say(

@@ -163,6 +163,7 @@ MAIN = (
     _overhead("overhead32", MIXED32, 0.10),
     Regime("peak_gb_8192", Run(Program.WEFT, FOUR), Kind.PEAK_GB, None, 45.0),
     Regime("bits_differing", Run(Program.WEFT_BITS, SWEEP32), Kind.DIFFERENCES, None, 0.0),
+    Regime("bits_differing_fp8", Run(Program.WEFT_BITS, SWEEP32, FP8), Kind.DIFFERENCES, None, 0.0),
     _step("step_fp8_vs_peft", FP8, Program.PEFT_BEST, 3.0),
     _step("step_fp8_vs_liger", FP8, Program.LIGER_BEST, 2.5),
     _step("sweep16_fp8", FP8, Program.PEFT_SOLO, 9.0, SWEEP16),

@@ -41,8 +41,7 @@ def figure(regime: Regime, results: Mapping[Run, Measured]) -> Figure | None:
             target *= peer.tokens_per_s
     else:
         assert peer is not None, "a comparison has two sides"
-        speedup = ours.tokens_per_s / peer.tokens_per_s
-        value = speedup if regime.kind is Kind.SPEEDUP else 1 / speedup - 1
+        value = ours.tokens_per_s / peer.tokens_per_s if regime.kind is Kind.SPEEDUP else peer.extra["overhead"]
     peer_speed = None if peer is None else peer.tokens_per_s
     return Figure(regime.key, value, regime.kind, target, ours.tokens_per_s, peer_speed)
 

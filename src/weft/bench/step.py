@@ -18,15 +18,18 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.bench.bits import measure_bits
-from weft.bench.clock import Effort, Measured, median_s, peak_gb, release
+from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
 from weft.bench.regimes import Program, Run, Storage, Workload
 from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
 from weft.engine.optimizer import Optimizer, step_together
 from weft.errors import JobError, ModelError
 from weft.kernels.dropout import mix
+from weft.kernels.fp8 import has_fp8
 from weft.spec import AdapterSpec, JobSpec
 
+TURN_S = 1.0
+"""Of frozen steps, or of steps with adapters, before it is the other's turn."""
 JOB = JobSpec("bench", ("random tokens",), learning_rate=1e-4)
 """The optimizer settings of every job."""
 
@@ -59,6 +62,8 @@ def _copies(shape: Shape, device: torch.device) -> int:
     """FP8 copies of every weight: two, for a backward in FP8 as well, where they leave half the memory free."""
     if device.type == "cpu":
         return 2
+    if not has_fp8(device):
+        return 1
     total = torch.cuda.get_device_properties(device).total_memory
     return 2 if 2 * shape.num_product_weights <= total // 2 else 1
 
@@ -182,8 +187,18 @@ def _measure_jobs(backbone: Backbone, run: Run, effort: Effort) -> Measured:
 
 
 def _measure_frozen(backbone: Backbone, run: Run, effort: Effort) -> Measured:
-    jobs = Jobs(backbone, run.workload, frozen=True)
-    work = jobs.forward_backward_frozen
-    seconds = median_s(work, backbone.device, warmups=effort.warmups, repeats=effort.repeats)
-    batch = jobs.batch
-    return Measured(batch.num_tokens, batch.num_rows, seconds, peak_gb(backbone.device), "no adapters")
+    """Also what adapters cost over it, the two taken in turn."""
+    frozen = Jobs(backbone, run.workload, frozen=True)
+    frozen.forward_backward_frozen()
+    peak = peak_gb(backbone.device)
+    jobs = Jobs(backbone, run.workload)
+    works = (jobs.step, frozen.forward_backward_frozen)
+    try:
+        jobs.step()
+        turn_s = TURN_S if backbone.device.type == "cuda" else 0.0
+        with_jobs, seconds = in_turn_s(works, backbone.device, rounds=effort.rounds, turn_s=turn_s)
+    finally:
+        jobs.detach()
+    batch, overhead = frozen.batch, with_jobs / seconds - 1
+    detail = f"no adapters; with them, in turn, {overhead:+.1%}"
+    return Measured(batch.num_tokens, batch.num_rows, seconds, peak, detail, {"overhead": overhead})

@@ -1,18 +1,20 @@
 """Measures the choices of `kernels/tuning.py` on this GPU: every candidate that gives the same bits, the fastest kept.
 
-Each key is timed over all sites of one layer of a shape that use it, with four jobs of the class's rank. A candidate
-that does not compile, runs out of registers or shared memory, or differs in one bit from the choice in use is left out.
+Each key is timed over all sites of one layer of a shape that use it, with four jobs of the class's rank, once without
+dropout and once with it: kernels that drop want other launches, and there is one choice for both. A candidate that does
+not compile, runs out of registers or shared memory, or differs in one bit from the choice in use is left out.
 
-There are some 350 candidates, and to compile them one after another would take most of the time. So processes
+There are some hundreds of candidates, and to compile them one after another would take most of the time. So processes
 beside this one launch each of them once, on few rows, and leave what they compiled in Triton's cache.
 """
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -30,6 +32,7 @@ from weft.kernels.weight_grad import weight_grad_kernel
 
 NUM_JOBS = 4
 RANKS = {"16": 16, "64": 64, "more": 256}
+DROPOUTS = (0.0, 0.1)
 WORTH = 0.98
 """A candidate is kept if it takes less than this of what is in use: timings differ by a per cent from run to run."""
 
@@ -55,8 +58,10 @@ class Layer:
         return _normal(self.rows.num_rows, len(site.sizes) * self.table.rank_class, like=next(iter(self.wide.values())))
 
 
-def make_layer(shape: Shape, rank: int, num_rows: int, dtype: torch.dtype, device: torch.device) -> Layer:
-    """A layer of the shape with jobs of one rank on equal runs of rows."""
+def make_layer(
+    shape: Shape, rank: int, dropout: float, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> Layer:
+    """A layer of the shape with jobs of one rank and dropout on equal runs of rows."""
     query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     sites = {
         "qkv": Site(0, (query, key, key), shape.hidden),
@@ -74,7 +79,8 @@ def make_layer(shape: Shape, rank: int, num_rows: int, dtype: torch.dtype, devic
             grad_a_MRD = torch.zeros(len(site.sizes), rank, site.num_in, device=device)
             for part, size in enumerate(site.sizes):
                 b_OP, grad_b_OR = _normal(size, padded(rank), like=like), torch.zeros(size, rank, device=device)
-                entries[site.module + part] = Entry(rank, a_MPD[part], b_OP, grad_a_MRD[part], grad_b_OR, 2.0, 0.0, 1)
+                grads = (grad_a_MRD[part], grad_b_OR)
+                entries[site.module + part] = Entry(rank, a_MPD[part], b_OP, *grads, 2.0, dropout, site.module + part)
         start, end = num_rows * job // NUM_JOBS, num_rows * (job + 1) // NUM_JOBS
         spans.append(Span(start, end, table.put(entries)))
     keys_T = torch.from_numpy(row_keys(1, num_rows).copy()).to(device)
@@ -94,10 +100,15 @@ def operations(layer: Layer) -> dict[str, Callable[[], Outputs]]:
 
     def shrinks() -> Iterator[torch.Tensor]:
         for name, site in layer.sites.items():
-            for run, width in ((shrink_kernel, site.num_in), (shrink_grad_kernel, site.num_out)):
-                out_TR = torch.zeros_like(spaces[name])
-                run(layer.wide[width], out_TR, site, rows, table)
-                yield out_TR
+            out_TR = torch.zeros_like(spaces[name])
+            shrink_kernel(layer.wide[site.num_in], out_TR, site, rows, table)
+            yield out_TR
+
+    def shrink_grads() -> Iterator[torch.Tensor]:
+        for name, site in layer.sites.items():
+            out_TR = torch.zeros_like(spaces[name])
+            shrink_grad_kernel(layer.wide[site.num_out], out_TR, site, rows, table)
+            yield out_TR
 
     def expands() -> Iterator[torch.Tensor]:
         for name in ("qkv", "out", "down"):
@@ -139,6 +150,7 @@ def operations(layer: Layer) -> dict[str, Callable[[], Outputs]]:
 
     work = {
         "shrink": shrinks,
+        "shrink_grad": shrink_grads,
         "weight_grad": weight_grads,
         "expand": expands,
         "expand_grad": expand_grads,
@@ -148,10 +160,20 @@ def operations(layer: Layer) -> dict[str, Callable[[], Outputs]]:
     return {name: lambda run=run: list(run()) for name, run in work.items()}  # type: ignore[misc]
 
 
-def _layer_of(kind: str, shape: Shape, num_rows: int, dtype: torch.dtype, device: torch.device) -> Layer:
-    """The layer that a class of ranks is measured on."""
+def runs_of(
+    kind: str, shape: Shape, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], Outputs]]:
+    """The operations on the layers that a class of ranks is measured on."""
     rank = min(RANKS[kind], shape.kv_heads * shape.head_size, shape.hidden)
-    return make_layer(shape, rank, num_rows, dtype, device)
+    layers = [operations(make_layer(shape, rank, dropout, num_rows, dtype, device)) for dropout in DROPOUTS]
+    return {name: lambda name=name: [out for runs in layers for out in runs[name]()] for name in layers[0]}  # type: ignore[misc]
+
+
+@contextmanager
+def trying_quietly(key: str, choice: Choice) -> Iterator[None]:
+    """Inside, launches of this key use the choice; what the compiler says of one that cannot be had is not shown."""
+    with trying(key, choice), redirect_stdout(io.StringIO()):
+        yield
 
 
 def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
@@ -165,11 +187,11 @@ def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device) -> Non
 
 def compile_some(kind: str, turn: int, num: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
     """Launches every `num`-th candidate of a class of ranks once."""
-    runs = operations(_layer_of(kind, shape, FEW_ROWS, dtype, device))
+    runs = runs_of(kind, shape, FEW_ROWS, dtype, device)
     tried = [(run, f"{name}/{kind}", choice) for name, run in runs.items() for choice in candidates(f"{name}/{kind}")]
     for run, key, choice in tried[turn::num]:
         # What cannot be launched is found again, and left out, when it is measured.
-        with trying(key, choice), suppress(Exception):
+        with trying_quietly(key, choice), suppress(Exception):
             run()
 
 
@@ -179,8 +201,7 @@ def tune(
     """The fastest choice for every key, where it is not the one in use."""
     in_use, found = table_of(device)[0], dict[str, Choice]()
     for kind in RANKS:
-        layer = _layer_of(kind, shape, num_rows, dtype, device)
-        for operation, run in operations(layer).items():
+        for operation, run in runs_of(kind, shape, num_rows, dtype, device).items():
             key = f"{operation}/{kind}"
             best = _fastest(key, run, in_use, device, say)
             if best is not None:
@@ -197,7 +218,7 @@ def _fastest(
     for choice in candidates(key):
         if choice == in_use[key]:
             continue
-        with trying(key, choice):
+        with trying_quietly(key, choice):
             try:
                 if not all(torch.equal(one, other) for one, other in zip(run(), expected, strict=True)):
                     wrong += 1
