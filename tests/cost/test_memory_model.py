@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from weft.backbone.fused import step
 from weft.backbone.fused.inputs import input_shape
+from weft.backbone.fused.offload import OFFLOADED
 from weft.backbone.fused.step import Passed
 from weft.backbone.packed import Placed, pack_samples
 from weft.bench.regimes import Storage
 from weft.bench.shapes import SHAPES
 from weft.bench.step import make_backbone
-from weft.cost.memory import LOSS_ROWS, MemoryModel, rank_class
+from weft.cost.memory import LOSS_ROWS, OFFLOAD_LAYERS, MemoryModel, rank_class
 from weft.cost.profile import Measurement, load_profile
 from weft.cost.shape import ModelShape
 from weft.data.sample import Sample
@@ -76,6 +77,16 @@ def test_kept_when_recomputed_then_less_and_the_workspace_pays():
     assert full.total_bytes(8192, [16]) < mlp.total_bytes(8192, [16]) < none.total_bytes(8192, [16])
 
 
+@pytest.mark.parametrize("mode", ["none", "mlp", "full"])
+def test_offloaded_when_counted_then_what_attention_and_adapters_keep_stays(mode):
+    """q/k/v, o, the log-sums and the S of every layer; and of two layers everything."""
+    model = MemoryModel(LLAMA, recompute=mode)
+    stays = 0 if mode == "full" else 2 * (LLAMA.qkv_width + LLAMA.attention_width + 7 * 16) + 4 * LLAMA.num_heads
+    here = model.kept_bytes(64) - model.offloaded_bytes(64)
+    assert here == 64 * (30 * stays + 2 * model.row_bytes())
+    assert MemoryModel(LLAMA, recompute=mode, num_stages=32).offloaded_bytes(64) == 0
+
+
 def test_total_when_several_microbatches_are_held_then_only_what_is_kept_repeats():
     model = MemoryModel(LLAMA, num_stages=4)
     more = model.total_bytes(512, [16], stage=1, num_held=3) - model.total_bytes(512, [16], stage=1)
@@ -122,7 +133,7 @@ def kept_storages(passed: Passed) -> dict[int, int]:
 @pytest.mark.parametrize("name", ["tiny", "qwen3"])
 def test_kept_when_compared_with_the_fused_step_then_equal_to_the_byte(mode, name):
     """Also with head norms, whose inputs are kept."""
-    shape = replace(SHAPES["tiny"], family="Qwen3") if name == "qwen3" else SHAPES["tiny"]
+    shape = replace(SHAPES["tiny"], family="Qwen3" if name == "qwen3" else "Llama", layers=3)
     backbone = make_backbone(shape, Storage(recompute=mode), torch.float32, torch.device("cpu"), "fused")
     slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=20), 0))
     sample = Sample(np.arange(100, dtype=np.int32), np.ones(100, dtype=np.bool_))
@@ -131,6 +142,8 @@ def test_kept_when_compared_with_the_fused_step_then_equal_to_the_byte(mode, nam
     model = MemoryModel(ModelShape.from_config(shape.config().to_dict()), recompute=mode, activation_bytes=4)
     assert backbone.fused.table.rank_class == rank_class([20]) == 32
     assert sum(kept_storages(passed).values()) == model.kept_bytes(128, 20)
+    large = [getattr(kept, name) for kept in passed.kept[OFFLOAD_LAYERS:] for name in OFFLOADED]
+    assert sum(t.nbytes for t in large if t is not None) == model.offloaded_bytes(128) > 0
     assert step.LOSS_ROWS == LOSS_ROWS
 
 

@@ -68,3 +68,19 @@ def test_schedule_when_asked_for_the_epoch_then_counts_epochs_done():
     assert schedule().epoch_of(0) == 0.0
     assert schedule().epoch_of(3) == 1.0
     assert schedule().epoch_of(4) == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize(("num_epochs", "max_steps"), [(2.4, None), (0.5, None), (1.0, 7), (3.0, None)])
+def test_schedule_when_lengths_are_known_then_counts_the_tokens_of_every_batch(
+    num_epochs: float, max_steps: int | None
+):
+    plan, lengths = schedule(num_epochs=num_epochs, max_steps=max_steps), [3**i for i in range(10)]
+    met = [lengths[i] for step in range(plan.num_steps) for i in plan.batch(step)]
+    assert plan.num_tokens(lengths) == sum(met)
+
+
+@pytest.mark.parametrize(("eval_steps", "num_evals"), [(None, 3), (1, 8), (4, 2), (5, 2), (100, 1)])
+def test_schedule_when_steps_between_evaluations_are_given_or_not_then_counts_them_with_the_last(
+    eval_steps: int | None, num_evals: int
+):
+    assert schedule(num_epochs=2.4).num_evals(eval_steps) == num_evals

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -343,6 +345,133 @@ def test_start_when_there_is_no_memory_even_alone_then_the_job_fails_and_says_so
     assert isinstance(events[-1], JobFailed) and "no memory for its adapter, even alone" in events[-1].reason
 
 
+class FakeGpu:
+    """The account of a GPU of 80 GB that holds 16 GB of weights, and the places on it."""
+
+    weights, total = 16 * 10**9, 80 * 10**9
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *jobs: Any) -> None:
+        self.peak = 0
+        backbone = SimpleNamespace(device=torch.device("cuda"), fused=object(), dtype=torch.bfloat16)
+        named: Any = {job.spec.name: job for job in jobs}
+        self.places = Places(backbone, named, max_jobs=None, job_memory=None, weights={})
+        self.allocated = self.weights + sum(job.allocated for job in jobs)
+        given = {
+            "max_memory_allocated": lambda _: self.peak,
+            "memory_allocated": lambda _: self.allocated,
+            "memory_reserved": lambda _: self.allocated,
+            "mem_get_info": lambda _: (self.total - self.allocated, self.total),
+            "get_per_process_memory_fraction": lambda _: 1.0,
+            "reset_peak_memory_stats": self.reset,
+        }
+        for name, stand_in in given.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        # A microbatch of 8,192 tokens takes 50 GB.
+        monkeypatch.setattr(
+            "weft.engine.admission.activation_bytes", lambda _, capacity, __: capacity * 50 * 10**9 // 8192
+        )
+
+    def reset(self, _: torch.device) -> None:
+        self.peak = self.allocated
+
+    def run(self, activations: int) -> None:
+        self.peak = max(self.peak, self.allocated + activations)
+
+    @property
+    def besides(self) -> int:
+        """What is not for jobs."""
+        return self.places._budget(8192).fixed_bytes
+
+
+def placed(name: str, slot: int | None, patience: int | None = None, num_parameters: int = 10**8) -> Any:
+    """A job in figures: 18 bytes per parameter, and 4 more once there is a best to keep."""
+    spec = SimpleNamespace(name=name, early_stopping_patience=patience, adapter=SimpleNamespace(r=16))
+    adapter = SimpleNamespace(num_parameters=num_parameters)
+    return SimpleNamespace(
+        spec=spec, adapter=adapter, slot=slot, best_params=None, allocated=18 * num_parameters if slot else 0
+    )
+
+
+def test_memory_when_it_ran_out_then_the_attempt_counts_neither_as_measured_nor_as_proven(monkeypatch):
+    """Microbatches of half the size leave room for another job, as soon as they are made smaller."""
+    gpu = FakeGpu(monkeypatch, placed("a", 1))
+    places, late = gpu.places, placed("late", None, num_parameters=15 * 10**8)
+    with places.watched():
+        gpu.run(50 * 10**9)
+    with places.watched():
+        gpu.run(78 * 10**9 - gpu.allocated)
+        places.ran_out()
+    assert places._proven_bytes == 0 and places._measured_bytes is None
+    with pytest.raises(JobError, match="can never fit"):
+        places.check(late, 8192)
+    places.check(late, 4096)
+    with places.watched():
+        gpu.run(25 * 10**9)
+    assert gpu.besides == gpu.weights + 25 * 10**9
+    assert places._proven_bytes == places.bytes_of(placed("a", 1)), "the next stretch is noted again"
+    places.check(late, 4096)
+
+
+@pytest.mark.parametrize("patience", [None, 3])
+def test_memory_when_measured_then_all_but_what_the_jobs_hold_is_not_for_jobs(monkeypatch, patience):
+    """A best that there is not yet is no part of the peak."""
+    jobs = [placed(f"job{i}", i + 1, patience) for i in range(8)]
+    gpu = FakeGpu(monkeypatch, *jobs)
+    assert gpu.besides == gpu.weights + 50 * 10**9, "estimated"
+    with gpu.places.watched():
+        gpu.run(40 * 10**9)
+        for job in jobs:
+            job.best_params = None if patience is None else ()
+    assert gpu.besides == gpu.weights + 40 * 10**9
+
+
+def test_stretches_when_they_run_then_are_watched_also_where_memory_runs_out(undisturbed, monkeypatch):
+    noted: list[str] = []
+
+    class Noting(Places):
+        @contextmanager
+        def watched(self) -> Iterator[None]:
+            noted.append("begin")
+            with super().watched():
+                yield
+            noted.append("end")
+
+        def ran_out(self) -> None:
+            noted.append("ran out")
+            super().ran_out()
+
+    class Once(Backbone):
+        def launch(self, *given: Any) -> Any:
+            if "ran out" not in noted:
+                raise torch.OutOfMemoryError("no room")
+            return super().launch(*given)
+
+    monkeypatch.setattr("weft.engine.engine.Places", Noting)
+    engine = Engine(Once(random_model("llama_odd"), SimpleNamespace(eos_token_id=None), "once"), capacity=96)
+    submit(engine, small_job("a"))
+    outcomes, _ = run(engine)
+    assert noted[:4] == ["begin", "ran out", "end", "begin"] and noted.count("ran out") == 1
+    assert_same_bits(outcomes["a"], undisturbed["a"])
+
+
+def test_start_when_a_job_gets_its_place_then_it_holds_all_that_admission_counts(backbone):
+    """Moments too, before its first step; so what a first microbatch takes beside it can be told."""
+    engine = Engine(backbone, capacity=48)
+    submit(engine, judged("judged", eval_data=2, eval_steps=1, early_stopping_patience=9))
+    job, seen = engine.jobs["judged"], []
+
+    def act(engine: Engine, event: Event) -> None:
+        if isinstance(event, JobStarted | StepDone) and job.slot is not None:
+            adapter = job.adapter
+            held = [adapter.params_a, adapter.params_b, adapter.grad_a, adapter.grad_b, *(job.best_params or ())]
+            held += [state[name] for state in job.optimizer.states for name in ("exp_avg", "exp_avg_sq")]
+            seen.append(event.kind)
+            assert sum(tensor.nbytes for tensor in held) == engine._places._allocated_bytes()
+
+    run(engine, act)
+    assert seen[0] == "job_started" and "step" in seen
+
+
 def test_move_when_memory_runs_out_on_the_way_then_the_job_is_whole_on_the_cpu(backbone, monkeypatch):
     engine = Engine(backbone, capacity=48)
     submit(engine, small_job("a"))
@@ -420,15 +549,17 @@ def test_submit_when_not_even_the_smallest_microbatch_leaves_memory_then_refused
         submit(Engine(backbone, capacity=48), small_job("a"))
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
-def test_activation_bytes_when_the_step_is_fused_then_are_the_memory_models(recompute):
-    """Whole tiles of rows, with what the step really keeps."""
-    shape = SHAPES["tiny"]
-    made = make_backbone(shape, Storage(recompute=recompute), torch.float32, torch.device("cpu"), "fused")
+def test_activation_bytes_when_the_step_is_fused_then_are_the_memory_models(recompute, offload):
+    """Whole tiles of rows, with what the step really keeps on the GPU."""
+    shape, storage = replace(SHAPES["tiny"], layers=3), Storage(recompute=recompute, offload=offload)
+    made = make_backbone(shape, storage, torch.float32, torch.device("cpu"), "fused")
     model = MemoryModel(ModelShape.from_config(shape.config().to_dict()), "none", recompute, 4)
     rows = 2 * made.row_tile(200)
-    expected = model.kept_bytes(rows, 32) + model.workspace_bytes(rows, 32) + model.loss_bytes()
-    assert activation_bytes(made, 200, 32) == expected
+    kept = model.kept_bytes(rows, 32) - (model.offloaded_bytes(rows) if offload else 0)
+    assert kept > 0 and model.offloaded_bytes(rows) > 0
+    assert activation_bytes(made, 200, 32) == kept + model.workspace_bytes(rows, 32) + model.loss_bytes()
 
 
 def test_activation_bytes_when_estimated_then_count_every_linear_once(backbone):

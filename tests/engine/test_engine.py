@@ -123,9 +123,10 @@ def test_submit_when_the_job_does_not_fit_then_refused_and_forgotten(backbone, s
     assert engine.run()["a"].state is JobState.SUCCEEDED
 
 
-def test_submit_when_max_length_is_above_the_positions_then_refused(backbone):
+@pytest.mark.parametrize("capacity", [512, 200])
+def test_submit_when_max_length_is_above_the_positions_then_refused_with_the_smallest_limit(backbone, capacity):
     with pytest.raises(ConfigError, match=r"max_length 300 is above the backbone's positions \(128\)"):
-        Engine(backbone, capacity=512).submit(job_spec("a", max_length=300), random_data(0))
+        Engine(backbone, capacity=capacity).submit(job_spec("a", max_length=300), random_data(0))
 
 
 def one_sample(tokens: Any, supervised: bool = True) -> JobData:

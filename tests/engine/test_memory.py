@@ -24,13 +24,14 @@ from tiny_models import (
 )
 
 from weft.backbone.backbone import Backbone
+from weft.backbone.load import load_backbone, load_skeleton
 from weft.backbone.packed import PackedBatch
 from weft.backbone.running import Score
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, StepDone
 from weft.engine.live_job import JobState
-from weft.engine.memory import load_within
+from weft.engine.memory import load_within, start_capacity
 from weft.engine.preview import preview
 from weft.errors import ConfigError
 from weft.spec import BackboneSpec
@@ -39,6 +40,8 @@ from weft.store.run_dir import RunDirectory
 
 class SmallGpu(Backbone):
     """A backbone that runs out of memory above some number of tokens, with half of the gradients written."""
+
+    error: Exception = torch.OutOfMemoryError("no room")
 
     def __init__(self, room: int, eval_room: int = 10**6) -> None:
         super().__init__(random_model("llama_odd"), SimpleNamespace(eos_token_id=None), "small")
@@ -57,7 +60,7 @@ class SmallGpu(Backbone):
     def _check(self, batch: PackedBatch, room: int) -> None:
         if batch.num_tokens > room:
             self.failures += 1
-            raise torch.OutOfMemoryError("no room")
+            raise self.error
 
 
 def jobs() -> list[Any]:
@@ -170,6 +173,56 @@ def test_evaluation_when_memory_runs_out_then_is_done_again_with_less():
     assert len(outcomes["a"].eval_losses) == 2
 
 
+@pytest.mark.parametrize("settings", [{"room": 60}, {"room": 10**6, "eval_room": 60}], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_run_when_not_torchs_allocator_runs_out_then_goes_on_with_half_the_capacity_too(error, settings):
+    backbone = SmallGpu(**settings)
+    backbone.error = error
+    given = [(job_spec("a", eval_data=8, eval_steps=3), random_data(0, num_samples=7, num_eval=8)), small_job("b", 1)]
+    outcomes, _, engine = run(backbone, given, 100)
+    assert backbone.failures == 1 and engine.limits.capacity == 50
+    assert [outcome.state for outcome in outcomes.values()] == ["succeeded", "succeeded"]
+
+
+def test_run_when_something_else_fails_then_the_run_ends_with_it():
+    backbone = SmallGpu(60)
+    backbone.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run(backbone, jobs(), 100)
+
+
+def test_evaluation_when_memory_runs_out_for_the_best_weights_then_they_are_kept_all_the_same(monkeypatch):
+    """The adapter is that of the best evaluation, which is told once and not run again."""
+    data = random_data(0, num_samples=7).train
+    spec = job_spec("a", eval_data=8, eval_steps=1, max_steps=3, early_stopping_patience=2, learning_rate=1e-2)
+    expected, _, _ = run(SmallGpu(10**6), [(spec, JobData(data, data))], 100)
+    assert expected["a"].eval_losses == sorted(expected["a"].eval_losses, reverse=True), "the last is the best"
+    backbone, looks, failed = SmallGpu(10**6), [], []
+    engine = Engine(backbone, capacity=100)
+    submit(engine, (spec, JobData(data, data)))
+    job, clone, scores = engine.jobs["a"], torch.Tensor.clone, backbone.scores
+
+    def clone_once_there_is_room(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor is job.adapter.params_b and job.step == 3 and not failed:
+            failed.append(job.step)
+            raise torch.OutOfMemoryError("no room")
+        return clone(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone_once_there_is_room)
+    monkeypatch.setattr(backbone, "scores", lambda *given: looks.append(job.step) or scores(*given))
+    outcomes = finish(engine)
+    assert failed == [3] and looks == [1, 2, 3]
+    assert outcomes["a"].eval_losses == expected["a"].eval_losses
+    assert_same_weights(outcomes["a"], expected["a"])
+
+
 def test_resume_when_memory_had_run_out_then_goes_on_with_the_capacity_it_was_left_with(tmp_path: Path):
     """It would run out again; and with the same capacity the bits stay those of the run left alone."""
     given = [small_job("a", save_steps=1), small_job("b", 1, save_steps=1)]
@@ -221,6 +274,11 @@ def test_preview_when_memory_runs_out_then_plans_with_smaller_microbatches_as_tr
     submit(engine, *jobs())
     plan = preview(engine)
     assert backbone.failures == 1 and plan.capacity == 50 and 0.5 < plan.fill <= 1
+    other = SmallGpu(60)
+    other.error = RuntimeError("Triton Error [CUDA]: out of memory")
+    engine = Engine(other, capacity=100)
+    submit(engine, *jobs())
+    assert preview(engine).capacity == 50
     assert not taken_slots(backbone)
 
 
@@ -240,3 +298,18 @@ def test_load_within_when_there_is_no_gpu_then_the_limit_is_noted_as_idle():
     assert backbone.name == "tiny"
     assert notes == ("memory_limit 40GB is for GPUs; on a cpu it limits nothing.",)
     assert load_within(BackboneSpec("tiny", device="cpu"), None)[1] == ()
+
+
+@pytest.mark.parametrize(("spare", "chosen"), [(8, 8192), (7.9, 4096), (-28, 4096), (-28.1, 2048), (-999, 2048)])
+def test_start_capacity_when_the_gpu_is_small_then_leaves_room_for_the_jobs_that_fill_it(monkeypatch, spare, chosen):
+    """`spare`: how many usual jobs fit beside a microbatch of 8,192 tokens; one of 4,096 makes room for 32 more."""
+    backbone = load_skeleton("tiny")
+    width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
+    job_bytes, token_bytes = 16 * width * 16, width * backbone.dtype.itemsize
+    total = int((8192 * token_bytes + spare * job_bytes) * 1.05) + 8
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2 * total))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.5)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+    assert start_capacity(backbone, "auto") == chosen
+    assert start_capacity(backbone, 8192) == 8192
+    assert start_capacity(load_backbone(BackboneSpec("tiny", device="cpu")), "auto") == 2048

@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
+import torch
 from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, train
 
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone, StepDone
-from weft.engine.preview import preview
+from weft.engine.preview import _measure, preview
 from weft.plan.pack import pack, planner_named
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.types import Limits
@@ -54,6 +57,54 @@ def test_preview_when_read_then_its_figures_are_those_of_the_run(backbone):
     assert plan.capacity == 48 and 0.5 < plan.fill <= 1
     assert plan.seconds > 0 and plan.activation_bytes > 0
     assert plan.total_bytes == plan.backbone_bytes + plan.adapter_bytes + plan.activation_bytes
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+def test_preview_when_no_memory_can_be_measured_then_it_is_estimated_and_says_so(kernels):
+    """The fused step leaves nothing to autograd, which is what is asked on a CPU."""
+    backbone = random_backbone("llama_odd", kernels=kernels)
+    plan = preview(prepared(backbone))
+    assert plan.is_memory_measured is (kernels == "reference")
+    fullest = round(plan.capacity * plan.fill)
+    assert plan.activation_bytes > fullest * backbone.model.config.hidden_size * 4
+
+
+class CapturingGpu:
+    """An allocator's account of a step that is captured: a replay allocates the loss alone."""
+
+    held, activations, loss = 16_000, 25_000, 600
+
+    def __init__(self, monkeypatch) -> None:
+        self.peak, self.is_captured = self.held, False
+        self.replays: list[bool] = []
+        self.backbone = SimpleNamespace(device=torch.device("cuda"), fused=SimpleNamespace(forget=self.forget))
+        given = {
+            "memory_allocated": lambda: self.held,
+            "max_memory_allocated": lambda: self.peak,
+            "reset_peak_memory_stats": self.reset,
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+        }
+        for name, stand_in in given.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def reset(self) -> None:
+        self.peak = self.held
+
+    def forget(self) -> None:
+        self.is_captured = False
+
+    def run(self) -> None:
+        self.replays.append(self.is_captured)
+        self.peak = max(self.peak, self.held + (self.loss if self.is_captured else self.activations))
+        self.is_captured = True
+
+
+def test_memory_when_steps_are_captured_then_that_of_the_capture_counts_and_the_time_is_a_replays(monkeypatch):
+    gpu = CapturingGpu(monkeypatch)
+    seconds, held_bytes = _measure(gpu.backbone, gpu.run)
+    assert held_bytes == gpu.activations and seconds >= 0
+    assert gpu.replays == [False, False, True]
 
 
 def test_preview_when_jobs_wait_for_a_place_then_the_plan_waits_too(backbone):

@@ -35,7 +35,7 @@ def test_job_when_queued_then_succeeds_with_the_adapter_of_weft_train(bench):
 
 @pytest.mark.parametrize(("device", "tokens"), [("cpu", 2048), ("cuda", 8192)])
 def test_worker_when_no_capacity_is_given_then_has_that_of_its_device(bench, monkeypatch, device, tokens):
-    monkeypatch.setattr("weft.serve.worker.run.choose_capacity", lambda asked, _: choose_capacity(asked, device))
+    monkeypatch.setattr("weft.serve.worker.run.start_capacity", lambda _, asked: choose_capacity(asked, device))
     with bench.worker(capacity="auto") as worker:
         assert worker.engine.limits.capacity == tokens
 

@@ -58,7 +58,7 @@ def worker(
     ] = "tiny",
     max_jobs: Annotated[int, typer.Option(help="Most jobs that train at a time.")] = 32,
     capacity: Annotated[
-        str, typer.Option(help="Most tokens of one microbatch, over all jobs; auto: 2048 on a CPU, 8192 on a GPU.")
+        str, typer.Option(help="Most tokens of a microbatch; auto: 2048 on a CPU, 8192 on a GPU, less on a small one.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",

@@ -4,7 +4,8 @@ Per device of stage s with tensor-parallel degree t, for one microbatch of T row
     weights       linears by their storage / t, norms and biases; embedding on the first stage, head on the last
     adapters      18 bytes per parameter: fp32 master, gradient and two moments, 16-bit copy
     kept          per row and layer: x, q/k/v, o, x', gate-up, the S of four sites, the attention's log-sums;
-                  without gate-up for `recompute` mlp, x alone for full
+                  without gate-up for `recompute` mlp, x alone for full; with `offload` x, x', gate-up and what head
+                  norms take are elsewhere, but for two layers
     workspace     the widest moment of one layer's way back, and what surrounds the layers
     loss          one block of logits
 LoRA's parts follow PLoRA's appendix A (an indicator per linear, parameters, optimizer, activations b·s·r), with what
@@ -28,6 +29,8 @@ RECOMPUTE = ("none", "mlp", "full")
 LOSS_ROWS = 1024
 """Rows of logits that exist at once."""
 MIN_RANK_CLASS = 16
+OFFLOAD_LAYERS = 2
+"""Whose large tensors are on the device at a time: the one that is worked on, and the one that follows."""
 
 
 def rank_class(ranks: Sequence[int]) -> int:
@@ -105,6 +108,14 @@ class MemoryModel:
     def kept_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS, stage: int = 0) -> int:
         """Kept of one microbatch by a stage."""
         return round(num_rows * self.layers(stage) * self.row_bytes(widest_rank))
+
+    def offloaded_bytes(self, num_rows: int, stage: int = 0) -> int:
+        """Of what is kept, elsewhere with `offload`; on the way back two layers at a time are here."""
+        shape = self.shape
+        wide = shape.qkv_width if shape.has_head_norms and self.recompute != "full" else 0
+        wide += 2 * shape.ffn if self.recompute == "none" else 0
+        row = shape.hidden * (1 if self.recompute == "full" else 2) + wide / self.tensor_parallel
+        return round(num_rows * max(self.layers(stage) - OFFLOAD_LAYERS, 0) * row * self.activation_bytes)
 
     def workspace_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS) -> int:
         """At the widest moment of a layer's way back; made once, however many microbatches are under way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,16 @@ class BatchSchedule:
             return self.max_steps
         # 0.3 epochs of 10 steps are 3 steps, though in floating point the product can come out a hair above.
         return math.ceil(round(self.num_epochs * self.steps_per_epoch, 6))
+
+    def num_tokens(self, lengths: Sequence[int]) -> int:
+        """Tokens of the whole job, whose samples have these lengths."""
+        num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
+        last = range(self.num_steps - rest, self.num_steps)
+        return num_epochs * sum(lengths) + sum(lengths[int(i)] for step in last for i in self.batch(step))
+
+    def num_evals(self, eval_steps: int | None) -> int:
+        """Evaluations of the whole job: every so many steps, unless given after every epoch, and at its end."""
+        return math.ceil(self.num_steps / (eval_steps or self.steps_per_epoch))
 
     def batch(self, step: int) -> npt.NDArray[np.int64]:
         """Sample indices of a step, counted from 0, in the job's own order."""

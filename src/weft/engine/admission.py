@@ -10,13 +10,15 @@ from then on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from weft.adapters.frozen import Fp8, quantisation
 from weft.backbone.backbone import Backbone
+from weft.backbone.out_of_memory import memory_errors
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.engine.live_job import JobState, LiveJob
@@ -57,6 +59,8 @@ class Places:
         """What a GPU has held at most besides its jobs, once microbatches have run."""
         self._peak_bytes = 0
         self._proven_bytes = 0
+        self._has_run_out = False
+        """While microbatches were watched."""
         self._ceiling_bytes: int | None = None
         """Less than what jobs would have held when there turned out to be no room for one more."""
         self._credit: dict[str, int] = {}
@@ -106,8 +110,10 @@ class Places:
     def give(self, job: LiveJob) -> bool:
         """Puts a job on the backbone; False if the memory turned out not to be there: the job stays where it was."""
         try:
-            job.move_to(self._backbone.device)
-            job.slot = self._backbone.attach(job.adapter)
+            with memory_errors():
+                job.move_to(self._backbone.device)
+                job.optimizer.make_moments()
+                job.slot = self._backbone.attach(job.adapter)
             return True
         except torch.OutOfMemoryError:
             pass
@@ -126,29 +132,45 @@ class Places:
             job.move_to(WAITING)
 
     def held_bytes(self) -> int:
-        """What the jobs with a place take."""
-        return sum(self.bytes_of(job) for job in list(self._jobs.values()) if job.slot is not None)
+        """What the jobs with a place take, or will once each has a best to keep."""
+        return sum(self.bytes_of(job) for job in self._placed())
 
-    def observe(self, held_bytes: int) -> None:
-        """Notes what the GPU has held while microbatches of jobs with so many bytes ran; together they do fit."""
-        if self._backbone.device.type != "cuda":
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes what the GPU holds while microbatches run; those who train then do fit, unless the memory runs out."""
+        held_bytes, allocated_bytes = self.held_bytes(), self._allocated_bytes()
+        self._has_run_out = False
+        yield
+        if self._has_run_out or self._backbone.device.type != "cuda":
             return
         peak = torch.cuda.max_memory_allocated(self._backbone.device)
         if peak > self._peak_bytes:
             # Who trained when it rose is known; what rose before has been counted with those who trained then.
-            self._measured_bytes = max(self._measured_bytes or 0, peak - held_bytes)
+            self._measured_bytes = max(self._measured_bytes or 0, peak - allocated_bytes)
             self._peak_bytes = peak
         self._proven_bytes = max(self._proven_bytes, held_bytes)
 
     def ran_out(self) -> None:
-        """Forgets what was proven to fit: the memory ran out all the same."""
-        self._proven_bytes = 0
+        """Forgets what was proven and measured: it did not fit, and smaller microbatches hold less."""
+        self._has_run_out = True
+        self._measured_bytes, self._peak_bytes, self._proven_bytes = None, 0, 0
+        if self._backbone.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._backbone.device)
 
     def bytes_of(self, job: LiveJob) -> int:
         """Memory a job takes while it has a place."""
-        numbers = _STATE_NUMBERS + (1 if job.spec.early_stopping_patience else 0)
-        copy_bytes = 0 if self._backbone.fused is None else self._backbone.dtype.itemsize
-        return job.adapter.num_parameters * (4 * numbers + copy_bytes)
+        return job.adapter.num_parameters * state_bytes(self._backbone) + self._best_bytes(job)
+
+    def _allocated_bytes(self) -> int:
+        # A best that is yet to come is no part of what there is.
+        to_come = sum(self._best_bytes(job) for job in self._placed() if job.best_params is None)
+        return self.held_bytes() - to_come
+
+    def _best_bytes(self, job: LiveJob) -> int:
+        return 4 * job.adapter.num_parameters if job.spec.early_stopping_patience else 0
+
+    def _placed(self) -> list[LiveJob]:
+        return [job for job in list(self._jobs.values()) if job.slot is not None]
 
     def _in_state(self, state: JobState) -> list[LiveJob]:
         # A copy at once: other threads may submit while we look.
@@ -176,7 +198,7 @@ class Places:
         at_most = min(ours, int(total * torch.cuda.get_per_process_memory_fraction(device)))
         if self._measured_bytes is not None:
             return at_most, self._measured_bytes
-        at_rest = torch.cuda.memory_allocated(device) - self.held_bytes()
+        at_rest = torch.cuda.memory_allocated(device) - self._allocated_bytes()
         widest = max((job.spec.adapter.r for job in list(self._jobs.values())), default=1)
         return at_most, at_rest + activation_bytes(self._backbone, capacity, widest)
 
@@ -200,6 +222,11 @@ class Places:
         return {tenant: Share(weight[tenant], tokens) for tenant, tokens in had.items()}
 
 
+def state_bytes(backbone: Backbone) -> int:
+    """Per trainable parameter of a job that has a place."""
+    return 4 * _STATE_NUMBERS + (0 if backbone.fused is None else backbone.dtype.itemsize)
+
+
 def activation_bytes(backbone: Backbone, capacity: int, widest_rank: int = 1) -> int:
     """What a microbatch may hold between forward and backward.
 
@@ -214,5 +241,5 @@ def activation_bytes(backbone: Backbone, capacity: int, widest_rank: int = 1) ->
     model = MemoryModel(shape, quantisation(weights), memory.recompute, size, copies)
     tile = backbone.row_tile(capacity)
     rows = -(-capacity // tile) * tile
-    kept = 0 if memory.offload else model.kept_bytes(rows, widest_rank)
+    kept = model.kept_bytes(rows, widest_rank) - (model.offloaded_bytes(rows) if memory.offload else 0)
     return kept + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()

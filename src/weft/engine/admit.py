@@ -36,9 +36,10 @@ def admit(spec: JobSpec, data: JobData | None, backbone: Backbone, capacity: int
 
 
 def _check_length(spec: JobSpec, backbone: Backbone, capacity: int) -> None:
-    for limit, what in ((capacity, "capacity"), (backbone.max_positions, "backbone's positions")):
-        if spec.max_length > limit:
-            raise ConfigError(f"max_length {spec.max_length} is above the {what} ({limit}).", where="max_length")
+    # The smaller of them, so that who lowers it to what is said here has done enough.
+    limit, what = min((capacity, "capacity"), (backbone.max_positions, "backbone's positions"))
+    if spec.max_length > limit:
+        raise ConfigError(f"max_length {spec.max_length} is above the {what} ({limit}).", where="max_length")
 
 
 def _check_samples(spec: JobSpec, data: JobData, backbone: Backbone, capacity: int) -> None:

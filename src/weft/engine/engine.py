@@ -18,6 +18,7 @@ import torch
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
+from weft.backbone.out_of_memory import memory_errors
 from weft.cost.rows import capacities
 from weft.data.dataset import JobData
 from weft.engine.admission import Places
@@ -161,9 +162,8 @@ class Engine:
                     yield from self._settle(job)
             running = self._running()
             if running:
-                held_bytes = self._places.held_bytes()
-                yield from self._execute(running)
-                self._places.observe(held_bytes)
+                with self._places.watched():
+                    yield from self._execute(running)
             elif not self._commands and not self._places.waiting():
                 break
         if self._stopping:
@@ -277,15 +277,17 @@ class Engine:
             # The job is not settled, so the evaluation is tried again.
             yield from self._make_room([job.spec.name])
 
+    @memory_errors()
     def _evaluate(self, job: LiveJob) -> Event:
         """The evaluation of one job; all others that are due by now are done with it and told when it is their turn."""
         if not job.is_looked_at:
             others = [other for other in self._running() if other is not job and other.settled_step != other.step]
             due = [other for other in others if other.is_eval_due() and not (other.is_looked_at or other.diverged)]
             evaluate_due(self.backbone, [job, *due], self.limits.capacity, self.row_tile, self.timeline)
-        looked, job.looked = job.looked, None
+        looked = job.looked
         assert looked is not None
         is_best = job.record_eval(looked.eval_loss)
+        job.looked = None
         now_s = self.timeline.now()
         told = (looked.eval_loss, looked.accuracy, looked.seconds)
         event = EvalDone(job.spec.name, job.step, job.epoch, *told, is_best, now_s)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from weft.adapters.lora import Adapter
+from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import Placed
 from weft.backbone.running import Score
 from weft.data.dataset import JobData
@@ -195,6 +196,7 @@ class LiveJob:
             self._settle_on(torch.device("cpu"), tensors)
             raise
 
+    @memory_errors()
     def _settle_on(self, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
         self.adapter.move_to(device)
         self.optimizer = Optimizer(self.adapter, self.spec)
@@ -252,16 +254,17 @@ class LiveJob:
 
     def record_eval(self, eval_loss: float) -> bool:
         """Notes an evaluation; True if it is the best so far. Stops the job when patience runs out."""
-        self.evaluated_step = self.step
         is_best = math.isfinite(eval_loss) and (self.best_eval is None or eval_loss < self.best_eval)
+        patience = self.spec.early_stopping_patience
+        if is_best and patience is not None:
+            # First: without the memory for it nothing has changed, and the evaluation is noted again.
+            self.best_params = (self.adapter.params_a.clone(), self.adapter.params_b.clone())
+        self.evaluated_step = self.step
         if is_best:
             self.best_eval, self.evals_since_best = eval_loss, 0
         else:
             self.evals_since_best += 1
-        patience = self.spec.early_stopping_patience
         if patience is not None:
-            if is_best:
-                self.best_params = (self.adapter.params_a.clone(), self.adapter.params_b.clone())
             self.stopped_early = self.evals_since_best >= patience
         return is_best
 

@@ -10,12 +10,15 @@ import torch
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import choose_device, load_backbone
-from weft.engine.admission import Places
+from weft.backbone.out_of_memory import memory_errors
+from weft.cost.rows import capacities
+from weft.engine.admission import MARGIN, Places, activation_bytes, state_bytes
 from weft.engine.live_job import LiveJob
 from weft.errors import ModelError
+from weft.plan.admit import Budget
 from weft.plan.types import Limits
 from weft.spec import BackboneSpec
-from weft.spec.run import memory_fraction
+from weft.spec.run import Capacity, memory_fraction
 
 OUT_OF_MEMORY = (
     "the GPU ran out of memory at a capacity of {before} tokens; its jobs go on from their last step with {now}, which "
@@ -34,6 +37,11 @@ TOO_LONG = (
 """Why a job fails when microbatches cannot get smaller for its sake."""
 NO_ROOM = "the GPU has no memory for its adapter, even alone; lower adapter.r or capacity, or quantize the backbone."
 """Why a job fails that does not even fit alone."""
+
+USUAL_RANK = 16
+"""Of an adapter of all linears; what a service makes room for."""
+USUAL_TOKENS = 1024
+"""Of such a job's global batch: eight short chats."""
 
 
 class Room:
@@ -115,6 +123,27 @@ def release_memory(backbone: Backbone) -> None:
         torch.cuda.empty_cache()
 
 
+def start_capacity(backbone: Backbone, asked: Capacity) -> int:
+    """The tokens of a microbatch for jobs that nobody knows yet: as `Room.fit` would choose for usual ones.
+
+    It depends on the backbone and the size of the GPU alone, and not on who comes first or what else runs there now.
+    """
+    *larger, least = capacities(asked, backbone.device.type)
+    if not larger:
+        return least
+    device = backbone.device
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    at_most = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
+    width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
+    at_rest, job_bytes = torch.cuda.memory_allocated(device), USUAL_RANK * width * state_bytes(backbone)
+    for capacity in larger:
+        jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
+        budget = Budget(at_most, at_rest + activation_bytes(backbone, capacity, USUAL_RANK), MARGIN)
+        if budget.why_never(jobs_bytes) is None:
+            return capacity
+    return least
+
+
 def load_within(spec: BackboneSpec, limit: float | str | None) -> tuple[Backbone, tuple[str, ...]]:
     """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know about the limit."""
     device = choose_device(spec)
@@ -125,7 +154,8 @@ def load_within(spec: BackboneSpec, limit: float | str | None) -> tuple[Backbone
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(memory_fraction(limit, total_bytes))
     try:
-        return load_backbone(spec), notes
+        with memory_errors():
+            return load_backbone(spec), notes
     except torch.OutOfMemoryError:
         within = "" if limit is None else f" within a memory_limit of {limit}"
         raise ModelError(

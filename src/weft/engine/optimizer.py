@@ -63,6 +63,14 @@ class Optimizer:
                     key = name.removeprefix(prefix)
                     state[key] = tensor.clone() if key == "step" else tensor.to(self.adapter.params_a.device, copy=True)
 
+    def make_moments(self) -> None:
+        """Takes the memory for moments that are not there yet, as the first step would."""
+        for state, params in zip(self.states, (self.adapter.params_a, self.adapter.params_b), strict=True):
+            if not state:
+                # All or nothing: memory may end between the two, and this is then tried again.
+                moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
+                state.update(step=torch.tensor(0.0), **moments)
+
     def step(self, loss: float) -> Updated:
         """Clips and applies the gradients with torch, unless they or the loss are not finite; then forgets them."""
         adapter = self.adapter
@@ -79,11 +87,7 @@ class Optimizer:
         """The same step, for the fused kernel."""
         adapter, spec = self.adapter, self.spec
         buffers = ((adapter.params_a, adapter.grad_a), (adapter.params_b, adapter.grad_b))
-        for state, (params, _) in zip(self.states, buffers, strict=True):
-            if not state:
-                # All or nothing: memory may end between the two, and the step is then tried again.
-                moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
-                state.update(step=torch.tensor(0.0), **moments)
+        self.make_moments()
         lane_a, lane_b = (
             Lane(params, grad, state["exp_avg"], state["exp_avg_sq"], group["lr"])
             for state, (params, grad), group in zip(self.states, buffers, self._torch.param_groups, strict=True)

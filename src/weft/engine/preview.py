@@ -1,6 +1,7 @@
 """What a prepared run will do, told before it does it: microbatches, fill, memory and time.
 
-Memory and time are measured on one real microbatch, the fullest of the plan, and extended to the whole plan.
+Memory and time are measured on one real microbatch, the fullest of the plan, and extended to the whole plan. Memory of
+the fused step on a CPU, where neither autograd nor an allocator tells, is the memory model's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.backbone.backbone import Backbone
+from weft.backbone.out_of_memory import memory_errors
+from weft.engine.admission import activation_bytes
 from weft.engine.engine import Engine
 from weft.engine.live_job import PLANNED_BATCHES, LiveJob
 from weft.engine.memory import release_memory
@@ -49,6 +53,8 @@ class Preview:
     adapter_bytes: int
     activation_bytes: int
     """Taken by the fullest microbatch: on a CPU what is kept between forward and backward, on a GPU at the peak."""
+    is_memory_measured: bool
+    """False where activations are an estimate."""
     seconds: float
     """Estimated training time, without evaluation and checkpoints."""
 
@@ -71,7 +77,10 @@ def preview(engine: Engine) -> Preview:
     jobs = list(engine.jobs.values())
     shares = tuple(_job_preview(job) for job in jobs)
     engine.fit_microbatches()
-    microbatches, fullest, (seconds, activation_bytes) = _plan_that_fits(engine)
+    microbatches, fullest, (seconds, held_bytes) = _plan_that_fits(engine)
+    is_measured = engine.backbone.fused is None or engine.backbone.device.type == "cuda"
+    if not is_measured:
+        held_bytes = activation_bytes(engine.backbone, fullest.num_tokens, max(job.spec.adapter.r for job in jobs))
     num_tokens = sum(share.num_tokens for share in shares)
     # A long run goes on as it begins.
     factor = num_tokens / sum(m.num_tokens for m in microbatches)
@@ -84,7 +93,8 @@ def preview(engine: Engine) -> Preview:
         engine.limits.capacity,
         sum(p.numel() * p.element_size() for p in model.parameters()),
         num_parameters * 4 * _NUMBERS_PER_PARAMETER,
-        activation_bytes,
+        held_bytes,
+        is_measured,
         factor * seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),
     )
 
@@ -184,11 +194,7 @@ class _Course:
 
 
 def _job_preview(job: LiveJob) -> JobPreview:
-    samples, order = job.data.train.samples, job.order
-    num_epochs, rest = divmod(job.num_steps, order.steps_per_epoch)
-    num_tokens = num_epochs * sum(s.length for s in samples)
-    for step in range(job.num_steps - rest, job.num_steps):
-        num_tokens += sum(samples[i].length for i in order.batch(step))
+    num_tokens = job.order.num_tokens([sample.length for sample in job.data.train.samples])
     return JobPreview(job.spec.name, job.num_steps, num_tokens, job.adapter.num_parameters)
 
 
@@ -196,23 +202,31 @@ def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int] | None:
     """Seconds and bytes of one microbatch, run by stand-ins for its jobs; None if the memory runs out."""
     backbone = engine.backbone
     jobs = {name: _stand_in(engine, name) for name in {s.job for s in microbatch.segments}}
-    measure = _peak_bytes if backbone.device.type == "cuda" else _saved_bytes
 
     def run() -> None:
         batch = prepare(backbone, jobs, microbatch, engine.row_tile)
         backbone.launch(batch, engine.row_tile).losses()
 
     try:
-        run()
-        start = time.perf_counter()
-        activation_bytes = measure(run)
-        return time.perf_counter() - start, activation_bytes
+        with memory_errors():
+            return _measure(backbone, run)
     except torch.OutOfMemoryError:
         return None
     finally:
         for job in jobs.values():
             assert job.slot is not None
             backbone.detach(job.slot)
+
+
+def _measure(backbone: Backbone, run: Callable[[], None]) -> tuple[float, int]:
+    """Seconds and bytes of what is run, once it is warm."""
+    run()
+    # A captured graph would hide its memory: it allocates when it is captured and not when it is replayed.
+    release_memory(backbone)
+    held_bytes = (_peak_bytes if backbone.device.type == "cuda" else _saved_bytes)(run)
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start, held_bytes
 
 
 def _saved_bytes(run: Callable[[], None]) -> int:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from weft.backbone.backbone import Backbone
+from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import PackedBatch
 from weft.cost.fit import TIME_TERMS, Load, OnlineFit
 from weft.engine.events import Event, MicrobatchDone, StepDone
@@ -149,6 +150,7 @@ class Stretch:
         """The jobs that the next call of `advance` is about; none at the end."""
         return [step.job for step in self._steps()] or list(self._shares())
 
+    @memory_errors()
     def advance(self) -> list[Event]:
         """Runs the next microbatch, or takes all the steps that are due; says what has been done."""
         steps = self._steps()

@@ -6,8 +6,6 @@ table, the adapters' weights. So jobs come and go without a new capture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +16,7 @@ from weft.backbone.fused.inputs import Inputs, InputShape
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.step import run_backward, run_forward
+from weft.backbone.out_of_memory import memory_errors
 from weft.kernels.tables import SlotTable
 
 
@@ -34,6 +33,7 @@ class Captured:
     backward: torch.cuda.CUDAGraph
 
 
+@memory_errors()
 def capture(
     model: FusedModel, shape: InputShape, table: SlotTable, row_tile: int | None, memory: Memory, pool: Any
 ) -> Captured:
@@ -53,11 +53,10 @@ def capture(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with _memory_errors():
-        with torch.cuda.graph(forward, pool=pool, stream=stream):
-            passed = run_forward(*arguments, needs_grad=True)
-        with torch.cuda.graph(backward, pool=pool, stream=stream):
-            run_backward(passed, grad_TD)
+    with torch.cuda.graph(forward, pool=pool, stream=stream):
+        passed = run_forward(*arguments, needs_grad=True)
+    with torch.cuda.graph(backward, pool=pool, stream=stream):
+        run_backward(passed, grad_TD)
     return Captured(inputs, passed.hidden_TD, grad_TD, forward, backward)
 
 
@@ -65,15 +64,3 @@ def capture(
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: cuBLAS takes a workspace for every stream it meets and never gives it back."""
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _memory_errors() -> Iterator[None]:
-    """A capture that runs out of memory ends in an error about the capture; this says what it was."""
-    try:
-        yield
-    except RuntimeError as error:
-        causes = (error, error.__context__)
-        if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
-            raise torch.OutOfMemoryError(str(error)) from error
-        raise

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import weft
-from weft.cost.rows import choose_capacity
 from weft.engine.engine import Engine
 from weft.engine.events import (
     CheckpointSaved,
@@ -31,7 +30,7 @@ from weft.engine.events import (
     JobWarning,
     MicrobatchDone,
 )
-from weft.engine.memory import load_within
+from weft.engine.memory import load_within, start_capacity
 from weft.errors import StorageError
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs
@@ -61,7 +60,7 @@ class Worker:
         for note in notes:
             LOG.warning("%s", note)
         # A number from here on: which jobs are taken must not depend on who came first.
-        capacity = choose_capacity(options.capacity, backbone.device.type)
+        capacity = start_capacity(backbone, options.capacity)
         self.engine = Engine(
             backbone,
             capacity=capacity,
@@ -94,6 +93,7 @@ class Worker:
         self._tell_info()
         self._server.start()
         fields = {"worker": self._options.id, "base_model": self._options.base_model, "address": self.address}
+        fields["capacity"] = str(self.engine.limits.capacity)
         LOG.info("ready", extra={"fields": fields})
         try:
             self.clerk.start()
