@@ -90,6 +90,19 @@ def test_plan_when_json_is_asked_for_then_it_holds_what_the_text_shows(weft, her
     assert sum(bool(m) for m in found["program"]["microbatches"]) == found["num_microbatches"]
 
 
+def test_plan_when_only_some_steps_are_planned_then_tokens_are_counted_as_in_a_dry_run(weft, here):
+    """Of all steps, not of the planned ones times how many there are; and evaluations take their time."""
+    more = ("defaults.max_steps=9", "defaults.eval_data=3", "device=cpu")
+    plain = json.loads(weft("plan", "jobs.yaml", more[0], "--steps", "1", "--json").out)
+    planned = json.loads(weft("plan", "jobs.yaml", *more, "--steps", "1", "--json").out)
+    dry = weft("train", "jobs.yaml", *more, "--dry-run").out
+    for job in planned["jobs"]:
+        assert re.search(rf"{job['name']}\s+9\s+{job['num_tokens']:,}\s", dry)
+    assert planned["total_tokens"] == sum(job["num_tokens"] for job in planned["jobs"])
+    assert plain["eval_s"] == 0 < planned["eval_s"] < planned["total_s"]
+    assert "tokens with its evaluations about" in weft("plan", "jobs.yaml", *more, "--steps", "1").out
+
+
 def test_plan_when_a_planner_is_named_then_it_is_the_one_that_plans(weft, here):
     """Seven and eight tokens short of the capacity: only a search lets the jobs' samples meet."""
     (here / "a.jsonl").write_text(json.dumps({"text": "a" * 6}) + "\n")

@@ -170,7 +170,12 @@ def test_tenants_when_made_and_limited_then_shown(weft: Weft, tmp_path: Path):
         (("serve", "--no-auth", "--host", "0.0.0.0"), "--no-auth: anybody who reaches 0.0.0.0"),
         (("serve", "--base-model", "a=x", "--base-model", "a=y"), "two backbones are called 'a'"),
         (("serve", "--base-model", "a:b=x"), "not a name for a backbone"),
+        (
+            ("serve", "--base-model", "gpt2"),
+            "gpt2: there is no directory gpt2. Accepted are tiny, smollm2, a directory",
+        ),
         (("serve", "--db", "mysql://x"), "mysql is not supported"),
+        (("serve", "--store", "ftp://127.0.0.1:1/x"), "--store: 'ftp://127.0.0.1:1/x' does not answer"),
         (("serve", "--host", "256.0.0.1"), "cannot be used"),
         (("keys", "create", "--tenant", "nobody"), "there is no tenant 'nobody'"),
         (("keys", "create", "--scopes", "root"), "accepted are files"),

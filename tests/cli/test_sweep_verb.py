@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_sweep_when_it_ends_then_tells_the_best_and_where_everything_is(weft, fo
     assert mine == best
     more = weft("sweep", "sweep.yaml", "--resume")
     assert more.code == 0 and "started" not in more.out and "best      t001" in more.out
+
+
+def test_sweep_when_plotly_is_missing_then_ends_well_and_says_so(weft, folder, monkeypatch):
+    """The best and the leaderboard are there; only their picture is not."""
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    done = weft("sweep", "sweep.yaml")
+    assert done.code == 0, done.err
+    assert "no report: report.html needs plotly" in done.out and "best      t" in done.out
+    assert any(folder.glob("**/best/adapter_model.safetensors")) and not any(folder.glob("**/report.html"))
 
 
 def test_dry_run_when_asked_for_then_checks_everything_and_writes_nothing(weft, folder):

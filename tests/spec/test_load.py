@@ -179,6 +179,11 @@ def test_apply_override_when_the_place_does_not_exist_then_makes_it():
     [
         ([], "expected settings such as base_model and jobs, got a list."),
         ({"base_model": "tiny"}, "jobs: expected a list of jobs, got nothing."),
+        (
+            {"base_model": "tiny", "space": {"r": [2]}},
+            "jobs: expected a list of jobs, got nothing. This is a sweep file: `weft sweep` trains it, and with "
+            "--dry-run plans it.",
+        ),
         ({"base_model": "tiny", "jobs": []}, "jobs: there are no jobs; write at least one."),
         ({"base_model": "tiny", "jobs": ["a"]}, "jobs.0: expected a mapping with name and train_data, got 'a'."),
         ({"base_model": "tiny", "jobs": [], "defaults": 3}, "defaults: expected a mapping of job settings, got 3."),

@@ -41,12 +41,18 @@ def test_board_when_written_then_is_read_back_and_is_a_table_too(tmp_path):
     from weft.spec.load_sweep import sweep_from_mapping
 
     job = {"train_data": "rows.jsonl", "eval_data": 2}
-    spec = sweep_from_mapping({"base_model": "tiny", "job": job, "space": {"r": [1]}}, base_dir=Path())
+    space = {
+        "r": [1],
+        "lr": {"min": 1e-4, "max": 2e-4, "log": True},
+        "adapter": {"lora_dropout": {"min": 0, "max": 0.5}},
+    }
+    spec = sweep_from_mapping({"base_model": "tiny", "job": job, "trials": 9, "space": space}, base_dir=Path())
     long = trial(7, 0.3)
     long.losses = [(step, 1.0 / step) for step in range(1, 1202)]
     board = board_of(spec, [*TRIALS, long], Totals("grid", 1.5, 70))
     write_board(tmp_path, board)
     assert read_board(tmp_path) == board
+    assert board["scales"] == {"lr": "log", "adapter.lora_dropout": "linear"}
     rows = {row["name"]: row for row in board["trials"]}
     assert rows["t5"]["value"] is None and rows["t7"]["rank"] == 1
     thinned = rows["t7"]["losses"]

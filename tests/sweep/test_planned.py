@@ -34,6 +34,24 @@ def test_configurations_when_sampled_then_are_different_and_as_many_as_the_budge
     assert len(planned(settings(space=ranges, max_seconds=1.0))) == 32
 
 
+def test_configurations_when_they_are_evaluated_then_count_the_tokens_of_every_time(settings):
+    """Once per epoch, every so many steps or at every rung, and at the end; nothing without evaluation data."""
+    epochs, often, rungs = (
+        planned(settings(space={"r": [2], "max_steps": [9], **more}, **rule))[0]
+        for more, rule in (
+            ({"global_batch_size": [6]}, {}),
+            ({"eval_steps": [2]}, {}),
+            ({}, {"early_stop": {"rule": "median", "grace": 0.25}}),
+        )
+    )
+    spec = sweep_from_mapping(settings(), base_dir=Path())
+    whole = Configurations(spec, load_skeleton(spec.base_model), Path())
+    each = whole.data(whole.job("t", {})).eval.summary.num_tokens
+    assert [c.eval_tokens for c in (epochs, often, rungs)] == [3 * each, 5 * each, 3 * each]
+    command = {"command": "echo 1", "mode": "min"}
+    assert planned(settings(job={"eval_data": None}, objective=command))[0].eval_tokens == 0
+
+
 def test_plan_when_made_elsewhere_then_has_the_capacity_and_everything_of_the_sweep(settings):
     spec = sweep_from_mapping(settings(), base_dir=Path())
     plan = plan_elsewhere(spec, Path(), "h200", 2)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft.cost.hardware import Hardware
     from weft.cost.profile import Profile
     from weft.cost.profiled import ProfiledCost
+    from weft.data.dataset import JobData
     from weft.simulate.forecast import Forecast, JobOutline
 
 PLANNED_STEPS = 32
@@ -73,17 +74,15 @@ def _outlines(spec: RunSpec, base_dir: Path, num_planned: int) -> list[JobOutlin
     from weft.data.dataset import load_job_data
 
     tokenizer = load_tokenizer(spec.base_model)
-    return [
-        _outline(job, [sample.length for sample in load_job_data(job, tokenizer, base_dir).train.samples], num_planned)
-        for job in spec.jobs
-    ]
+    return [_outline(job, load_job_data(job, tokenizer, base_dir), num_planned) for job in spec.jobs]
 
 
-def _outline(job: JobSpec, lengths: list[int], num_planned: int) -> JobOutline:
+def _outline(job: JobSpec, data: JobData, num_planned: int) -> JobOutline:
     from weft.data.order import BatchSchedule
     from weft.plan.types import Batch, JobQueue
     from weft.simulate.forecast import JobOutline
 
+    lengths = [sample.length for sample in data.train.samples]
     order = BatchSchedule(
         num_samples=len(lengths),
         batch_size=job.batch_size,
@@ -95,8 +94,8 @@ def _outline(job: JobSpec, lengths: list[int], num_planned: int) -> JobOutline:
     planned = min(order.num_steps, num_planned)
     batches = tuple(Batch(step, 0, tuple(lengths[i] for i in order.batch(step))) for step in range(planned))
     queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority)
-    mean = sum(sum(batch.lengths) for batch in batches) / planned
-    return JobOutline(queue, order.num_steps, round(mean * order.num_steps), job.adapter.r)
+    evals = 0 if data.eval is None else data.eval.summary.num_tokens * order.num_evals(job.eval_steps)
+    return JobOutline(queue, order.num_steps, order.num_tokens(lengths), job.adapter.r, evals)
 
 
 def _hardware(spec: RunSpec, device: str) -> Hardware:
@@ -204,7 +203,8 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
         f"{found.capacity:,} (at least {found.fewest_microbatches:,}), on average {found.fill:.0%} of that; {order}",
         f"schedule  {found.schedule} on {found.num_stages} {found.device}{stages}, bubbles {found.bubble_ratio:.1%}",
         f"speed     about {found.tokens_per_s:,.0f} tokens/s, {_duration(found.round_s)} a step; the whole run of "
-        f"{found.total_tokens:,} tokens about {_duration(found.total_s)} (predicted {source}, not measured)",
+        f"{found.total_tokens:,} tokens{' with its evaluations' if found.eval_s else ''} about "
+        f"{_duration(found.total_s)} (predicted {source}, not measured)",
         f"memory    {memory} GiB of {found.device_bytes / gib:,.1f}"
         + ("" if found.fits else ": does not fit")
         + f"; microbatches of up to {found.largest_capacity:,} tokens would fit",

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from weft.serve.settings import Settings
     from weft.serve.supervise import Supervisor
 
+EMBEDDED = ("tiny", "smollm2")
+"""Models that are known by a word."""
 API_NICE = 10
 """How far requests stand back behind training where both share a machine."""
 WORKER_GRACE_S = 60.0
@@ -142,8 +144,10 @@ def parse_models(texts: list[str]) -> dict[str, str]:
 def _check_models(models: Mapping[str, str]) -> None:
     """Refuses models that are clearly no name of one and not there, rather than start workers that end at once."""
     for name, path in models.items():
-        if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists():
-            raise ConfigError(f"{name}: there is no directory {path}.", where="--base-model")
+        is_hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+        if path not in EMBEDDED and not is_hub_name and not Path(path).expanduser().exists():
+            hint = f"Accepted are {', '.join(EMBEDDED)}, a directory with config.json, or a Hub name (owner/name)."
+            raise ConfigError(f"{name}: there is no directory {path}.", where="--base-model", hint=hint)
 
 
 def open_home(settings: Settings) -> Database:

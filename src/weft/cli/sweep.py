@@ -203,7 +203,10 @@ def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
         factor = ledger.one_by_one_seconds / ledger.seconds
         told.append(f"one by one would take {readable.duration(ledger.one_by_one_seconds)}: {factor:.1f}x")
     _line(console, f"total     {'; '.join(told)}")
-    _line(console, f"report    {result.folder}/report.html")
+    if result.no_report:
+        console.print(f"no report: {result.no_report}", style="yellow", markup=False, soft_wrap=True)
+    else:
+        _line(console, f"report    {result.folder}/report.html")
 
 
 def _line(console: Console, text: str) -> None:

@@ -172,7 +172,8 @@ def _figures(plan: Preview) -> list[str]:
         f"plan      {plan.num_microbatches:,} microbatches of up to {plan.capacity:,} tokens, "
         f"on average {plan.fill:.0%} of that",
         f"memory    about {plan.total_bytes / mib:,.0f} MiB: backbone {plan.backbone_bytes / mib:,.0f}, adapters with "
-        f"optimizer {plan.adapter_bytes / mib:,.0f}, activations {plan.activation_bytes / mib:,.0f} (measured)",
+        f"optimizer {plan.adapter_bytes / mib:,.0f}, activations {plan.activation_bytes / mib:,.0f} "
+        f"({'measured' if plan.is_memory_measured else 'estimated'})",
         f"time      about {plan.seconds:,.0f} s of training (one microbatch measured here)",
         "dry run: nothing was written",
     ]

@@ -283,4 +283,6 @@ def _remote(url: str) -> tuple[Any, str]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{url!r} is not a file store ({error}).", where="--store") from None
+    except Exception as error:  # some connect at once, and have errors of their own
+        raise StorageError(f"{url!r} does not answer ({type(error).__name__}: {error}).", where="--store") from None
     return fs, str(root).rstrip("/")

@@ -2,7 +2,7 @@
 
 One stage is planned by the engine's own planner; several by the fastest pipeline found (`simulate/choose.py`) that fits
 the stages' memory, if any does. Time comes from the cost model, memory from the memory model, or both from a profile;
-what follows the planned global batches is taken to go on at the same rate.
+what follows the planned global batches is taken to go on at the same rate, and evaluations come on top.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from weft.cost.analytic import AnalyticCost
 from weft.cost.profiled import ProfiledCost
+from weft.cost.types import CostModel
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.serial import to_tree
 from weft.plan.stages import StagedProgram
@@ -36,6 +37,8 @@ class JobOutline:
     num_tokens: int
     """Of the whole job."""
     rank: int
+    eval_tokens: int = 0
+    """Run forward by all of its evaluations together."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Forecast:
     num_rounds: int
     """Planned global batches of the job that has most."""
     total_tokens: int
+    eval_s: float
+    """Of all evaluations of the whole run."""
     stage_bytes: tuple[int, ...]
     """Memory of each stage at its fullest."""
     device_bytes: int
@@ -88,8 +93,8 @@ class Forecast:
 
     @property
     def total_s(self) -> float:
-        """Of the whole run, at the planned part's rate."""
-        return self.planned_s * self.total_tokens / self.planned_tokens
+        """Of the whole run, trained at the planned part's rate, with its evaluations."""
+        return self.planned_s * self.total_tokens / self.planned_tokens + self.eval_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -174,6 +179,7 @@ def forecast(
         planned_tokens=tokens,
         num_rounds=num_rounds,
         total_tokens=sum(job.num_tokens for job in jobs),
+        eval_s=_eval_s(jobs, capacity, times, cost.num_stages),
         stage_bytes=_stage_bytes(jobs, microbatches, cost, measured, num_held),
         device_bytes=cost.hardware.memory_bytes,
         largest_capacity=min(
@@ -182,6 +188,18 @@ def forecast(
         ),
         keeps_order=keeps_order,
     )
+
+
+def _eval_s(jobs: Sequence[JobOutline], capacity: int, times: CostModel, num_stages: int) -> float:
+    """Evaluations in full microbatches of samples as long as those trained on, one behind the other on all stages."""
+    seconds = 0.0
+    for job in jobs:
+        lengths = [length for batch in job.queue.batches for length in batch.lengths]
+        mean = max(1, sum(lengths) // len(lengths))
+        full = [mean] * (capacity // mean)
+        slowest = max(times.forward_s(full, stage) for stage in range(num_stages))
+        seconds += job.eval_tokens / sum(full) * slowest
+    return seconds
 
 
 def _free_bytes(cost: AnalyticCost, capacity: int, ranks: Sequence[int]) -> list[int] | None:

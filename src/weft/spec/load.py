@@ -72,7 +72,10 @@ def run_from_mapping(tree: Any) -> RunSpec:
     read(JobSpec, merge(alone, canonical(defaults, JobSpec, "defaults")), "defaults")
     jobs = values.get("jobs")
     if not isinstance(jobs, list):
-        raise ConfigError(f"expected a list of jobs, got {describe(jobs)}.", where="jobs")
+        hint = (
+            "This is a sweep file: `weft sweep` trains it, and with --dry-run plans it." if "space" in values else None
+        )
+        raise ConfigError(f"expected a list of jobs, got {describe(jobs)}.", where="jobs", hint=hint)
     values["jobs"] = [_job(job, defaults, i) for i, job in enumerate(jobs)]
     return read(RunSpec, values)
 

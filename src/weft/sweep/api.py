@@ -15,7 +15,7 @@ import yaml
 
 from weft.engine.engine import Engine
 from weft.engine.train import load_engine
-from weft.errors import ConfigError, StorageError
+from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
 from weft.spec.fields import field_names
@@ -50,6 +50,8 @@ class SweepResult:
     leaderboard: list[dict[str, Any]]
     """The same as plain data, the best first."""
     folder: Path
+    no_report: str = ""
+    """Why there is no report.html, if there is none."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,12 @@ def conclude(run: SweepRun) -> SweepResult:
         # A sweep that only had to be looked at again keeps what was measured then.
         ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
     ledger.write(at_once=True)
-    board = ledger.board()
-    write_sweep_report(run.parts.folder / REPORT, board)
-    return SweepResult(ledger.best, ledger.trials, board["trials"], run.parts.folder)
+    board, no_report = ledger.board(), ""
+    try:
+        write_sweep_report(run.parts.folder / REPORT, board)
+    except MissingExtraError as error:
+        no_report = str(error)
+    return SweepResult(ledger.best, ledger.trials, board["trials"], run.parts.folder, no_report)
 
 
 def _storage(prepared: PreparedSweep, name: str) -> Callable[[Mapping[str, Any], Trial], None]:

@@ -15,6 +15,8 @@ import yaml
 
 from weft.engine.train import job_settings
 from weft.spec import JobSpec, RunSpec
+from weft.spec.load_sweep import space_of
+from weft.spec.space import Range
 from weft.spec.sweep import SweepSpec
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_file, write_unsynced
@@ -71,7 +73,10 @@ def board_of(spec: SweepSpec, trials: Sequence[Trial], totals: Totals, *, with_c
     rows = [_row(rank, trial) for rank, trial in enumerate(ranked(trials, spec.objective.is_max), start=1)]
     if not with_curves:
         rows = [{**row, "points": [], "losses": []} for row in rows]
-    return {"metric": spec.objective.name, "mode": spec.objective.mode, **asdict(totals), "trials": rows}
+    ranges = [parameter for parameter in space_of(spec).parameters if isinstance(parameter, Range)]
+    scales = {parameter.name: "log" if parameter.log else "linear" for parameter in ranges}
+    about = {"metric": spec.objective.name, "mode": spec.objective.mode, **asdict(totals), "scales": scales}
+    return {**about, "trials": rows}
 
 
 def read_board(folder: Path) -> dict[str, Any]:

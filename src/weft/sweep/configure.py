@@ -85,6 +85,12 @@ class Configurations:
         """Optimizer steps of a whole job."""
         return _schedule(job, self.data(job)).num_steps
 
+    def eval_tokens(self, job: JobSpec) -> int:
+        """Tokens of all evaluations of a whole job."""
+        data = self.data(job)
+        each = 0 if data.eval is None else data.eval.summary.num_tokens
+        return each * _schedule(job, data).num_evals(job.eval_steps)
+
     def _eval_steps(self, job: JobSpec, data: JobData) -> int | None:
         """How often a trial is evaluated: as it says itself, or as often as there may be a rung."""
         rule = self._spec.early_stop

@@ -1,7 +1,8 @@
 """What a sweep will cost, planned before anything is trained: packs, time, memory, and how far from the best possible.
 
 The configurations are those the sampler gives while nothing is known; from then on samplers that learn may choose
-others. Times are a model's: early stopping and evaluation are left out.
+others. Times are a model's, evaluations included; early stopping, and answers or commands that an objective asks for,
+are left out.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
     mean = max(1, round(sum(lengths) / len(lengths)))
     targets = _targets(job.adapter, configurations.backbone)
     steps = configurations.num_steps(job)
-    return Configuration(name, job.adapter.r, job.batch_size, steps, mean, max(lengths), targets)
+    evals = configurations.eval_tokens(job)
+    return Configuration(name, job.adapter.r, job.batch_size, steps, mean, max(lengths), targets, evals)
 
 
 def _targets(adapter: AdapterSpec, backbone: Backbone) -> str | tuple[str, ...]:

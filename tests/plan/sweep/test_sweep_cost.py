@@ -42,6 +42,17 @@ def test_pack_when_one_kind_fills_microbatches_then_costs_what_the_model_says_of
     assert cost.price([0], 1)[0] == pytest.approx(10 * each)
 
 
+def test_pack_when_it_is_evaluated_then_costs_the_forward_passes_too_and_so_does_peft():
+    setting = Setting(PEER, DEVICES["a100-40"], capacity=4096, recompute="none")
+    without, with_evals = (Configuration("c", 32, 4, 10, 1024, eval_tokens=n) for n in (0, 20 * 4096))
+    (way,) = PackCost([without], setting).ways
+    passes = 20 * setting.step_cost(way, 32).forward_s([1024] * 4, 0)
+    packed, evaluated = (PackCost([c], setting).price([0], 1)[0] for c in (without, with_evals))
+    assert evaluated - packed == pytest.approx(passes, rel=0.02)
+    alone, longer = (one_by_one_s([c], setting) for c in (without, with_evals))
+    assert longer - alone > evaluated - packed
+
+
 @settings(max_examples=15, deadline=None)
 @given(sweeps(most=6, most_gpus=2), st.randoms(use_true_random=False))
 def test_price_when_kinds_are_shuffled_then_stays_the_same(case, random):

@@ -117,6 +117,11 @@ def test_plan_when_on_a_cpu_then_nothing_is_claimed_of_one_by_one():
     assert "PEFT" not in str(plan)
 
 
+def test_plan_when_it_is_over_at_once_then_the_time_is_still_a_number():
+    plan = plan_sweep([replace(ONE, num_steps=1)], SHAPE, "h200")
+    assert f"about {plan.makespan_s * 1e3:.3g} ms" in str(plan) and " 0.0 s  0.0 s" not in str(plan)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -17,8 +17,8 @@ def board_of(*params: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"metric": "eval_loss", "mode": "min", "sampler": "grid", "trials": rows, **fields}
 
 
-def axis_of(*values: Any) -> Any:
-    (axis,) = varied_axes(read_board(board_of(*({"p": value} for value in values))).trials)
+def axis_of(*values: Any, **fields: Any) -> Any:
+    (axis,) = varied_axes(read_board(board_of(*({"p": value} for value in values), **fields)))
     return axis
 
 
@@ -71,7 +71,7 @@ def test_speed_up_when_a_time_is_missing_then_there_is_none() -> None:
 
 
 def test_varied_axes_then_fixed_parameters_have_none_and_dotted_names_are_short_where_clear() -> None:
-    axes = varied_axes(read_board(sweep_board(40)).trials)
+    axes = varied_axes(read_board(sweep_board(40)))
     assert [(a.label, a.kind) for a in axes] == [
         ("learning_rate", "log"),
         ("r", "choice"),
@@ -80,13 +80,24 @@ def test_varied_axes_then_fixed_parameters_have_none_and_dotted_names_are_short_
         ("target_modules", "choice"),
     ]
     twins = [{"a.r": i, "b.r": i} for i in range(2)]
-    assert [a.label for a in varied_axes(read_board(board_of(*twins)).trials)] == ["a.r", "b.r"]
+    assert [a.label for a in varied_axes(read_board(board_of(*twins)))] == ["a.r", "b.r"]
 
 
 def test_axis_when_few_trials_have_all_different_numbers_then_they_were_drawn_from_a_range() -> None:
     """Eight random learning rates are no list of choices; four ranks that come back are."""
     assert axis_of(1e-4, 2e-4, 5e-4, 1e-3, 3e-3, 4e-3, 7e-3, 1e-2).kind == "log"
     assert axis_of(8, 16, 32, 64, 16, 8, 64, 32).kind == "choice"
+
+
+def test_axis_when_the_sweep_says_how_a_range_is_searched_then_it_is_drawn_so() -> None:
+    """However few trials there are and however near its ends; a few whole numbers stay choices."""
+    narrow = [1e-4 * 1.2**i for i in range(8)]
+    wide = [10.0**-i for i in range(9)]
+    assert [axis_of(*values).kind for values in (narrow, wide)] == ["linear", "log"]
+    assert [axis_of(*values, scales={"p": "log"}).kind for values in (narrow, narrow[:2], wide)] == ["log"] * 3
+    assert axis_of(*wide, scales={"p": "linear"}).kind == "linear"
+    assert axis_of(1, 2, 3, 1, 2, 3, scales={"p": "linear"}).kind == "choice"
+    assert axis_of(0.0, *narrow, scales={"p": "log"}).kind == "linear"
 
 
 def test_axis_when_values_are_numbers_then_choices_are_in_their_order_and_others_after() -> None:

@@ -105,6 +105,12 @@ def test_chat_when_streamed_then_the_sdk_joins_the_pieces(home: Home, worker: Wo
     assert home.call("GET", "/v1/usage").json()["completion_tokens"] == 3
 
 
+def test_chat_when_a_developer_speaks_then_it_is_the_system_prompt_as_in_training_files(home: Home, worker: Worker):
+    chat = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    home.sdk().chat.completions.create(model="tiny", messages=chat)
+    assert [turn["role"] for turn in worker.asked[0]["messages"]] == ["system", "user"]
+
+
 def test_completion_when_asked_then_goes_on_with_the_text(home: Home, worker: Worker):
     answer = home.sdk().completions.create(model="tiny", prompt="once")
     assert (answer.choices[0].text, answer.object) == ("well, hello", "text_completion")
@@ -171,6 +177,79 @@ BAD = [
     {"stop": ["a"] * 5},
     {"model": "ft:tiny:acme::nothing"},
 ]
+
+
+NOT_HERE = {
+    "tools": [{"type": "function"}],
+    "functions": [{"name": "f"}],
+    "logprobs": True,
+    "frequency_penalty": 1.0,
+    "logit_bias": {"5": 1},
+    "web_search_options": {},
+}
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_chat_when_a_field_is_not_served_then_one_sentence_says_so_and_nothing_is_passed_over(
+    home: Home, worker: Worker, name: str
+):
+    with pytest.raises(openai.BadRequestError) as refused:
+        home.sdk().chat.completions.create(model="tiny", messages=CHAT, extra_body={name: NOT_HERE[name]})
+    assert refused.value.body["message"] == f"'{name}' is not available here. Leave it out."
+    assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
+    assert worker.asked == []
+
+
+def test_chat_when_fields_ask_for_nothing_or_change_nothing_then_they_are_taken(home: Home, worker: Worker):
+    """What clients send by habit."""
+    habits = {
+        "tools": [],
+        "tool_choice": "auto",
+        "n": 1,
+        "frequency_penalty": 0.0,
+        "logprobs": False,
+        "logit_bias": None,
+    }
+    habits |= {"response_format": {"type": "text"}, "modalities": ["text"], "user": "me", "store": True, "metadata": {}}
+    habits |= {"parallel_tool_calls": True, "service_tier": "auto", "reasoning_effort": "low", "max_tokens": 5}
+    home.sdk().chat.completions.create(model="tiny", messages=CHAT, extra_body=habits)
+    home.sdk().completions.create(model="tiny", prompt="x", best_of=1, echo=False, suffix="", user="me", n=1)
+    assert len(worker.asked) == 2
+
+
+SENTENCES = [
+    ({"n": 2}, "Invalid value for 'n': got 2; only 1 is available here. Leave it out."),
+    ({"max_token": 5}, "Unrecognized request argument supplied: max_token. Did you mean max_tokens?"),
+    ({"temperature": 3}, "Invalid value for 'temperature': got 3; use at most 2."),
+    ({"stop": ["a"] * 5}, "Invalid value for 'stop': got a list of 5; use at most 4."),
+    ({"stop": 5}, "Invalid value for 'stop': got 5; use text or a list."),
+    ({"stream": "yes"}, "Invalid value for 'stream': got 'yes'; use true or false."),
+    ({"messages": "hi"}, "Invalid value for 'messages': got 'hi'; use a list."),
+    ({"messages": []}, "Invalid value for 'messages': got a list of 0; use at least 1."),
+    ({"messages": [{"role": "user"}]}, "Missing required parameter: 'messages.0.content'."),
+    (
+        {"messages": [{"role": "king", "content": "x"}]},
+        "Invalid value for 'messages.0.role': got 'king'; use 'system', 'developer', 'user', 'assistant' or 'tool'.",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "Invalid value for 'messages.0.content.0.type': got 'image_url'; use 'text'.",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "Missing required parameter: 'messages.0.content.0.text'.",
+    ),
+    ({"max_completion_tokens": 9999}, "Invalid value for 'max_completion_tokens': got 9999; use at most 4,096."),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), SENTENCES)
+def test_chat_when_a_field_is_wrong_then_the_sentence_has_what_we_got_and_what_we_accept(
+    home: Home, change: dict[str, Any], sentence: str
+):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **change}
+    error = home.call("POST", "/v1/chat/completions", json=body).json()["error"]
+    assert error["message"] == sentence and f"{error['param']}" in sentence
 
 
 @pytest.mark.parametrize("change", BAD)

@@ -98,3 +98,18 @@ def test_storage_when_a_file_has_expired_then_its_bytes_are_given_back(home):
                 )
             )  # fmt: skip
         assert files.stored_bytes(tx, "acme") == 12
+
+
+def test_backbone_when_deleted_or_asked_for_its_adapter_then_says_that_it_is_one(home: Home):
+    for method, path in (("DELETE", "/v1/models/tiny"), ("GET", "/v1/models/tiny/adapter")):
+        answer = home.call(method, path)
+        assert answer.status_code == 400
+        assert "'tiny' is a backbone" in answer.json()["error"]["message"]
+    assert home.call("GET", "/v1/models/tiny").status_code == 200
+    assert home.call("GET", "/v1/models/gpt-4o").json()["error"]["code"] == "model_not_found"
+
+
+def test_url_when_the_version_is_left_out_then_the_answer_names_it(home: Home):
+    assert "below /v1" in home.call("GET", "/fine_tuning/jobs").json()["error"]["message"]
+    message = home.call("POST", "/v1/responses", json={}).json()["error"]["message"]
+    assert "below" not in message and "chat/completions" in message

@@ -152,7 +152,12 @@ def test_openapi_when_read_then_describes_every_route_of_the_table(home: Home):
         assert path in schema["paths"]
     assert "CreateJob" in schema["components"]["schemas"]
     assert "422" not in json.dumps(schema)
-    assert home.http.get("/docs").status_code == 200
+
+
+def test_pages_when_the_network_is_closed_then_none_asks_for_anything_from_it(home: Home):
+    """The framework's own page would be blank without its scripts; the schema is there for any viewer."""
+    assert home.http.get("/docs").status_code == home.http.get("/redoc").status_code == 404
+    assert "://" not in home.http.get("/").text
 
 
 def test_health_when_asked_then_needs_no_key_but_metrics_do(home: Home):

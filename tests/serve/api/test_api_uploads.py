@@ -154,7 +154,7 @@ def test_nesting_when_at_the_cap_then_taken_and_beyond_it_refused(tmp_path: Path
 BAD_FILES = {
     "empty": (b"", "is empty"),
     "blank lines": (b"\n\n \n", "has 0 samples"),
-    "not json": (b"hello\n", "line 1: is not valid JSON"),
+    "not json": (b'{"a": hello}\n', "line 1: is not valid JSON"),
     "cut": (LINE + b'{"text": "a', "line 2: is not valid JSON: it ends in the middle"),
     "list": (b'[{"text": "a"}]', "one object per line"),
     "number": (LINE + b"17\n", "line 2: is 17"),
@@ -332,3 +332,8 @@ def test_files_when_deleted_while_a_job_needs_them_then_the_bytes_stay_until_it_
     assert home.sdk().files.delete(file).deleted
     assert home.num_blobs() == 1
     assert json.loads(home.call("GET", f"/v1/files/{file}").text)["error"]["param"] == "file_id"
+
+
+def test_upload_when_it_is_a_table_then_says_what_a_training_file_is(home: Home):
+    with pytest.raises(openai.BadRequestError, match=r"a\.csv line 1: is 'prompt,completion'; each line is a JSON obj"):
+        home.upload(data=b"prompt,completion\na,b\n", name="a.csv")

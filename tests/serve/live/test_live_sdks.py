@@ -85,7 +85,7 @@ EXPECTED: dict[str, Any] = {
         "chat": True,
         "completion": ["text_completion", "length"],
         "deleted": True,
-        "gone": ["NotFoundError", 404, None, "model"],
+        "gone": ["NotFoundError", 404, "model_not_found", "model"],
     },
     "stranger": ["AuthenticationError", 401, "invalid_api_key", None],
 }

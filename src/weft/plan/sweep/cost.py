@@ -10,8 +10,9 @@ batch waits for its step:
     bytes per GPU = weights + kept of C rows + working space + Σ adapter_k ≤ share of the device
 
 small and large are the two straight lines of the frozen step (bound by reading the weights, and by products); own_k is
-attention, the adapter's kernels and the optimizer's steps. All of it is read off `AnalyticCost` and `MemoryModel`.
-PLoRA's appendix A has the same form: a base, and for every adapter its parameters, gradients, moments and activations.
+attention, the adapter's kernels, the optimizer's steps and its evaluations. All of it is read off `AnalyticCost` and
+`MemoryModel`. PLoRA's appendix A has the same form: a base, and for every adapter its parameters, gradients, moments
+and activations.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class PackCost:
         self.kind_of = [self.kinds.index(c) for c in unnamed]
         self.configurations = list(configurations)
         self.ways = setting.ways(max(c.most_tokens for c in self.kinds))
-        self._prices: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+        self._prices: dict[tuple[Any, ...], tuple[float, float, float, float]] = {}
         self._tabulate()
         for kind, configuration in zip(self.kind_of, configurations, strict=True):
             if not any(np.isfinite(self.price([kind], degree)[0]) for degree in setting.degrees):
@@ -171,7 +172,7 @@ class PackCost:
         return (2 * one - two, two - one), (2 * many - twice, slope)
 
     def _own_s(self, kind: Configuration, q: int, lines: Lines) -> float:
-        """Of a kind's whole training, beyond the frozen rows: attention, its adapter, its optimizer."""
+        """Of a kind's whole training, beyond the frozen rows: attention, its adapter, its optimizer, evaluations."""
         way = self.ways[q]
         key = (kind.rank, kind.sample_tokens, kind.targets, way.degree, way.recompute)
         if key not in self._prices:
@@ -184,10 +185,13 @@ class PackCost:
                 _both_s(adapted, [length] * (n * count)) - frozen - (n - 1) * (frozen - fixed) for n in (1, 2)
             )
             each = (twice - once) / count
-            self._prices[key] = each, once - count * each, adapted.step_s(0)
-        sample_s, visit_s, step_s = self._prices[key]
+            # Evaluations that are due at once share microbatches, so these are taken to be full.
+            token_s = adapted.forward_s([length] * count, 0) / (count * length)
+            self._prices[key] = each, once - count * each, adapted.step_s(0), token_s
+        sample_s, visit_s, step_s, token_s = self._prices[key]
         visits = max(kind.num_steps, kind.num_tokens / float(self.filled[q]))
-        return kind.num_samples * sample_s + visits * visit_s + kind.num_steps * step_s
+        own_s = kind.num_samples * sample_s + visits * visit_s + kind.num_steps * step_s
+        return own_s + kind.eval_tokens * token_s
 
     def _base_bytes(self, way: Way, widest: int) -> int:
         """On each GPU of a pack beside its adapters, the widest of which has that rank."""

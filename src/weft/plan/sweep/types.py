@@ -27,6 +27,8 @@ class Configuration:
     longest_tokens: int = 0
     """Longest of them; 0: all are as long as the mean."""
     targets: str | tuple[str, ...] = ALL_LINEAR
+    eval_tokens: int = 0
+    """Run forward by all of its evaluations together."""
 
     def __post_init__(self) -> None:
         for field in ("rank", "batch_size", "num_steps", "sample_tokens"):
@@ -169,6 +171,8 @@ class SweepPlan:
 
 def duration(seconds: float) -> str:
     """Seconds as people read them."""
+    if 0 < seconds < 0.1:
+        return f"{seconds * 1e3:,.3g} ms"
     if seconds < 120:
         return f"{seconds:,.1f} s"
     return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

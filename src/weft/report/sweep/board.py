@@ -67,6 +67,8 @@ class Board:
     seconds: float | None
     tokens: float
     one_by_one_seconds: float | None
+    scales: Mapping[str, str]
+    """`log` or `linear` of every parameter that the sweep searches over a range."""
 
     @property
     def best(self) -> BoardTrial | None:
@@ -102,7 +104,7 @@ def read_board(board: Mapping[str, Any]) -> Board:
     numbered = [(_rank(row), _trial(row, place)) for place, row in enumerate(rows)]
     numbered.sort(key=lambda pair: (pair[0], pair[1].number))
     trials = tuple(trial for _, trial in numbered)
-    tokens = finite(board.get("tokens"))
+    tokens, scales = finite(board.get("tokens")), board.get("scales")
     return Board(
         metric=str(board.get("metric") or "objective"),
         mode="max" if board.get("mode") == "max" else "min",
@@ -111,6 +113,7 @@ def read_board(board: Mapping[str, Any]) -> Board:
         seconds=finite(board.get("seconds")),
         tokens=sum(trial.tokens for trial in trials if not trial.origin) if tokens is None else tokens,
         one_by_one_seconds=finite(board.get("one_by_one_seconds")),
+        scales=dict(scales) if isinstance(scales, Mapping) else {},
     )
 
 

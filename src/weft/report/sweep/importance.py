@@ -53,7 +53,7 @@ class Importance:
 
 def importances(board: Board) -> list[Importance]:
     """Every parameter that can be judged, the most important first; empty with too few trials."""
-    measured = [_importance(board, axis) for axis in varied_axes(board.trials)]
+    measured = [_importance(board, axis) for axis in varied_axes(board)]
     known = [importance for importance in measured if importance is not None]
     return sorted(known, key=lambda importance: -importance.share)
 

@@ -22,7 +22,7 @@ def leaderboard_table(board: Mapping[str, Any], limit: int = 20) -> Table:
     """At most `limit` trials, the best first; while trials train, half of the rows are kept for those."""
     known = read_board(board)
     shown = _shown(known, max(limit, 1))
-    axes = varied_axes(known.trials)
+    axes = varied_axes(known)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("trial", overflow="ellipsis", max_width=28, min_width=8)

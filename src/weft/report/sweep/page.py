@@ -44,7 +44,7 @@ def render_sweep(board: Board, *, name: str) -> str:
 
     environment = templates()
     charts = draw_sweep_charts(board)
-    axes = varied_axes(board.trials)
+    axes = varied_axes(board)
     return environment.get_template("sweep.html").render(
         name=name,
         board=board,

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.report import readable
-from weft.report.sweep.board import BoardTrial, finite
+from weft.report.sweep.board import Board, BoardTrial, finite
 
 MAX_CHOICES = 8
 """Numbers with at most this many different values were a list of choices, as far as a reader can tell."""
 LOG_FROM = 10.0
-"""A range whose ends differ by less is never logarithmic."""
+"""A range whose ends differ by less is taken to be linear where nobody says what it is."""
 MAX_LABEL = 22
 """Characters of one tick label."""
 
@@ -68,11 +68,11 @@ class Axis:
         return math.log10(value) if self.kind == "log" else value
 
 
-def varied_axes(trials: Sequence[BoardTrial]) -> list[Axis]:
+def varied_axes(board: Board) -> list[Axis]:
     """One axis for every parameter that differs between trials, in the order of the search space."""
-    names = param_names(trials)
+    names = param_names(board.trials)
     ends = Counter(_last_part(name) for name in names)
-    axes = [axis for name in names if (axis := _axis(name, trials)) is not None]
+    axes = [axis for name in names if (axis := _axis(name, board)) is not None]
     labels = [end if ends[end := _last_part(axis.name)] == 1 else axis.name for axis in axes]
     return [dataclasses.replace(axis, label=label) for axis, label in zip(axes, labels, strict=True)]
 
@@ -117,28 +117,31 @@ def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _axis(name: str, trials: Sequence[BoardTrial]) -> Axis | None:
-    """None when all trials that have the parameter agree."""
-    values = [trial.params[name] for trial in trials if name in trial.params]
+def _axis(name: str, board: Board) -> Axis | None:
+    """None when all trials that have the parameter agree; a guess where the board does not know what was searched."""
+    values = [trial.params[name] for trial in board.trials if name in trial.params]
+    scale = board.scales.get(name)
     labels = dict.fromkeys(value_label(value) for value in values)
     if len(labels) < 2:
         return None
     numbers = [number for value in values if (number := finite(value)) is not None]
-    # Drawn from a range, hardly two trials have the same value; a list of choices is met again and again.
-    is_drawn = len(labels) > 4 and len(labels) > 0.75 * len(values)
+    # Drawn from a range, hardly two trials have the same value; a list of choices is met again and again. A few whole
+    # numbers are read best as choices, unless distances mean something else than they would show.
+    is_drawn = scale == "log" or (len(labels) > 4 and len(labels) > 0.75 * len(values))
     if len(numbers) < len(values) or (len(labels) <= MAX_CHOICES and not is_drawn):
         keyed = {
             value_label(value): (finite(value) is None, finite(value) or 0.0, value_label(value)) for value in values
         }
         return Axis(name, "choice", tuple(sorted(labels, key=lambda label: keyed[label])), 0.0, 1.0)
     low, high = min(numbers), max(numbers)
-    return Axis(name, "log" if _is_log(numbers) else "linear", (), low, high)
+    is_log = low > 0 and (scale == "log" if scale else _seems_log(numbers))
+    return Axis(name, "log" if is_log else "linear", (), low, high)
 
 
-def _is_log(numbers: Sequence[float]) -> bool:
+def _seems_log(numbers: Sequence[float]) -> bool:
     """Whether the middle value lies nearer the middle of a logarithmic axis than that of a linear one."""
     low, high, median = min(numbers), max(numbers), statistics.median(numbers)
-    if low <= 0 or high / low < LOG_FROM:
+    if high / low < LOG_FROM:
         return False
     linear = (median - low) / (high - low)
     logarithmic = math.log(median / low) / math.log(high / low)

@@ -29,7 +29,7 @@ CROWDED_FROM = 7
 
 def parallel(board: Board) -> Figure | None:
     """Every trial as a line through its parameters to its objective, the best at the top."""
-    axes = varied_axes(board.trials)
+    axes = varied_axes(board)
     shown = [i for i, trial in enumerate(board.trials) if trial.value is not None or trial.state == "failed"]
     valued = [i for i in shown if _value(board, i) is not None]
     if not axes or not valued:
@@ -54,7 +54,7 @@ def scatters(board: Board) -> dict[str, Figure]:
     """The objective against each parameter, by chart id."""
     valued = [i for i in range(len(board.trials)) if _value(board, i) is not None]
     drawn: dict[str, Figure] = {}
-    for place, axis in enumerate(varied_axes(board.trials)):
+    for place, axis in enumerate(varied_axes(board)):
         columns = _spread(board, axis, valued, in_order=False)
         points = {
             i: (_x(axis, x), value)

@@ -48,7 +48,8 @@ def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
         description="Fine-tuning behind OpenAI's API: many adapters at once on one frozen model.",
         redirect_slashes=False,
         lifespan=_threads,
-        docs_url="/docs",
+        # The framework's pages load their scripts from the network, which a closed one does not have.
+        docs_url=None,
         redoc_url=None,
     )
     app.state.service = Service(

@@ -41,7 +41,7 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
         try:
             return model.model_validate(value)
         except ValidationError as error:
-            raise from_validation(error.errors(include_url=False, include_context=False), value) from None
+            raise from_validation(error.errors(include_url=False), value, list(model.model_fields)) from None
 
     return read
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+from weft.data.chats import ROLES
 from weft.serve.api import models, prompts
 from weft.serve.api.auth import Caller, needs
 from weft.serve.api.body import body_of, documented
@@ -55,10 +56,9 @@ TEXT = _Kind("cmpl-", "text_completion", "text_completion", _text_choice)
 @router.post("/chat/completions", openapi_extra=documented(CreateChat), response_model=None)
 async def chat(request: Request, user: User, body: Annotated[CreateChat, Depends(body_of(CreateChat))]) -> Response:
     """Answers a chat with a backbone, a fine-tuned model or a checkpoint."""
-    if body.response_format and body.response_format.get("type", "text") != "text":
-        raise invalid("Only text answers are available.", "response_format", "not_supported")
     question = _question(request, body, body.max_completion_tokens or body.max_tokens)
-    question["messages"] = [{"role": m.role, "content": _text(m, i)} for i, m in enumerate(body.messages)]
+    # As in training files, where `developer` is the newer name of the system prompt.
+    question["messages"] = [{"role": ROLES[m.role], "content": _text(m, i)} for i, m in enumerate(body.messages)]
     return await _answer(request, user, body, question, CHAT)
 
 
@@ -74,14 +74,16 @@ async def complete(
 
 def _text(message: Message, index: int) -> str:
     if message.content is None:
-        raise invalid(f"messages[{index}].content is missing.", f"messages.{index}.content", "invalid_value")
+        param = f"messages.{index}.content"
+        raise invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     return message.content if isinstance(message.content, str) else "".join(p.text for p in message.content)
 
 
 def _question(request: Request, body: CreateChat | CreateCompletion, max_tokens: int | None) -> dict[str, Any]:
     most = service_of(request).settings.limits.max_tokens
     if max_tokens is not None and max_tokens > most:
-        raise invalid(f"max_tokens is {max_tokens:,}; at most {most:,}.", "max_tokens", "invalid_value")
+        param = "max_tokens" if body.max_tokens == max_tokens else "max_completion_tokens"
+        raise invalid(f"Invalid value for '{param}': got {max_tokens}; use at most {most:,}.", param, "invalid_value")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return {
         "max_tokens": min(most, DEFAULT_MAX_TOKENS) if max_tokens is None else max_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,10 +12,12 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from weft.errors import ConfigError, DataError, StorageError, WeftError
+from weft.serve.api.problems import in_words
 from weft.serve.errors import Busy, Conflict, NotFound, NotPossible, OverLimit
 
 LOG = logging.getLogger("weft.serve")
 RETRY_AFTER_S = 2
+ROUTES = "here are files, uploads, fine_tuning/jobs, models, chat/completions, completions and usage"
 HIDDEN = "The server had an error while processing your request; quote the x-request-id to its operator."
 
 
@@ -72,7 +74,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NotFound):
-        return ApiError(404, error.message, param=error.where)
+        code = "model_not_found" if error.where == "model" else None
+        return ApiError(404, error.message, param=error.where, code=code)
     if isinstance(error, NotPossible):
         return invalid(error.message, error.where, error.code)
     if isinstance(error, Conflict):
@@ -100,42 +103,18 @@ def _validation_error(request: Request, error: Exception) -> Response:
     return from_validation(error.errors()).response()
 
 
-def from_validation(problems: Any, body: Any = None) -> ApiError:
-    """The first of pydantic's problems as a 400 that names the field; `body` is what was sent, where there is one."""
-    problem = problems[0]
-    param = _param(problem, body)
-    if problem.get("type") == "extra_forbidden":
-        return invalid(f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
-    if problem.get("type") == "missing":
-        return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-    # A field of several kinds has a problem for each: what one of them would take is as good as what the first would.
-    kinds = dict.fromkeys(str(p.get("msg", "is wrong")) for p in problems if _param(p, body) == param)
-    first, *others = kinds
-    message = ", or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
-    return invalid(f"Invalid value for '{param}': {message}." if param else f"{message}.", param, "invalid_value")
-
-
-def _param(problem: Any, body: Any) -> str | None:
-    """The path to a field; without the kinds of one that has several, which pydantic names in it too."""
-    parts = []
-    for part in problem.get("loc", ()):
-        if part in ("body", "query", "path", "header"):
-            continue
-        if isinstance(body, dict | list) and problem.get("type") != "missing":
-            is_there = part in body if isinstance(body, dict) else isinstance(part, int) and part < len(body)
-            if not is_there:
-                break
-            body = body[part]
-        elif body is not None and problem.get("type") != "missing":
-            break
-        parts.append(str(part))
-    return ".".join(parts) or None
+def from_validation(problems: Any, body: Any = None, known: Sequence[str] = ()) -> ApiError:
+    """Pydantic's problems as a 400; `body` is what was sent, where there is one, `known` the names of its fields."""
+    said = in_words(problems, body, known)
+    return invalid(said.message, said.param, said.code)
 
 
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         message = f"Invalid URL ({request.method} {request.url.path})"
+        is_below = request.url.path.startswith("/v1")
+        message += f"; {ROUTES}." if is_below else "; the API is below /v1, which belongs in the base URL."
     elif error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path}"
     else:

@@ -25,6 +25,7 @@ from weft.serve.jobs.training_file import Report, check_training_file
 from weft.serve.records import files
 from weft.serve.records.rows import Record
 from weft.serve.tidy import discard
+from weft.spec.fields import describe
 
 router = APIRouter(prefix="/v1/files", tags=["Files"])
 User = Annotated[Caller, Depends(needs("files"))]
@@ -189,10 +190,13 @@ def _check_form(form: Form) -> int | None:
     if seconds is None and anchor is None:
         return None
     if anchor not in (None, "created_at"):
-        raise invalid("Use 'created_at'.", "expires_after.anchor", "invalid_value")
+        param = "expires_after.anchor"
+        raise invalid(f"Invalid value for '{param}': got {anchor!r}; use 'created_at'.", param, "invalid_value")
     low, high = EXPIRY_S
     if seconds is None or not re.fullmatch(r"[0-9]{1,9}", seconds) or not low <= int(seconds) <= high:
-        raise invalid(f"Use a whole number from {low:,} to {high:,}.", "expires_after.seconds", "invalid_value")
+        wanted = f"got {describe(seconds)}; use a whole number from {low:,} to {high:,}."
+        param = "expires_after.seconds"
+        raise invalid(f"Invalid value for '{param}': {wanted}", param, "invalid_value")
     return int(seconds)
 
 
@@ -253,4 +257,5 @@ def find_training_file(service: Service, user: Caller, id: str, param: str) -> R
         with service.database.read() as tx:
             return files.get_file(tx, user.tenant, id)
     except NotFound:
-        raise invalid(f"File '{id}' does not exist.", param, "file_not_found") from None
+        hint = "" if id.startswith("file-") else " Send the id of an uploaded file, such as file-abc123."
+        raise invalid(f"File '{id}' does not exist.{hint}", param, "file_not_found") from None

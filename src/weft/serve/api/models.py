@@ -75,7 +75,7 @@ def download_adapter(request: Request, user: User, model: str) -> StreamingRespo
     with service.database.read() as tx:
         found = find(tx, service, user.tenant, model)
     if found.blob is None:
-        raise _missing(model)
+        raise NotPossible(f"'{model}' is a backbone and has no adapter; name a model trained on it.", where="model")
     return download(service, found.blob, f"{model.replace(':', '-')}.zip", "application/zip")
 
 
@@ -92,6 +92,8 @@ def retrieve_model(request: Request, user: User, model: str) -> dict[str, Any]:
 def delete_model(request: Request, user: User, model: str) -> dict[str, Any]:
     """Forgets a fine-tuned model with the checkpoints of its job, or one checkpoint; their weights go."""
     service = service_of(request)
+    if model in service.settings.base_models:
+        raise NotPossible(f"'{model}' is a backbone and stays; only what was trained can be deleted.", where="model")
     with service.database.begin() as tx:
         gone = _forget(tx, user.tenant, model)
         user.note(tx, "model.delete", model)

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from weft.serve.api.problems import NOT_SERVED
 
 Text = Annotated[StrictStr, Field(min_length=1, max_length=512)]
 Auto = Literal["auto"]
+Unused = Annotated[Any, Field(description="Taken, since clients send it, and of no effect.")]
+SUFFIX = r"^[A-Za-z0-9._-]{1,64}$"
+MD5 = r"^[0-9a-fA-F]{32}$"
 MAX_UPLOAD_PARTS = 1000
+
+
+def only(*harmless: Any) -> AfterValidator:
+    """A field of OpenAI's that is not there: it takes nothing but values that ask for nothing."""
+
+    def check(value: Any) -> Any:
+        if value is None or value in harmless:
+            return None
+        accepted = " or ".join(json.dumps(item) for item in harmless if item)
+        raise PydanticCustomError(NOT_SERVED, "is not available", {"accepted": accepted})
+
+    return AfterValidator(check)
 
 
 class Body(BaseModel):
@@ -63,7 +92,7 @@ class CreateJob(Body):
     model: Text
     training_file: Annotated[StrictStr, Field(min_length=1, max_length=64)]
     validation_file: Annotated[StrictStr, Field(min_length=1, max_length=64)] | None = None
-    suffix: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    suffix: Annotated[StrictStr, Field(pattern=SUFFIX)] | None = None
     seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] | None = None
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
@@ -111,7 +140,7 @@ class CompleteUpload(Body):
     """The parts of an upload in the order of the file."""
 
     part_ids: list[Annotated[StrictStr, Field(max_length=64)]] = Field(min_length=1, max_length=MAX_UPLOAD_PARTS)
-    md5: Annotated[StrictStr, Field(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
+    md5: Annotated[StrictStr, Field(pattern=MD5)] | None = None
 
 
 class CreatePermission(Body):
@@ -126,10 +155,9 @@ class StreamOptions(BaseModel):
     include_usage: StrictBool = False
 
 
-class _Generate(BaseModel):
-    """What both kinds of completion take. Fields that change nothing here are let through."""
+class _Generate(Body):
+    """What both kinds of completion take. What would change an answer and cannot is refused, not passed over."""
 
-    model_config = ConfigDict(extra="ignore")
     model: Text
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -138,7 +166,11 @@ class _Generate(BaseModel):
     stop: StrictStr | Annotated[list[StrictStr], Field(max_length=4)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=1)] | None = Field(default=None, description="One answer at a time.")
+    user: Unused = None
+    n: Annotated[Any, only(1)] = None
+    frequency_penalty: Annotated[Any, only(0)] = None
+    presence_penalty: Annotated[Any, only(0)] = None
+    logit_bias: Annotated[Any, only({})] = None
 
 
 class TextPart(BaseModel):
@@ -161,14 +193,38 @@ class CreateChat(_Generate):
 
     messages: list[Message] = Field(min_length=1, max_length=2048)
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(default=None, description="Not available.")
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    logprobs: Annotated[Any, only(False)] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    moderation: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
+    metadata: Unused = None
+    parallel_tool_calls: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_options: Unused = None
+    prompt_cache_retention: Unused = None
+    reasoning_effort: Unused = None
+    safety_identifier: Unused = None
+    service_tier: Unused = None
+    store: Unused = None
+    verbosity: Unused = None
 
 
 class CreateCompletion(_Generate):
     """A text to go on with."""
 
     prompt: StrictStr
+    best_of: Annotated[Any, only(1)] = None
+    echo: Annotated[Any, only(False)] = None
+    logprobs: Annotated[Any, only()] = None
+    suffix: Annotated[Any, only("")] = None
 
 
 BODIES: tuple[type[BaseModel], ...] = (

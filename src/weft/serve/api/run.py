@@ -58,10 +58,11 @@ def run_app(app: FastAPI, sock: socket.socket, on_stop: Callable[[], None] = lam
         # Whoever is in front must not be able to make us log what it says of its clients.
         proxy_headers=False,
     )
-    # uvicorn raises the signal again when it is done; by then it has been heard.
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    server = _Server(config, app, on_stop)
+    # uvicorn listens a little later: a signal until then must not be lost. It also raises it again when it is done.
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        _Server(config, app, on_stop).run(sockets=[sock])
+        server.run(sockets=[sock])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -86,6 +86,8 @@ def _read_line(line: bytes, number: int, name: str, limits: Limits) -> Row | Non
         return None
     if number == 1 and text.startswith("["):
         raise DataError("a jsonl file has one object per line, not one list.", where=where)
+    if number == 1 and not text.lstrip().startswith("{"):
+        raise DataError(f'is {describe(text)}; each line is a JSON object such as {{"messages": [...]}}.', where=where)
     value = parse_json(text, where)
     if not isinstance(value, dict):
         raise DataError(f'is {describe(value)}; each line is an object such as {{"messages": [...]}}.', where=where)
