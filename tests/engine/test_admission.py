@@ -46,6 +46,7 @@ from weft.engine.live_job import JobState
 from weft.engine.optimizer import Optimizer
 from weft.errors import JobError
 from weft.plan.admit import QUANTUM_TOKENS, Budget
+from weft.spec import AdapterSpec
 from weft.store.run_dir import RunDirectory
 
 STATE = (JobWaiting, JobStarted, JobPreempted, JobResumed)
@@ -366,9 +367,10 @@ class FakeGpu:
         }
         for name, stand_in in given.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        # A microbatch of 8,192 tokens takes 50 GB.
+        # A microbatch of 8,192 tokens takes 50 GB where ranks go up to 16.
         monkeypatch.setattr(
-            "weft.engine.admission.activation_bytes", lambda _, capacity, __: capacity * 50 * 10**9 // 8192
+            "weft.engine.admission.activation_bytes",
+            lambda _, capacity, rank: capacity * rank * 50 * 10**9 // (8192 * 16),
         )
 
     def reset(self, _: torch.device) -> None:
@@ -385,7 +387,9 @@ class FakeGpu:
 
 def placed(name: str, slot: int | None, patience: int | None = None, num_parameters: int = 10**8) -> Any:
     """A job in figures: 18 bytes per parameter, and 4 more once there is a best to keep."""
-    spec = SimpleNamespace(name=name, early_stopping_patience=patience, adapter=SimpleNamespace(r=16))
+    spec = SimpleNamespace(
+        name=name, early_stopping_patience=patience, adapter=AdapterSpec(r=8, rank_pattern={"q_proj": 16})
+    )
     adapter = SimpleNamespace(num_parameters=num_parameters)
     return SimpleNamespace(
         spec=spec, adapter=adapter, slot=slot, best_params=None, allocated=18 * num_parameters if slot else 0

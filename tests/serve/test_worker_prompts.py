@@ -269,6 +269,18 @@ def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answ
     assert len(written(second)[0]) == 2
 
 
+def test_turn_when_the_driver_has_no_memory_then_its_prompts_hear_that_they_may_try_again(backbone, monkeypatch):
+    def end(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    speaker = Speaker(backbone, 64)
+    asked = Asked([5, 6], None, Decoding(2))
+    speaker.ask(asked)
+    monkeypatch.setattr(speaker_module, "advance", end)
+    speaker.take_turn(0.0)
+    assert isinstance(asked.answer.get(timeout=1), Busy)
+
+
 def test_speaker_when_closed_then_those_who_wait_hear_it(backbone):
     speaker = Speaker(backbone, 64)
     active, waiting = Asked([5], None, Decoding(9)), Asked([6], None, Decoding(9))

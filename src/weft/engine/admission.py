@@ -199,7 +199,7 @@ class Places:
         if self._measured_bytes is not None:
             return at_most, self._measured_bytes
         at_rest = torch.cuda.memory_allocated(device) - self._allocated_bytes()
-        widest = max((job.spec.adapter.r for job in list(self._jobs.values())), default=1)
+        widest = max((job.spec.adapter.widest for job in list(self._jobs.values())), default=1)
         return at_most, at_rest + activation_bytes(self._backbone, capacity, widest)
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:

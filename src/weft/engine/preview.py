@@ -80,7 +80,7 @@ def preview(engine: Engine) -> Preview:
     microbatches, fullest, (seconds, held_bytes) = _plan_that_fits(engine)
     is_measured = engine.backbone.fused is None or engine.backbone.device.type == "cuda"
     if not is_measured:
-        held_bytes = activation_bytes(engine.backbone, fullest.num_tokens, max(job.spec.adapter.r for job in jobs))
+        held_bytes = activation_bytes(engine.backbone, fullest.num_tokens, max(job.spec.adapter.widest for job in jobs))
     num_tokens = sum(share.num_tokens for share in shares)
     # A long run goes on as it begins.
     factor = num_tokens / sum(m.num_tokens for m in microbatches)

@@ -60,6 +60,11 @@ class AdapterSpec:
         if not self.target_modules:
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
 
+    @property
+    def widest(self) -> int:
+        """No module has a higher rank."""
+        return max([self.r, *self.rank_pattern.values()])
+
     def rank_for(self, module: str) -> int:
         """The rank on one module path."""
         return _first_match(self.rank_pattern, module, self.r)

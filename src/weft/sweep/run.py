@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from weft.backbone.out_of_memory import memory_errors
 from weft.engine.evaluate import Means
 from weft.engine.events import (
     EvalDone,
@@ -208,7 +209,8 @@ class SweepRun:
         job = parts.engine.jobs[trial.name]
         judged = parts.directory.job_dir(trial.name) / "judged"
         try:
-            value = parts.objective.value(parts.engine, job, looked, judged)
+            with memory_errors():
+                value = parts.objective.value(parts.engine, job, looked, judged)
             reason = f"its {parts.objective.metric} at step {job.step} is {value}"
         except StorageError:
             raise

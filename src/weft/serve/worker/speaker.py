@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weft.backbone.backbone import Backbone
+from weft.backbone.out_of_memory import memory_errors
 from weft.engine.attach import StoredAdapter, attach_adapter
 from weft.engine.generate import BATCH, Continuation, Decoding, Request, advance, end_tokens, read_ahead
 from weft.engine.memory import release_memory
@@ -140,6 +141,7 @@ class Speaker:
         self._backbone.detach(self._slots.pop(unused))
         return True
 
+    @memory_errors()
     def _slot(self, voice: StoredAdapter | None) -> int | None:
         if voice is None:
             return None
@@ -148,6 +150,7 @@ class Speaker:
         self._slots.move_to_end(voice.name)
         return self._slots[voice.name]
 
+    @memory_errors()
     def _pass(self) -> None:
         """One pass of the backbone: part of one long request, or a token for as many as fit."""
         for item in self._active.values():
