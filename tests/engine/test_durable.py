@@ -204,6 +204,15 @@ def test_resume_when_capacity_changed_then_says_that_bits_may_differ(backbone, t
     assert is_done(path)
 
 
+def test_resume_when_dropout_masks_are_another_versions_then_those_who_drop_say_so(backbone, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    with monkeypatch.context() as before:
+        before.setattr("weft.engine.keeper.MASKS", 1)
+        run_until(backbone, path, 30)
+    warned = [event for event in run_until(backbone, path, None) if isinstance(event, JobWarning)]
+    assert [(event.job, "masks of another version" in event.message) for event in warned] == [("drops", True)]
+
+
 def test_resume_when_everything_is_done_then_the_adapters_are_written_again_the_same(backbone, undisturbed, tmp_path):
     path = tmp_path / "run"
     run_until(backbone, path, None)

@@ -20,6 +20,7 @@ from weft.engine.live_job import LiveJob
 from weft.engine.memory import Room
 from weft.engine.timeline import Timeline
 from weft.errors import CheckpointError, DataError
+from weft.kernels.dropout import MASKS
 from weft.store.atomic import write_file
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from weft.store.peft_files import write_adapter
@@ -58,8 +59,8 @@ class Keeper:
         shapes = {name: tensor.shape for name, tensor in job.tensors().items() if name.startswith("params")}
         if any(checkpoint.tensors[name].shape != shape for name, shape in shapes.items()):
             raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)
-        # A checkpoint that does not say so was trained on weights as they are.
-        before = {"quantize": "none", **checkpoint.environment}
+        # A checkpoint that does not say so was trained on weights as they are, and with the first masks.
+        before = {"quantize": "none", "masks": 1, **checkpoint.environment}
         if before["quantize"] != self.environment["quantize"]:
             raise CheckpointError(
                 f"the checkpoint was trained with quantize {before['quantize']}, the backbone is loaded with "
@@ -68,7 +69,9 @@ class Keeper:
             )
         if self.room.adopt(checkpoint.state.get("asked_capacity"), checkpoint.environment.get("capacity")):
             yield JobWarning(name, f"goes on with a capacity of {self.room.capacity}: more ran out of memory before")
-        changed = [k for k, v in self.environment.items() if before.get(k) != v]
+        if job.spec.adapter.lora_dropout and before["masks"] != MASKS:
+            yield JobWarning(name, "was begun with dropout masks of another version: it goes on, but ends otherwise")
+        changed = [k for k, v in self.environment.items() if before.get(k) != v and k != "masks"]
         if changed:
             was = ", ".join(f"{k} {before.get(k)} -> {self.environment[k]}" for k in changed)
             yield JobWarning(name, f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
@@ -188,4 +191,5 @@ def environment(backbone: Backbone) -> dict[str, Any]:
         "threads": torch.get_num_threads() if backbone.device.type == "cpu" else 0,
         "base_model": backbone.name,
         "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
+        "masks": MASKS,
     }

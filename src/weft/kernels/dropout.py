@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+MASKS = 2
+"""Which masks these are; another number whenever they change, so that a resumed job can say so."""
 _MASK = 0xFFFFFFFF
 _SIGN = -(2**31)
 _STRIDE = 0x9E3779B1

@@ -88,7 +88,7 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
     targets = _targets(job.adapter, configurations.backbone)
     steps = configurations.num_steps(job)
     evals = configurations.eval_tokens(job)
-    return Configuration(name, job.adapter.r, job.batch_size, steps, mean, max(lengths), targets, evals)
+    return Configuration(name, job.adapter.widest, job.batch_size, steps, mean, max(lengths), targets, evals)
 
 
 def _targets(adapter: AdapterSpec, backbone: Backbone) -> str | tuple[str, ...]:

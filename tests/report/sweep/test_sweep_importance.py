@@ -29,6 +29,14 @@ def test_importances_when_a_choice_explains_all_then_its_share_is_known_by_hand(
     assert found[0].share == pytest.approx(1 - (10 / 42) * 7 / 6)
 
 
+def test_importances_when_a_log_range_has_few_values_then_each_is_a_group() -> None:
+    """Quantiles of a range that is mostly met at its lower end would put all trials into one."""
+    rows = [({"r": 4 if i < 7 else 8}, float(i)) for i in range(11)]
+    trials = [{"number": i, "state": "done", "params": params, "value": v} for i, (params, v) in enumerate(rows)]
+    found = importances(read_board({"trials": trials, "mode": "min", "scales": {"r": "log"}}))
+    assert [(i.name, i.best_group) for i in found] == [("r", "4")] and found[0].share > 0.5
+
+
 def test_importances_when_more_is_better_then_the_best_group_is_the_other() -> None:
     values = [({"p": "ab"[i // 6]}, float(i)) for i in range(12)]
     assert importances(searched(values))[0].best_group == "a"

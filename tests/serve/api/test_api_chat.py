@@ -220,6 +220,7 @@ def test_chat_when_fields_ask_for_nothing_or_change_nothing_then_they_are_taken(
 SENTENCES = [
     ({"n": 2}, "Invalid value for 'n': got 2; only 1 is available here. Leave it out."),
     ({"max_token": 5}, "Unrecognized request argument supplied: max_token. Did you mean max_tokens?"),
+    ({"path": 5}, "Unrecognized request argument supplied: path"),
     ({"temperature": 3}, "Invalid value for 'temperature': got 3; use at most 2."),
     ({"stop": ["a"] * 5}, "Invalid value for 'stop': got a list of 5; use at most 4."),
     ({"stop": 5}, "Invalid value for 'stop': got 5; use text or a list."),

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.report.sweep.board import Board
-from weft.report.sweep.params import Axis, number_label, shortened, varied_axes
+from weft.report.sweep.params import MAX_CHOICES, Axis, number_label, shortened, varied_axes
 
 MIN_TRIALS = 8
 """With fewer, chance explains nearly anything."""
@@ -103,6 +103,9 @@ def _groups(axis: Axis, params: Places) -> tuple[NDArray[np.int64], list[str]]:
         used, groups = np.unique(params, return_inverse=True)
         labels = [shortened(label) for place, label in zip(_centres(axis), axis.choices, strict=True) if place in used]
         return groups.astype(np.int64), labels
+    values, groups = np.unique(params, return_inverse=True)
+    if len(values) <= min(MAX_CHOICES, len(params) // 2):
+        return groups.astype(np.int64), [number_label(axis.value_at(place), digits=2) for place in values]
     num_groups = min(max(len(params) // TRIALS_PER_GROUP, 2), MAX_GROUPS)
     edges = np.quantile(params, np.linspace(0, 1, num_groups + 1))
     used, groups = np.unique(np.searchsorted(edges[1:-1], params, side="right"), return_inverse=True)

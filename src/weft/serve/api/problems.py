@@ -115,7 +115,10 @@ def _is_below(param: str | None, other: str | None) -> bool:
 
 def _param(problem: Any, body: Any) -> str | None:
     """The path to a field; without the kinds of one that has several, which pydantic names in it too."""
-    parts = [part for part in problem.get("loc", ()) if part not in ("body", "query", "path", "header")]
+    parts = list(problem.get("loc", ()))
+    # FastAPI says first where a field was; of a body's own fields any may have such a name.
+    if parts and parts[0] in ("body", "query", "path", "header") and not (isinstance(body, dict) and parts[0] in body):
+        parts = parts[1:]
     if body is None:
         return ".".join(map(str, parts)) or None
     found = []
