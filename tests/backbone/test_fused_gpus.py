@@ -16,7 +16,7 @@ from weft.backbone.fused import runner
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.inputs import InputShape, input_shape
 from weft.backbone.fused.model import why_not
-from weft.backbone.load import _fp8_copies
+from weft.backbone.load import fp8_copies
 from weft.backbone.packed import Placed, pack_samples
 from weft.kernels.fp8 import has_fp8
 
@@ -50,7 +50,7 @@ def test_attention_when_a_gpu_has_little_shared_memory_then_is_torchs(gpu, capab
 @pytest.mark.parametrize(("capability", "copies"), [((8, 0), 1), ((8, 9), 2), ((9, 0), 2)])
 def test_fp8_copies_when_a_gpu_multiplies_no_fp8_then_there_is_one(gpu, capability, copies):
     gpu(*capability)
-    assert _fp8_copies(8_000_000_000, GPU) == copies
+    assert fp8_copies(8_000_000_000, GPU) == copies
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def _quantise_linears(backbone: Backbone, kind: str, device: torch.device) -> No
     """Stores every linear but the head in fewer bits and moves all to the device, where at most one is ever dense."""
     anchor = torch.zeros((), device=device, requires_grad=True)
     num_weights = sum(linear.in_features * linear.out_features for linear in backbone.linears.values())
-    copies = _fp8_copies(num_weights, device)
+    copies = fp8_copies(num_weights, device)
     for linear in backbone.linears.values():
         linear.frozen = quantise(linear.weight.to(device), kind, copies=copies)
         linear.anchor = anchor
@@ -139,7 +139,7 @@ def _quantise_linears(backbone: Backbone, kind: str, device: torch.device) -> No
     model.to(device)
 
 
-def _fp8_copies(num_weights: int, device: torch.device) -> int:
+def fp8_copies(num_weights: int, device: torch.device) -> int:
     """Copies of FP8 weights a device has room for, decided by its size and never by what is free: bits depend on it."""
     if device.type != "cuda":
         return 2

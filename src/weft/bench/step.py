@@ -16,6 +16,7 @@ from weft.adapters.lora import Adapter
 from weft.backbone import attention
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
+from weft.backbone.load import fp8_copies
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.bench.bits import measure_bits
 from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
@@ -25,7 +26,6 @@ from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
 from weft.engine.optimizer import Optimizer, step_together
 from weft.errors import JobError, ModelError
 from weft.kernels.dropout import mix
-from weft.kernels.fp8 import has_fp8
 from weft.spec import AdapterSpec, JobSpec
 
 TURN_S = 1.0
@@ -44,7 +44,7 @@ def make_backbone(
         backbone = Backbone(build(shape, dtype, device, attention.NAME), tokenizer, shape.name)
     else:
         backbone = Backbone(build_outside_linears(shape, dtype, device, attention.NAME), tokenizer, shape.name)
-        _fill_linears(backbone, storage.quantize, _copies(shape, device), device)
+        _fill_linears(backbone, storage.quantize, fp8_copies(shape.num_product_weights, device), device)
     backbone.use_kernels(kernels, Memory(storage.recompute, storage.offload))
     return backbone
 
@@ -56,16 +56,6 @@ def _fill_linears(backbone: Backbone, quantize: str, copies: int, device: torch.
         if linear.bias_O is not None:
             bias_O = random_weight(linear.bias_O, f"{path}.bias", device)
             linear.bias_O = torch.nn.Parameter(bias_O, requires_grad=False)
-
-
-def _copies(shape: Shape, device: torch.device) -> int:
-    """FP8 copies of every weight: two, for a backward in FP8 as well, where they leave half the memory free."""
-    if device.type == "cpu":
-        return 2
-    if not has_fp8(device):
-        return 1
-    total = torch.cuda.get_device_properties(device).total_memory
-    return 2 if 2 * shape.num_product_weights <= total // 2 else 1
 
 
 class Jobs:
