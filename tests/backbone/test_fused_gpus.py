@@ -12,6 +12,7 @@ from tiny_models import random_backbone, random_sample
 
 from weft.adapters import frozen
 from weft.adapters.frozen import quantise
+from weft.backbone import attention
 from weft.backbone.fused import runner
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.inputs import InputShape, input_shape
@@ -70,6 +71,15 @@ def test_fused_kernels_when_attention_does_not_take_the_model_then_says_why(gpu,
     backbone.model.base_model.layers[0].self_attn.head_dim = size
     found = why_not(backbone.model, backbone.linears, GPU, dtype)
     assert found is None if reason is None else reason in str(found)
+
+
+def test_varlen_when_torch_can_be_told_then_keys_are_not_split_by_the_longest_sample(monkeypatch):
+    older, newer = (lambda query: query), (lambda query, enable_gqa=False, num_splits=None: query)
+    for kernel, told in ((older, {}), (newer, {"enable_gqa": True, "num_splits": 1})):
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+        attention._options.cache_clear()
+        assert attention._options() == told
+    attention._options.cache_clear()
 
 
 def test_shape_when_attention_is_told_of_samples_then_there_are_enough_for_every_multiprocessor():

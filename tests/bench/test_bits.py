@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from weft.adapters.lora import Adapter
 from weft.backbone.backbone import Backbone
-from weft.backbone.packed import PackedBatch
+from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.bench import bits
 from weft.bench.bits import measure_bits
 from weft.bench.regimes import BF16, FEW, Program, Run
 from weft.bench.shapes import SHAPES
@@ -57,3 +60,16 @@ def test_bits_when_the_planted_nan_is_not_used_then_there_is_no_figure(backbone,
     monkeypatch.setattr(Backbone, "new_adapter", stale)
     with pytest.raises(ModelError, match="the planted NaN did not reach its own job's loss"):
         measure_bits(backbone, RUN)
+
+
+def test_bits_when_neighbours_are_shorter_then_the_job_keeps_its_length(backbone, monkeypatch):
+    """So that it begins inside a block which others share."""
+    seen: list[list[int]] = []
+
+    def noting(placed: list[Placed], *rest: Any) -> PackedBatch:
+        seen.append([p.sample.length for p in placed])
+        return pack_samples(placed, *rest)
+
+    monkeypatch.setattr(bits, "pack_samples", noting)
+    measure_bits(backbone, RUN)
+    assert [28, 28, 28, 32] in seen and [32, 32, 32, 32] in seen

@@ -62,6 +62,12 @@ def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, h
     assert sorted(here.rglob("*")) == before
 
 
+def test_plan_when_ranks_follow_a_pattern_then_counts_the_widest(weft, here):
+    found = weft("plan", "jobs.yaml", "jobs.0.adapter.rank_pattern={q_proj: 48}", "--steps", "2", "--json")
+    assert found.code == 0, found.err
+    assert [job["rank"] for job in json.loads(found.out)["jobs"]] == [48, 2]
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_plan_when_json_is_asked_for_then_it_holds_what_the_text_shows(weft, here, stages):
     """Every number of the text is one of the JSON's, and standard output is JSON and nothing else."""

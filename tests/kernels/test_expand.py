@@ -76,3 +76,12 @@ def test_expand_kernel_when_fp16_then_rounds_the_sum_once():
     expected_TO = (y_TO.double() + plain_out(delta)).half()
     expand_kernel(y_TO, delta.s_TR, delta.site, delta.rows, delta.table)
     torch.testing.assert_close(y_TO, expected_TO, rtol=1e-3, atol=1e-3)
+
+
+def test_expand_grad_kernel_when_rows_do_not_drop_then_nothing_is_dropped():
+    setting = one_site((24, 8), 40, drops=False)
+    delta = setting.delta(setting.sites[0])
+    mine, theirs = torch.zeros(128, 40), torch.zeros(128, 40)
+    for run, dx_TD in ((expand_grad_kernel, mine), (expand_grad_reference, theirs)):
+        run(dx_TD, delta.s_TR, delta.site, delta.rows, delta.table)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

@@ -110,3 +110,11 @@ def test_product_when_blocks_would_cross_parts_then_fits_backward_alone(monkeypa
     assert fits(Site(0, (48,), 64), like, backward=False)
     assert not fits(Site(0, (48,), 56), like, backward=True)
     assert not fits(whole, like.half(), backward=True)
+
+
+def test_product_grad_kernel_when_rows_do_not_drop_then_nothing_is_dropped():
+    setting = one_site((40,), 72, drops=False)
+    delta = setting.delta(setting.sites[0])
+    factors = Factors(setting.random(128, 40), setting.random(40, 72).t())
+    mine, theirs = (run(factors, delta.s_TR, delta.site, delta.rows, delta.table) for run in reversed(BACKWARD))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)

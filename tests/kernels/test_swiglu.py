@@ -93,3 +93,10 @@ def test_swiglu_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
     mine_T = ~rows_of(NAN_SLOT)
     assert outs[0][mine_T].equal(outs[1][mine_T])
     assert outs[0].isfinite().all() and outs[1][rows_of(NAN_SLOT)].isnan().all()
+
+
+def test_swiglu_grad_kernel_when_rows_do_not_drop_then_nothing_is_dropped():
+    setting, delta, down_delta = mlp(drops=False)
+    gu_TJ, dact_TI = setting.random(128, 2 * INNER), setting.random(128, INNER)
+    mine, theirs = (run(gu_TJ.clone(), delta, dact_TI, down_delta, True)[0] for run in reversed(BACKWARD))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)

@@ -83,3 +83,16 @@ def test_weight_grad_when_a_slot_has_no_rows_then_leaves_its_gradients(run):
     s = setting.delta(site)
     run(setting.random(128, 48), s.s_TR, setting.random(128, 40), s.s_TR, site, setting.rows, setting.table)
     assert gradients(setting)[5, 0][0].equal(before_RD)
+
+
+def test_weight_grad_kernel_when_rows_do_not_drop_then_nothing_is_dropped():
+    found = []
+    for run in RUNS:
+        torch.manual_seed(5)
+        setting = one_site((24, 8), 70, drops=False)
+        site, rows, table = setting.sites[0], setting.rows, setting.table
+        x_TD, dy_TO, s_TR = setting.random(128, 70), setting.random(128, 32), setting.delta(site).s_TR
+        run(x_TD, s_TR, dy_TO, s_TR, site, rows, table)
+        found.append([grad for pair in gradients(setting).values() for grad in pair])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=3e-5)

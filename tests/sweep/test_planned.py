@@ -34,6 +34,11 @@ def test_configurations_when_sampled_then_are_different_and_as_many_as_the_budge
     assert len(planned(settings(space=ranges, max_seconds=1.0))) == 32
 
 
+def test_configurations_when_ranks_follow_a_pattern_then_count_as_the_widest(settings):
+    job = {"adapter": {"rank_pattern": {"q_proj": 12}}}
+    assert {c.rank for c in planned(settings(job=job, space={"r": [2, 4]}))} == {12}
+
+
 def test_configurations_when_they_are_evaluated_then_count_the_tokens_of_every_time(settings):
     """Once per epoch, every so many steps or at every rung, and at the end; nothing without evaluation data."""
     epochs, often, rungs = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from weft.spec import load_run
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
 from weft.sweep.api import open_run, prepare_sweep
+from weft.sweep.objective import Objective
 from weft.sweep.trial import TrialState
 
 
@@ -129,6 +131,21 @@ def test_trial_when_it_diverges_then_it_fails_with_its_reason_and_the_others_do_
     assert "diverged" in wild.trials[1].reason
     assert wild.trials[0].value == tame.trials[0].value
     assert wild.leaderboard[-1]["value"] is None
+
+
+def test_trial_when_memory_ends_while_it_is_judged_then_it_alone_fails_and_says_so(settings, monkeypatch):
+    value, calls = Objective.value, []
+
+    def end(self: Objective, *given: Any) -> float:
+        calls.append(given)
+        if len(calls) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return value(self, *given)
+
+    monkeypatch.setattr(Objective, "value", end)
+    result = weft.sweep(settings(space={"lr": [1e-3, 2e-3]}))
+    assert sorted(states(result)) == ["done", "failed"]
+    assert "ran out of memory while it was judged" in next(t.reason for t in result.trials if str(t.state) == "failed")
 
 
 def test_sweep_when_every_trial_fails_then_there_is_no_best_and_all_is_told(settings):
