@@ -20,7 +20,7 @@ FAMILIES += ["mistral", "qwen2", "qwen2_sliding", "qwen3"]
 SPECS = [
     AdapterSpec(r=8, lora_alpha=16),
     AdapterSpec(r=5, lora_alpha=7, lora_dropout=0.2, target_modules=("q_proj", "v_proj", "down_proj")),
-    AdapterSpec(r=3, lora_dropout=0.5, use_rslora=True),
+    AdapterSpec(r=3, lora_dropout=0.5, use_rslora=True, rank_pattern={"up_proj": 20, "down_proj": 17}),
     AdapterSpec(r=8, target_modules=("k_proj", "up_proj", "o_proj"), rank_pattern={"o_proj": 2}),
 ]
 LENGTHS = [(30, 0), (2, 0), (50, 1), (20, None), (40, 2), (17, 3), (9, 3)]

@@ -10,7 +10,7 @@ import torch
 from tiny_models import VOCABULARY, Job, Outcome, assert_same_bits, job_spec, random_backbone, random_data, train
 
 from weft.engine.engine import Engine
-from weft.engine.events import Event, JobFailed, MicrobatchDone, StepDone
+from weft.engine.events import Event, JobFailed, StepDone
 from weft.engine.live_job import LiveJob
 
 STEPS = 6
@@ -138,18 +138,21 @@ def test_neighbours_when_a_learning_rate_is_absurd_then_unharmed_and_it_fails(ba
     assert f"learning rate {rate:g}" in outcomes["bad"].reason
 
 
-def spoil_gradient(backbone, spoil: Callable[[LiveJob], None], step: int, times: int) -> tuple[dict, list[Event]]:
-    """Changes the bad job's gradients in the middle of its global batches."""
-    events: list[Event] = []
+@pytest.fixture
+def spoiled(monkeypatch):
+    """Changes the bad job's gradients before some of its steps."""
 
-    def on_event(engine: Engine, event: Event) -> None:
-        events.append(event)
-        if isinstance(event, MicrobatchDone) and "bad" in event.job.split(", "):
-            job = engine.jobs["bad"]
-            if step <= job.step < step + times:
+    def arm(spoil: Callable[[LiveJob], None], step: int, times: int) -> None:
+        begin_step = LiveJob.begin_step
+
+        def begin(job: LiveJob) -> float:
+            if job.spec.name == "bad" and step <= job.step < step + times:
                 spoil(job)
+            return begin_step(job)
 
-    return train(backbone, all_jobs(), on_event=on_event), events
+        monkeypatch.setattr(LiveJob, "begin_step", begin)
+
+    return arm
 
 
 def nan_gradient(job: LiveJob) -> None:
@@ -167,8 +170,10 @@ def huge_gradient(job: LiveJob) -> None:
 
 @pytest.mark.parametrize("step", [0, 2, STEPS - 1])
 @pytest.mark.parametrize("spoil", [nan_gradient, infinite_gradient, huge_gradient], ids=lambda s: s.__name__)
-def test_neighbours_when_a_gradient_is_bad_once_then_unharmed(backbone, healthy, spoil, step):
-    outcomes, events = spoil_gradient(backbone, spoil, step, 1)
+def test_neighbours_when_a_gradient_is_bad_once_then_unharmed(backbone, healthy, spoiled, spoil, step):
+    events: list[Event] = []
+    spoiled(spoil, step, 1)
+    outcomes = train(backbone, all_jobs(), on_event=lambda _, event: events.append(event))
     assert_others_unharmed(outcomes, healthy)
     assert outcomes["bad"].state == "succeeded"
     steps = [event for event in events if isinstance(event, StepDone) and event.job == "bad"]
@@ -177,22 +182,25 @@ def test_neighbours_when_a_gradient_is_bad_once_then_unharmed(backbone, healthy,
 
 @pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("spoil", [nan_gradient, infinite_gradient], ids=lambda s: s.__name__)
-def test_neighbours_when_gradients_are_bad_three_times_then_unharmed_and_it_fails(backbone, healthy, spoil, step):
-    outcomes, events = spoil_gradient(backbone, spoil, step, 3)
+def test_neighbours_when_gradients_are_bad_three_times_then_unharmed_and_it_fails(
+    backbone, healthy, spoiled, spoil, step
+):
+    events: list[Event] = []
+    spoiled(spoil, step, 3)
+    outcomes = train(backbone, all_jobs(), on_event=lambda _, event: events.append(event))
     assert_others_unharmed(outcomes, healthy)
     assert_failed(outcomes["bad"], events, backbone)
 
 
-def test_job_when_a_step_is_skipped_then_its_weights_and_moments_stay(backbone):
+def test_job_when_a_step_is_skipped_then_its_weights_and_moments_stay(backbone, spoiled):
     before: dict[int, list[torch.Tensor]] = {}
 
     def remember(engine: Engine, event: Event) -> None:
         if isinstance(event, StepDone):
             job = engine.jobs["bad"]
             before[event.step] = [t.clone() for name, t in sorted(job.tensors().items()) if not name.endswith("step")]
-        if isinstance(event, MicrobatchDone) and engine.jobs["bad"].step == 2:
-            nan_gradient(engine.jobs["bad"])
 
+    spoiled(nan_gradient, 2, 1)
     train(backbone, [bad_job()], on_event=remember)
     assert all(torch.equal(x, y) for x, y in zip(before[2], before[3], strict=True))
     assert not all(torch.equal(x, y) for x, y in zip(before[3], before[4], strict=True))

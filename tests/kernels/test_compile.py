@@ -73,18 +73,17 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
-    from weft.kernels import expand, product, rotary, shrink, swiglu, weight_grad
-    from weft.kernels.tables import Delta, Site, SlotTable, Span, TableSizes, row_tables
+    from weft.kernels import expand, product, rotary, shrink, weight_grad
+    from weft.kernels.tables import Site, SlotTable, Span, TableSizes, row_tables
 
-    num_rows, hidden, inner = NUM_ROWS, HIDDEN, INNER
+    num_rows, hidden = NUM_ROWS, HIDDEN
     heads = rotary.Heads(32, 8, 128)
-    qkv, o, gate_up = Site(0, heads.sizes, hidden), Site(3, (hidden,), hidden), Site(4, (inner, inner), hidden)
-    down = Site(6, (hidden,), inner)
-    table = SlotTable((qkv, o, gate_up, down), torch.device("cpu"))
+    qkv = Site(0, heads.sizes, hidden)
+    table = SlotTable((qkv,), torch.device("cpu"))
     table.ranks, table.drops = frozenset([rank]), drops
     rows = row_tables([Span(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
     s = zeros(num_rows, 3 * rank)
-    x, qkv_TE, gu, act = (zeros(num_rows, n) for n in (hidden, sum(heads.sizes), 2 * inner, inner))
+    x, qkv_TE = zeros(num_rows, hidden), zeros(num_rows, sum(heads.sizes))
     place = (qkv, rows, table)
     shrink.shrink_kernel(x, s, *place)
     shrink.shrink_grad_kernel(qkv_TE, s, *place)
@@ -100,8 +99,6 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     scale = zeros(sum(heads.sizes), dtype=torch.float32)
     product.product_kernel(product.Factors(x8, weight8, scale, scale), s, *place)
     product.product_grad_kernel(product.Factors(dy8, weight8.t().contiguous(), scale), s, *place)
-    swiglu.swiglu_kernel(gu, Delta(s, gate_up, rows, table))
-    swiglu.swiglu_grad_kernel(gu, Delta(s, gate_up, rows, table), act, Delta(s, down, rows, table), True)
 
 
 def launch_bare() -> None:
@@ -119,8 +116,9 @@ def launch_bare() -> None:
     parts = [part.unflatten(1, (-1, 128)) for part in qkv_TE.split(heads.sizes, dim=1)]
     rotary.rotate_grad_kernel(*parts, half, half, heads, None, None)
     rotary.rotate_grad_kernel(*parts, half, half, heads, (head, head, 1e-6), qkv_TE)
-    swiglu.swiglu_kernel(gu, None)
-    swiglu.swiglu_grad_kernel(gu, None, act, None, False)
+    swiglu.swiglu_kernel(gu)
+    swiglu.swiglu_grad_kernel(gu, act, False)
+    swiglu.swiglu_grad_kernel(gu, act, True)
     logits, targets = zeros(2, 128256), zeros(2, dtype=torch.int64)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, zeros(2, dtype=torch.float32), None)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, None, 30.0)
@@ -133,7 +131,8 @@ def launch_bare() -> None:
         out_THC, lse_HT = attention.attend_kernel(*parts, blocks, 0.1, window)
         attention_grad.attend_grad_kernel(out_THC, *parts, out_THC, lse_HT, blocks, 0.1, window)
     lane = adamw.Lane(*(zeros(64, dtype=torch.float32) for _ in range(4)), 1e-3)
-    adamw.adamw_kernel([adamw.Update((lane, lane), 1, (0.9, 0.999), 1e-8, 0.0, 1.0, 0.5)])
+    updates = [adamw.Update((lane, lane), 1, (0.9, 0.999), 1e-8, 0.0, 1.0, True)]
+    adamw.adamw_kernel(updates, zeros(1, dtype=torch.float32))
 
 
 def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:

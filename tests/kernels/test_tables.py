@@ -28,20 +28,25 @@ def entry(rank: int) -> dict[int, Entry]:
 
 @pytest.mark.parametrize(
     ("ranks", "classes"),
-    [((), (16,)), ((8, 16), (16,)), ((32,), (16, 64)), ((64, 128), (16, 64, 128)), ((100, 256), (16, 256))],
+    [((), (16,)), ((8, 16), (16,)), ((32,), (64,)), ((8, 32), (16, 64)), ((64, 128), (64, 128)), ((100, 256), (256,))],
 )
 def test_rank_classes_when_ranks_are_seen_then_each_has_one_class(ranks, classes):
-    """Narrow, middle and wide; a class nobody needs is not launched, but for the narrow one, which has bare rows."""
+    """Narrow, middle and wide; a class that nobody needs is not launched."""
     assert rank_classes(ranks) == classes
 
 
 def test_launches_when_there_are_several_then_each_rank_belongs_to_exactly_one():
+    """Rows without an adapter (width 0) too: they are with the narrowest there is."""
     table = SlotTable([SITE], torch.device("cpu"))
-    for rank in (4, 40, 200):
+    for rank, launches in (
+        (200, (RankLaunch(-1, 256),)),
+        (40, (RankLaunch(-1, 64), RankLaunch(64, 256))),
+        (4, (RankLaunch(-1, 16), RankLaunch(16, 64), RankLaunch(64, 256))),
+    ):
         table.put(entry(rank))
-    assert table.launches == (RankLaunch(-1, 16), RankLaunch(16, 64), RankLaunch(64, 256))
-    for width in range(0, 201, 8):
-        assert sum(launch.above < width <= launch.upto for launch in table.launches) == 1
+        assert table.launches == launches
+        for width in range(0, 201, 8):
+            assert sum(launch.above < width <= launch.upto for launch in table.launches) == 1
 
 
 def test_version_when_a_rank_needs_a_new_launch_then_changes_and_else_stays():

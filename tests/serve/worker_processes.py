@@ -28,11 +28,11 @@ import sqlalchemy as sa
 import torch
 from worker_bench import Bench
 
-import weft.engine.stretch
 import weft.serve.jobs.claim
 import weft.serve.worker.held
 from weft import faults
 from weft.cli.worker import StopSignals
+from weft.engine.step import UnderWay
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import open_database
 from weft.serve.db.tables import EVENTS, FILES, JOBS, MODELS
@@ -273,14 +273,14 @@ def hung(place: Path) -> list[str]:
     """A worker whose training hangs for good, then one that is well."""
 
     def arm() -> None:
-        real, seen = weft.engine.stretch.run_microbatch, iter(range(5))
+        real, seen = UnderWay.count, iter(range(5))
 
-        def endless(*arguments: Any) -> None:
+        def endless(self: UnderWay) -> float:
             if next(seen, None) is None:
                 time.sleep(3600)
-            real(*arguments)
+            return real(self)
 
-        weft.engine.stretch.run_microbatch = endless
+        UnderWay.count = endless
 
     bench = bench_at(place)
     ends = [ended(child(place, before=arm, stuck_s=1.0))]

@@ -21,6 +21,7 @@ from weft.backbone.running import Running, Score
 from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
 from weft.errors import ModelError
 from weft.kernels.launch import has_triton
+from weft.kernels.moment import Moment
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class Backbone:
     def device(self) -> torch.device:
         """Where the model lives."""
         return self.model.device
+
+    @property
+    def works_on(self) -> bool:
+        """Whether the device works on after `launch` returns, so that more can be asked of it before results are in."""
+        return self.device.type == "cuda"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,6 +141,7 @@ class Backbone:
         """Starts a microbatch, which adds to every attached adapter's gradients; a GPU works on after this returns."""
         if self.fused is not None:
             return self.fused.launch(batch, row_tile)
+        begun = Moment(self.device)
         hidden_TD = self._hidden(batch, row_tile)
         rows_ND = hidden_TD.detach()[batch.supervised_N]
         results_2N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, self.head)
@@ -143,15 +150,16 @@ class Backbone:
         grad_TD[batch.supervised_N] = grad_ND
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
-        return Running(results_2N, batch.counts)
+        return Running(results_2N, batch.counts, begun)
 
     @torch.no_grad()
     def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
         """Each segment's score, without gradients."""
         if self.fused is not None:
             return self.fused.look(batch, row_tile).scores()
+        begun = Moment(self.device)
         rows_ND = self._hidden(batch, row_tile)[batch.supervised_N]
-        return Running(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts).scores()
+        return Running(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts, begun).scores()
 
     @torch.no_grad()
     def logits(

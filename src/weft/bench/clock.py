@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,6 +25,13 @@ class Effort:
     """Batches of different lengths a padding program is timed on."""
     rounds: int = 5
     """Turns that each of two works has where their ratio counts."""
+    in_a_row_s: float = 0.0
+    """How long steps are repeated for one time: not each of them waits for the one before, as in training."""
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """As `median_s` takes them."""
+        return {"warmups": self.warmups, "repeats": self.repeats, "in_a_row_s": self.in_a_row_s}
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,18 @@ class Measured:
         return self.tokens / self.seconds
 
 
-THOROUGH = Effort()
+THOROUGH = Effort(in_a_row_s=0.5)
 QUICK = Effort(warmups=1, repeats=2, batch_sizes=(4, 8, 16), num_batches=1, rounds=2)
 
 
-def median_s(work: Callable[[], object], device: torch.device, *, warmups: int, repeats: int) -> float:
-    """Median seconds of `work`."""
+def median_s(
+    work: Callable[[], object], device: torch.device, *, warmups: int, repeats: int, in_a_row_s: float = 0.0
+) -> float:
+    """Median seconds of `work`; each time it is done over and over for `in_a_row_s`, as training does its steps."""
     for _ in range(warmups):
         work()
-    return statistics.median(_once(work, device) for _ in range(repeats))
+    number = max(1, math.ceil(in_a_row_s / _once(work, device))) if in_a_row_s else 1
+    return statistics.median(_many(work, number, device) for _ in range(repeats))
 
 
 def in_turn_s(
@@ -70,7 +81,7 @@ def in_turn_s(
     numbers = [max(1, math.ceil(turn_s / _once(work, device))) for work in works]
     for turn in range(rounds + 1):
         for work, number, seconds in zip(works, numbers, found, strict=True):
-            taken = _once(lambda work=work, number=number: [work() for _ in range(number)], device) / number  # type: ignore[misc]
+            taken = _many(work, number, device)
             seconds += [taken] if turn else []
     return [statistics.median(seconds) for seconds in found]
 
@@ -93,6 +104,11 @@ def replayable(work: Callable[[], object], device: torch.device) -> Callable[[],
     with torch.cuda.graph(graph):
         work()
     return graph.replay
+
+
+def _many(work: Callable[[], object], number: int, device: torch.device) -> float:
+    """Seconds of one work among several that follow each other."""
+    return _once(lambda: [work() for _ in range(number)], device) / number
 
 
 def _once(work: Callable[[], object], device: torch.device) -> float:

@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,7 +162,8 @@ def _at_size(step: Step, run: Run, size: int, vocabulary: int, device: torch.dev
         batch, real = padded_batch(run.workload.lengths, size, number, vocabulary, device)
         # Later batches meet a warm program; only the allocator has to see their sizes.
         warmups = effort.warmups if number == 0 else 1
-        seconds += median_s(lambda batch=batch: step(batch), device, warmups=warmups, repeats=effort.repeats)  # type: ignore[misc]
+        times = replace(effort, warmups=warmups).times
+        seconds += median_s(lambda batch=batch: step(batch), device, **times)  # type: ignore[misc]
         tokens, rows = tokens + real, rows + batch["input_ids"].numel()
     return Measured(tokens, rows, seconds, peak_gb(device), f"batch {size}")
 

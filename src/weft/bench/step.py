@@ -1,7 +1,7 @@
 """Weft's side of the comparison: a backbone, the jobs of a workload in one microbatch, and one step of them all.
 
 A step is what the engine does for one microbatch: forward and backward for all jobs, then every job's optimizer step.
-The losses are read back, as the engine does.
+Losses and norms are read back, as the engine does: once the next microbatch has been started.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.load import fp8_copies
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.backbone.running import Running
 from weft.bench.bits import measure_bits
 from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
 from weft.bench.regimes import Program, Run, Storage, Workload
 from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
-from weft.engine.optimizer import Optimizer, step_together
+from weft.engine.optimizer import Optimizer, Results, step_together
 from weft.errors import JobError, ModelError
 from weft.kernels.dropout import mix
 from weft.spec import AdapterSpec, JobSpec
@@ -72,6 +73,8 @@ class Jobs:
                 self.adapters.append(backbone.new_adapter(AdapterSpec(r=rank, lora_dropout=workload.dropout), seed))
                 self.slots.append(backbone.attach(self.adapters[-1]))
         self.optimizers = [Optimizer(adapter, JOB) for adapter in self.adapters]
+        self._last: tuple[Running, Results] | None = None
+        """The step that has not been looked at yet."""
         self.batch = self._pack(workload)
 
     def _pack(self, workload: Workload) -> PackedBatch:
@@ -83,30 +86,38 @@ class Jobs:
                 placed.append(Placed(sample, slot, weight, mix(job, 0, index)))
         return pack_samples(placed, self.row_tile, self.backbone.device)
 
-    def forward_backward(self) -> list[float]:
-        """Adds to every adapter's gradients; returns each segment's summed loss."""
-        return self.backbone.forward_backward(self.batch, self.row_tile)
-
     def forward_backward_frozen(self) -> None:
         """The same without adapters, all the way back; what an adapter costs is counted from here."""
         if self.backbone.fused is not None:
-            self.backbone.fused.launch(self.batch, self.row_tile, through=True).losses()
+            running = self.backbone.fused.launch(self.batch, self.row_tile, through=True)
+            self.look()
+            self._last = (running, list)
             return
         with GradientToEmbeddings(self.backbone) as gradient:
-            self.forward_backward()
+            self.backbone.forward_backward(self.batch, self.row_tile)
         if not gradient.is_reached:
             raise ModelError("without adapters the backward pass did not reach the embeddings.", where="bench step")
 
     def take_steps(self) -> None:
         """Every job's optimizer step, together; clipped and checked as in training."""
-        step_together(self.optimizers, [0.0] * len(self.optimizers))
+        step_together(self.optimizers, [True] * len(self.optimizers))()
 
     def step(self) -> None:
         """One whole step of all jobs."""
-        losses = self.forward_backward()
-        if not all(math.isfinite(loss) for loss in losses):
-            raise JobError(f"losses are not finite: {losses}.", where="bench step")
-        self.take_steps()
+        running = self.backbone.launch(self.batch, self.row_tile)
+        self.look()
+        owners = [self.slots.index(slot) for slot in self.batch.segment_slots if slot is not None]
+        sound_J = running.sound(owners, len(self.slots))
+        self._last = (running, step_together(self.optimizers, [True] * len(self.optimizers), sound_J))
+
+    def look(self) -> None:
+        """Reads what came out of the last step; waits for it."""
+        if self._last is None:
+            return
+        (running, results), self._last = self._last, None
+        losses = running.losses()
+        if any(updated.skipped for updated in results()) or not all(math.isfinite(loss) for loss in losses):
+            raise JobError(f"losses or gradients are not finite: {losses}.", where="bench step")
 
     def detach(self) -> None:
         """Frees the slots."""
@@ -155,13 +166,14 @@ def _new_account(backbone: Backbone) -> None:
 
 def _measure_jobs(backbone: Backbone, run: Run, effort: Effort) -> Measured:
     jobs = Jobs(backbone, run.workload)
-    times = {"warmups": effort.warmups, "repeats": effort.repeats}
     try:
-        seconds = median_s(jobs.step, backbone.device, **times)
-        stepping = median_s(jobs.take_steps, backbone.device, **times)
+        seconds = median_s(jobs.step, backbone.device, **effort.times)
+        jobs.look()
+        stepping = median_s(jobs.take_steps, backbone.device, warmups=effort.warmups, repeats=effort.repeats)
         # Once more, now that the optimizers have their moments, which were not there yet when the step was captured.
         _new_account(backbone)
         jobs.step()
+        jobs.look()
         peak = peak_gb(backbone.device)
     finally:
         jobs.detach()

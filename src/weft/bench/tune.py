@@ -1,8 +1,8 @@
 """Measures the choices of `kernels/tuning.py` on this GPU: every candidate that gives the same bits, the fastest kept.
 
-Each key is timed over all sites of one layer of a shape that use it, with four jobs of the class's rank, once without
-dropout and once with it: kernels that drop want other launches, and there is one choice for both. A candidate that does
-not compile, runs out of registers or shared memory, or differs in one bit from the choice in use is left out.
+Each key is timed over all sites of one layer of a shape, with four jobs of the class's rank, once without dropout and
+once with it: kernels that drop want other launches, and there is one choice for both. A candidate that does not
+compile, runs out of registers or shared memory, or differs in one bit from the choice in use is left out.
 
 There are some hundreds of candidates, and to compile them one after another would take most of the time. So processes
 beside this one launch each of them once, on few rows, and leave what they compiled in Triton's cache.
@@ -25,8 +25,7 @@ from weft.bench.shapes import Shape
 from weft.kernels.dropout import row_keys
 from weft.kernels.expand import expand_grad_kernel, expand_kernel
 from weft.kernels.shrink import shrink_grad_kernel, shrink_kernel
-from weft.kernels.swiglu import swiglu_grad_kernel, swiglu_kernel
-from weft.kernels.tables import Delta, Entry, RowTables, Site, SlotTable, Span, TableSizes, padded, row_tables
+from weft.kernels.tables import Entry, RowTables, Site, SlotTable, Span, TableSizes, padded, row_tables
 from weft.kernels.tuning import Choice, Table, candidates, table_of, trying
 from weft.kernels.weight_grad import weight_grad_kernel
 
@@ -94,7 +93,7 @@ def _normal(*shape: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def operations(layer: Layer) -> dict[str, Callable[[], Outputs]]:
-    """By operation: runs it on every site that uses it, and returns what it wrote."""
+    """By operation: runs it on every site, and returns what it wrote."""
     table, rows = layer.table, layer.rows
     spaces = {name: layer.rank_space(site) for name, site in layer.sites.items()}
 
@@ -111,15 +110,13 @@ def operations(layer: Layer) -> dict[str, Callable[[], Outputs]]:
             yield out_TR
 
     def expands() -> Iterator[torch.Tensor]:
-        for name in ("qkv", "out", "down"):
-            site = layer.sites[name]
+        for name, site in layer.sites.items():
             out_TO = layer.wide[site.num_out].clone()
             expand_kernel(out_TO, spaces[name], site, rows, table)
             yield out_TO
 
     def expand_grads() -> Iterator[torch.Tensor]:
-        for name in ("qkv", "out", "gate_up"):
-            site = layer.sites[name]
+        for name, site in layer.sites.items():
             out_TD = layer.wide[site.num_in].clone()
             expand_grad_kernel(out_TD, spaces[name], site, rows, table)
             yield out_TD
@@ -135,27 +132,12 @@ def operations(layer: Layer) -> dict[str, Callable[[], Outputs]]:
         for entry in entries:
             yield from (entry.grad_a_RD.clone(), entry.grad_b_OR.clone())
 
-    gate_up, down = layer.sites["gate_up"], layer.sites["down"]
-    delta = Delta(spaces["gate_up"], gate_up, rows, table)
-    down_delta = Delta(spaces["down"], down, rows, table)
-
-    def swiglus() -> Iterator[torch.Tensor]:
-        yield swiglu_kernel(layer.wide[gate_up.num_out], delta)
-
-    def swiglu_grads() -> Iterator[torch.Tensor]:
-        gu_TJ, dact_TI = layer.wide[gate_up.num_out].clone(), layer.wide[down.num_in]
-        dgu_TJ, act_TI = swiglu_grad_kernel(gu_TJ, delta, dact_TI, down_delta, True)
-        assert act_TI is not None
-        yield from (dgu_TJ, act_TI)
-
     work = {
         "shrink": shrinks,
         "shrink_grad": shrink_grads,
         "weight_grad": weight_grads,
         "expand": expands,
         "expand_grad": expand_grads,
-        "swiglu": swiglus,
-        "swiglu_grad": swiglu_grads,
     }
     return {name: lambda run=run: list(run()) for name, run in work.items()}  # type: ignore[misc]
 

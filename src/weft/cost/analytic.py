@@ -151,8 +151,8 @@ class AnalyticCost:
     def _adapter_numbers(self, *, is_forward: bool) -> int:
         """Numbers per row that go through memory for the adapters' sake.
 
-        Forward: read x, add to y. Backward: read dy twice and x once, add to dx. SwiGLU adds while it has its tensors
-        at hand: to gate and up forward, to the input of down backward.
+        Forward: read x, add to y. Backward: read dy twice and x once, add to dx. The widest (gate and up forward, the
+        input of down backward) are counted as added inside their products.
         """
         chosen, linears = chosen_linears(self.targets), self.shape.linears
         adapted = [site for site in SITES if set(site) & set(chosen)]

@@ -95,6 +95,8 @@ class Engine:
         self._commands: deque[_Command] = deque()
         self._untold: deque[Event] = deque()
         """Steps that are done and not yet told."""
+        self._stretch: Stretch | None = None
+        """The last one; a microbatch of it may still run."""
         self._stopping = False
 
     @property
@@ -153,6 +155,7 @@ class Engine:
         """Trains, and yields what happens as it happens; ends when no job can go on."""
         yield from self._tell()
         while not self._stopping:
+            yield from self._finish_stretch()
             while self._commands:
                 # Done before it is told: a reader that leaves here must not leave half a command behind.
                 yield from list(self._obey(self._commands.popleft()))
@@ -166,6 +169,7 @@ class Engine:
                     yield from self._execute(running)
             elif not self._commands and not self._places.waiting():
                 break
+        yield from self._finish_stretch()
         if self._stopping:
             self._stopping = False
             preempted = [job for job in self._places.waiting() if job.has_started]
@@ -200,6 +204,7 @@ class Engine:
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Plans the next stretch and runs it, until its end or until something changes who trains."""
         stretch = Stretch(self.backbone, running, self._plans, self.limits, self.row_tile, self.timeline)
+        self._stretch = stretch
         while names := stretch.next_jobs():
             done: list[Event] | None = None
             with contextlib.suppress(torch.OutOfMemoryError):
@@ -216,6 +221,11 @@ class Engine:
             is_settled = all(job.state is JobState.RUNNING and job.settled_step == job.step for job in running)
             if self._stopping or self._commands or not is_settled:
                 return
+
+    def _finish_stretch(self) -> list[Event]:
+        """Before anything else is decided: what has been started is counted."""
+        stretch, self._stretch = self._stretch, None
+        return [] if stretch is None else stretch.finish()
 
     def _tell(self) -> Iterator[Event]:
         """Tells what has been done, and settles each step once it is told."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,8 @@ class LiveJob:
         self._batches: dict[int, GlobalBatch] = {}
         """Global batches at hand, by step: the current one, and the next if it has been asked for."""
         self._loss_sum, self._num_hits = 0.0, 0
+        self.num_rewinds = 0
+        """Times that what had run of a global batch was forgotten; what still runs of it then counts no more."""
         self.optimizer = Optimizer(adapter, spec)
 
     @property
@@ -176,8 +178,12 @@ class LiveJob:
 
     def rewind(self) -> None:
         """Goes back to the last step boundary: forgets what has run of the current global batch."""
-        self._begin_batch()
+        self._forget_batch()
         self.adapter.zero_grad()
+
+    def _forget_batch(self) -> None:
+        self._begin_batch()
+        self.num_rewinds += 1
 
     def _begin_batch(self) -> None:
         self.index, self._loss_sum, self._num_hits = 0, 0.0, 0
@@ -189,7 +195,7 @@ class LiveJob:
         """
         assert self.slot is None, "a slot reads the weights where they are"
         tensors = self.tensors()
-        self._begin_batch()
+        self._forget_batch()
         try:
             self._settle_on(device, tensors)
         except torch.OutOfMemoryError:
@@ -204,18 +210,24 @@ class LiveJob:
         if self.best_params is not None:
             self.best_params = (tensors["best_a"].to(device), tensors["best_b"].to(device))
 
-    def prepare_step(self) -> tuple[float, float]:
-        """Loss and learning rate of the step that is due."""
-        batch = self._batch(self.step)
-        assert self.index == len(batch.samples), "a step needs its whole global batch"
+    @property
+    def is_sound(self) -> bool:
+        """Whether the loss of what has run of the global batch is finite."""
+        return math.isfinite(self._loss_sum)
+
+    def begin_step(self) -> float:
+        """Sets the learning rate of the step that is due."""
         warmup = warmup_steps(self.spec.warmup_steps, self.num_steps)
         rate = learning_rate(self.spec.lr_scheduler_type, self.spec.learning_rate, self.step, self.num_steps, warmup)
         self.optimizer.set_rate(rate)
-        return self._loss_sum / batch.num_supervised, rate
+        return rate
 
-    def finish_step(self, loss: float, rate: float, updated: Updated) -> StepResult:
+    def finish_step(self, rate: float, updated: Updated) -> StepResult:
         """Counts a step that has been taken, or skipped because something was not finite."""
-        batch = self._batches.pop(self.step)
+        batch = self._batch(self.step)
+        assert self.index == len(batch.samples), "a step needs its whole global batch"
+        del self._batches[self.step]
+        loss = self._loss_sum / batch.num_supervised
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if updated.skipped else 0
         self.num_skipped += updated.skipped
         accuracy = self._num_hits / batch.num_supervised
@@ -331,8 +343,14 @@ class LiveJob:
         return self._batches[step]
 
 
-def take_steps(jobs: Sequence[LiveJob]) -> list[StepResult]:
-    """Clips and applies the gradients of complete global batches, each job's as if alone; skips what is not finite."""
-    due = [job.prepare_step() for job in jobs]
-    updates = step_together([job.optimizer for job in jobs], [loss for loss, _ in due])
-    return [job.finish_step(loss, rate, updated) for job, (loss, rate), updated in zip(jobs, due, updates, strict=True)]
+def begin_steps(jobs: Sequence[LiveJob], sound_J: torch.Tensor | None = None) -> Callable[[], list[StepResult]]:
+    """Starts to clip and apply the gradients of complete global batches, each job's as if alone; what is not finite is
+    left out. `sound_J`: whether losses are that nobody has counted yet. What is returned waits and counts the steps."""
+    rates = [job.begin_step() for job in jobs]
+    results = step_together([job.optimizer for job in jobs], [job.is_sound for job in jobs], sound_J)
+
+    def finish() -> list[StepResult]:
+        counted = zip(jobs, rates, results(), strict=True)
+        return [job.finish_step(rate, updated) for job, rate, updated in counted]
+
+    return finish

@@ -1,14 +1,14 @@
 """One AdamW per job, and one call for all jobs that step together.
 
 On a CPU each job's torch.optim.AdamW steps by itself, to the bits of a job trained alone with torch. On a GPU one fused
-kernel steps all of them and one read brings back all norms. Either way the moments live in the job's torch optimizer,
-under torch's names, and no job's result depends on who steps with it.
+kernel steps all of them, and what it did is read once, when somebody asks. Either way the moments live in the job's
+torch optimizer, under torch's names, and no job's result depends on who steps with it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -71,11 +71,11 @@ class Optimizer:
                 moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
                 state.update(step=torch.tensor(0.0), **moments)
 
-    def step(self, loss: float) -> Updated:
+    def step(self, is_sound: bool) -> Updated:
         """Clips and applies the gradients with torch, unless they or the loss are not finite; then forgets them."""
         adapter = self.adapter
         norm = float(torch.stack([adapter.grad_a.norm(), adapter.grad_b.norm()]).norm())
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        skipped = not (is_sound and math.isfinite(norm))
         if not skipped:
             self._clip(norm)
             self._torch.step()
@@ -83,7 +83,7 @@ class Optimizer:
         largest = float(torch.stack([adapter.params_a.abs().max(), adapter.params_b.abs().max()]).max())
         return Updated(norm, largest, skipped)
 
-    def update(self, loss: float) -> Update:
+    def update(self, is_sound: bool) -> Update:
         """The same step, for the fused kernel."""
         adapter, spec = self.adapter, self.spec
         buffers = ((adapter.params_a, adapter.grad_a), (adapter.params_b, adapter.grad_b))
@@ -99,7 +99,7 @@ class Optimizer:
             spec.adam_epsilon,
             spec.weight_decay,
             spec.max_grad_norm,
-            loss,
+            is_sound,
         )
 
     def _clip(self, norm: float) -> None:
@@ -111,25 +111,42 @@ class Optimizer:
             self.adapter.grad_b.mul_(factor)
 
 
-def step_together(optimizers: Sequence[Optimizer], losses: Sequence[float]) -> list[Updated]:
-    """Steps every job given, each as if alone; `losses` are those of their global batches."""
-    if optimizers[0].adapter.params_a.is_cuda:
-        results = step_fused(optimizers, losses)
-    else:
-        results = [optimizer.step(loss) for optimizer, loss in zip(optimizers, losses, strict=True)]
+Results = Callable[[], list[Updated]]
+"""Waits for the device and says what the steps did; to be asked before the next steps of the same jobs."""
+
+
+def step_together(
+    optimizers: Sequence[Optimizer], sound: Sequence[bool], sound_J: torch.Tensor | None = None
+) -> Results:
+    """Starts the step of every job given, each as if alone; one is left out if the loss of its global batch is not
+    finite, as the host knows (`sound`) or the device alone (`sound_J`)."""
+    start = step_fused if optimizers[0].adapter.params_a.is_cuda else _step_each
+    results = start(optimizers, sound, sound_J)
     for optimizer in optimizers:
         optimizer.adapter.changed()
     return results
 
 
-def step_fused(optimizers: Sequence[Optimizer], losses: Sequence[float]) -> list[Updated]:
+def _step_each(optimizers: Sequence[Optimizer], sound: Sequence[bool], sound_J: torch.Tensor | None) -> Results:
+    if sound_J is not None:
+        sound = [known and found > 0 for known, found in zip(sound, sound_J.tolist(), strict=True)]
+    results = [optimizer.step(is_sound) for optimizer, is_sound in zip(optimizers, sound, strict=True)]
+    return lambda: results
+
+
+def step_fused(optimizers: Sequence[Optimizer], sound: Sequence[bool], sound_J: torch.Tensor | None = None) -> Results:
     """All steps in one call of the fused kernel.
 
     Memory is taken before anything is changed, so running out of it leaves every job as it was.
     """
-    updates = [optimizer.update(loss) for optimizer, loss in zip(optimizers, losses, strict=True)]
-    results = adamw(updates)
-    for optimizer, result in zip(optimizers, results, strict=True):
-        for state in optimizer.states:
-            state["step"] += not result.skipped
+    updates = [optimizer.update(is_sound) for optimizer, is_sound in zip(optimizers, sound, strict=True)]
+    wait = adamw(updates, sound_J)
+
+    def results() -> list[Updated]:
+        found = wait()
+        for optimizer, updated in zip(optimizers, found, strict=True):
+            for state in optimizer.states:
+                state["step"] += not updated.skipped
+        return found
+
     return results

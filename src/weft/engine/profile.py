@@ -128,9 +128,12 @@ def measure_case(backbone: Backbone, case: Case, row_tile: int, repeats: int) ->
         optimizers = [Optimizer(adapter, JOB) for adapter in adapters]
         batch = _pack(backbone, case, slots, row_tile)
 
+        def take_steps() -> None:
+            step_together(optimizers, [True] * len(optimizers))()
+
         def step() -> None:
             backbone.forward_backward(batch, row_tile)
-            step_together(optimizers, [0.0] * len(optimizers))
+            take_steps()
 
         step()
         account.start()
@@ -139,7 +142,7 @@ def measure_case(backbone: Backbone, case: Case, row_tile: int, repeats: int) ->
     try:
         both = _median_s(lambda: backbone.forward_backward(batch, row_tile), repeats, backbone.device)
         forward = _median_s(lambda: backbone.scores(batch, row_tile), repeats, backbone.device)
-        stepping = _median_s(lambda: step_together(optimizers, [0.0] * len(optimizers)), repeats, backbone.device)
+        stepping = _median_s(take_steps, repeats, backbone.device)
     finally:
         for slot in slots:
             backbone.detach(slot)

@@ -8,11 +8,11 @@ Step(job)          → that job alone is checked, clipped, stepped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, pack_samples
-from weft.engine.live_job import LiveJob
+from weft.engine.live_job import LiveJob, StepResult, begin_steps
 from weft.plan.types import Microbatch
 
 
@@ -22,16 +22,38 @@ def prepare(backbone: Backbone, jobs: Mapping[str, LiveJob], microbatch: Microba
     return pack_samples(placed, row_tile, backbone.device)
 
 
-def run_microbatch(
-    backbone: Backbone,
-    jobs: Mapping[str, LiveJob],
-    microbatch: Microbatch,
-    batch: PackedBatch,
-    row_tile: int,
-    meanwhile: Callable[[], None],
-) -> None:
-    """Adds every segment's score and gradients to its job; a GPU works while `meanwhile` runs."""
-    running = backbone.launch(batch, row_tile)
-    meanwhile()
-    for segment, score in zip(microbatch.segments, running.scores(), strict=True):
-        jobs[segment.job].add_score(segment, score)
+class UnderWay:
+    """A microbatch that has been started: every segment's gradients go to its job, as soon as the device gets there."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        jobs: Mapping[str, LiveJob],
+        microbatch: Microbatch,
+        batch: PackedBatch,
+        row_tile: int,
+    ) -> None:
+        self.microbatch = microbatch
+        self.num_rows = batch.num_rows
+        self._owners = [jobs[segment.job] for segment in microbatch.segments]
+        self._rewinds = [job.num_rewinds for job in self._owners]
+        self._running = backbone.launch(batch, row_tile)
+
+    def begin_steps(self, jobs: Sequence[LiveJob]) -> Callable[[], list[StepResult]]:
+        """Starts the steps of jobs whose global batch ends here, behind it and before it is counted."""
+        places = {job.spec.name: place for place, job in enumerate(jobs)}
+        owners = [places.get(job.spec.name, -1) for job in self._owners]
+        return begin_steps(jobs, self._running.sound(owners, len(jobs)))
+
+    def count(self) -> float:
+        """Waits for it and adds every segment's score to its job; returns its seconds.
+
+        A job that has gone back to its last step in the meantime runs its samples again, and counts them then.
+        """
+        scores = self._running.scores()
+        for job, before, segment, score in zip(
+            self._owners, self._rewinds, self.microbatch.segments, scores, strict=True
+        ):
+            if job.num_rewinds == before:
+                job.add_score(segment, score)
+        return self._running.seconds()

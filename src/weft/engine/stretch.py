@@ -2,7 +2,10 @@
 
 That is the next microbatch of the program and, in a thread of its own, the next program. Both are exact: packing a
 microbatch changes no job, so one that is not needed after all is just dropped; a program made ahead is used only for
-the very queues it was made for. Who made a program changes no result, so training never waits for a slow planner: what
+the very queues it was made for. A device that works on by itself gets the steps behind a microbatch, and the microbatch
+behind those, before the first is waited for: it never waits for what the host does between two of them. Steps then
+learn on the device whether a loss was finite, and what has been started is always counted before anything else is
+decided. Who made a program changes no result, so training never waits for a slow planner: what
 is not ready in time, or could not be foreseen, is planned at once within a hundredth of the time it is going to run, as
 the microbatches before have taught.
 """
@@ -10,17 +13,20 @@ the microbatches before have taught.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+import torch
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import PackedBatch
 from weft.cost.fit import TIME_TERMS, Load, OnlineFit
 from weft.engine.events import Event, MicrobatchDone, StepDone
-from weft.engine.live_job import LiveJob, take_steps
-from weft.engine.step import prepare, run_microbatch
+from weft.engine.live_job import LiveJob, StepResult, begin_steps
+from weft.engine.step import UnderWay, prepare
 from weft.engine.timeline import Timeline
 from weft.plan.check import violations
 from weft.plan.pack import pack
@@ -145,47 +151,78 @@ class Stretch:
         self._has_foreseen = False
         self._rest: Sequence[Instruction] = plans.program([job.queue() for job in running], limits).instructions
         self._ready: PackedBatch | None = None
+        self._ahead: UnderWay | None = None
+        """The microbatch that is next, where it has been started already."""
+        self._found_no_memory = False
+        """Starting it was tried, and the memory ended."""
 
     def next_jobs(self) -> list[str]:
         """The jobs that the next call of `advance` is about; none at the end."""
-        return [step.job for step in self._steps()] or list(self._shares())
+        steps = _steps(self._rest) or _steps(self._rest[1:])
+        return list(dict.fromkeys([*_shares(_upcoming(self._rest[:1])), *(step.job for step in steps)]))
 
     @memory_errors()
     def advance(self) -> list[Event]:
-        """Runs the next microbatch, or takes all the steps that are due; says what has been done."""
-        steps = self._steps()
-        done: list[Event] = [*self._take(steps)] if steps else [self._forward_backward()]
+        """Runs the next microbatch with the steps behind it, or only steps that are due; says what has been done."""
+        if self._found_no_memory:
+            self._found_no_memory = False
+            raise torch.OutOfMemoryError("the memory ended while the microbatch was started ahead")
+        steps = _steps(self._rest)
+        done = self._take(steps, None) if steps else self._run()
         self._rest = self._rest[len(done) :]
         return done
 
-    def _steps(self) -> list[Step]:
-        due = itertools.takewhile(lambda instruction: isinstance(instruction, Step), self._rest)
-        return [step for step in due if isinstance(step, Step)]
+    def finish(self) -> list[Event]:
+        """Counts what has been started, so that jobs stand where their gradients do; nothing may come in between."""
+        if self._found_no_memory:
+            # Half of its gradients may be written.
+            self._found_no_memory = False
+            for name in _shares(_upcoming(self._rest[:1])):
+                self._jobs[name].rewind()
+        if self._ahead is None:
+            return []
+        ahead, self._ahead = self._ahead, None
+        return [self._count(ahead)]
 
-    def _shares(self) -> dict[str, int]:
-        """Tokens of each job in the microbatch that is next."""
-        shares: dict[str, int] = {}
-        for segment in self._upcoming(self._rest[:1]).segments:
-            shares[segment.job] = shares.get(segment.job, 0) + segment.length
-        return shares
+    def _run(self) -> list[Event]:
+        current = self._ahead or self._start(_upcoming(self._rest))
+        self._ahead = None
+        steps = _steps(self._rest[1:])
+        self._meanwhile()
+        begun = None
+        if self._backbone.works_on:
+            begun = current.begin_steps([self._jobs[step.job] for step in steps]) if steps else None
+            with suppress(torch.OutOfMemoryError):
+                self._found_no_memory = True
+                self._start_ahead(_upcoming(self._rest[1:]))
+                self._found_no_memory = False
+        done = [self._count(current)]
+        return [*done, *self._take(steps, begun)] if steps else done
 
-    def _forward_backward(self) -> Event:
-        microbatch, shares = self._upcoming(self._rest), self._shares()
+    def _start(self, microbatch: Microbatch) -> UnderWay:
         batch = self._prepare(microbatch) if self._ready is None else self._ready
         self._ready = None
-        rows = batch.num_rows
-        pace = self._plans.pace
-        predicted_s = pace.fit.predict(pace.load(microbatch))
-        with self._timeline.span("forward_backward", tokens=microbatch.num_tokens, jobs=shares, rows=rows) as noted:
-            run_microbatch(self._backbone, self._jobs, microbatch, batch, self._row_tile, self._meanwhile)
-            if predicted_s is not None:
-                noted["predicted_s"] = predicted_s
-        took_s = self._timeline.spans[-1].duration_s
-        self._plans.observe(microbatch, took_s)
-        return MicrobatchDone(", ".join(shares), microbatch.num_tokens, rows, took_s)
+        return UnderWay(self._backbone, self._jobs, microbatch, batch, self._row_tile)
+
+    @memory_errors()
+    def _start_ahead(self, microbatch: Microbatch) -> None:
+        if microbatch.segments:
+            self._ahead = self._start(microbatch)
+
+    def _count(self, current: UnderWay) -> Event:
+        """Waits for a microbatch and learns from it."""
+        microbatch, plans = current.microbatch, self._plans
+        shares = _shares(microbatch)
+        predicted_s = plans.pace.fit.predict(plans.pace.load(microbatch))
+        took_s = current.count()
+        known = {} if predicted_s is None else {"predicted_s": predicted_s}
+        args = {"tokens": microbatch.num_tokens, "jobs": shares, "rows": current.num_rows, **known}
+        self._timeline.add("forward_backward", took_s, **args)
+        plans.observe(microbatch, took_s)
+        return MicrobatchDone(", ".join(shares), microbatch.num_tokens, current.num_rows, took_s)
 
     def _meanwhile(self) -> None:
-        following = self._upcoming(self._rest[1:])
+        following = _upcoming(self._rest[1:])
         if following.segments:
             self._ready = self._prepare(following)
         if not self._has_foreseen:
@@ -194,23 +231,25 @@ class Stretch:
             self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
 
     def _until_an_end(self) -> Sequence[Instruction]:
-        """What runs before the jobs that train are others: all, or up to the steps with which a job ends."""
+        """What runs before the jobs that train are others: all, or up to the steps with which a job ends, and what is
+        started before they are known to be done."""
         has_ended = False
         for place, instruction in enumerate(self._rest):
             if isinstance(instruction, Step):
                 has_ended |= instruction.step + 1 == self._jobs[instruction.job].num_steps
             elif has_ended:
-                return self._rest[:place]
+                return self._rest[: place + self._backbone.works_on]
         return self._rest
 
     def _prepare(self, microbatch: Microbatch) -> PackedBatch:
         with self._timeline.span("prepare"):
             return prepare(self._backbone, self._jobs, microbatch, self._row_tile)
 
-    def _take(self, steps: Sequence[Step]) -> list[StepDone]:
+    def _take(self, steps: Sequence[Step], begun: Callable[[], list[StepResult]] | None) -> list[Event]:
+        """Waits for steps, which it starts if nobody has."""
         jobs = [self._jobs[step.job] for step in steps]
         with self._timeline.span("step", jobs={step.job: 0 for step in steps}):
-            results = take_steps(jobs)
+            results = (begun or begin_steps(jobs))()
         return [
             StepDone(
                 job.spec.name,
@@ -229,7 +268,22 @@ class Stretch:
             for job, result in zip(jobs, results, strict=True)
         ]
 
-    def _upcoming(self, instructions: Sequence[Instruction]) -> Microbatch:
-        """The first microbatch of some instructions; an empty one if they hold none."""
-        found = (i.microbatch for i in instructions if isinstance(i, ForwardBackward))
-        return next(found, Microbatch(()))
+
+def _steps(instructions: Sequence[Instruction]) -> list[Step]:
+    """The steps with which some instructions begin."""
+    due = itertools.takewhile(lambda instruction: isinstance(instruction, Step), instructions)
+    return [step for step in due if isinstance(step, Step)]
+
+
+def _upcoming(instructions: Sequence[Instruction]) -> Microbatch:
+    """The first microbatch of some instructions; an empty one if they hold none."""
+    found = (i.microbatch for i in instructions if isinstance(i, ForwardBackward))
+    return next(found, Microbatch(()))
+
+
+def _shares(microbatch: Microbatch) -> dict[str, int]:
+    """Tokens of each job in a microbatch."""
+    shares: dict[str, int] = {}
+    for segment in microbatch.segments:
+        shares[segment.job] = shares.get(segment.job, 0) + segment.length
+    return shares

@@ -36,6 +36,10 @@ class Timeline:
         yield args
         self.spans.append(Span(name, start, self.now() - start, args))
 
+    def add(self, name: str, seconds: float, **args: Any) -> None:
+        """Records what has just ended."""
+        self.spans.append(Span(name, self.now() - seconds, seconds, args))
+
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "plan": 5, "prepare": 6}

@@ -1,7 +1,7 @@
 """AdamW for every job that steps now, in one go: clipped, checked and stepped job by job.
 
     norm   = ‖(grad_a, grad_b)‖                           per job
-    factor = min(1, max_grad_norm / (norm + 1e-6))        1 without a limit; no update if norm or loss is not finite
+    factor = min(1, max_grad_norm / (norm + 1e-6))        1 without a limit; no update if unsound or norm not finite
     g = factor · grad;  m ← β₁ m + (1-β₁) g;  v ← β₂ v + (1-β₂) g²
     w ← (1 - rate · decay) w - rate / (1-β₁ᵗ) · m / (√v / √(1-β₂ᵗ) + ε)
     grad ← 0;  largest = max |w|                          per job
@@ -10,19 +10,21 @@ This is torch.optim.AdamW after torch's clip_grad_norm_. A job is two lanes: its
 with gradient and moments, all fp32 and changed in place. Three launches serve all jobs: squares (a sum per block of
 `BLOCK` numbers), norms (a job's blocks in their order), update. A lane's blocks begin at its own start and nothing is
 summed over two jobs, so a job's bits depend neither on who steps with it nor on the order; a NaN in another job does
-nothing. Norms and largest weights of all jobs come back in one read. Sizes: J jobs, L = 2 J lanes, P numbers of a lane.
+nothing. What all jobs' steps did comes back in one read, and nobody has to wait for it: other work may be asked of the
+device first. Sizes: J jobs, L = 2 J lanes, P numbers of a lane.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
+from weft.kernels.moment import Arrival, sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +50,8 @@ class Update:
     weight_decay: float
     max_grad_norm: float
     """0: no limit."""
-    loss: float
-    """The update is left out if it is not finite."""
+    is_sound: bool
+    """Whether the loss is finite as far as the host knows; the update is left out if not."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,12 @@ class Updated:
     """The loss or the gradient was not finite, so weights and moments stayed as they were."""
 
 
-def adamw_reference(updates: Sequence[Update]) -> list[Updated]:
+def adamw_reference(updates: Sequence[Update], sound_J: torch.Tensor) -> list[Updated]:
     """The same in plain torch, job by job."""
     results = []
-    for update in updates:
+    for update, is_sound in zip(updates, sound_J.tolist(), strict=True):
         norm = float(torch.stack([lane.grad_P.norm() for lane in update.lanes]).norm())
-        skipped = not (math.isfinite(update.loss) and math.isfinite(norm))
+        skipped = not (update.is_sound and is_sound and math.isfinite(norm))
         limit = update.max_grad_norm / (norm + 1e-6) if update.max_grad_norm else 1.0
         for lane in update.lanes:
             if not skipped:
@@ -144,7 +146,7 @@ def _squares_kernel(lanes_ptr, sums_ptr, num_lanes, BLOCK: tl.constexpr, LANES: 
 
 @jit
 def _norms_kernel(  # type: ignore[no-untyped-def]
-    lanes_ptr, numbers_ptr, sums_ptr, norms_ptr, factors_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    lanes_ptr, numbers_ptr, sound_ptr, sums_ptr, norms_ptr, factors_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
     """A job's gradient norm, and what its gradient is multiplied by: negative if the step is left out."""
     job = tl.program_id(0)
@@ -162,9 +164,9 @@ def _norms_kernel(  # type: ignore[no-untyped-def]
     limit = tl.load(numbers_ptr + job * 20 + 8)
     factor = tl.div_rn(limit, norm + 1e-6)
     factor = tl.where((limit > 0) & (factor < 1), factor, 1.0)
-    is_finite = (norm < float("inf")) & (tl.load(numbers_ptr + job * 20 + 9) > 0)
+    is_sound = (tl.load(numbers_ptr + job * 20 + 9) > 0) & (tl.load(sound_ptr + job) > 0)
     tl.store(norms_ptr + job, norm)
-    tl.store(factors_ptr + job, tl.where(is_finite, factor, -1.0))
+    tl.store(factors_ptr + job, tl.where(is_sound & (norm < float("inf")), factor, -1.0))
 
 
 @jit
@@ -210,38 +212,42 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK, False)
 
 
-def adamw_kernel(updates: Sequence[Update]) -> list[Updated]:
+def adamw_kernel(updates: Sequence[Update], sound_J: torch.Tensor) -> Callable[[], list[Updated]]:
     """The same by three launches and one read, whatever the number of jobs."""
     lanes = [lane for update in updates for lane in update.lanes]
     device = lanes[0].params_P.device
     numbers = [_numbers(update, lane) for update in updates for lane in update.lanes]
     *firsts, num_blocks = itertools.accumulate((cdiv(lane.params_P.numel(), BLOCK) for lane in lanes), initial=0)
     table = [[*_addresses(lane), first] for lane, first in zip(lanes, firsts, strict=True)]
-    lanes_L6 = torch.tensor(table).to(device, non_blocking=True)
-    numbers_L10 = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
+    lanes_L6 = sent(torch.tensor(table), device)
+    numbers_L10 = sent(torch.tensor(numbers, dtype=torch.float32), device)
     sums = torch.empty(num_blocks, device=device)
-    factors_J = torch.empty(len(updates), device=device)
-    results_2J = torch.zeros(2, len(updates), device=device)
-    norms_J, largest_J = results_2J[0], results_2J.view(torch.int32)[1]
+    results_3J = torch.zeros(3, len(updates), device=device)
+    norms_J, largest_J, factors_J = results_3J[0], results_3J.view(torch.int32)[1], results_3J[2]
     shared = {"BLOCK": BLOCK, "LANES": max(FEWEST_LANES, next_power_of_2(len(lanes))), "num_warps": NUM_WARPS}
     _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
-    _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, sums, norms_J, factors_J, BLOCK, CHUNK)
+    _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, sound_J, sums, norms_J, factors_J, BLOCK, CHUNK)
     _update_kernel[(num_blocks,)](lanes_L6, numbers_L10, factors_J, largest_J, len(lanes), **shared)
-    norms, largest = results_2J.tolist()
-    return [
-        Updated(norm, size, not (math.isfinite(norm) and math.isfinite(update.loss)))
-        for update, norm, size in zip(updates, norms, largest, strict=True)
-    ]
+    arrival = Arrival(results_3J)
+    return lambda: [Updated(norm, size, factor < 0) for norm, size, factor in arrival.get().t().tolist()]
 
 
-def adamw(updates: Sequence[Update]) -> list[Updated]:
-    """Steps all jobs given, each as if alone; gradients are zero afterwards."""
-    if not updates:
-        return []
+def adamw(updates: Sequence[Update], sound_J: torch.Tensor | None = None) -> Callable[[], list[Updated]]:
+    """Starts the steps of all jobs given, each as if alone; gradients are zero afterwards.
+
+    `sound_J` says on the device whether each loss is finite, where the host does not know yet. What is returned waits
+    for the device and says what the steps did.
+    """
+    assert updates
+    if sound_J is None:
+        sound_J = torch.ones(len(updates), device=updates[0].lanes[0].params_P.device)
     for lane in (lane for update in updates for lane in update.lanes):
         for tensor in (lane.params_P, lane.grad_P, lane.exp_avg_P, lane.exp_avg_sq_P):
             assert tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.shape == lane.params_P.shape
-    return adamw_kernel(updates) if runs_triton(updates[0].lanes[0].params_P) else adamw_reference(updates)
+    if runs_triton(sound_J):
+        return adamw_kernel(updates, sound_J)
+    results = adamw_reference(updates, sound_J)
+    return lambda: results
 
 
 def _numbers(update: Update, lane: Lane) -> tuple[float, ...]:
@@ -257,7 +263,7 @@ def _numbers(update: Update, lane: Lane) -> tuple[float, ...]:
         math.sqrt(1 - beta2**update.number),
         update.eps,
         update.max_grad_norm,
-        float(math.isfinite(update.loss)),
+        float(update.is_sound),
     )
 
 

@@ -5,7 +5,7 @@ Forward, for the rows of one owner and each part m of a site (B_m holds scale ·
 Backward:
     dx += Σ_m drop_m(dS_m A_m)       (T, D), parts in order
 Sums over rank in fp32, added to the bf16 number and rounded once. A tile has one owner: a NaN in another row or slot
-changes nothing. SwiGLU adds its adapters' parts itself, through weft.kernels.tile; these two are for all other places.
+changes nothing. For GPUs and shapes whose frozen products do not take in the part themselves (`kernels/product.py`).
 
 With `adds` false the sum over ranks takes the place of whatever was there, and rows without an adapter become zero: a
 product that adds to what it finds then comes second, and y is written and read once less.

@@ -24,7 +24,7 @@ __all__ = ["cdiv", "has_triton", "jit", "lanes", "next_power_of_2", "runs_triton
 Item = TypeVar("Item")
 
 
-PLACES = ("module", "down_module", "num_modules", "num_lanes")
+PLACES = ("module", "num_modules", "num_lanes")
 """Arguments that differ from layer to layer or grow with the jobs; a kernel compiled for one value serves all."""
 
 

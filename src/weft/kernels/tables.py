@@ -9,7 +9,7 @@ Shape suffixes: S slots, M adapted modules of the backbone, T rows, D in, O out,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,11 +87,12 @@ def padded(rank: int) -> int:
     return (rank + 7) // 8 * 8
 
 
-def rank_classes(ranks: Iterable[int]) -> tuple[int, ...]:
-    """Up to 16, up to 64 where a rank needs it, and the power of two above the widest where that is more."""
-    widest = next_power_of_2(max(ranks, default=0))
+def rank_classes(ranks: Collection[int]) -> tuple[int, ...]:
+    """Those that some rank needs: up to 16, up to 64, and the power of two above the widest where that is more."""
+    narrow = (16,) if not ranks or min(ranks) <= 16 else ()
     middle = (64,) if any(16 < rank <= 64 for rank in ranks) else ()
-    return (16, *middle, *((widest,) if widest > 64 else ()))
+    widest = next_power_of_2(max(ranks, default=0))
+    return (*narrow, *middle, *((widest,) if widest > 64 else ()))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The adapter's part of a tile: device functions that kernels of linears, norms and activations share.
+"""The adapter's part of a tile: device functions that the kernels of linears share.
 
 A tile is up to BM rows of one owner. For the part m of a site with inputs x (D) and outputs y (O_m):
     out_delta: S_m B_mᵀ                     added to a block of the part's outputs

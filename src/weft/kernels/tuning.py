@@ -35,7 +35,7 @@ SHARED_BYTES = {
 
 Choice = Mapping[str, int]
 Table = Mapping[str, Choice]
-"""By "operation/class", such as "swiglu/16"; the classes are those of `RankLaunch`: up to 16, up to 64, more."""
+"""By "operation/class", such as "shrink/16"; the classes are those of `RankLaunch`: up to 16, up to 64, more."""
 
 H200: Table = {
     # us at 8192 x 4096: 21 for one part of rank 16, 31 with dropout, which wants more and smaller programs
@@ -58,14 +58,6 @@ H200: Table = {
     "expand_grad/16": {"BN": 64, "num_warps": 4, "num_stages": 2},
     "expand_grad/64": {"BN": 64, "num_warps": 4, "num_stages": 2},
     "expand_grad/more": {"BN": 128, "num_warps": 4, "num_stages": 2},
-    # at 8192 x 14336: 205 for rank 16, 276 for rank 64; registers decide how many programs run side by side
-    "swiglu/16": {"BN": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 80},
-    "swiglu/64": {"BN": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
-    "swiglu/more": {"BN": 64, "num_warps": 4, "num_stages": 3},
-    # 440 and 535
-    "swiglu_grad/16": {"BN": 64, "num_warps": 4, "num_stages": 3},
-    "swiglu_grad/64": {"BN": 64, "num_warps": 4, "num_stages": 2},
-    "swiglu_grad/more": {"BN": 64, "num_warps": 4, "num_stages": 3},
 }
 SHIPPED = {"H200": H200, "H100": H200}
 """Tables that were measured, by what a GPU's name holds; the H100 has the H200's multiprocessors."""
@@ -79,10 +71,8 @@ _OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "weight_grad": {"BN": _WIDTHS[:2], "num_warps": _WARPS, "num_stages": _STAGES},
     "expand": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2, 3)},
     "expand_grad": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2)},
-    "swiglu": {"BN": _WIDTHS[:2], "num_warps": _WARPS, "num_stages": (2, 3), "maxnreg": (0, 80, 128)},
-    "swiglu_grad": {"BN": _WIDTHS[:2], "num_warps": _WARPS, "num_stages": (2, 3), "maxnreg": (0, 128, 168)},
 }
-"""What `weft tune` tries; maxnreg 0: no limit."""
+"""What `weft tune` tries."""
 
 TRYING: dict[str, Choice] = {}
 """What is being tried right now, by key."""
@@ -96,8 +86,7 @@ def class_of(rank_class: int) -> str:
 def candidates(key: str) -> list[Choice]:
     """All that can be tried for a key."""
     options = _OPTIONS[key.partition("/")[0]]
-    found = [dict(zip(options, values, strict=True)) for values in product(*options.values())]
-    return [{name: value for name, value in choice.items() if name != "maxnreg" or value} for choice in found]
+    return [dict(zip(options, values, strict=True)) for values in product(*options.values())]
 
 
 @contextmanager
@@ -191,11 +180,6 @@ def expand_blocks(rank_class: int, device: torch.device) -> dict[str, int]:
 def expand_grad_blocks(rank_class: int, num_parts: int, device: torch.device) -> dict[str, int]:
     """For `expand_grad`, all parts' ranks in one block where they fit."""
     return {**rank_blocks(rank_class, num_parts), **_chosen("expand_grad", rank_class, device)}
-
-
-def swiglu_blocks(rank_class: int, device: torch.device, *, backward: bool) -> dict[str, int]:
-    """For `swiglu`, launched once for each class of ranks."""
-    return {**rank_blocks(rank_class), **_chosen("swiglu_grad" if backward else "swiglu", rank_class, device)}
 
 
 def rank_blocks(rank_class: int, num_parts: int = 1, most: int = 64) -> dict[str, int]:

@@ -2,17 +2,16 @@
 
 Forward, from the residual stream x and what the layer before still has to add to it:
     x = x + y;             h = norm(x)
-    qkv = h Wᵀ;            S₁ = shrink(h);   q, k, v = rotate(qkv + S₁ Bᵀ);   o = attention(q, k, v)
+    qkv = h Wᵀ + S₁ Bᵀ;    S₁ = shrink(h);   q, k, v = rotate(qkv);   o = attention(q, k, v)
     y = o Wᵀ + S₂ Bᵀ;      S₂ = shrink(o);   x' = x + y;   h' = norm(x')
-    gu = h' Wᵀ;            S₃ = shrink(h');  act = swiglu(gu + S₃ Bᵀ)
+    gu = h' Wᵀ + S₃ Bᵀ;    S₃ = shrink(h');  act = swiglu(gu)
     y' = act Wᵀ + S₄ Bᵀ;   S₄ = shrink(act); handed to the next layer with x'
 Kept: x, q/k/v, o, x', gu and the S; norms and act are made again on the way back. With `recompute` "mlp" gu is made
-again too, and with "full" everything but x.
+again too, from the S that was kept, and with "full" everything but x.
 
 Backward, from dx' (of what this layer handed on), runs the same lines from the last to the first; the gradient of a
-site's input is dy W + drop(dS A). SwiGLU adds its adapters' parts while it has its tensors at hand. Elsewhere the
-frozen product does, where `kernels/product` fits the GPU; else `expand` writes them and the frozen product adds itself
-to them, or, where it cannot (FP8), `expand` adds them to it.
+site's input is dy W + drop(dS A). The frozen product adds the adapters' part itself where `kernels/product` fits the
+GPU; else `expand` writes it and the frozen product adds itself to it, or, where it cannot (FP8), `expand` adds it.
 """
 
 from __future__ import annotations
@@ -75,21 +74,25 @@ class Context:
 
     def linear(self, product: Product, x_TD: torch.Tensor) -> tuple[torch.Tensor, Delta | None]:
         """A site's outputs with the adapters' part, and S."""
-        s = self.shrunk(product, x_TD)
+        s = self._shrunk(product, x_TD, shrink)
+        return self.output(product, x_TD, s), s
+
+    def output(self, product: Product, x_TD: torch.Tensor, s: Delta | None) -> torch.Tensor:
+        """A site's outputs with the adapters' part from an S that is there already."""
         if s is None:
-            return self.frozen(product, x_TD), None
+            return self._frozen(product, x_TD)
         if fits(product.site, x_TD, backward=False):
             y_TO = product_kernel(product.weight.factors(x_TD), s.s_TR, s.site, s.rows, s.table)
-            return _biased(y_TO, product), s
+            return _biased(y_TO, product)
         if not product.weight.adds_up:
-            y_TO = self.frozen(product, x_TD)
+            y_TO = self._frozen(product, x_TD)
             expand(y_TO, s.s_TR, s.site, s.rows, s.table)
-            return y_TO, s
+            return y_TO
         y_TO = x_TD.new_empty(x_TD.shape[0], product.site.num_out)
         expand(y_TO, s.s_TR, s.site, s.rows, s.table, adds=False)
-        return self.frozen(product, x_TD, y_TO), s
+        return self._frozen(product, x_TD, y_TO)
 
-    def frozen(self, product: Product, x_TD: torch.Tensor, onto_TO: torch.Tensor | None = None) -> torch.Tensor:
+    def _frozen(self, product: Product, x_TD: torch.Tensor, onto_TO: torch.Tensor | None = None) -> torch.Tensor:
         """The frozen product alone, or added to what is there."""
         return _biased(product.weight.product(x_TD, self.row_tile, onto_TO), product)
 
@@ -107,10 +110,6 @@ class Context:
         dx_TD = dy_TO.new_empty(dy_TO.shape[0], product.site.num_in)
         expand_grad(dx_TD, ds.s_TR, ds.site, ds.rows, ds.table, adds=False)
         return weight.input_gradient(dy_TO, self.row_tile, dx_TD)
-
-    def shrunk(self, product: Product, x_TD: torch.Tensor) -> Delta | None:
-        """The adapters' S at a site."""
-        return self._shrunk(product, x_TD, shrink)
 
     def shrunk_grad(self, product: Product, dy_TO: torch.Tensor) -> Delta | None:
         """The adapters' dS at a site."""
@@ -151,9 +150,9 @@ def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kep
     y_TD, s_out = context.linear(layer.out, attended.output_THC.flatten(1))
     mid_TD, h_TD = add_norm(x_TD, y_TD, layer.norm_mid_D, eps)
     del y_TD
-    gu_TJ, s_gate_up = context.frozen(layer.gate_up, h_TD), context.shrunk(layer.gate_up, h_TD)
+    gu_TJ, s_gate_up = context.linear(layer.gate_up, h_TD)
     del h_TD
-    act_TI = swiglu(gu_TJ, s_gate_up)
+    act_TI = swiglu(gu_TJ)
     y_TD, s_down = context.linear(layer.down, act_TI)
     after = Stream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
@@ -178,11 +177,11 @@ def _backward_mlp(layer: Layer, kept: Kept, dx_TD: torch.Tensor, context: Contex
     gu_TJ = kept.gu_TJ
     if gu_TJ is None:
         _, again_TD = add_norm(kept.mid_TD, None, layer.norm_mid_D, model.eps)
-        gu_TJ = context.frozen(layer.gate_up, again_TD)
+        gu_TJ = context.output(layer.gate_up, again_TD, kept.s_gate_up)
         del again_TD
     ds_down = context.shrunk_grad(layer.down, dx_TD)
-    dact_TI = layer.down.weight.input_gradient(dx_TD, context.row_tile)
-    dgu_TJ, act_TI = swiglu_grad(gu_TJ, kept.s_gate_up, dact_TI, ds_down, is_adapted)
+    dact_TI = context.input_gradient(layer.down, dx_TD, ds_down)
+    dgu_TJ, act_TI = swiglu_grad(gu_TJ, dact_TI, is_adapted)
     del gu_TJ, dact_TI
     if act_TI is not None:
         context.weight_grad(act_TI, kept.s_down, dx_TD, ds_down)

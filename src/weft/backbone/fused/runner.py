@@ -22,6 +22,7 @@ from weft.backbone.fused.tiles import tile_for
 from weft.backbone.loss import BLOCK, Head
 from weft.backbone.packed import PackedBatch
 from weft.backbone.running import Running
+from weft.kernels.moment import Moment, sent
 from weft.kernels.tables import SlotTable
 
 MAX_GRAPHS = 8
@@ -61,6 +62,7 @@ class FusedRunner:
 
         Without adapters there is nothing to go back for; `through` goes all the same, to measure what it costs.
         """
+        begun = Moment(self._device)
         shape = input_shape(batch, with_longest=needs_bounds(self._device))
         goes_back = through or shape.is_adapted
         rows_N, targets_N, weights_N = self._supervised(batch)
@@ -69,16 +71,17 @@ class FusedRunner:
             results_2N, grad_ND = self._loss(passed.hidden_TD[rows_N], targets_N, weights_N)
             if goes_back:
                 run_backward(passed, torch.zeros_like(passed.hidden_TD).index_copy_(0, rows_N, grad_ND))
-            return Running(results_2N, batch.counts)
+            return Running(results_2N, batch.counts, begun)
         captured = self._replay(batch, shape, row_tile)
         results_2N, grad_ND = self._loss(captured.hidden_TD[rows_N], targets_N, weights_N)
         if goes_back:
             captured.grad_TD.zero_().index_copy_(0, rows_N, grad_ND)
             captured.backward.replay()
-        return Running(results_2N, batch.counts)
+        return Running(results_2N, batch.counts, begun)
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> Running:
         """Starts a microbatch forward only."""
+        begun = Moment(self._device)
         shape = input_shape(batch, with_longest=needs_bounds(self._device))
         rows_N, targets_N, _ = self._supervised(batch)
         if self._is_captured:
@@ -86,11 +89,11 @@ class FusedRunner:
         else:
             hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
         block = LOSS_ROWS if self._device.type == "cuda" else BLOCK
-        return Running(run_loss(hidden_TD[rows_N], targets_N, None, self._head, block)[0], batch.counts)
+        return Running(run_loss(hidden_TD[rows_N], targets_N, None, self._head, block)[0], batch.counts, begun)
 
     def forget(self) -> None:
         """Gives captured graphs and their memory back."""
-        self._graphs.clear()
+        self._let_go(len(self._graphs))
         self._pool = None
 
     @property
@@ -116,12 +119,18 @@ class FusedRunner:
         if key not in self._graphs:
             if any(version != self.table.version for *_, version in self._graphs):
                 self.forget()
-            while len(self._graphs) >= MAX_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
+            self._let_go(len(self._graphs) + 1 - MAX_GRAPHS)
             tile = self._tile(shape.num_rows, row_tile)
             self._graphs[key] = self._try_capture(shape, tile) or self._capture(shape, tile)
         self._graphs[key] = self._graphs.pop(key)  # the last used goes last
         return self._graphs[key]
+
+    def _let_go(self, number: int) -> None:
+        """Of the graphs that were used longest ago; the GPU may be running one of them."""
+        if number > 0 and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for key in list(self._graphs)[: max(0, number)]:
+            del self._graphs[key]
 
     def _tile(self, num_rows: int, row_tile: int | None) -> int | None:
         key = (num_rows, row_tile)
@@ -151,10 +160,8 @@ class FusedRunner:
     def _supervised(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows of the loss, their targets and weights, in one transfer."""
         numbers = np.stack([batch.supervised, batch.targets, batch.weights.view(np.int32)]).astype(np.int32)
-        sent = torch.from_numpy(numbers)
-        if self._device.type == "cuda":
-            sent = sent.pin_memory().to(self._device, non_blocking=True)
-        return sent[0].long(), sent[1].long(), sent[2].view(torch.float32)
+        found = sent(torch.from_numpy(numbers), self._device)
+        return found[0].long(), found[1].long(), found[2].view(torch.float32)
 
     def _loss(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor

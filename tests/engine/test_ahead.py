@@ -1,0 +1,233 @@
+"""A device that works on gets its next microbatch before the last one is looked at; nobody's bits notice."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    Outcome,
+    assert_same_bits,
+    finish,
+    job_spec,
+    random_backbone,
+    random_data,
+    random_model,
+    small_job,
+    submit,
+    taken_slots,
+    train,
+)
+
+from weft.backbone.backbone import Backbone
+from weft.backbone.packed import PackedBatch
+from weft.backbone.running import Running
+from weft.engine.engine import Engine
+from weft.engine.events import EvalDone, Event, JobFailed, JobWarning, MicrobatchDone, StepDone
+from weft.engine.live_job import JobState
+from weft.kernels.moment import Moment
+from weft.plan.pack import pack
+from weft.plan.types import JobQueue, Limits, Program
+
+
+class Ahead(Backbone):
+    """A backbone that is taken for one that works on; it notes when something is started and when it is looked at."""
+
+    works_on = True
+
+    def __init__(self, room: int = 10**6) -> None:
+        super().__init__(random_model("llama_odd"), SimpleNamespace(eos_token_id=None), "ahead")
+        self.log: list[str] = []
+        self.room = room
+        self.eval_room = 10**6
+
+    def launch(self, batch: PackedBatch, row_tile: int | None) -> Running:
+        self.log.append("start")
+        running = super().launch(batch, row_tile)
+        if batch.num_tokens > self.room:
+            self.room = 10**6
+            raise torch.OutOfMemoryError("no room, with half of the gradients written")
+        scores = running.scores
+        running.scores = lambda: self.log.append("look") or scores()  # type: ignore[method-assign]
+        return running
+
+    def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Any]:
+        if batch.num_tokens > self.eval_room:
+            self.eval_room = 10**6
+            raise torch.OutOfMemoryError("no room")
+        return super().scores(batch, row_tile)
+
+
+def jobs() -> list[Any]:
+    """Global batches of one and of several microbatches; ends at different times."""
+    evaluated = (job_spec("d", seed=3, eval_data=2, eval_steps=2, max_steps=9), random_data(3, num_eval=2))
+    return [small_job("a"), small_job("b", 1, max_steps=12, global_batch_size=7), small_job("c", 2), evaluated]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Outcome]:
+    return train(random_backbone("llama_odd"), jobs(), capacity=48)
+
+
+def test_microbatch_when_the_device_works_on_then_is_started_before_the_last_is_looked_at(expected):
+    """With a step between them or not; the device has something to do whatever the host does."""
+    backbone = Ahead()
+    outcomes = train(backbone, jobs(), capacity=48)
+    for name, outcome in outcomes.items():
+        assert_same_bits(outcome, expected[name])
+    depth, waits = 0, 0
+    for what in backbone.log:
+        depth += 1 if what == "start" else -1
+        assert 0 <= depth <= 2
+        waits += depth == 0
+    assert backbone.log.count("start") == backbone.log.count("look") > 20
+    # Where a program or the run ends, nothing is known to follow.
+    assert waits < backbone.log.count("start") // 4
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["leaves", "holds on"])
+def test_reader_when_it_leaves_after_any_event_then_nothing_is_lost_or_counted_twice(expected, holds):
+    """Also if the reader keeps what it no longer reads."""
+    engine = Engine(Ahead(), capacity=48)
+    submit(engine, *jobs())
+    readers = []
+    while any(not job.state.is_final for job in engine.jobs.values()):
+        reader = engine.events()
+        readers += [reader] if holds else []
+        for number, _ in enumerate(reader):
+            if number == 2:
+                break
+    for name, outcome in finish(engine).items():
+        for path, pair in outcome.adapter.items():
+            assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
+
+
+def test_commands_when_a_microbatch_is_under_way_then_no_bit_changes(expected):
+    for number in range(6, 40, 6):
+        engine = Engine(Ahead(), capacity=48)
+        submit(engine, *jobs(), small_job("e", 4, max_steps=500))
+        for place, _ in enumerate(engine.events()):
+            if place == number:
+                engine.pause("a")
+                engine.resume("a")
+                engine.pause("b")
+                engine.cancel("e")
+            if place == number + 5:
+                engine.stop()
+        for name in "abcd":
+            engine.resume(name)
+        outcomes = finish(engine)
+        for name in "abcd":
+            assert outcomes[name].state == "succeeded"
+            for path, pair in outcomes[name].adapter.items():
+                assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
+
+
+def test_step_when_only_the_device_knows_that_a_loss_is_not_finite_then_is_left_out_and_neighbours_unharmed(expected):
+    """The step is asked for before anybody on the host has seen the loss; its gradients are finite."""
+    backbone = Ahead()
+    engine = Engine(backbone, capacity=48)
+    submit(engine, *jobs(), small_job("bad", 9, global_batch_size=1))
+    launch = backbone.launch
+
+    def infinite(batch: PackedBatch, row_tile: int | None) -> Running:
+        running, bad = launch(batch, row_tile), engine.jobs["bad"]
+        owned = zip(batch.counts, batch.segment_slots, strict=True)
+        rows = torch.cat([torch.full((count,), slot == bad.slot) for count, slot in owned])
+        results_2N = running._results_2N.clone()
+        results_2N[0, rows] = math.inf if bad.step == 2 else results_2N[0, rows]
+        return Running(results_2N, batch.counts, Moment(backbone.device))
+
+    backbone.launch = infinite  # type: ignore[method-assign]
+    seen: list[Event] = []
+    outcomes = finish(engine, lambda _, event: seen.append(event))
+    for name in "abcd":
+        assert_same_bits(outcomes[name], expected[name])
+    steps = [event for event in seen if isinstance(event, StepDone) and event.job == "bad"]
+    # The next one is started while the step before it is not counted yet.
+    assert [event.skipped for event in steps] == [not math.isfinite(event.loss) for event in steps]
+    assert sum(event.skipped for event in steps) >= 1 and all(math.isfinite(event.grad_norm) for event in steps)
+
+
+def test_sound_when_losses_are_not_finite_then_only_their_owners_hear_of_it():
+    losses = torch.tensor([1.0, math.nan, 2.0, math.inf, 3.0, 4.0])
+    running = Running(torch.stack([losses, losses]), (1, 1, 1, 1, 2), Moment(torch.device("cpu")))
+    assert running.sound([0, 1, 0, -1, 2], 3).tolist() == [1.0, 0.0, 1.0]
+    assert running.sound([-1, 0, 1, 0, 1], 2).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("commands", [False, True], ids=["alone", "with a command"])
+def test_run_when_memory_ends_while_a_microbatch_is_started_ahead_then_what_was_written_is_forgotten(
+    expected, commands
+):
+    """What had been started before is counted, also where something else is decided before it is tried again."""
+    for first in (3, 4, 7):
+        backbone, seen = Ahead(), []
+        engine = Engine(backbone, capacity=48)
+        submit(engine, *jobs())
+        for event in engine.events():
+            seen.append(event)
+            number = sum(isinstance(event, MicrobatchDone) for event in seen)
+            if number == first and isinstance(event, MicrobatchDone):
+                backbone.room = 20
+            if commands and number == first + 1 and isinstance(event, MicrobatchDone):
+                engine.pause("c")
+                engine.resume("c")
+        assert backbone.room == 10**6
+        assert engine.limits.capacity == (48 if commands else 24)
+        for name, job in engine.jobs.items():
+            for path, pair in job.adapter.tensors().items():
+                assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
+        assert not taken_slots(backbone)
+
+
+def test_evaluation_when_memory_ends_while_a_microbatch_is_under_way_then_is_done_again(expected):
+    """The job goes back to its step, so what runs of its next global batch does not count."""
+    backbone = Ahead()
+    engine = Engine(backbone, capacity=48)
+    submit(engine, *jobs())
+    seen: list[Event] = []
+
+    def watch(_: Engine, event: Event) -> None:
+        seen.append(event)
+        if isinstance(event, StepDone) and event.job == "d" and event.step == 4:
+            backbone.eval_room = 1
+
+    outcomes = finish(engine, watch)
+    assert sum(isinstance(event, JobWarning) for event in seen) == 1
+    assert [event.step for event in seen if isinstance(event, EvalDone)] == [2, 4, 6, 8, 9]
+    for name, outcome in outcomes.items():
+        assert_same_bits(outcome, expected[name])
+
+
+def test_job_when_it_fails_while_its_next_samples_run_then_neighbours_and_its_slot_are_unharmed(expected):
+    backbone = Ahead()
+    engine = Engine(backbone, capacity=48)
+    submit(engine, *jobs(), small_job("bad", 9, learning_rate=1e30))
+    seen: list[Event] = []
+    outcomes = finish(engine, lambda _, event: seen.append(event))
+    assert [event.job for event in seen if isinstance(event, JobFailed)] == ["bad"]
+    assert outcomes["bad"].state == JobState.FAILED
+    for name in "abcd":
+        assert_same_bits(outcomes[name], expected[name])
+    assert not taken_slots(backbone)
+
+
+def test_planner_when_nothing_unforeseen_happens_then_what_is_started_ahead_is_foreseen_too():
+    asked: list[list[JobQueue]] = []
+
+    def planner(queues: list[JobQueue], limits: Limits) -> Program:
+        asked.append(list(queues))
+        return pack(queues, limits)
+
+    plans: list[Program] = []
+    engine = Engine(Ahead(), capacity=48, planner=planner)
+    made = engine._plans.program
+    engine._plans.program = lambda queues, limits: plans.append(made(queues, limits)) or plans[-1]  # type: ignore[method-assign]
+    submit(engine, small_job("a", max_steps=40), small_job("b", 1, max_steps=33))
+    engine.run()
+    assert len(plans) > 4
+    assert len(asked) == len(plans)
