@@ -71,17 +71,19 @@ def median_s(
 
 
 def in_turn_s(
-    works: Sequence[Callable[[], object]], device: torch.device, *, rounds: int, turn_s: float
+    works: Sequence[Callable[[], object]], device: torch.device, *, rounds: int, turn_s: float, settle_s: float = 0.0
 ) -> list[float]:
     """Median seconds of each work, taken in turn; a turn lasts `turn_s`, and the first round does not count.
 
-    For ratios: a GPU at its power limit runs the same work faster after a pause, or after work that drew less.
+    For ratios: a GPU at its power limit runs the same work faster after a pause, or after work that drew less. So does
+    a work here at the beginning of its turn, which is why it runs for `settle_s` before it is timed.
     """
     found: list[list[float]] = [[] for _ in works]
-    numbers = [max(1, math.ceil(turn_s / _once(work, device))) for work in works]
+    once = [_once(work, device) for work in works]
     for turn in range(rounds + 1):
-        for work, number, seconds in zip(works, numbers, found, strict=True):
-            taken = _many(work, number, device)
+        for work, one, seconds in zip(works, once, found, strict=True):
+            _many(work, math.ceil(settle_s / one), device)
+            taken = _many(work, max(1, math.ceil(turn_s / one)), device)
             seconds += [taken] if turn else []
     return [statistics.median(seconds) for seconds in found]
 
@@ -108,7 +110,7 @@ def replayable(work: Callable[[], object], device: torch.device) -> Callable[[],
 
 def _many(work: Callable[[], object], number: int, device: torch.device) -> float:
     """Seconds of one work among several that follow each other."""
-    return _once(lambda: [work() for _ in range(number)], device) / number
+    return _once(lambda: [work() for _ in range(number)], device) / max(1, number)
 
 
 def _once(work: Callable[[], object], device: torch.device) -> float:

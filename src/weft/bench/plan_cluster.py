@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from weft.cost.fit import FitError
-from weft.data.dataset import Dataset, DataSummary, JobData
+from weft.data.dataset import Dataset, JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
 from weft.plan.pack import planner_named
@@ -75,10 +75,5 @@ def _figures(name: str, report: ReplayReport) -> dict[str, float]:
 def _random_data(seed: int, vocabulary: int) -> JobData:
     rng = np.random.default_rng([SEED, seed])
     lengths = rng.integers(16, 129, 64)
-    samples = tuple(Sample(rng.integers(0, vocabulary, n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in lengths)
-    total, count = int(lengths.sum()), len(samples)
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    summary = DataSummary(
-        ("random",), "tokens", count, 0, 0, 0, longest, count, total, total, shortest, total / count, longest
-    )
-    return JobData(Dataset(samples, summary), None)
+    samples = [Sample(rng.integers(0, vocabulary, n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in lengths]
+    return JobData(Dataset.of(samples, "random tokens"), None)

@@ -26,6 +26,8 @@ class Program(enum.StrEnum):
     WEFT = "weft"
     WEFT_FROZEN = "weft_frozen"
     """Weft's own stack without adapters: forward, and the gradient back to the embeddings."""
+    WEFT_ENGINE = "weft_engine"
+    """Weft's whole engine: planning, packing, metrics on disk and events too."""
     WEFT_BITS = "weft_bits"
     """Weft's gradients of one job alone and beside the others, compared bit by bit."""
     HF_FROZEN = "hf_frozen"
@@ -41,7 +43,7 @@ class Program(enum.StrEnum):
 
 
 PEFT_PROGRAMS = (Program.PEFT_BEST, Program.LIGER_BEST, Program.PEFT_SOLO)
-OURS = (Program.WEFT, Program.WEFT_FROZEN, Program.WEFT_BITS)
+OURS = (Program.WEFT, Program.WEFT_FROZEN, Program.WEFT_ENGINE, Program.WEFT_BITS)
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,11 @@ def _overhead(key: str, workload: Workload, target: float) -> Regime:
     return Regime(key, Run(Program.WEFT, workload), Kind.OVERHEAD, frozen, target)
 
 
+def _engine(key: str, workload: Workload, target: float | None) -> Regime:
+    """What the whole engine reaches of the speed of bare steps."""
+    return Regime(key, Run(Program.WEFT_ENGINE, workload), Kind.SPEEDUP, Run(Program.WEFT, workload), target)
+
+
 def _speed(key: str, workload: Workload, storage: Storage) -> Regime:
     return Regime(key, Run(Program.WEFT, workload, storage), Kind.TOKENS_PER_S)
 
@@ -161,6 +168,7 @@ MAIN = (
     _step("sweep32", BF16, Program.PEFT_SOLO, 13.0, SWEEP32),
     _overhead("overhead4", FOUR, 0.06),
     _overhead("overhead32", MIXED32, 0.10),
+    _engine("engine16", SWEEP16, 0.98),
     Regime("peak_gb_8192", Run(Program.WEFT, FOUR), Kind.PEAK_GB, None, 45.0),
     Regime("bits_differing", Run(Program.WEFT_BITS, SWEEP32), Kind.DIFFERENCES, None, 0.0),
     Regime("bits_differing_fp8", Run(Program.WEFT_BITS, SWEEP32, FP8), Kind.DIFFERENCES, None, 0.0),
@@ -178,6 +186,7 @@ REGIMES: dict[str, tuple[Regime, ...]] = {
     "tinyllama-1.1b": (
         _step("tiny16", BF16, Program.PEFT_SOLO, 42.0, TINY16),
         _step("tiny4", BF16, Program.PEFT_BEST, 2.5, TINY4),
+        _engine("engine16_tiny", TINY16, 0.97),
         _step("sweep32_tiny", BF16, Program.PEFT_SOLO, 40.0, RAGGED32),
     ),
     "qwen2.5-3b": (_step("sweep32_3b", BF16, Program.PEFT_SOLO, 20.0, RAGGED32),),
@@ -193,6 +202,7 @@ REGIMES: dict[str, tuple[Regime, ...]] = {
     "tiny": (
         Regime("tiny.step_vs_peft", Run(Program.WEFT, HANDFUL), Kind.SPEEDUP, Run(Program.PEFT_BEST, HANDFUL), None),
         Regime("tiny.sweep4", Run(Program.WEFT, FEW), Kind.SPEEDUP, Run(Program.PEFT_SOLO, FEW), None),
+        _engine("tiny.engine4", FEW, None),
         Regime("tiny.bits_differing", Run(Program.WEFT_BITS, FEW), Kind.DIFFERENCES, None, 0.0),
         Regime("tiny.overhead2", Run(Program.WEFT, HANDFUL), Kind.OVERHEAD, Run(Program.WEFT_FROZEN, HANDFUL), None),
     ),

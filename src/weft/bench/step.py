@@ -21,6 +21,7 @@ from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.running import Running
 from weft.bench.bits import measure_bits
 from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
+from weft.bench.engine import measure_engine
 from weft.bench.regimes import Program, Run, Storage, Workload
 from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
@@ -153,8 +154,8 @@ def measure(backbone: Backbone, run: Run, effort: Effort) -> Measured:
     _new_account(backbone)
     if run.program is Program.WEFT_BITS:
         return measure_bits(backbone, run)
-    measure_program = _measure_frozen if run.program is Program.WEFT_FROZEN else _measure_jobs
-    return measure_program(backbone, run, effort)
+    measures = {Program.WEFT_FROZEN: _measure_frozen, Program.WEFT_ENGINE: measure_engine}
+    return measures.get(run.program, _measure_jobs)(backbone, run, effort)
 
 
 def _new_account(backbone: Backbone) -> None:

@@ -75,6 +75,13 @@ class Dataset:
     samples: tuple[Sample, ...]
     summary: DataSummary
 
+    @classmethod
+    def of(cls, samples: Sequence[Sample], source: str) -> Dataset:
+        """Samples that were made, not read; `source` says of what."""
+        measures = _measures(samples)
+        account = DataSummary((source,), "tokens", len(samples), 0, 0, 0, measures["max_length"], **measures)
+        return cls(tuple(samples), account)
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all tokens and masks; a resumed run compares it to notice changed data."""
