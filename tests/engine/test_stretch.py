@@ -53,7 +53,9 @@ class Late(Backbone):
             self.log.append(("scores", number))
             return super(Late, self).launch(batch, row_tile).scores()
 
-        return SimpleNamespace(scores=scores, seconds=lambda: time.perf_counter() - begun_s, batch=batch)
+        return SimpleNamespace(
+            scores=scores, seconds=lambda: time.perf_counter() - begun_s, wait=time.perf_counter, batch=batch
+        )
 
 
 def jobs() -> list[Any]:

@@ -173,3 +173,17 @@ def test_adamw_when_a_buffer_is_not_flat_float32_then_refused():
     lane = update.lanes[0]
     with pytest.raises(AssertionError):
         adamw([replace(update, lanes=(replace(lane, grad_P=lane.grad_P.double()), update.lanes[1]))])
+
+
+def test_kernel_when_there_is_no_room_for_the_results_then_nothing_has_been_stepped(monkeypatch):
+    """Whoever tries again must not step twice."""
+    update = make(13, (BLOCK + 2, 5), number=2)
+    before = copied(update)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no pinned memory")
+
+    monkeypatch.setattr(module, "Arrival", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        by_kernel([update])
+    assert same_bits(tensors(update), before)

@@ -191,20 +191,23 @@ def test_turn_when_something_trains_then_takes_its_share_and_at_least_one_pass(b
     passes = []
 
     def slow(*arguments):
-        clock.now += 0.010
+        clock.now += 2**-7  # times here are sums of powers of two, so that none is rounded
         passes.append(len(arguments[1]))
         return advance(*arguments)
 
     monkeypatch.setattr(speaker_module, "advance", slow)
     monkeypatch.setattr(speaker_module, "time", clock)
+    # What was started of the training before the turn takes longer than the turn, and is none of it.
+    monkeypatch.setattr(backbone, "wait", lambda: setattr(clock, "now", clock.now + 5.0))
     speaker = Speaker(backbone, 64)
     assert not speaker.take_turn(0.1)
+    assert clock.now == 0.0, "nobody waits where nothing is asked"
     speaker.ask(Asked([5, 6], None, Decoding(50)))
     speaker.take_turn(0.001)
     assert passes == [1], "one pass, however short training was"
     speaker.ask(Asked([5], None, Decoding(50)))
-    speaker.take_turn(0.2)
-    assert passes == [1, 2, 2, 2, 2, 2], "0.05 s of 0.2"
+    speaker.take_turn(20 * 2**-7)
+    assert passes == [1, 2, 2, 2, 2, 2], "a quarter of that"
 
 
 def test_turn_when_a_request_is_longer_than_the_capacity_then_it_is_read_in_parts(backbone):

@@ -57,6 +57,10 @@ class Backbone:
         """Whether the device works on after `launch` returns, so that more can be asked of it before results are in."""
         return self.device.type == "cuda"
 
+    def wait(self) -> None:
+        """Until the device has done all that was asked of it."""
+        Moment(self.device).wait()
+
     @property
     def dtype(self) -> torch.dtype:
         """Type of the frozen weights."""

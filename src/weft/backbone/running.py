@@ -28,7 +28,7 @@ class Running:
         self._results_2N = results_2N
         self._counts = counts
         self._begun = begun
-        self._arrival = Arrival(results_2N)
+        self._arrival = Arrival(results_2N).begin()
 
     def scores(self) -> list[Score]:
         """Each segment's score, over its own rows only; waits for the device."""
@@ -40,6 +40,10 @@ class Running:
     def losses(self) -> list[float]:
         """Each segment's summed loss, over its own rows only; waits for the device."""
         return [score.loss_sum for score in self.scores()]
+
+    def wait(self) -> float:
+        """Until the device has done it; returns when that was first known, by `time.perf_counter`."""
+        return self._arrival.moment.wait()
 
     def seconds(self) -> float:
         """How long it took; waits for the device."""

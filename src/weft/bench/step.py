@@ -95,7 +95,9 @@ class Jobs:
             self._last = (running, list)
             return
         with GradientToEmbeddings(self.backbone) as gradient:
-            self.backbone.forward_backward(self.batch, self.row_tile)
+            running = self.backbone.launch(self.batch, self.row_tile)
+            self.look()
+            self._last = (running, list)
         if not gradient.is_reached:
             raise ModelError("without adapters the backward pass did not reach the embeddings.", where="bench step")
 

@@ -43,7 +43,7 @@ from weft.engine.live_job import JobState, LiveJob
 from weft.engine.memory import NO_ROOM, OUT_OF_MEMORY, TOO_LONG, Room, release_memory
 from weft.engine.stretch import Plans, Stretch
 from weft.engine.timeline import Timeline
-from weft.errors import CheckpointError, ConfigError, DataError, StorageError
+from weft.errors import CheckpointError, ConfigError, DataError, JobError, StorageError
 from weft.plan.pack import pack
 from weft.plan.types import Limits, Planner
 from weft.spec import BackboneSpec, JobSpec
@@ -97,6 +97,8 @@ class Engine:
         """Steps that are done and not yet told."""
         self._stretch: Stretch | None = None
         """The last one; a microbatch of it may still run."""
+        self._is_within = False
+        """Something is under way of which jobs have not been told; for good, if it is interrupted."""
         self._stopping = False
 
     @property
@@ -153,6 +155,11 @@ class Engine:
 
     def events(self) -> Iterator[Event]:
         """Trains, and yields what happens as it happens; ends when no job can go on."""
+        if self._is_within:
+            raise JobError(
+                "training was interrupted in the middle of a step, so what is in memory is no longer exact.",
+                hint="Make a new engine; with the same run directory its jobs go on from their last checkpoints.",
+            )
         yield from self._tell()
         while not self._stopping:
             yield from self._finish_stretch()
@@ -207,8 +214,10 @@ class Engine:
         self._stretch = stretch
         while names := stretch.next_jobs():
             done: list[Event] | None = None
+            self._is_within = True
             with contextlib.suppress(torch.OutOfMemoryError):
                 done = stretch.advance()
+            self._is_within = False
             if done is None:
                 # Not in a handler, which would hold on to the tensors of what failed.
                 yield from self._make_room(names)
@@ -225,15 +234,22 @@ class Engine:
     def _finish_stretch(self) -> list[Event]:
         """Before anything else is decided: what has been started is counted."""
         stretch, self._stretch = self._stretch, None
-        return [] if stretch is None else stretch.finish()
+        if stretch is None:
+            return []
+        self._is_within = True
+        events = stretch.finish()
+        self._is_within = False
+        return events
 
     def _tell(self) -> Iterator[Event]:
         """Tells what has been done, and settles each step once it is told."""
         while self._untold:
             event = self._untold.popleft()
             yield event
-            if isinstance(event, StepDone) and self.jobs[event.job].state is JobState.RUNNING:
-                yield from self._settle(self.jobs[event.job])
+            # A reader may have forgotten a job that failed before this was told.
+            job = self.jobs.get(event.job) if isinstance(event, StepDone) else None
+            if job is not None and job.state is JobState.RUNNING:
+                yield from self._settle(job)
 
     def _make_room(self, names: Sequence[str]) -> list[Event]:
         """After the memory ran out: smaller microbatches; the jobs concerned go on from their last step.
@@ -267,6 +283,8 @@ class Engine:
         has_room = True
         try:
             self._keeper.flush(job)
+            if self._stretch is not None and (job.is_eval_due() or job.is_save_due()):
+                self._stretch.wait()
             if job.is_eval_due():
                 yield self._evaluate(job)
                 self._keeper.flush(job)

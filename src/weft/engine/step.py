@@ -45,6 +45,10 @@ class UnderWay:
         owners = [places.get(job.spec.name, -1) for job in self._owners]
         return begin_steps(jobs, self._running.sound(owners, len(jobs)))
 
+    def wait(self) -> float:
+        """Until the device has done it; returns when that was first known, by `time.perf_counter`."""
+        return self._running.wait()
+
     def count(self) -> float:
         """Waits for it and adds every segment's score to its job; returns its seconds.
 

@@ -3,11 +3,10 @@
 That is the next microbatch of the program and, in a thread of its own, the next program. Both are exact: packing a
 microbatch changes no job, so one that is not needed after all is just dropped; a program made ahead is used only for
 the very queues it was made for. A device that works on by itself gets the steps behind a microbatch, and the microbatch
-behind those, before the first is waited for: it never waits for what the host does between two of them. Steps then
-learn on the device whether a loss was finite, and what has been started is always counted before anything else is
-decided. Who made a program changes no result, so training never waits for a slow planner: what
-is not ready in time, or could not be foreseen, is planned at once within a hundredth of the time it is going to run, as
-the microbatches before have taught.
+behind those, before the first is waited for: within a program it does not wait for the host. Steps then learn on the
+device whether a loss was finite, and what has been started is always counted before anything else is decided. Who made
+a program changes no result, so training never waits for a slow planner: what is not ready in time, or could not be
+foreseen, is planned at once within a hundredth of the time it is going to run, as the microbatches before have taught.
 """
 
 from __future__ import annotations
@@ -172,6 +171,11 @@ class Stretch:
         self._rest = self._rest[len(done) :]
         return done
 
+    def wait(self) -> None:
+        """Until the device has done what was started ahead, so that what follows is timed by itself."""
+        if self._ahead is not None:
+            self._ahead.wait()
+
     def finish(self) -> list[Event]:
         """Counts what has been started, so that jobs stand where their gradients do; nothing may come in between."""
         if self._found_no_memory:
@@ -217,7 +221,7 @@ class Stretch:
         took_s = current.count()
         known = {} if predicted_s is None else {"predicted_s": predicted_s}
         args = {"tokens": microbatch.num_tokens, "jobs": shares, "rows": current.num_rows, **known}
-        self._timeline.add("forward_backward", took_s, **args)
+        self._timeline.add("forward_backward", took_s, current.wait(), **args)
         plans.observe(microbatch, took_s)
         return MicrobatchDone(", ".join(shares), microbatch.num_tokens, current.num_rows, took_s)
 

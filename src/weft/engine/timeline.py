@@ -36,9 +36,10 @@ class Timeline:
         yield args
         self.spans.append(Span(name, start, self.now() - start, args))
 
-    def add(self, name: str, seconds: float, **args: Any) -> None:
-        """Records what has just ended."""
-        self.spans.append(Span(name, self.now() - seconds, seconds, args))
+    def add(self, name: str, seconds: float, ended_s: float, **args: Any) -> None:
+        """Records what has ended, by `time.perf_counter`. Spans come in the order in which they are recorded."""
+        start = self.offset_s + ended_s - self._start - seconds
+        self.spans.append(Span(name, start, seconds, args))
 
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""

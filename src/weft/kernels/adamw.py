@@ -223,12 +223,13 @@ def adamw_kernel(updates: Sequence[Update], sound_J: torch.Tensor) -> Callable[[
     numbers_L10 = sent(torch.tensor(numbers, dtype=torch.float32), device)
     sums = torch.empty(num_blocks, device=device)
     results_3J = torch.zeros(3, len(updates), device=device)
+    arrival = Arrival(results_3J)
     norms_J, largest_J, factors_J = results_3J[0], results_3J.view(torch.int32)[1], results_3J[2]
     shared = {"BLOCK": BLOCK, "LANES": max(FEWEST_LANES, next_power_of_2(len(lanes))), "num_warps": NUM_WARPS}
     _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
     _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, sound_J, sums, norms_J, factors_J, BLOCK, CHUNK)
     _update_kernel[(num_blocks,)](lanes_L6, numbers_L10, factors_J, largest_J, len(lanes), **shared)
-    arrival = Arrival(results_3J)
+    arrival.begin()
     return lambda: [Updated(norm, size, factor < 0) for norm, size, factor in arrival.get().t().tolist()]
 
 

@@ -16,19 +16,23 @@ class Moment:
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self._now_s = time.perf_counter()
+        self.seen_s: float | None = time.perf_counter() if self._event is None else None
+        """When the host first knew that it had come, by `time.perf_counter`."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(device))
 
-    def wait(self) -> None:
-        """Until it has come."""
+    def wait(self) -> float:
+        """Until it has come; returns `seen_s`."""
         if self._event is not None:
             self._event.synchronize()
+        if self.seen_s is None:
+            self.seen_s = time.perf_counter()
+        return self.seen_s
 
     def seconds_since(self, earlier: Moment) -> float:
         """Between two moments of one device; waits for this one."""
         if self._event is None or earlier._event is None:
-            return self._now_s - earlier._now_s
+            return self.wait() - earlier.wait()
         self.wait()
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
@@ -39,14 +43,28 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Arrival:
-    """The numbers of a tensor as they are at this moment of its device, on their way to the host."""
+    """Room on the host for the numbers of a tensor, which come when its device has made them.
+
+    The room is taken at once: without memory for it nothing has been asked of the device yet.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._host = tensor
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-        self.moment = Moment(tensor.device)
+        self._tensor = tensor
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if tensor.is_cuda else tensor
+        self._moment: Moment | None = None
+
+    def begin(self) -> Arrival:
+        """Brings the numbers as they are when the device gets here."""
+        if self._host is not self._tensor:
+            self._host.copy_(self._tensor, non_blocking=True)
+        self._moment = Moment(self._tensor.device)
+        return self
+
+    @property
+    def moment(self) -> Moment:
+        """When they are there."""
+        assert self._moment is not None, "nobody has asked for them"
+        return self._moment
 
     def get(self) -> torch.Tensor:
         """The numbers on the host; waits for them."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping
 
 from weft.engine.timeline import Timeline
+from weft.simulate.timeline import Span
 from weft.sweep.trial import Trial
 
 _SHARED = ("forward_backward", "step", "eval", "checkpoint")
@@ -16,8 +17,8 @@ class Shares:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._until_s = -math.inf
-        """When the last span that has been counted began."""
+        self._last: Span | None = None
+        """The last one that has been looked at."""
         self.training_s = 0.0
         """Spent on microbatches and steps, over all trials."""
         self.training_tokens = 0
@@ -25,16 +26,9 @@ class Shares:
 
     def catch_up(self, trials: Mapping[str, Trial]) -> None:
         """Adds what is new to the trials' seconds: by tokens where there are any, else in equal parts."""
-        fresh = []
-        for span in reversed(self._timeline.spans):
-            if span.name in _SHARED:
-                if span.start_s <= self._until_s:
-                    break
-                fresh.append(span)
-        if not fresh:
-            return
-        self._until_s = fresh[0].start_s
-        for span in fresh:
+        fresh = list(itertools.takewhile(lambda span: span is not self._last, reversed(self._timeline.spans)))
+        self._last = fresh[0] if fresh else self._last
+        for span in (span for span in fresh if span.name in _SHARED):
             jobs: dict[str, int] = span.args["jobs"]
             self.training_s += span.duration_s if span.name in ("forward_backward", "step") else 0.0
             total = sum(jobs.values())

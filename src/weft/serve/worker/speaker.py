@@ -95,12 +95,15 @@ class Speaker:
 
         False if there was nothing to write.
         """
-        deadline = time.perf_counter() + (IDLE_TURN_S if trained_s is None else SHARE * trained_s)
-        has_written = False
+        deadline = None
         while True:
             self._admit()
             if not self._active:
-                return has_written
+                return deadline is not None
+            if deadline is None:
+                # The next microbatch may have been started already; what is left of it is not the prompts' time.
+                self._backbone.wait()
+                deadline = time.perf_counter() + (IDLE_TURN_S if trained_s is None else SHARE * trained_s)
             try:
                 self._pass()
             except torch.OutOfMemoryError:
@@ -108,7 +111,6 @@ class Speaker:
             except Exception as error:
                 LOG.exception("prompts could not be answered")
                 self._fail(error)
-            has_written = True
             if time.perf_counter() >= deadline:
                 return True
 
