@@ -16,6 +16,7 @@ import torch
 from weft.adapters.routing import Rows, SlotRows, slot_rows
 from weft.data.sample import Sample
 from weft.kernels.dropout import row_keys
+from weft.kernels.moment import sent
 
 ADAPTER_WINDOW = 64
 """Rows per adapter product on a CPU; it divides the tile of frozen products. Fixed, so that no row's result depends on
@@ -130,7 +131,7 @@ class PackedBatch:
         return edges if edges[-1] == self.num_rows else [*edges, self.num_rows]
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return sent(torch.from_numpy(array), self.device)
 
 
 def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.device) -> PackedBatch:

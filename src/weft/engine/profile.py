@@ -210,7 +210,7 @@ def _pack(backbone: Backbone, case: Case, slots: Sequence[int], row_tile: int) -
 
 
 def _median_s(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Seconds on the host's clock, from an idle device to an idle device, as the engine waits for losses."""
+    """Seconds on the host's clock, from an idle device to an idle device: what it takes alone."""
     taken = []
     for _ in range(repeats):
         if device.type == "cuda":
