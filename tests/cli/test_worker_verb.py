@@ -56,6 +56,21 @@ def test_signals_when_the_model_is_still_being_loaded_then_the_worker_ends_at_on
     assert caught.value.code == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signals_when_an_exit_is_lost_in_a_destructor_then_the_worker_stops_once_it_is_there():
+    """Python prints and forgets what a destructor raises."""
+
+    class Noisy:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    signals = StopSignals()
+    Noisy()
+    assert signals.is_set
+    signals.worker = Quitter()
+    assert signals.worker.num_asked == 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -32,12 +32,23 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.worker: Worker | None = None
-        """Who is to stop, once it is there."""
+        self._worker: Worker | None = None
         self.is_set = False
         self._at = 0.0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._hear)
+
+    @property
+    def worker(self) -> Worker | None:
+        """Who is to stop, once it is there."""
+        return self._worker
+
+    @worker.setter
+    def worker(self, worker: Worker) -> None:
+        self._worker = worker
+        if self.is_set:
+            # It should have ended before; but an exit that is raised inside a destructor is lost.
+            worker.stop()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.is_set and time.monotonic() - self._at > REPEAT_S:
@@ -109,6 +120,7 @@ def worker(
     log_json()
     database = open_database(settings.db_url)
     migrate(database)
-    signals.worker = Worker(options, database, Blobs(settings.store_url))
-    signals.worker.run()
+    trains = Worker(options, database, Blobs(settings.store_url))
+    signals.worker = trains
+    trains.run()
     database.close()
