@@ -34,8 +34,6 @@ from weft.engine.live_job import JobState
 from weft.engine.step import UnderWay
 from weft.errors import JobError
 from weft.kernels.moment import Moment
-from weft.plan.pack import pack
-from weft.plan.types import JobQueue, Limits, Program
 
 
 class Ahead(Backbone):
@@ -305,20 +303,3 @@ def test_job_when_it_fails_while_its_next_samples_run_then_neighbours_and_its_sl
     for name in "abcd":
         assert_same_bits(outcomes[name], expected[name])
     assert not taken_slots(backbone)
-
-
-def test_planner_when_nothing_unforeseen_happens_then_what_is_started_ahead_is_foreseen_too():
-    asked: list[list[JobQueue]] = []
-
-    def planner(queues: list[JobQueue], limits: Limits) -> Program:
-        asked.append(list(queues))
-        return pack(queues, limits)
-
-    plans: list[Program] = []
-    engine = Engine(Ahead(), capacity=48, planner=planner)
-    made = engine._plans.program
-    engine._plans.program = lambda queues, limits: plans.append(made(queues, limits)) or plans[-1]  # type: ignore[method-assign]
-    submit(engine, small_job("a", max_steps=40), small_job("b", 1, max_steps=33))
-    engine.run()
-    assert len(plans) > 4
-    assert len(asked) == len(plans)

@@ -112,8 +112,11 @@ def test_commands_when_a_microbatch_is_already_packed_then_it_is_dropped_and_no_
                 assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True))
 
 
-def test_planner_when_nothing_unforeseen_happens_then_is_asked_once_per_program():
-    """The program made while the one before it runs is the one that runs next, also where a job ends."""
+@pytest.mark.parametrize("works_on", [False, True], ids=["waits", "works on"])
+def test_planner_when_nothing_unforeseen_happens_then_is_asked_once_per_program(monkeypatch, works_on):
+    """The program made while the one before it runs is the one that runs next, also where a job ends and where a
+    microbatch is started ahead."""
+    monkeypatch.setattr(Backbone, "works_on", works_on)
     asked: list[list[JobQueue]] = []
 
     def planner(queues: Sequence[JobQueue], limits: Limits) -> Program:
