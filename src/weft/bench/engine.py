@@ -18,6 +18,7 @@ from weft.bench.samples import packed_samples
 from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone
+from weft.engine.live_job import PLANNED_BATCHES
 from weft.spec import AdapterSpec, JobSpec
 
 FOREVER = 10**6
@@ -49,7 +50,8 @@ class _Watch:
 
 def measure_engine(backbone: Backbone, run: Run, effort: Effort) -> Measured:
     """Tokens/s of the engine once it is under way; leaves the backbone without adapters."""
-    watch = _Watch(max(1, effort.warmups), effort.repeats, effort.repeats * effort.in_a_row_s)
+    # Whole programs, whose ends count too: a program is as long as the global batches that a planner sees.
+    watch = _Watch(PLANNED_BATCHES, 2 * PLANNED_BATCHES, effort.repeats * effort.in_a_row_s)
     with tempfile.TemporaryDirectory() as place:
         engine = Engine(backbone, capacity=run.workload.capacity)
         engine.keep_in(Path(place) / "run")
