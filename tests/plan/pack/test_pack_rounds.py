@@ -70,6 +70,13 @@ def test_pack_rounds_when_any_jobs_then_no_round_beats_its_bound(jobs, limits):
         assert r.time_s == pytest.approx(len(costs) * max(costs))
 
 
+def test_pack_rounds_when_no_window_is_left_then_the_bound_counts_the_microbatches_there_are():
+    """Two samples of one token share a microbatch between no-ops, though three stages could have had two."""
+    jobs = [JobQueue("a", (Batch(0, 0, (24, 24)), Batch(1, 0, (1, 1))), is_all=False)]
+    second = pack_rounds(jobs, RoundLimits(CAPACITY, 3), cost=COST, budget_s=0).rounds[1]
+    assert (second.num_microbatches, second.fewest, second.gap) == (1, 1, pytest.approx(0.0))
+
+
 def test_pack_rounds_when_jobs_can_take_turns_then_no_noop_and_no_stage_waits():
     """With four jobs on four stages the next batch of each starts a full pipeline after its last."""
     plan = pack_rounds(steady(4, 6, (5, 6, 7, 3)), RoundLimits(CAPACITY, 4), cost=COST)

@@ -113,6 +113,8 @@ class Packer:
         # A pipeline with fewer microbatches under way than stages idles; that many are no waste.
         fewest = max(task.fewest_bins, min(limits.num_stages, len(segments)))
         slot, num_slots = self.even(task) or self.without_windows(segments)
+        # Without windows there may be fewer still: no-ops fill the pipeline then.
+        fewest = min(fewest, len(set(slot)))
         if len(set(slot)) <= fewest or fewest > task.fewest_bins:
             return slot, num_slots, fewest
         found = bins.fewest(segments, limits, fewest)
