@@ -20,6 +20,8 @@ from weft.backbone.fused.model import why_not
 from weft.backbone.load import fp8_copies
 from weft.backbone.packed import Placed, pack_samples
 from weft.kernels.fp8 import has_fp8
+from weft.kernels.tables import Needs
+from weft.spec import AdapterSpec
 
 GPU = torch.device("cuda")
 
@@ -108,6 +110,31 @@ def test_capture_when_memory_ends_then_what_it_held_is_free_before_the_next_try(
     assert fused is not None
     assert fused._graph(InputShape(128, 16, 0, True, False), None) == "captured"  # type: ignore[comparison-overlap]
     assert alive == [0]
+
+
+def test_graphs_when_jobs_come_and_go_then_only_the_first_of_a_kind_is_captured_for(monkeypatch):
+    """One with dropout or wide ranks takes kernels of its own while it is there; evaluation never drops anything."""
+    taken: list[Needs] = []
+    monkeypatch.setattr(runner, "capture", lambda _model, _shape, table, *_: taken.append(table.needs) or "captured")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    backbone = random_backbone("llama", kernels="fused")
+    fused = backbone.fused
+    assert fused is not None
+    backbone.attach(backbone.new_adapter(AdapterSpec(r=8), 0))
+    training, evaluation = InputShape(128, 16, 0, True, True), InputShape(128, 16, 0, True, False)
+    for _ in range(2):
+        for spec in (
+            AdapterSpec(r=4),
+            AdapterSpec(r=4, lora_dropout=0.1),
+            AdapterSpec(r=20, target_modules=("q_proj",)),
+        ):
+            slot = backbone.attach(backbone.new_adapter(spec, 0))
+            for shape in (training, evaluation, training):
+                fused._graph(shape, None)
+            backbone.detach(slot)
+            fused._graph(training, None)
+    narrow, dropping, wide = Needs.of((8,), drops=False), Needs.of((8,), drops=True), Needs.of((8, 20), drops=False)
+    assert taken == [narrow, narrow, dropping, wide, wide]
 
 
 def test_fp8_product_when_rows_come_in_tiles_then_each_is_a_product_of_its_own(monkeypatch):

@@ -19,7 +19,7 @@ from weft.errors import ModelError
 from weft.spec import AdapterSpec
 
 RUN = Run(Program.WEFT_BITS, FEW)
-BESIDE = ("differing_beside_3", "differing_beside_shorter", "differing_beside_nan", "differing_beside_wide")
+BESIDE = tuple(f"differing_beside_{name}" for name in ("3", "shorter", "nan", "wide", "dropout"))
 
 
 @pytest.fixture(params=["reference", "fused"])
@@ -46,7 +46,7 @@ def test_bits_when_neighbours_leak_then_the_differing_are_counted(backbone, monk
     monkeypatch.setattr(Backbone, "forward_backward", leaky)
     found = measure_bits(backbone, RUN)
     # One number of every one of the 7 linears of 2 layers.
-    assert found.extra == {"differing": 4 * 14, **dict.fromkeys(BESIDE, 14)}
+    assert found.extra == {"differing": len(BESIDE) * 14, **dict.fromkeys(BESIDE, 14)}
 
 
 def test_bits_when_the_planted_nan_is_not_used_then_there_is_no_figure(backbone, monkeypatch):

@@ -9,6 +9,7 @@ from weft.kernels.tables import (
     BARE,
     SPARE_SLOTS,
     Entry,
+    Needs,
     RankLaunch,
     Site,
     SlotTable,
@@ -21,9 +22,9 @@ from weft.kernels.tables import (
 SITE = Site(0, (8,), 16)
 
 
-def entry(rank: int) -> dict[int, Entry]:
+def entry(rank: int, dropout: float = 0.0) -> dict[int, Entry]:
     a_PD, b_OP = torch.zeros((rank + 7) // 8 * 8, 16), torch.zeros(8, (rank + 7) // 8 * 8)
-    return {0: Entry(rank, a_PD, b_OP, torch.zeros(rank, 16), torch.zeros(8, rank), 1.0, 0.0, 1)}
+    return {0: Entry(rank, a_PD, b_OP, torch.zeros(rank, 16), torch.zeros(8, rank), 1.0, dropout, 1)}
 
 
 @pytest.mark.parametrize(
@@ -49,14 +50,25 @@ def test_launches_when_there_are_several_then_each_rank_belongs_to_exactly_one()
             assert sum(launch.above < width <= launch.upto for launch in table.launches) == 1
 
 
-def test_version_when_a_rank_needs_a_new_launch_then_changes_and_else_stays():
-    """What was captured serves every job of a class it was captured for."""
+def test_needs_when_jobs_come_and_go_then_are_those_of_the_jobs_there():
+    """What was captured serves every job of a class it was captured for; a job that has left costs nobody anything."""
     table = SlotTable([SITE], torch.device("cpu"))
-    versions = [table.version]
-    for rank in (8, 16, 64, 33, 300, 257, 64, 8):
-        table.remove(table.put(entry(rank)))
-        versions.append(table.version)
-    assert versions == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+    narrow = Needs(16, (16,), drops=False)
+    assert table.needs == narrow
+    for rank, dropout, needs in (
+        (16, 0.0, narrow),
+        (8, 0.1, Needs(16, (16,), drops=True)),
+        (64, 0.0, Needs(64, (16, 64), drops=False)),
+        (33, 0.0, Needs(64, (16, 64), drops=False)),
+        (300, 0.1, Needs(512, (16, 512), drops=True)),
+    ):
+        stays, leaves = table.put(entry(8)), table.put(entry(rank, dropout))
+        assert table.needs == needs
+        table.remove(leaves)
+        assert table.needs == narrow
+        table.remove(stays)
+        assert table.needs == narrow
+    assert table.version == 0
 
 
 def test_table_arrays_when_samples_of_a_job_follow_one_another_then_are_one_run_in_every_block_they_touch():

@@ -1,5 +1,5 @@
 """Whether a neighbour changes a job's bits: gradients of one job alone, beside 3 and 31 others, shorter ones, NaN and
-wide ranks.
+wide ranks; and of one without dropout beside others with it.
 
 The job's sample stands first when alone and last beside others, in microbatches of one capacity; beside shorter ones it
 begins in the middle of a block, which it then shares. Counted are the numbers of its gradients that are not equal to
@@ -37,10 +37,11 @@ def measure_bits(backbone: Backbone, run: Run) -> Measured:
     found = {f"beside_{n}": _gradients(backbone, workload, n)[0] for n in sorted({min(3, most), most})}
     found["beside_shorter"] = _gradients(backbone, workload, most, shortened=True)[0]
     found["beside_nan"] = _gradients(backbone, workload, most, poison=True)[0]
-    # Last: kernels are launched for the widest rank a backbone has seen.
     wide = replace(workload, ranks=(workload.ranks[0], *(WIDE * rank for rank in workload.ranks[1:])))
     found["beside_wide"] = _gradients(backbone, wide, 1)[0]
     differing = {f"differing_{name}": float(_num_differing(alone, grads)) for name, grads in found.items()}
+    plain = [_gradients(backbone, workload, number, own_dropout=0.0)[0] for number in (0, most)]
+    differing["differing_beside_dropout"] = float(_num_differing(*plain))
     detail = ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in differing.items())
     total = sum(differing.values())
     text = f"of {alone.numel():,} numbers {detail}"
@@ -60,6 +61,7 @@ def _gradients(
     *,
     shortened: bool = False,
     poison: bool = False,
+    own_dropout: float = DROPOUT,
 ) -> tuple[torch.Tensor, int]:
     """All gradients of the first job of the workload after one microbatch, and the tokens in it."""
     samples = packed_samples(workload, backbone.vocabulary)
@@ -69,7 +71,7 @@ def _gradients(
     try:
         # The job itself comes last.
         for job in reversed(range(num_neighbours + 1)):
-            adapter = _adapter(backbone, workload, job)
+            adapter = _adapter(backbone, workload, job, DROPOUT if job else own_dropout)
             if poison and job:
                 adapter.params_b.fill_(torch.nan)
                 adapter.changed()
@@ -86,7 +88,7 @@ def _gradients(
             backbone.detach(slot)
 
 
-def _adapter(backbone: Backbone, workload: Workload, job: int) -> Adapter:
+def _adapter(backbone: Backbone, workload: Workload, job: int, dropout: float) -> Adapter:
     """With a random B: a B of zeros would hide every difference in the gradient of A."""
-    spec = AdapterSpec(r=workload.ranks[job], lora_dropout=DROPOUT, init_lora_weights=False)
+    spec = AdapterSpec(r=workload.ranks[job], lora_dropout=dropout, init_lora_weights=False)
     return backbone.new_adapter(spec, job)

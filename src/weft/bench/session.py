@@ -105,8 +105,7 @@ class Session:
                     self.say(f"{shape.name}  {run.key} is left out: {found.reason}")
                 else:
                     yield run, found
-        # Kernels are launched for the widest rank a backbone has seen, so narrow jobs come first.
-        ours = sorted((run for run in needed if run.program in OURS), key=lambda run: max(run.workload.ranks))
+        ours = [run for run in needed if run.program in OURS]
         for storage in dict.fromkeys(run.storage for run in ours):
             with self._surviving(f"a backbone of {shape.name} ({storage.quantize})"):
                 backbone = make_backbone(shape, storage, self.dtype, self.device, self.kernels)

@@ -113,6 +113,24 @@ class RankLaunch:
         return {"ABOVE": self.above, "UPTO": self.upto}
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What the adapters on the slots ask of the kernels. Launches captured for some needs serve all adapters with the
+    same ones; what they compute in a row does not depend on them."""
+
+    rank_class: int
+    """A power of two that no rank is above: the room of a part in S."""
+    classes: tuple[int, ...]
+    """Of ranks, each with its own launch."""
+    drops: bool
+    """Whether any adapter has dropout; kernels that never meet it are leaner."""
+
+    @classmethod
+    def of(cls, ranks: Collection[int], *, drops: bool) -> Needs:
+        """Of adapters with these widest ranks."""
+        return cls(max(16, next_power_of_2(max(ranks, default=0))), rank_classes(ranks), drops)
+
+
 class SlotTable:
     """The adapters on a backbone's slots, on the host and, as addresses, on the device."""
 
@@ -123,22 +141,27 @@ class SlotTable:
         self._sites = sites
         self._fields = np.zeros((SPARE_SLOTS, self.num_modules, NUM_FIELDS), dtype=np.int64)
         self.device_SMF = torch.from_numpy(self._fields.copy()).to(device)
-        self.ranks: frozenset[int] = frozenset()
-        """All ranks so far."""
-        self.drops = False
-        """Whether any adapter so far has dropout; kernels that never meet it are leaner."""
+        self._asked: dict[int, tuple[int, bool]] = {}
+        """By slot: the widest rank, and whether it has dropout."""
+        self.needs = Needs.of((), drops=False)
+        """Of those on the slots now: a wide neighbour that has left costs nobody anything."""
         self.version = 0
-        """Changes with `launches`, `rank_class`, `drops` and the place of `device_SMF`: what was captured is stale."""
+        """Changes with the place of `device_SMF`: what was captured is stale."""
 
     @property
     def rank_class(self) -> int:
-        """A power of two that no rank so far is above: the room of a part in S."""
-        return max(16, next_power_of_2(max(self.ranks, default=0)))
+        """The room of a part in S."""
+        return self.needs.rank_class
+
+    @property
+    def drops(self) -> bool:
+        """Whether any adapter has dropout."""
+        return self.needs.drops
 
     @property
     def launches(self) -> tuple[RankLaunch, ...]:
-        """One launch for each class of ranks so far."""
-        classes = rank_classes(self.ranks)
+        """One launch for each class of ranks."""
+        classes = self.needs.classes
         return tuple(RankLaunch(above, upto) for above, upto in zip((-1, *classes), classes, strict=False))
 
     def entry(self, slot: int, module: int) -> Entry | None:
@@ -166,13 +189,8 @@ class SlotTable:
             self.version += 1
         self.entries[slot] = entries
         widest = max((entry.rank for entry in entries.values()), default=0)
-        before = (self.rank_class, self.launches)
-        self.ranks |= {widest}
-        if before != (self.rank_class, self.launches):
-            self.version += 1
-        if not self.drops and any(entry.dropout for entry in entries.values()):
-            self.drops = True
-            self.version += 1
+        self._asked[slot] = (widest, any(entry.dropout for entry in entries.values()))
+        self._see_needs()
         for site in self._sites:
             for part, (column, rank, entry) in enumerate(self.columns(slot, site)):
                 addresses = _addresses(entry) if entry else (0, 0, 0, 0, 0, 0)
@@ -184,7 +202,13 @@ class SlotTable:
         """Frees a slot; rows that still name it see the bare backbone."""
         del self.entries[slot]
         self._fields[slot] = 0
+        del self._asked[slot]
+        self._see_needs()
         self.device_SMF.copy_(torch.from_numpy(self._fields))
+
+    def _see_needs(self) -> None:
+        widest, drops = zip(*self._asked.values(), strict=True) if self._asked else ((), ())
+        self.needs = Needs.of(widest, drops=any(drops))
 
 
 def _addresses(entry: Entry) -> tuple[int, ...]:

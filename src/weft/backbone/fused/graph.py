@@ -1,7 +1,8 @@
 """A step captured once and replayed for every microbatch of its shape.
 
 The graph holds addresses, and all that differs between microbatches lies behind them: the input buffer, the slot
-table, the adapters' weights. So jobs come and go without a new capture.
+table, the adapters' weights. So jobs come and go without a new capture, unless they are the first with such ranks or
+with dropout, which take kernels of their own.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from weft.backbone.loss import BLOCK, Head
 from weft.backbone.packed import PackedBatch
 from weft.backbone.running import Running
 from weft.kernels.moment import Moment, sent
-from weft.kernels.tables import SlotTable
+from weft.kernels.tables import Needs, SlotTable
 
 MAX_GRAPHS = 8
 """Captured graphs kept; they share their memory, so each costs little beyond the time to capture it."""
@@ -40,7 +41,7 @@ class FusedRunner:
         self._head = head
         self._modules = {path: index for index, path in enumerate(modules)}
         self._copies: dict[int, ComputeCopy] = {}
-        self._graphs: dict[tuple[InputShape, int | None, int], Captured] = {}
+        self._graphs: dict[tuple[InputShape, int | None, Needs | None, int], Captured] = {}
         self._pool: Any = None
         self._tiles: dict[tuple[int, int | None], int | None] = {}
         self._device = model.embedding_VD.device
@@ -115,7 +116,7 @@ class FusedRunner:
         return captured
 
     def _graph(self, shape: InputShape, row_tile: int | None) -> Captured:
-        key = (shape, row_tile, self.table.version)
+        key = (shape, row_tile, self._needs(shape), self.table.version)
         if key not in self._graphs:
             if any(version != self.table.version for *_, version in self._graphs):
                 self.forget()
@@ -124,6 +125,11 @@ class FusedRunner:
             self._graphs[key] = self._try_capture(shape, tile) or self._capture(shape, tile)
         self._graphs[key] = self._graphs.pop(key)  # the last used goes last
         return self._graphs[key]
+
+    def _needs(self, shape: InputShape) -> Needs | None:
+        """What the adapters ask of this shape's kernels; nothing where none takes part."""
+        needs = self.table.needs
+        return replace(needs, drops=needs.drops and shape.drops) if shape.is_adapted else None
 
     def _let_go(self, number: int) -> None:
         """Of the graphs that were used longest ago; the GPU may be running one of them."""
