@@ -87,9 +87,9 @@ def test_frozen_step_when_run_then_the_whole_backward_runs(backbone, monkeypatch
     seen = []
     input_gradient = Dense.input_gradient
 
-    def counted(self: Dense, *arguments: Any) -> torch.Tensor:
+    def counted(self: Dense, *arguments: Any, **named: Any) -> torch.Tensor:
         seen.append(self.shape)
-        return input_gradient(self, *arguments)
+        return input_gradient(self, *arguments, **named)
 
     monkeypatch.setattr(Dense, "input_gradient", counted)
     jobs = Jobs(backbone, FEW, frozen=True)

@@ -24,12 +24,13 @@ from weft.kernels.tuning import SHARED_BYTES
 
 pytestmark = pytest.mark.slow
 
-FP8 = {"_quantise_rows", "fp8._dequantise"}
+FP8 = {"_quantise_rows", "fp8._dequantise", "_rounded_swiglu", "_rounded_swiglu_grad"}
 """Kernels with 8-bit floats, which 8.0 has not."""
 RANKS = {80: (64,), 89: (64, 256), 90: (16, 64, 256)}
 """A rank of one block of rank space or more takes the most shared memory."""
 WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_swiglu", "_swiglu_grad",
-                 "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad"}  # fmt: skip
+                 "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad", "_rounded_swiglu",
+                 "_rounded_swiglu_grad"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +75,13 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
     from weft.kernels import expand, product, rotary, shrink, weight_grad
-    from weft.kernels.tables import Site, SlotTable, Span, TableSizes, row_tables
+    from weft.kernels.tables import Needs, Site, SlotTable, Span, TableSizes, row_tables
 
     num_rows, hidden = NUM_ROWS, HIDDEN
     heads = rotary.Heads(32, 8, 128)
     qkv = Site(0, heads.sizes, hidden)
     table = SlotTable((qkv,), torch.device("cpu"))
-    table.ranks, table.drops = frozenset([rank]), drops
+    table.needs = Needs.of([rank], drops=drops)
     rows = row_tables([Span(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
     s = zeros(num_rows, 3 * rank)
     x, qkv_TE = zeros(num_rows, hidden), zeros(num_rows, sum(heads.sizes))
@@ -103,7 +104,18 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
 
 def launch_bare() -> None:
     """Calls every kernel function of the frozen model, the optimizer and the weights."""
-    from weft.kernels import adamw, attention, attention_grad, cross_entropy, fp8, nf4, rms_norm, rotary, swiglu
+    from weft.kernels import (
+        adamw,
+        attention,
+        attention_grad,
+        cross_entropy,
+        fp8,
+        nf4,
+        rms_norm,
+        rotary,
+        rounded_swiglu,
+        swiglu,
+    )
 
     heads = rotary.Heads(32, 8, 128)
     x, qkv_TE, gu, act = (zeros(NUM_ROWS, n) for n in (HIDDEN, sum(heads.sizes), 2 * INNER, INNER))
@@ -119,6 +131,9 @@ def launch_bare() -> None:
     swiglu.swiglu_kernel(gu)
     swiglu.swiglu_grad_kernel(gu, act, False)
     swiglu.swiglu_grad_kernel(gu, act, True)
+    rounded_swiglu.rounded_swiglu_kernel(gu)
+    for want_act in (False, True):
+        rounded_swiglu.rounded_swiglu_grad_kernel(gu, act, want_act, zeros(2 * INNER, dtype=torch.float32))
     logits, targets = zeros(2, 128256), zeros(2, dtype=torch.int64)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, zeros(2, dtype=torch.float32), None)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, None, 30.0)

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from weft.errors import ConfigError
-from weft.kernels.fp8 import dequantise, has_fp8, quantise_rows
+from weft.kernels.fp8 import Rows8, dequantise, has_fp8, quantise_rows
 from weft.kernels.int8 import quantise_int8
 from weft.kernels.nf4 import Nf4 as Nf4Codes
 from weft.kernels.nf4 import dequantise_nf4, quantise_nf4
@@ -79,23 +79,41 @@ class FrozenWeight(nn.Module, ABC):
     def dense(self) -> torch.Tensor:
         """W (O, D) in the type of the activations."""
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether `product` multiplies rows of 8-bit floats; who has x as such may hand it over as `x8`."""
+        return False
+
+    @property
+    def gradient_columns(self) -> torch.Tensor | None:
+        """What multiplies dy before `input_gradient` makes rows of 8-bit floats of it (`dy8`); None if it does not."""
+        return None
+
     def product(
-        self, x_TD: torch.Tensor, row_tile: int | None = None, onto_TO: torch.Tensor | None = None
+        self,
+        x_TD: torch.Tensor,
+        row_tile: int | None = None,
+        onto_TO: torch.Tensor | None = None,
+        x8: Rows8 | None = None,
     ) -> torch.Tensor:
         """X Wᵀ, (T, O); with `onto_TO` (see `adds_up`) added there, in fp32, and rounded once."""
         return tiled_mm(x_TD, self.dense().t(), row_tile, onto_TO)
 
     def input_gradient(
-        self, dy_TO: torch.Tensor, row_tile: int | None = None, onto_TD: torch.Tensor | None = None
+        self,
+        dy_TO: torch.Tensor,
+        row_tile: int | None = None,
+        onto_TD: torch.Tensor | None = None,
+        dy8: Rows8 | None = None,
     ) -> torch.Tensor:
         """dY W, (T, D); with `onto_TD` added there."""
         return tiled_mm(dy_TO, self.dense(), row_tile, onto_TD)
 
-    def factors(self, x_TD: torch.Tensor) -> Factors:
+    def factors(self, x_TD: torch.Tensor, x8: Rows8 | None = None) -> Factors:
         """What `product` multiplies."""
         return Factors(x_TD, self.dense())
 
-    def gradient_factors(self, dy_TO: torch.Tensor) -> Factors:
+    def gradient_factors(self, dy_TO: torch.Tensor, dy8: Rows8 | None = None) -> Factors:
         """What `input_gradient` multiplies."""
         return Factors(dy_TO, self.dense().t())
 
@@ -200,36 +218,54 @@ class Fp8(FrozenWeight):
         """W (O, D) in the type of the activations."""
         return dequantise(self.w8_OD, self.scale_O, self.dtype)
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Where 8-bit floats are multiplied at all."""
+        return _multiplies_fp8(self.w8_OD.device)
+
+    @property
+    def gradient_columns(self) -> torch.Tensor | None:
+        """The weight's scales, with two copies."""
+        return self.scale_O if self.copies == 2 and _multiplies_fp8(self.w8_OD.device) else None
+
     def product(
-        self, x_TD: torch.Tensor, row_tile: int | None = None, onto_TO: torch.Tensor | None = None
+        self,
+        x_TD: torch.Tensor,
+        row_tile: int | None = None,
+        onto_TO: torch.Tensor | None = None,
+        x8: Rows8 | None = None,
     ) -> torch.Tensor:
         """X Wᵀ, (T, O), with x rounded to 8-bit floats row by row."""
         assert onto_TO is None
-        if not _multiplies_fp8(x_TD.device):
+        if not self.rounds_inputs:
             return super().product(x_TD, row_tile)
-        return _scaled_mm(self.factors(x_TD), row_tile).to(self.dtype)
+        return _scaled_mm(self.factors(x_TD, x8), row_tile).to(self.dtype)
 
     def input_gradient(
-        self, dy_TO: torch.Tensor, row_tile: int | None = None, onto_TD: torch.Tensor | None = None
+        self,
+        dy_TO: torch.Tensor,
+        row_tile: int | None = None,
+        onto_TD: torch.Tensor | None = None,
+        dy8: Rows8 | None = None,
     ) -> torch.Tensor:
         """dY W, (T, D); with two copies dy is rounded to 8-bit floats row by row."""
         assert onto_TD is None
-        if self.copies == 1 or not _multiplies_fp8(dy_TO.device):
+        if self.gradient_columns is None:
             return super().input_gradient(dy_TO, row_tile)
-        return _scaled_mm(self.gradient_factors(dy_TO), row_tile).to(self.dtype)
+        return _scaled_mm(self.gradient_factors(dy_TO, dy8), row_tile).to(self.dtype)
 
-    def factors(self, x_TD: torch.Tensor) -> Factors:
+    def factors(self, x_TD: torch.Tensor, x8: Rows8 | None = None) -> Factors:
         """Both sides as 8-bit floats, x rounded row by row."""
-        if not _multiplies_fp8(x_TD.device):
+        if not self.rounds_inputs:
             return super().factors(x_TD)
-        x8_TD, scale_T = quantise_rows(x_TD)
+        x8_TD, scale_T = quantise_rows(x_TD) if x8 is None else x8
         return Factors(x8_TD, self.w8_OD, scale_T, self.scale_O)
 
-    def gradient_factors(self, dy_TO: torch.Tensor) -> Factors:
+    def gradient_factors(self, dy_TO: torch.Tensor, dy8: Rows8 | None = None) -> Factors:
         """With two copies both sides as 8-bit floats; the weight's scales are in dy then."""
-        if self.copies == 1 or not _multiplies_fp8(dy_TO.device):
+        if self.gradient_columns is None:
             return super().gradient_factors(dy_TO)
-        d8_TO, scale_T = quantise_rows(dy_TO, self.scale_O)
+        d8_TO, scale_T = quantise_rows(dy_TO, self.scale_O) if dy8 is None else dy8
         # A part of the transposed copy is not in one piece; whole weights are, and are not copied here.
         return Factors(d8_TO, self.w8_DO.contiguous(), scale_T)
 

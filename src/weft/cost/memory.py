@@ -121,9 +121,11 @@ class MemoryModel:
         """At the widest moment of a layer's way back; made once, however many microbatches are under way."""
         shape = self.shape
         # The gradient and the MLP's two tensors beside gate and up, whose gradients are written over them; the last two
-        # norms' inputs and the gradient of the hidden states.
+        # norms' inputs and the gradient of the hidden states. Where FP8 products go back too, the gradients of gate and
+        # up are there in 8 bits as well.
         row = shape.hidden + 2 * shape.ffn / self.tensor_parallel + 3 * shape.hidden
         again = self.row_bytes(widest_rank, "none") - self.row_bytes(widest_rank)
+        again += 2 * shape.ffn / self.tensor_parallel if self.quantize == "fp8" and self.fp8_copies == 2 else 0
         dense = 0.0
         if self.quantize in ("nf4", "int8") or (self.quantize == "fp8" and self.fp8_copies == 1):
             dense = 2 * shape.ffn * shape.hidden * self.activation_bytes / self.tensor_parallel

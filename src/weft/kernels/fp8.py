@@ -20,6 +20,7 @@ Shape suffixes: T or N rows, K columns.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -31,13 +32,20 @@ TINIEST = 2.0**-100
 """Stands for the largest number of a row of zeros; gradients of single tokens are far above it."""
 
 
-def quantise_rows_reference(
-    x_TK: torch.Tensor, columns_K: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+class Rows8(NamedTuple):
+    """Rows of 8-bit floats: x ≈ q · scale."""
+
+    q_TK: torch.Tensor
+    """e4m3."""
+    scale_T: torch.Tensor
+    """fp32."""
+
+
+def quantise_rows_reference(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> Rows8:
     """The plain torch twin of `quantise_rows`."""
     x_TK = x_TK.float() if columns_K is None else x_TK.float() * columns_K
     amax_T = x_TK.abs().amax(dim=1).clamp(min=TINIEST)
-    return (x_TK * (LARGEST / amax_T)[:, None]).to(FP8), amax_T / LARGEST
+    return Rows8((x_TK * (LARGEST / amax_T)[:, None]).to(FP8), amax_T / LARGEST)
 
 
 def dequantise_reference(q_NK: torch.Tensor, scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +60,7 @@ COPY_BLOCK = 2_048
 """Numbers per program where each is only read, scaled and written: 16 for each of 128 threads."""
 
 
-_TINIEST_BITS = (127 - 100) << 23
+TINIEST_BITS = (127 - 100) << 23
 """TINIEST as the whole number of the same bits."""
 
 
@@ -61,7 +69,7 @@ def _num_warps(block: int) -> int:
 
 
 @jit
-def _size_bits(x):  # type: ignore[no-untyped-def]
+def size_bits(x):  # type: ignore[no-untyped-def]
     """|x| as the whole number of its bits: in the same order, with NaN the largest, which a float maximum skips."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -89,7 +97,7 @@ def _quantise_rows(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + lane, mask=inside, other=0.0).to(tl.float32)
         if HAS_COLUMNS:
             x *= tl.load(columns_ptr + lane, mask=inside, other=0.0)
-        amax = tl.maximum(tl.max(_size_bits(x), axis=0), FLOOR_BITS).to(tl.float32, bitcast=True)
+        amax = tl.maximum(tl.max(size_bits(x), axis=0), FLOOR_BITS).to(tl.float32, bitcast=True)
         tl.store(q_ptr + lane, (x * tl.div_rn(LIMIT, amax)).to(tl.float8e4nv), mask=inside)
     else:
         largest = tl.zeros([BLOCK], tl.int32)
@@ -98,7 +106,7 @@ def _quantise_rows(  # type: ignore[no-untyped-def]
             x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
             if HAS_COLUMNS:
                 x *= tl.load(columns_ptr + start + lane, mask=inside, other=0.0)
-            largest = tl.maximum(largest, _size_bits(x))
+            largest = tl.maximum(largest, size_bits(x))
         amax = tl.maximum(tl.max(largest, axis=0), FLOOR_BITS).to(tl.float32, bitcast=True)
         factor = tl.div_rn(LIMIT, amax)
         for start in range(0, num_columns, BLOCK):
@@ -128,16 +136,14 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def quantise_rows(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q_TK in e4m3, scale_T in fp32) with x ≈ q · scale; `columns_K` (fp32) first multiplies every row."""
+def quantise_rows(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> Rows8:
+    """The nearest such rows; `columns_K` (fp32) first multiplies every row."""
     if runs_triton(x_TK) and has_fp8(x_TK.device):
         return quantise_rows_kernel(x_TK, columns_K)
     return quantise_rows_reference(x_TK, columns_K)
 
 
-def quantise_rows_kernel(
-    x_TK: torch.Tensor, columns_K: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows_kernel(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> Rows8:
     """`quantise_rows` by its Triton kernel."""
     num_rows, num_columns = x_TK.shape
     assert columns_K is None or (columns_K.shape == (num_columns,) and columns_K.is_contiguous())
@@ -156,10 +162,10 @@ def quantise_rows_kernel(
         ONE_BLOCK=num_columns <= block,
         BLOCK=block,
         LIMIT=LARGEST,
-        FLOOR_BITS=_TINIEST_BITS,
+        FLOOR_BITS=TINIEST_BITS,
         num_warps=_num_warps(block),
     )
-    return q_TK, scale_T
+    return Rows8(q_TK, scale_T)
 
 
 def dequantise(q_NK: torch.Tensor, scale_N: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

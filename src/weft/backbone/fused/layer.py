@@ -26,9 +26,11 @@ from weft.backbone.fused.inputs import Inputs
 from weft.backbone.fused.memory import Recompute
 from weft.backbone.fused.model import FusedModel, Layer, Product
 from weft.kernels.expand import expand, expand_grad
+from weft.kernels.fp8 import Rows8
 from weft.kernels.product import fits, product_grad_kernel, product_kernel
 from weft.kernels.rms_norm import add_norm, norm_grad
 from weft.kernels.rotary import rotate, rotate_grad
+from weft.kernels.rounded_swiglu import rounded_swiglu, rounded_swiglu_grad
 from weft.kernels.shrink import shrink, shrink_grad
 from weft.kernels.swiglu import swiglu, swiglu_grad
 from weft.kernels.tables import Delta, SlotTable
@@ -72,39 +74,45 @@ class Context:
     recompute: Recompute
     needs_grad: bool
 
-    def linear(self, product: Product, x_TD: torch.Tensor) -> tuple[torch.Tensor, Delta | None]:
+    def linear(
+        self, product: Product, x_TD: torch.Tensor, x8: Rows8 | None = None
+    ) -> tuple[torch.Tensor, Delta | None]:
         """A site's outputs with the adapters' part, and S."""
         s = self._shrunk(product, x_TD, shrink)
-        return self.output(product, x_TD, s), s
+        return self.output(product, x_TD, s, x8), s
 
-    def output(self, product: Product, x_TD: torch.Tensor, s: Delta | None) -> torch.Tensor:
+    def output(self, product: Product, x_TD: torch.Tensor, s: Delta | None, x8: Rows8 | None = None) -> torch.Tensor:
         """A site's outputs with the adapters' part from an S that is there already."""
         if s is None:
-            return self._frozen(product, x_TD)
+            return self._frozen(product, x_TD, x8=x8)
         if fits(product.site, x_TD, backward=False):
-            y_TO = product_kernel(product.weight.factors(x_TD), s.s_TR, s.site, s.rows, s.table)
+            y_TO = product_kernel(product.weight.factors(x_TD, x8), s.s_TR, s.site, s.rows, s.table)
             return _biased(y_TO, product)
         if not product.weight.adds_up:
-            y_TO = self._frozen(product, x_TD)
+            y_TO = self._frozen(product, x_TD, x8=x8)
             expand(y_TO, s.s_TR, s.site, s.rows, s.table)
             return y_TO
         y_TO = x_TD.new_empty(x_TD.shape[0], product.site.num_out)
         expand(y_TO, s.s_TR, s.site, s.rows, s.table, adds=False)
         return self._frozen(product, x_TD, y_TO)
 
-    def _frozen(self, product: Product, x_TD: torch.Tensor, onto_TO: torch.Tensor | None = None) -> torch.Tensor:
+    def _frozen(
+        self, product: Product, x_TD: torch.Tensor, onto_TO: torch.Tensor | None = None, x8: Rows8 | None = None
+    ) -> torch.Tensor:
         """The frozen product alone, or added to what is there."""
-        return _biased(product.weight.product(x_TD, self.row_tile, onto_TO), product)
+        return _biased(product.weight.product(x_TD, self.row_tile, onto_TO, x8), product)
 
-    def input_gradient(self, product: Product, dy_TO: torch.Tensor, ds: Delta | None) -> torch.Tensor:
+    def input_gradient(
+        self, product: Product, dy_TO: torch.Tensor, ds: Delta | None, dy8: Rows8 | None = None
+    ) -> torch.Tensor:
         """The gradient of a site's input with the adapters' part."""
         weight = product.weight
         if ds is None:
-            return weight.input_gradient(dy_TO, self.row_tile)
+            return weight.input_gradient(dy_TO, self.row_tile, dy8=dy8)
         if fits(product.site, dy_TO, backward=True):
-            return product_grad_kernel(weight.gradient_factors(dy_TO), ds.s_TR, ds.site, ds.rows, ds.table)
+            return product_grad_kernel(weight.gradient_factors(dy_TO, dy8), ds.s_TR, ds.site, ds.rows, ds.table)
         if not weight.adds_up:
-            dx_TD = weight.input_gradient(dy_TO, self.row_tile)
+            dx_TD = weight.input_gradient(dy_TO, self.row_tile, dy8=dy8)
             expand_grad(dx_TD, ds.s_TR, ds.site, ds.rows, ds.table)
             return dx_TD
         dx_TD = dy_TO.new_empty(dy_TO.shape[0], product.site.num_in)
@@ -152,8 +160,8 @@ def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kep
     del y_TD
     gu_TJ, s_gate_up = context.linear(layer.gate_up, h_TD)
     del h_TD
-    act_TI = swiglu(gu_TJ)
-    y_TD, s_down = context.linear(layer.down, act_TI)
+    act_TI, act8 = rounded_swiglu(gu_TJ) if layer.down.weight.rounds_inputs else (swiglu(gu_TJ), None)
+    y_TD, s_down = context.linear(layer.down, act_TI, act8)
     after = Stream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
         return after, Kept(x_TD)
@@ -181,13 +189,18 @@ def _backward_mlp(layer: Layer, kept: Kept, dx_TD: torch.Tensor, context: Contex
         del again_TD
     ds_down = context.shrunk_grad(layer.down, dx_TD)
     dact_TI = context.input_gradient(layer.down, dx_TD, ds_down)
-    dgu_TJ, act_TI = swiglu_grad(gu_TJ, dact_TI, is_adapted)
+    columns_J, dgu8 = layer.gate_up.weight.gradient_columns, None
+    if columns_J is None:
+        dgu_TJ, act_TI = swiglu_grad(gu_TJ, dact_TI, is_adapted)
+    else:
+        dgu_TJ, act_TI, dgu8 = rounded_swiglu_grad(gu_TJ, dact_TI, is_adapted, columns_J)
     del gu_TJ, dact_TI
     if act_TI is not None:
         context.weight_grad(act_TI, kept.s_down, dx_TD, ds_down)
     del act_TI
     ds_gate_up = context.shrunk_grad(layer.gate_up, dgu_TJ)
-    dh_TD = context.input_gradient(layer.gate_up, dgu_TJ, ds_gate_up)
+    dh_TD = context.input_gradient(layer.gate_up, dgu_TJ, ds_gate_up, dgu8)
+    del dgu8
     dmid_TD, h_TD = norm_grad(kept.mid_TD, layer.norm_mid_D, model.eps, dh_TD, dx_TD, is_adapted)
     if h_TD is not None:
         context.weight_grad(h_TD, kept.s_gate_up, dgu_TJ, ds_gate_up)
