@@ -43,6 +43,13 @@ def test_attach_when_the_adapter_fits_then_its_weights_are_on_the_slot(backbone:
     assert len(stored.tensors) == 2
 
 
+def test_attach_when_the_adapter_was_trained_with_dropout_then_jobs_beside_it_do_not_pay_for_it(tmp_path: Path):
+    backbone = random_backbone(kernels="fused")
+    assert backbone.fused is not None
+    attach_adapter(backbone, read_named(str(written(backbone, tmp_path / "mine", lora_dropout=0.1))))
+    assert not backbone.fused.table.needs.drops
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

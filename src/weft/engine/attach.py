@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -102,11 +102,14 @@ def check_fit(stored: StoredAdapter, linears: Mapping[str, Shape], base_model: s
 
 
 def attach_adapter(backbone: Backbone, stored: StoredAdapter) -> int:
-    """Puts an adapter on a free slot and returns the slot; AdapterFileError says why it does not fit the backbone."""
+    """Puts an adapter that answers, and does not train, on a free slot and returns the slot; AdapterFileError says why
+    it does not fit the backbone."""
     linears = {path: (linear.out_features, linear.in_features) for path, linear in backbone.linears.items()}
     check_fit(stored, linears, backbone.name)
+    # Jobs that train beside it need no kernels for its dropout.
+    spec = replace(stored.spec, lora_dropout=0.0)
     try:
-        adapter = Adapter(stored.spec, {path: linears[path] for path in stored.tensors}, 0, backbone.device)
+        adapter = Adapter(spec, {path: linears[path] for path in stored.tensors}, 0, backbone.device)
     except ConfigError as error:
         raise AdapterFileError(error.message, where=str(stored.path)) from None
     adapter.load(stored.tensors, str(stored.path))
