@@ -171,3 +171,24 @@ def test_describe_when_some_stay_dense_then_says_how_many():
     assert describe(made[:1]) == "fp8 (0.0 MB in 1 linears)"
     assert describe(made[1:]) == "1 linears dense (0.0 MB)"
     assert (quantisation(made), quantisation(made[1:])) == ("fp8", "none")
+
+
+def test_fp8_when_rows_come_rounded_then_they_are_multiplied_and_not_rounded_again():
+    """Whoever makes x or dy may round them; the product is the one it would have made itself."""
+    torch.manual_seed(9)
+    weight = quantise(torch.randn(32, 48), "fp8")
+    x_TD, dy_TO = torch.randn(5, 48), torch.randn(5, 32)
+    assert weight.rounds_inputs and weight.gradient_columns is not None
+    x8, dy8 = quantise_rows(x_TD), quantise_rows(dy_TO, weight.gradient_columns)
+    nothing_TD, nothing_TO = torch.zeros_like(x_TD), torch.zeros_like(dy_TO)
+    assert weight.product(nothing_TD, x8=x8).equal(weight.product(x_TD))
+    assert weight.input_gradient(nothing_TO, dy8=dy8).equal(weight.input_gradient(dy_TO))
+
+
+def test_weights_when_they_do_not_round_then_they_ask_for_no_rows():
+    """Also FP8 with one copy on the way back: its gradient is a product with the dense weight."""
+    one_copy = quantise(torch.randn(32, 48), "fp8", copies=1)
+    assert one_copy.rounds_inputs and one_copy.gradient_columns is None
+    for kind in ("none", "int8", "nf4"):
+        weight = quantise(torch.randn(64, 64), kind)
+        assert not weight.rounds_inputs and weight.gradient_columns is None
