@@ -7,9 +7,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Two test workers on two cores: more threads would only wait for each other, and bits depend on the thread count.
 torch.set_num_threads(1)
+
+# How long an example takes says more about the machine's other work than about the code.
+settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("weft")
 
 
 @pytest.fixture(autouse=True)

@@ -159,11 +159,12 @@ def test_scatter_when_an_axis_is_logarithmic_then_its_labels_have_room(high: flo
 @pytest.mark.parametrize(("num", "is_named"), [(20, True), (60, False)])
 def test_trial_times_then_each_bar_has_its_trials_name_while_there_is_room(num: int, is_named: bool) -> None:
     board = read_board(sweep_board(num))
-    axis = draw_sweep_charts(board)["trial_times"].layout.yaxis
+    figure = draw_sweep_charts(board)["trial_times"]
+    axis = figure.layout.yaxis
     assert axis.visible is is_named
     rows = dict(zip(axis.ticktext, axis.tickvals, strict=True))
     for index, trial in enumerate(board.trials):
-        assert {row for _, row in own(draw_sweep_charts(board)["trial_times"], index)} <= {rows[trial.name]}
+        assert {row for _, row in own(figure, index)} <= {rows[trial.name]}
 
 
 def test_trial_spans_then_they_start_and_end_where_the_trials_did() -> None:
