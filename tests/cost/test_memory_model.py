@@ -55,6 +55,12 @@ def test_weight_bytes_when_quantised_then_follow_the_bits():
     assert MemoryModel(LLAMA, "fp8", fp8_copies=1).weight_bytes() == linears + 2 * rest
 
 
+def test_workspace_when_fp8_goes_back_too_then_holds_the_gradients_of_gate_and_up_in_8_bits_as_well():
+    """On an H200 the peak with 8,192 rows was 0.24 GB above that of bf16."""
+    two, none = (MemoryModel(LLAMA, kind).workspace_bytes(8192) for kind in ("fp8", "none"))
+    assert two - none == 8192 * 2 * LLAMA.ffn
+
+
 @pytest.mark.parametrize("num_stages", [2, 3, 8])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b"])
 def test_stages_when_summed_then_hold_what_one_device_holds(num_stages, name):
