@@ -10,7 +10,7 @@ from weft.adapters.frozen import KINDS, Dense, FrozenWeight, describe, join, qua
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
 from weft.errors import ConfigError
-from weft.kernels.fp8 import dequantise, quantise_rows
+from weft.kernels.storage.fp8 import dequantise, quantise_rows
 
 D, O, T = 128, 48, 128  # noqa: E741
 STORED = {

@@ -11,7 +11,7 @@ from weft.adapters.lora import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.backbone.running import Score
+from weft.backbone.scores import Score
 from weft.errors import ModelError
 from weft.spec import AdapterSpec
 

@@ -19,8 +19,8 @@ from weft.backbone.fused.inputs import InputShape, input_shape
 from weft.backbone.fused.model import why_not
 from weft.backbone.load import fp8_copies
 from weft.backbone.packed import Placed, pack_samples
-from weft.kernels.fp8 import has_fp8
-from weft.kernels.tables import Needs
+from weft.kernels.lora.tables import Needs
+from weft.kernels.storage.fp8 import has_fp8
 from weft.spec import AdapterSpec
 
 GPU = torch.device("cuda")

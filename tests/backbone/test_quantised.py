@@ -16,12 +16,12 @@ from weft.backbone.fused.memory import Memory
 from weft.backbone.load import load_backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.demo.skills import write_skill
-from weft.engine.attach import read_named
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, StepDone
-from weft.engine.merge import merge_adapter
 from weft.engine.train import execute_run, finished_jobs, prepare_run
 from weft.errors import ConfigError
+from weft.inference.attach import read_named
+from weft.inference.merge import merge_adapter
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
 

@@ -10,7 +10,8 @@ from weft.bench import tune as tuning_bench
 from weft.bench.shapes import SHAPES
 from weft.bench.tune import compile_ahead, compile_some, runs_of, tune
 from weft.cli.main import app
-from weft.kernels import tuning, weight_grad
+from weft.kernels import tuning
+from weft.kernels.lora import weight_grad
 
 CPU = torch.device("cpu")
 SLOW, FAST, WRONG = ({"num_warps": 4, "num_stages": n} for n in (2, 3, 4))

@@ -7,8 +7,8 @@ import pytest
 from weft.backbone.load import load_tokenizer
 from weft.cli import chat as chat_verb
 from weft.data.prompts import prompt_of_chat
-from weft.engine.attach import Attached, load_with_adapters
-from weft.engine.generate import Decoding
+from weft.inference.attach import Attached, load_with_adapters
+from weft.inference.generate import Decoding
 
 
 def test_chat_when_lines_are_piped_then_prints_only_the_answers(weft, adapters: Path):

@@ -12,7 +12,7 @@ from tiny_adapters import LEAVES, SHOUTING, plain_logits, tiny_tensors
 from weft.backbone.load import TINY, load_tokenizer
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
-from weft.engine.attach import load_with_adapters
+from weft.inference.attach import load_with_adapters
 from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter, write_adapter
 

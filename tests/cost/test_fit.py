@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.cost.fit import MEMORY_TERMS, TIME_TERMS, Fit, FitError, Load, OnlineFit, fit
+from weft.cost.fit import MEMORY_TERMS, TIME_TERMS, Fit, FitError, MicrobatchLoad, OnlineFit, fit
 from weft.errors import ConfigError
 
 SECONDS = Fit({"fixed": 2e-3, "rows": 4e-5, "pairs": 3e-9, "rank_tokens": 2e-8, "jobs": 1e-4})
@@ -24,7 +24,7 @@ BYTES = Fit(
 )
 
 
-def random_loads(count: int, seed: int = 0) -> list[Load]:
+def random_loads(count: int, seed: int = 0) -> list[MicrobatchLoad]:
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -32,21 +32,21 @@ def random_loads(count: int, seed: int = 0) -> list[Load]:
             (int(rng.choice([8, 16, 64])), rng.integers(16, 1024, rng.integers(1, 5)).tolist())
             for _ in range(rng.integers(1, 9))
         ]
-        found.append(Load.of(jobs, sum(rank for rank, _ in jobs) * 2_621_440, 64))
+        found.append(MicrobatchLoad.of(jobs, sum(rank for rank, _ in jobs) * 2_621_440, 64))
     return found
 
 
-def noisy(prices: Fit, loads: list[Load], noise: float, seed: int = 1) -> list[float]:
+def noisy(prices: Fit, loads: list[MicrobatchLoad], noise: float, seed: int = 1) -> list[float]:
     rng = np.random.default_rng(seed)
     return [prices.predict(load) * (1 + noise * float(rng.standard_normal())) for load in loads]
 
 
 def test_load_when_made_of_jobs_then_counts_what_each_term_says():
-    load = Load.of([(16, [10, 20]), (40, [5])], parameters=7, row_tile=32)
+    load = MicrobatchLoad.of([(16, [10, 20]), (40, [5])], parameters=7, row_tile=32)
     assert (load.rows, load.pairs, load.longest_pairs) == (64, 525, 400)
     assert (load.rank_tokens, load.rank_rows, load.jobs, load.parameters) == (16 * 30 + 40 * 5, 64 * 64, 2, 7)
-    assert Load.of([(8, [10])], 0, widest_rank=100).rank_rows == 10 * 128
-    bare = Load.of([(0, [10])], 0)
+    assert MicrobatchLoad.of([(8, [10])], 0, widest_rank=100).rank_rows == 10 * 128
+    bare = MicrobatchLoad.of([(0, [10])], 0)
     assert (bare.rank_rows, bare.jobs) == (0, 0)
 
 
@@ -78,21 +78,21 @@ def test_fit_when_values_are_anything_then_no_price_is_negative(values):
 
 def test_fit_when_small_and_large_loads_disagree_then_relative_errors_count():
     """Ten small loads at twice the price of one huge one: the price is nearer the small ones'."""
-    small, huge = Load.of([(0, [1])], 0), Load.of([(0, [10**6])], 0)
+    small, huge = MicrobatchLoad.of([(0, [1])], 0), MicrobatchLoad.of([(0, [10**6])], 0)
     found = fit([small] * 10 + [huge], [2.0] * 10 + [10.0**6], ["rows"])
     assert found.prices["rows"] > 1.5
 
 
 def test_fit_when_padded_batches_are_measured_then_mloras_three_coefficients_come_out():
     sizes = [(b, n) for b in (1, 2, 4) for n in (128, 256, 512)]
-    loads = [Load.of([(0, [n] * b)], 0) for b, n in sizes]
+    loads = [MicrobatchLoad.of([(0, [n] * b)], 0) for b, n in sizes]
     found = fit(loads, [5e9 + 2e5 * b * n + 12.0 * b * n * n for b, n in sizes], ("fixed", "rows", "pairs"))
     assert list(found.prices.values()) == pytest.approx([5e9, 2e5, 12.0])
 
 
 def test_fit_when_terms_were_never_varied_then_the_start_holds_them():
     start = Fit({**SECONDS.prices, "rows": 8e-5})
-    loads = [Load.of([(16, [256] * k)], 0) for k in (1, 2, 4, 8)]
+    loads = [MicrobatchLoad.of([(16, [256] * k)], 0) for k in (1, 2, 4, 8)]
     found = fit(loads, [SECONDS.predict(load) for load in loads], TIME_TERMS, start)
     assert found.prices["jobs"] == pytest.approx(start.prices["jobs"], rel=0.5)
     assert found.error(loads, [SECONDS.predict(load) for load in loads]).mape < 0.03
@@ -113,7 +113,7 @@ def test_error_when_counted_then_mean_and_the_bound_of_nineteen_in_twenty():
     assert FitError.of([], []) == FitError(0.0, 0.0, 0)
 
 
-def feed(online: OnlineFit, loads: list[Load], values: list[float], every: int = 8) -> None:
+def feed(online: OnlineFit, loads: list[MicrobatchLoad], values: list[float], every: int = 8) -> None:
     """Measurements one by one, learnt from now and then."""
     for place, (load, value) in enumerate(zip(loads, values, strict=True), start=1):
         online.observe(load, value)
@@ -135,7 +135,7 @@ def test_online_when_it_reports_its_error_then_it_is_that_of_predictions_made_be
     """A fit through its own points would claim no error at all."""
     online = OnlineFit(("fixed",))
     for value in (1.0, 2.0, 4.0):
-        online.observe(Load.of([], 0), value)
+        online.observe(MicrobatchLoad.of([], 0), value)
         if value == 1.0:
             online.learn(online.seen)
     assert online.error.count == 2
@@ -154,7 +154,7 @@ def test_online_when_a_mix_says_nothing_of_a_term_then_what_was_learnt_before_ho
     """One job of one rank for a long time: what ranks cost is still known when others come back."""
     online, loads = OnlineFit(TIME_TERMS, window=64), random_loads(64)
     feed(online, loads, [SECONDS.predict(load) for load in loads])
-    alike = [Load.of([(16, [512])], 0, 64)] * 128
+    alike = [MicrobatchLoad.of([(16, [512])], 0, 64)] * 128
     feed(online, alike, [SECONDS.predict(load) for load in alike])
     forgetful = OnlineFit(TIME_TERMS, window=64)
     feed(forgetful, alike, [SECONDS.predict(load) for load in alike])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from test_fit import BYTES, SECONDS, noisy, random_loads
 
-from weft.cost.fit import Fit, Load
+from weft.cost.fit import Fit, MicrobatchLoad
 from weft.cost.profile import Measurement, Profile, Setup, fit_profile, load_profile
 from weft.cost.profiled import ProfiledCost
 from weft.cost.types import CostModel
@@ -102,7 +102,7 @@ def test_fit_profile_when_measurements_are_too_few_then_refused():
 
 def test_profiled_cost_when_in_one_piece_then_is_the_fit():
     cost: CostModel = ProfiledCost(synthetic(0.0), rank=16, num_jobs=2)
-    load = Load.of([(16, [100, 300]), (16, [200])], 0, 64)
+    load = MicrobatchLoad.of([(16, [100, 300]), (16, [200])], 0, 64)
     assert cost.forward_s([100, 200, 300], 0) == pytest.approx(SECONDS.predict(load))
     assert cost.backward_s([100, 200, 300], 0) == pytest.approx(SECONDS.predict(load))
     assert cost.step_s(0) == pytest.approx(1e-5 + 5e-5 + 1e-11 * 16 * 81_920 * 32)

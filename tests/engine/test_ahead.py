@@ -25,15 +25,15 @@ from tiny_models import (
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch
-from weft.backbone.running import Running
+from weft.backbone.scores import PendingScores
 from weft.data.dataset import JobData
-from weft.engine import step as step_module
+from weft.engine import microbatch as step_module
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, JobWarning, MicrobatchDone, StepDone
 from weft.engine.live_job import JobState
-from weft.engine.step import UnderWay
+from weft.engine.microbatch import MicrobatchInFlight
 from weft.errors import JobError
-from weft.kernels.moment import Moment
+from weft.kernels.device_event import DeviceEvent
 
 
 class Ahead(Backbone):
@@ -48,7 +48,7 @@ class Ahead(Backbone):
         self.room = 10**6
         self.eval_room = 10**6
 
-    def launch(self, batch: PackedBatch, row_tile: int | None) -> Running:
+    def launch(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         self.log.append("start")
         running = super().launch(batch, row_tile)
         if batch.num_tokens > self.room:
@@ -148,7 +148,7 @@ def test_step_when_a_loss_is_not_finite_then_is_left_out_and_neighbours_unharmed
     launch = backbone.launch
     spoilt: set[int] = set()
 
-    def infinite(batch: PackedBatch, row_tile: int | None) -> Running:
+    def infinite(batch: PackedBatch, row_tile: int | None) -> PendingScores:
         running, bad = launch(batch, row_tile), engine.jobs["bad"]
         owned = list(zip(batch.counts, batch.segment_slots, strict=True))
         rows = torch.cat([torch.full((count,), slot == bad.slot) for count, slot in owned])
@@ -156,7 +156,7 @@ def test_step_when_a_loss_is_not_finite_then_is_left_out_and_neighbours_unharmed
         if bad.step == 2 and bad.step not in spoilt and rows.any():
             spoilt.add(bad.step)
             results_2N[0, rows] = math.inf
-        return Running(results_2N, batch.counts, Moment(backbone.device))
+        return PendingScores(results_2N, batch.counts, DeviceEvent(backbone.device))
 
     backbone.launch = infinite  # type: ignore[method-assign]
     seen: list[Event] = []
@@ -189,7 +189,7 @@ def test_engine_when_interrupted_within_a_step_then_says_that_it_is_no_longer_ex
     submit(engine, *jobs())
     launch, calls = backbone.launch, []
 
-    def interrupted(*given: Any) -> Running:
+    def interrupted(*given: Any) -> PendingScores:
         calls.append(given)
         if len(calls) == 5:
             raise KeyboardInterrupt
@@ -227,8 +227,8 @@ def test_reader_when_it_forgets_a_job_whose_step_is_not_told_yet_then_the_others
 def test_evaluation_when_a_microbatch_is_under_way_then_that_is_waited_for_first(monkeypatch):
     """So an evaluation's time is its own."""
     waited: list[str] = []
-    wait, scores = UnderWay.wait, Ahead.scores
-    monkeypatch.setattr(UnderWay, "wait", lambda self: waited.append("wait") or wait(self))
+    wait, scores = MicrobatchInFlight.wait, Ahead.scores
+    monkeypatch.setattr(MicrobatchInFlight, "wait", lambda self: waited.append("wait") or wait(self))
     monkeypatch.setattr(Ahead, "scores", lambda self, *given: waited.append("eval") or scores(self, *given))
     backbone = Ahead()
     backbone.log = waited
@@ -243,9 +243,9 @@ def test_evaluation_when_a_microbatch_is_under_way_then_that_is_waited_for_first
 
 def test_sound_when_losses_are_not_finite_then_only_their_owners_hear_of_it():
     losses = torch.tensor([1.0, math.nan, 2.0, math.inf, 3.0, 4.0])
-    running = Running(torch.stack([losses, losses]), (1, 1, 1, 1, 2), Moment(torch.device("cpu")))
-    assert running.sound([0, 1, 0, -1, 2], 3).tolist() == [1.0, 0.0, 1.0]
-    assert running.sound([-1, 0, 1, 0, 1], 2).tolist() == [0.0, 1.0]
+    running = PendingScores(torch.stack([losses, losses]), (1, 1, 1, 1, 2), DeviceEvent(torch.device("cpu")))
+    assert running.finite([0, 1, 0, -1, 2], 3).tolist() == [1.0, 0.0, 1.0]
+    assert running.finite([-1, 0, 1, 0, 1], 2).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("commands", [False, True], ids=["alone", "with a command"])

@@ -11,8 +11,8 @@ from weft.bench.shapes import SHAPES
 from weft.bench.step import make_backbone
 from weft.cost.profile import Profile
 from weft.engine.profile import Case, measure_case, measure_profile, profile_cases
-from weft.engine.tensor_bytes import TensorBytes, stored_bytes
 from weft.errors import ConfigError
+from weft.execute.tensor_bytes import TensorBytes, stored_bytes
 
 
 def tiny(kernels: str = "reference") -> Backbone:

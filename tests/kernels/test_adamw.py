@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weft.kernels import adamw as module
-from weft.kernels.adamw import BLOCK, Lane, Update, Updated, adamw, adamw_kernel, adamw_reference
+from weft.kernels.adamw import BLOCK, ParameterLane, Update, Updated, adamw, adamw_kernel, adamw_reference
 
 Step = Callable[..., list[Updated]]
 SETTINGS: list[dict[str, Any]] = [
@@ -32,29 +32,29 @@ def make(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     max_grad_norm: float = 1.0,
-    is_sound: bool = True,
+    is_finite: bool = True,
 ) -> Update:
     """A job in the middle of its training, drawn from a seed."""
     generator = torch.Generator().manual_seed(seed)
 
-    def lane(size: int, rate: float) -> Lane:
+    def lane(size: int, rate: float) -> ParameterLane:
         params, grad, exp_avg, root = (torch.randn(size, generator=generator) for _ in range(4))
-        return Lane(params, grad, 0.1 * exp_avg * (number > 1), 0.01 * root.square() * (number > 1), rate)
+        return ParameterLane(params, grad, 0.1 * exp_avg * (number > 1), 0.01 * root.square() * (number > 1), rate)
 
     lanes = (lane(sizes[0], rates[0]), lane(sizes[1], rates[1]))
-    return Update(lanes, number, betas, eps, weight_decay, max_grad_norm, is_sound)
+    return Update(lanes, number, betas, eps, weight_decay, max_grad_norm, is_finite)
 
 
-def sound(updates: Sequence[Update], given: Sequence[bool] | None) -> torch.Tensor:
+def finite(updates: Sequence[Update], given: Sequence[bool] | None) -> torch.Tensor:
     return torch.ones(len(updates)) if given is None else torch.tensor(given, dtype=torch.float32)
 
 
 def by_kernel(updates: Sequence[Update], given: Sequence[bool] | None = None) -> list[Updated]:
-    return adamw_kernel(updates, sound(updates, given))()
+    return adamw_kernel(updates, finite(updates, given))()
 
 
 def by_reference(updates: Sequence[Update], given: Sequence[bool] | None = None) -> list[Updated]:
-    return adamw_reference(updates, sound(updates, given))
+    return adamw_reference(updates, finite(updates, given))
 
 
 def tensors(update: Update) -> list[torch.Tensor]:
@@ -129,7 +129,7 @@ def test_step_when_others_step_too_then_the_bits_are_those_of_the_job_alone(step
     sick.lanes[0].grad_P.fill_(math.nan)
     sick.lanes[1].params_P.fill_(math.inf)
     together = make(5, SIZES[2], number=3)
-    neighbours = [sick, make(7, (2, 2), number=900, rates=(9.0, 9.0), is_sound=False), make(8, (3 * BLOCK, 9))]
+    neighbours = [sick, make(7, (2, 2), number=900, rates=(9.0, 9.0), is_finite=False), make(8, (3 * BLOCK, 9))]
     results = step([*neighbours[:2], together, neighbours[2]])
     assert results[2] == mine
     assert [r.skipped for r in results] == [True, True, False, False]
@@ -140,7 +140,7 @@ def test_step_when_others_step_too_then_the_bits_are_those_of_the_job_alone(step
 @pytest.mark.parametrize("cause", ["nan gradient", "infinite gradient", "loss", "loss on the device"])
 def test_step_when_something_is_not_finite_then_weights_and_moments_stay(step: Step, cause):
     value = math.nan if "nan" in cause else math.inf
-    update = make(9, (BLOCK + 2, 5), number=2, is_sound=cause != "loss")
+    update = make(9, (BLOCK + 2, 5), number=2, is_finite=cause != "loss")
     if "gradient" in cause:
         update.lanes[0].grad_P[BLOCK + 1] = value
     before = copied(update)

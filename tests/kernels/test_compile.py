@@ -53,7 +53,7 @@ def test_kernels_when_compiled_for_each_gpu_then_none_complains(compiled):
 def test_kernels_when_launched_anywhere_then_are_compiled_here(compiled):
     """A kernel added to the package cannot be forgotten here."""
     names = {(record["module"], record["kernel"]) for record in compiled if record["target"] == 90}
-    for path in Path(weft.kernels.__path__[0]).glob("*.py"):
+    for path in Path(weft.kernels.__path__[0]).rglob("*.py"):
         for name in re.findall(r"^ +(_\w+)\[", path.read_text(), re.M):
             assert (path.stem, name) in names, f"{path.name}: {name}"
 
@@ -74,15 +74,16 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
-    from weft.kernels import expand, product, rotary, shrink, weight_grad
-    from weft.kernels.tables import Needs, Site, SlotTable, Span, TableSizes, row_tables
+    from weft.kernels.layers import rotary
+    from weft.kernels.lora import expand, product, shrink, weight_grad
+    from weft.kernels.lora.tables import Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
 
     num_rows, hidden = NUM_ROWS, HIDDEN
     heads = rotary.Heads(32, 8, 128)
     qkv = Site(0, heads.sizes, hidden)
     table = SlotTable((qkv,), torch.device("cpu"))
     table.needs = Needs.of([rank], drops=drops)
-    rows = row_tables([Span(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
+    rows = row_tables([SampleRows(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
     s = zeros(num_rows, 3 * rank)
     x, qkv_TE = zeros(num_rows, hidden), zeros(num_rows, sum(heads.sizes))
     place = (qkv, rows, table)
@@ -104,18 +105,17 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
 
 def launch_bare() -> None:
     """Calls every kernel function of the frozen model, the optimizer and the weights."""
-    from weft.kernels import (
-        adamw,
+    from weft.kernels import adamw
+    from weft.kernels.layers import (
         attention,
         attention_grad,
         cross_entropy,
-        fp8,
-        nf4,
         rms_norm,
         rotary,
         rounded_swiglu,
         swiglu,
     )
+    from weft.kernels.storage import fp8, nf4
 
     heads = rotary.Heads(32, 8, 128)
     x, qkv_TE, gu, act = (zeros(NUM_ROWS, n) for n in (HIDDEN, sum(heads.sizes), 2 * INNER, INNER))
@@ -145,7 +145,7 @@ def launch_bare() -> None:
         blocks = attention.AttentionBlocks(zeros(4, 4, dtype=torch.int32), ())
         out_THC, lse_HT = attention.attend_kernel(*parts, blocks, 0.1, window)
         attention_grad.attend_grad_kernel(out_THC, *parts, out_THC, lse_HT, blocks, 0.1, window)
-    lane = adamw.Lane(*(zeros(64, dtype=torch.float32) for _ in range(4)), 1e-3)
+    lane = adamw.ParameterLane(*(zeros(64, dtype=torch.float32) for _ in range(4)), 1e-3)
     updates = [adamw.Update((lane, lane), 1, (0.9, 0.999), 1e-8, 0.0, 1.0, True)]
     adamw.adamw_kernel(updates, zeros(1, dtype=torch.float32))
 

@@ -6,7 +6,7 @@ from synthetic_run import write_run
 
 from weft.report.charts import MAX_POINTS, draw_charts
 from weft.report.palette import job_colours
-from weft.report.run_data import RunData, Span, read_run
+from weft.report.run_data import ReportSpan, RunData, read_run
 from weft.report.time_charts import MAX_BARS, MAX_MICROBATCHES, drawn_microbatches
 
 
@@ -104,7 +104,7 @@ def test_timeline_when_a_microbatch_is_drawn_then_its_columns_add_up_to_its_fill
 def test_timeline_when_the_run_is_long_then_the_bars_are_capped(run: RunData) -> None:
     assert len(drawn_microbatches(run)) == MAX_MICROBATCHES
     shares = {f"job-{i}": 1.0 for i in range(100)}
-    crowded = tuple(Span("forward_backward", float(i), 1.0, 100, 128, shares) for i in range(MAX_MICROBATCHES))
+    crowded = tuple(ReportSpan("forward_backward", float(i), 1.0, 100, 128, shares) for i in range(MAX_MICROBATCHES))
     assert len(drawn_microbatches(dataclasses.replace(run, spans=crowded))) == MAX_BARS // 100
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.report.live import LiveTable, summary_table
-from weft.report.run_data import JobData, read_run
+from weft.report.run_data import JobReport, read_run
 
 
 def pipe(encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
@@ -146,6 +146,6 @@ def test_summary_table_then_one_row_per_job_with_its_remarks(run_dir: Path) -> N
 
 def test_summary_table_when_nothing_is_known_then_it_still_prints() -> None:
     console = Console(file=io.StringIO(), width=100)
-    console.print(summary_table([JobData("lost", {}, {})]))
+    console.print(summary_table([JobReport("lost", {}, {})]))
     assert isinstance(console.file, io.StringIO)
     assert "unknown" in console.file.getvalue()

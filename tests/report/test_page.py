@@ -10,7 +10,7 @@ from synthetic_run import write_json, write_run
 from weft.errors import MissingExtraError, StorageError
 from weft.report.document import json_for_script
 from weft.report.page import ReportExtra, Skill, render, write_report
-from weft.report.run_data import Span, read_run
+from weft.report.run_data import ReportSpan, read_run
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -106,7 +106,7 @@ def test_write_report_when_almost_everything_is_missing_then_there_is_still_a_pa
 
 def test_write_report_when_only_the_end_was_recorded_then_shares_are_of_that(run_dir: Path) -> None:
     run = read_run(run_dir)
-    late = tuple(Span("forward_backward", 1000.0 + i, 0.5, 1, 1, {}) for i in range(10))
+    late = tuple(ReportSpan("forward_backward", 1000.0 + i, 0.5, 1, 1, {}) for i in range(10))
     text = without_plotly(render(dataclasses.replace(run, spans=late)))
     assert "forward and backward <strong>52.6 %</strong>" in text
 

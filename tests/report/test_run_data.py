@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import StorageError
-from weft.report.run_data import JobData, number, read_run
+from weft.report.run_data import JobReport, number, read_run
 
 
 def write_metrics(run_dir: Path, *lines: str) -> None:
@@ -47,8 +47,8 @@ def test_read_run_when_the_loss_became_nan_then_the_last_finite_one_counts(run_d
 
 
 def test_remarks_then_they_tell_what_was_not_as_planned() -> None:
-    assert JobData("a", {}, {"state": "cancelled", "reason": "cancelled"}).remarks == ()
-    assert JobData("a", {}, {"early_stopped": True, "skipped_steps": 2}).remarks == (
+    assert JobReport("a", {}, {"state": "cancelled", "reason": "cancelled"}).remarks == ()
+    assert JobReport("a", {}, {"early_stopped": True, "skipped_steps": 2}).remarks == (
         "stopped early: the evaluation loss got no better",
         "2 steps skipped: loss or gradient not finite",
     )

@@ -15,9 +15,9 @@ from tiny_models import random_backbone
 from worker_bench import Bench
 
 from weft.data.prompts import prompt_of_chat
-from weft.engine.attach import StoredAdapter, attach_adapter
-from weft.engine.generate import Decoding, Request, generate
 from weft.errors import WeftError
+from weft.inference.attach import StoredAdapter, attach_adapter
+from weft.inference.generate import Decoding, Request, generate
 from weft.serve.errors import Busy
 from weft.serve.worker import speaker as speaker_module
 from weft.serve.worker.prompts import _safe_length

@@ -32,7 +32,7 @@ import weft.serve.jobs.claim
 import weft.serve.worker.held
 from weft import faults
 from weft.cli.worker import StopSignals
-from weft.engine.step import UnderWay
+from weft.engine.microbatch import MicrobatchInFlight
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import open_database
 from weft.serve.db.tables import EVENTS, FILES, JOBS, MODELS
@@ -273,14 +273,14 @@ def hung(place: Path) -> list[str]:
     """A worker whose training hangs for good, then one that is well."""
 
     def arm() -> None:
-        real, seen = UnderWay.count, iter(range(5))
+        real, seen = MicrobatchInFlight.count, iter(range(5))
 
-        def endless(self: UnderWay) -> float:
+        def endless(self: MicrobatchInFlight) -> float:
             if next(seen, None) is None:
                 time.sleep(3600)
             return real(self)
 
-        UnderWay.count = endless
+        MicrobatchInFlight.count = endless
 
     bench = bench_at(place)
     ends = [ended(child(place, before=arm, stuck_s=1.0))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from weft.cost.analytic import AnalyticCost
-from weft.cost.fit import Load
+from weft.cost.fit import MicrobatchLoad
 from weft.cost.hardware import find_hardware
 from weft.cost.profile import Measurement, Profile, Setup, fit_profile
 from weft.cost.profiled import ProfiledCost
@@ -112,7 +112,7 @@ def profile() -> Profile:
     setup = Setup("NVIDIA H200", "small", 64, 4, SHAPE.layer_weights, SHAPE.head_weights, 100, 2, 1)
     measurements = []
     for place in range(16):
-        load = Load.of([(8, [10 + 7 * place] * (1 + place % 3))], 1000 * (place % 4), 1)
+        load = MicrobatchLoad.of([(8, [10 + 7 * place] * (1 + place % 3))], 1000 * (place % 4), 1)
         memory = 1e6 + 1e3 * load.rows
         off = 1.01 if place % 4 == 3 else 1.0
         row = Measurement(load, 1e-6 * load.rows, 1e-6 * load.rows, 1e-5, memory, off * memory, place % 4 == 3)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from weft.cost.types import LinearCost
-from weft.engine.timeline import Timeline as Recorder
+from weft.engine.timeline import TimelineRecorder as Recorder
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.types import Microbatch, Segment
 from weft.simulate.gantt import gantt

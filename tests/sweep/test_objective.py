@@ -14,9 +14,9 @@ import weft
 from weft.backbone.load import load_backbone
 from weft.data.dataset import load_dataset
 from weft.demo.skills import SKILLS
-from weft.engine.evaluate import Means
-from weft.engine.score import Answer
+from weft.engine.evaluate import MeanScores
 from weft.errors import ConfigError, DataError
+from weft.inference.answers import Answer
 from weft.spec import BackboneSpec
 from weft.spec.sweep import ObjectiveSpec
 from weft.sweep.objective import Objective
@@ -84,8 +84,8 @@ def test_score_when_answers_are_compared_then_counts_what_the_metric_means(backb
 
 def test_perplexity_when_the_loss_is_huge_then_is_infinite_and_the_trial_fails(backbone):
     judge = objective(metric="perplexity")
-    assert judge.value(None, None, Means(2.0, 0.5), Path()) == math.exp(2.0)  # type: ignore[arg-type]
-    assert judge.value(None, None, Means(1e9, 0.5), Path()) == math.inf  # type: ignore[arg-type]
+    assert judge.value(None, None, MeanScores(2.0, 0.5), Path()) == math.exp(2.0)  # type: ignore[arg-type]
+    assert judge.value(None, None, MeanScores(1e9, 0.5), Path()) == math.inf  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_perplexity_when_the_loss_is_huge_then_is_infinite_and_the_trial_fails(b
 def test_token_accuracy_when_it_is_the_metric_then_larger_is_better_and_no_loss_is_no_accuracy(name):
     judge = objective(metric=name)
     assert (judge.metric, judge.is_max) == ("token_accuracy", True)
-    assert judge.value(None, None, Means(2.0, 0.25), Path()) == 0.25  # type: ignore[arg-type]
-    assert math.isnan(judge.value(None, None, Means(math.nan, 0.25), Path()))  # type: ignore[arg-type]
+    assert judge.value(None, None, MeanScores(2.0, 0.25), Path()) == 0.25  # type: ignore[arg-type]
+    assert math.isnan(judge.value(None, None, MeanScores(math.nan, 0.25), Path()))  # type: ignore[arg-type]
     judge.check([], None)  # type: ignore[arg-type]
 
 

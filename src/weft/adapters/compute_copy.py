@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from weft.adapters.lora import Adapter
-from weft.kernels.tables import Entry, padded
+from weft.kernels.lora.tables import Entry, padded
 
 
 class ComputeCopy:

@@ -29,11 +29,10 @@ import torch
 from torch import nn
 
 from weft.errors import ConfigError
-from weft.kernels.fp8 import Rows8, dequantise, has_fp8, quantise_rows
-from weft.kernels.int8 import quantise_int8
-from weft.kernels.nf4 import Nf4 as Nf4Codes
-from weft.kernels.nf4 import dequantise_nf4, quantise_nf4
-from weft.kernels.product import Factors
+from weft.kernels.lora.product import Factors
+from weft.kernels.storage.fp8 import Rows8, dequantise, has_fp8, quantise_rows
+from weft.kernels.storage.int8 import quantise_int8
+from weft.kernels.storage.nf4 import Nf4Codes, dequantise_nf4, quantise_nf4
 
 FP8_MULTIPLE = 16
 """Both dimensions of an FP8 product's weight are multiples of it; other weights stay dense."""

@@ -17,7 +17,7 @@ from weft.errors import AdapterFileError, ConfigError
 from weft.kernels.dropout import mix, module_key
 from weft.spec import AdapterSpec
 
-Shape = tuple[int, int]
+LinearShape = tuple[int, int]
 """(out, in) of a linear module."""
 
 
@@ -41,7 +41,7 @@ class LoraWeights:
         return self.a_RD.to(dtype), self.b_OR.to(dtype)
 
 
-def check_ranks(spec: AdapterSpec, modules: Mapping[str, Shape]) -> None:
+def check_ranks(spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
     """ConfigError if a rank is above what a module can have."""
     for path, shape in modules.items():
         rank = spec.rank_for(path)
@@ -55,7 +55,7 @@ def check_ranks(spec: AdapterSpec, modules: Mapping[str, Shape]) -> None:
 class Adapter:
     """The trainable parameters of one job on one backbone."""
 
-    def __init__(self, spec: AdapterSpec, modules: Mapping[str, Shape], seed: int, device: torch.device) -> None:
+    def __init__(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], seed: int, device: torch.device) -> None:
         """Modules: path and (out, in) of every adapted linear, in the backbone's order."""
         self.spec = spec
         check_ranks(spec, modules)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.adapters.linear import SlotLinear
-from weft.adapters.lora import Adapter, Shape, check_ranks
+from weft.adapters.lora import Adapter, LinearShape, check_ranks
 from weft.adapters.routing import Routing
 from weft.adapters.targets import choose_modules
 from weft.backbone.fused.memory import Memory
@@ -17,11 +17,11 @@ from weft.backbone.fused.model import fuse, why_not
 from weft.backbone.fused.runner import FusedRunner
 from weft.backbone.loss import Head, cross_entropy
 from weft.backbone.packed import PackedBatch
-from weft.backbone.running import Running, Score
+from weft.backbone.scores import PendingScores, Score
 from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
 from weft.errors import ModelError
+from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
-from weft.kernels.moment import Moment
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Backbone:
 
     def wait(self) -> None:
         """Until the device has done all that was asked of it."""
-        Moment(self.device).wait()
+        DeviceEvent(self.device).wait()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,7 +116,7 @@ class Backbone:
         """ConfigError if an adapter does not fit this backbone; makes none."""
         check_ranks(spec, self._targets(spec))
 
-    def _targets(self, spec: AdapterSpec) -> dict[str, Shape]:
+    def _targets(self, spec: AdapterSpec) -> dict[str, LinearShape]:
         chosen = choose_modules(spec, list(self.linears))
         return {path: (self.linears[path].out_features, self.linears[path].in_features) for path in chosen}
 
@@ -141,11 +141,11 @@ class Backbone:
         """Runs a microbatch; adds to every attached adapter's gradients; returns each segment's summed loss."""
         return self.launch(batch, row_tile).losses()
 
-    def launch(self, batch: PackedBatch, row_tile: int | None) -> Running:
+    def launch(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch, which adds to every attached adapter's gradients; a GPU works on after this returns."""
         if self.fused is not None:
             return self.fused.launch(batch, row_tile)
-        begun = Moment(self.device)
+        begun = DeviceEvent(self.device)
         hidden_TD = self._hidden(batch, row_tile)
         rows_ND = hidden_TD.detach()[batch.supervised_N]
         results_2N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, self.head)
@@ -154,16 +154,16 @@ class Backbone:
         grad_TD[batch.supervised_N] = grad_ND
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
-        return Running(results_2N, batch.counts, begun)
+        return PendingScores(results_2N, batch.counts, begun)
 
     @torch.no_grad()
     def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
         """Each segment's score, without gradients."""
         if self.fused is not None:
             return self.fused.look(batch, row_tile).scores()
-        begun = Moment(self.device)
+        begun = DeviceEvent(self.device)
         rows_ND = self._hidden(batch, row_tile)[batch.supervised_N]
-        return Running(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts, begun).scores()
+        return PendingScores(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts, begun).scores()
 
     @torch.no_grad()
     def logits(

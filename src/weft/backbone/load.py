@@ -21,7 +21,7 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.selfcheck import check_packing
 from weft.errors import MissingExtraError, ModelError
-from weft.kernels.fp8 import has_fp8
+from weft.kernels.storage.fp8 import has_fp8
 from weft.spec import BackboneSpec
 
 TINY = Path(__file__).parent / "tiny"

@@ -15,8 +15,8 @@ import torch
 
 from weft.adapters.routing import Rows, SlotRows, slot_rows
 from weft.data.sample import Sample
+from weft.kernels.device_event import sent
 from weft.kernels.dropout import row_keys
-from weft.kernels.moment import sent
 
 ADAPTER_WINDOW = 64
 """Rows per adapter product on a CPU; it divides the tile of frozen products. Fixed, so that no row's result depends on

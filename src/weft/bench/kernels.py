@@ -19,11 +19,11 @@ from weft.bench.figures import Figure, Kind
 from weft.bench.regimes import MIXED_RANKS
 from weft.errors import ConfigError, JobError, closest
 from weft.kernels.dropout import drop, keep_mask, module_key, row_keys
-from weft.kernels.expand import expand, expand_grad
-from weft.kernels.product import Factors, fits, product_grad_kernel, product_kernel
-from weft.kernels.shrink import shrink, shrink_grad
-from weft.kernels.tables import Entry, RowTables, Site, SlotTable, Span, TableSizes, padded, row_tables
-from weft.kernels.weight_grad import weight_grad
+from weft.kernels.lora.expand import expand, expand_grad
+from weft.kernels.lora.product import Factors, fits, product_grad_kernel, product_kernel
+from weft.kernels.lora.shrink import shrink, shrink_grad
+from weft.kernels.lora.tables import Entry, RowTables, SampleRows, Site, SlotTable, TableSizes, padded, row_tables
+from weft.kernels.lora.weight_grad import weight_grad
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (5120, 5120))
 """(D, O) of the linears the geometric mean is taken over."""
@@ -138,7 +138,7 @@ def make_linear(
         grad_a_RD, grad_b_OR = torch.zeros(rank, num_in, device=device), torch.zeros(num_out, rank, device=device)
         entry = Entry(rank, a_PD, b_OP, grad_a_RD, grad_b_OR, SCALE, case.dropout, module_key("bench"))
         jobs.append(Job(start, end, entry))
-        spans.append(Span(start, end, table.put({0: entry})))
+        spans.append(SampleRows(start, end, table.put({0: entry})))
     keys_T = torch.from_numpy(row_keys(1, num_rows).copy()).to(device)
     rows = row_tables(spans, TableSizes(num_rows, len(spans)), keys_T)
     return Linear(normal(num_out, num_in), tuple(jobs), site, rows, table)

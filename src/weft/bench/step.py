@@ -18,15 +18,15 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.load import fp8_copies
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.backbone.running import Running
+from weft.backbone.scores import PendingScores
 from weft.bench.bits import measure_bits
 from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
 from weft.bench.engine import measure_engine
 from weft.bench.regimes import Program, Run, Storage, Workload
 from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
-from weft.engine.optimizer import Optimizer, Results, step_together
 from weft.errors import JobError, ModelError
+from weft.execute.optimizer import Optimizer, Results, step_together
 from weft.kernels.dropout import mix
 from weft.spec import AdapterSpec, JobSpec
 
@@ -74,7 +74,7 @@ class Jobs:
                 self.adapters.append(backbone.new_adapter(AdapterSpec(r=rank, lora_dropout=workload.dropout), seed))
                 self.slots.append(backbone.attach(self.adapters[-1]))
         self.optimizers = [Optimizer(adapter, JOB) for adapter in self.adapters]
-        self._last: tuple[Running, Results] | None = None
+        self._last: tuple[PendingScores, Results] | None = None
         """The step that has not been looked at yet."""
         self.batch = self._pack(workload)
 
@@ -110,8 +110,8 @@ class Jobs:
         running = self.backbone.launch(self.batch, self.row_tile)
         self.look()
         owners = [self.slots.index(slot) for slot in self.batch.segment_slots if slot is not None]
-        sound_J = running.sound(owners, len(self.slots))
-        self._last = (running, step_together(self.optimizers, [True] * len(self.optimizers), sound_J))
+        finite_J = running.finite(owners, len(self.slots))
+        self._last = (running, step_together(self.optimizers, [True] * len(self.optimizers), finite_J))
 
     def look(self) -> None:
         """Reads what came out of the last step; waits for it."""

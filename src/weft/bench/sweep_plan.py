@@ -12,7 +12,7 @@ import time
 from weft.cost.hardware import find_hardware
 from weft.cost.shape import ModelShape
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep, violations
-from weft.plan.sweep.cost import Setting
+from weft.plan.sweep.cost import SweepSetting
 from weft.plan.sweep.published import plan_published
 from weft.plan.sweep.solo import Solo
 
@@ -77,7 +77,7 @@ def published(sizes: tuple[str, ...]) -> dict[str, float]:
 
 def batch8(shape: ModelShape, sample_tokens: int, longest_tokens: int) -> float:
     """Time of a step of 8 samples over that of 1, with PEFT on the GPUs that 8 take; PLoRA measured 1.10 for 7B."""
-    solo = Solo(Setting(shape, find_hardware(DEVICE), NUM_GPUS))
+    solo = Solo(SweepSetting(shape, find_hardware(DEVICE), NUM_GPUS))
     one, eight = (Configuration(f"b{n}", 32, n, 1, sample_tokens, longest_tokens) for n in (1, 8))
     found = solo.cheapest(eight)
     assert found is not None

@@ -23,11 +23,11 @@ import torch
 from weft.bench.clock import replayed_s
 from weft.bench.shapes import Shape
 from weft.kernels.dropout import row_keys
-from weft.kernels.expand import expand_grad_kernel, expand_kernel
-from weft.kernels.shrink import shrink_grad_kernel, shrink_kernel
-from weft.kernels.tables import Entry, RowTables, Site, SlotTable, Span, TableSizes, padded, row_tables
+from weft.kernels.lora.expand import expand_grad_kernel, expand_kernel
+from weft.kernels.lora.shrink import shrink_grad_kernel, shrink_kernel
+from weft.kernels.lora.tables import Entry, RowTables, SampleRows, Site, SlotTable, TableSizes, padded, row_tables
+from weft.kernels.lora.weight_grad import weight_grad_kernel
 from weft.kernels.tuning import Choice, Table, candidates, table_of, trying
-from weft.kernels.weight_grad import weight_grad_kernel
 
 NUM_JOBS = 4
 RANKS = {"16": 16, "64": 64, "more": 256}
@@ -81,7 +81,7 @@ def make_layer(
                 grads = (grad_a_MRD[part], grad_b_OR)
                 entries[site.module + part] = Entry(rank, a_MPD[part], b_OP, *grads, 2.0, dropout, site.module + part)
         start, end = num_rows * job // NUM_JOBS, num_rows * (job + 1) // NUM_JOBS
-        spans.append(Span(start, end, table.put(entries)))
+        spans.append(SampleRows(start, end, table.put(entries)))
     keys_T = torch.from_numpy(row_keys(1, num_rows).copy()).to(device)
     rows = row_tables(spans, TableSizes(num_rows, len(spans)), keys_T)
     widths = {width for site in sites.values() for width in (site.num_in, site.num_out)}

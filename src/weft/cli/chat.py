@@ -25,8 +25,8 @@ from weft.errors import DataError, WeftError
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
-    from weft.engine.attach import Attached
-    from weft.engine.generate import Decoding
+    from weft.inference.attach import Attached
+    from weft.inference.generate import Decoding
 
 HELP = """\
 /adapter NAME  talk to another adapter; the conversation starts anew
@@ -50,7 +50,7 @@ def chat(
     """Talk to an adapter; switch between several with /adapter NAME."""
     check_decoding(max_new_tokens, temperature, top_p, seed)
     with Console(stderr=True).status("loading the model"):
-        from weft.engine.generate import Decoding
+        from weft.inference.generate import Decoding
 
         loaded = load_voices(adapter, base_model, device, dtype)
     interactive = sys.stdin.isatty()
@@ -127,7 +127,7 @@ class Talk:
     def _answer(self, text: str) -> None:
         """Writes the answer as it comes; a turn that cannot be answered is forgotten."""
         from weft.data.prompts import prompt_of_chat
-        from weft.engine.generate import Request, generate
+        from weft.inference.generate import Request, generate
 
         backbone = self.loaded.backbone
         messages = [*self._messages, {"role": "user", "content": text}]

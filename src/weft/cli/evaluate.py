@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
     from weft.data.dataset import Dataset
     from weft.data.prompts import Prompt
-    from weft.engine.attach import Attached
+    from weft.inference.attach import Attached
 
 METRICS = ("loss", "perplexity", "token-accuracy", "exact-match")
 SCORED = METRICS[:-1]
@@ -128,8 +128,8 @@ def _add_scores(results: dict[str, dict[str, float]], loaded: Attached, datasets
 
 
 def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: dict[str, list[Prompt]]) -> None:
-    from weft.engine.generate import Decoding
-    from weft.engine.score import answers, exact_match
+    from weft.inference.answers import answers, exact_match
+    from weft.inference.generate import Decoding
 
     encode = loaded.backbone.tokenizer.encode
     references = {prompt.reference or "" for asked in prompts.values() for prompt in asked}

@@ -14,7 +14,7 @@ from rich.console import Console
 from weft.errors import AdapterFileError, ConfigError, StorageError, WeftError
 
 if TYPE_CHECKING:
-    from weft.engine.attach import StoredAdapter
+    from weft.inference.attach import StoredAdapter
 
 AdapterDir = Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="An adapter or a job's directory.")]
 
@@ -27,7 +27,7 @@ def export(
     ] = None,
 ) -> None:
     """Check that a server takes an adapter, copy it, and say how to serve it."""
-    from weft.engine.attach import read_named
+    from weft.inference.attach import read_named
     from weft.store.servers import SERVERS, check_servable
 
     if server not in SERVERS:
@@ -61,8 +61,8 @@ def merge(
     _refuse_existing(out)
     from transformers.utils import logging
 
-    from weft.engine.attach import common_base, read_named
-    from weft.engine.merge import merge_adapter
+    from weft.inference.attach import common_base, read_named
+    from weft.inference.merge import merge_adapter
     from weft.spec import BackboneSpec
 
     stored = read_named(str(adapter_dir))

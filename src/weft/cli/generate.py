@@ -18,8 +18,8 @@ from weft.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
     from weft.data.prompts import Prompt
-    from weft.engine.attach import Attached
-    from weft.engine.score import Answer
+    from weft.inference.answers import Answer
+    from weft.inference.attach import Attached
 
 COLDEST = 0.001
 """Lowest temperature that is not 0; below it, logits divided by it leave the range of float32."""
@@ -65,8 +65,8 @@ def generate(
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         reason = "is a directory; name a file." if out.is_dir() else "its directory does not exist."
         raise StorageError(reason, where=f"--out {out}")
-    from weft.engine.generate import Decoding
-    from weft.engine.score import answers
+    from weft.inference.answers import answers
+    from weft.inference.generate import Decoding
     from weft.store.atomic import write_file
 
     with Console(stderr=True).status("loading the model"):
@@ -103,7 +103,7 @@ def load_voices(
     adapters: list[str] | None, base_model: str | None, device: str, dtype: str, *, with_base: bool = False
 ) -> Attached:
     """The model with the adapters of the command line; what users should know about them goes to stderr."""
-    from weft.engine.attach import load_with_adapters
+    from weft.inference.attach import load_with_adapters
 
     loaded = load_with_adapters(adapters or (), base_model=base_model, device=device, dtype=dtype, with_base=with_base)
     for note in loaded.notes:

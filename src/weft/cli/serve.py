@@ -78,7 +78,7 @@ def serve(
     """Serve fine-tuning to many tenants behind OpenAI's API."""
     need_serve()
     from weft.serve.db.migrate import migrate
-    from weft.serve.settings import Limits, Settings
+    from weft.serve.settings import ServiceLimits, Settings
 
     settings = Settings(
         data_dir=data_dir,
@@ -89,7 +89,7 @@ def serve(
         port=port,
         auth=not no_auth,
         api_processes=api_processes,
-        limits=Limits(min_samples=min_samples),
+        limits=ServiceLimits(min_samples=min_samples),
     )
     database = open_home(settings)
     if migrate_only:

@@ -27,7 +27,7 @@ STEP_TERMS = ("fixed", "jobs", "parameters")
 
 
 @dataclass(frozen=True)
-class Load:
+class MicrobatchLoad:
     """What a microbatch asks of a device."""
 
     rows: int
@@ -46,13 +46,15 @@ class Load:
     fixed: int = 1
 
     @staticmethod
-    def of(jobs: Sequence[tuple[int, Sequence[int]]], parameters: int, row_tile: int = 1, widest_rank: int = 0) -> Load:
+    def of(
+        jobs: Sequence[tuple[int, Sequence[int]]], parameters: int, row_tile: int = 1, widest_rank: int = 0
+    ) -> MicrobatchLoad:
         """From each job's rank and the lengths of its samples; `widest_rank` is that of any attached adapter."""
         lengths = [length for _, own in jobs for length in own]
         rows = -(-sum(lengths) // row_tile) * row_tile
         ranks = [rank for rank, _ in jobs if rank]
         widest = rank_class([*ranks, widest_rank]) if ranks or widest_rank else 0
-        return Load(
+        return MicrobatchLoad(
             rows,
             sum(length * length for length in lengths),
             max(lengths, default=0) ** 2,
@@ -92,17 +94,17 @@ class Fit:
 
     prices: Mapping[str, float]
 
-    def predict(self, load: Load) -> float:
+    def predict(self, load: MicrobatchLoad) -> float:
         """Seconds or bytes of a load."""
         return sum(price * float(getattr(load, term)) for term, price in self.prices.items())
 
-    def error(self, loads: Sequence[Load], values: Sequence[float]) -> FitError:
+    def error(self, loads: Sequence[MicrobatchLoad], values: Sequence[float]) -> FitError:
         """How well it predicts these."""
         return FitError.of([self.predict(load) for load in loads], values)
 
 
 def fit(
-    loads: Sequence[Load],
+    loads: Sequence[MicrobatchLoad],
     values: Sequence[float],
     terms: Sequence[str],
     start: Fit | None = None,
@@ -144,15 +146,15 @@ class OnlineFit:
     window: int = 256
     """Measurements it remembers; older ones fade with the device's temper."""
     current: Fit | None = None
-    _seen: deque[tuple[Load, float]] = field(default_factory=deque)
+    _seen: deque[tuple[MicrobatchLoad, float]] = field(default_factory=deque)
     _errors: deque[tuple[float, float]] = field(default_factory=deque)
 
     @property
-    def seen(self) -> tuple[tuple[Load, float], ...]:
+    def seen(self) -> tuple[tuple[MicrobatchLoad, float], ...]:
         """The measurements it remembers."""
         return tuple(self._seen)
 
-    def observe(self, load: Load, value: float) -> None:
+    def observe(self, load: MicrobatchLoad, value: float) -> None:
         """Notes one measurement; values that are no measurement (zero, not finite) are left out."""
         if not (math.isfinite(value) and value > 0):
             return
@@ -163,12 +165,12 @@ class OnlineFit:
             while len(kept) > self.window:
                 kept.popleft()
 
-    def learn(self, seen: Sequence[tuple[Load, float]]) -> None:
+    def learn(self, seen: Sequence[tuple[MicrobatchLoad, float]]) -> None:
         """Fits measurements; what they do not tell is held by the fit there was before."""
         loads, values = zip(*seen, strict=True) if seen else ((), ())
         self.current = fit(loads, values, self.terms, self.current)
 
-    def predict(self, load: Load) -> float | None:
+    def predict(self, load: MicrobatchLoad) -> float | None:
         """Seconds or bytes of a load, from what has been learnt; None before anything has."""
         return None if self.current is None else self.current.predict(load)
 

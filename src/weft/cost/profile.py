@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from weft.cost.fit import MEMORY_TERMS, STEP_TERMS, TIME_TERMS, Fit, FitError, Load, fit
+from weft.cost.fit import MEMORY_TERMS, STEP_TERMS, TIME_TERMS, Fit, FitError, MicrobatchLoad, fit
 from weft.errors import ConfigError
 
 VERSION = 1
@@ -31,7 +31,7 @@ QUANTITIES: Mapping[str, Sequence[str]] = {
 class Measurement:
     """One microbatch, measured."""
 
-    load: Load
+    load: MicrobatchLoad
     forward_s: float
     backward_s: float
     step_s: float
@@ -85,11 +85,11 @@ class Profile:
         measured = [found.forward_s + found.backward_s for found in held]
         return FitError.of([self.seconds(found.load) for found in held], measured)
 
-    def memory_bytes(self, load: Load) -> float:
+    def memory_bytes(self, load: MicrobatchLoad) -> float:
         """What the allocator takes for a microbatch, everything included; add the margin to be safe."""
         return self.fits["reserved_bytes"].predict(load)
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: MicrobatchLoad) -> float:
         """A microbatch forward and back, without the optimizers."""
         return self.fits["forward_s"].predict(load) + self.fits["backward_s"].predict(load)
 
@@ -144,7 +144,8 @@ def _from_tree(tree: dict[str, Any]) -> Profile:
     }
     errors = {name: _record(FitError, tree["errors"][name]) for name in QUANTITIES}
     measurements = tuple(
-        _record(Measurement, {**found, "load": _record(Load, found["load"])}) for found in tree["measurements"]
+        _record(Measurement, {**found, "load": _record(MicrobatchLoad, found["load"])})
+        for found in tree["measurements"]
     )
     return Profile(_record(Setup, tree["setup"]), measurements, fits, errors)
 

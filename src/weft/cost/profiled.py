@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.cost.fit import Fit, Load
+from weft.cost.fit import Fit, MicrobatchLoad
 from weft.cost.hardware import find_hardware
 from weft.cost.profile import Profile
 from weft.cost.shape import stage_layers
@@ -55,7 +55,7 @@ class ProfiledCost:
         """One job's optimizer step on one stage."""
         setup = self.profile.setup
         parameters = self.rank * setup.layer_adapter_width * self._layers(stage)
-        return self.profile.fits["step_s"].predict(replace(Load.of([], parameters), jobs=1))
+        return self.profile.fits["step_s"].predict(replace(MicrobatchLoad.of([], parameters), jobs=1))
 
     def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
         """What a stage keeps of a microbatch between its forward and its backward."""
@@ -70,7 +70,7 @@ class ProfiledCost:
         The microbatch is each job's rank and the lengths of its samples; `ranks` are those of all adapters.
         """
         parameters = sum(ranks) * self.profile.setup.layer_adapter_width * self.profile.setup.num_layers
-        load = Load.of(microbatch, parameters, self.profile.setup.row_tile, max(ranks, default=0))
+        load = MicrobatchLoad.of(microbatch, parameters, self.profile.setup.row_tile, max(ranks, default=0))
         return round(self.profile.memory_bytes(load) * (1.0 + self.profile.margin))
 
     def _share_s(self, name: str, lengths: Sequence[int], stage: int) -> float:
@@ -85,10 +85,10 @@ class ProfiledCost:
         layers = self._layers(stage)
         return by_rows * (layers * setup.layer_weights + head) / whole + rest * layers / setup.num_layers
 
-    def _load(self, lengths: Sequence[int]) -> Load:
+    def _load(self, lengths: Sequence[int]) -> MicrobatchLoad:
         jobs = min(self.num_jobs, len(lengths))
         own = [lengths[job::jobs] for job in range(jobs)]
-        return Load.of([(self.rank, samples) for samples in own], 0, self.profile.setup.row_tile)
+        return MicrobatchLoad.of([(self.rank, samples) for samples in own], 0, self.profile.setup.row_tile)
 
     def _layers(self, stage: int) -> int:
         return stage_layers(self.profile.setup.num_layers, self.num_stages, self.split)[stage]

@@ -10,10 +10,10 @@ from pathlib import Path
 from weft.data.prompts import Prompt, load_prompts
 from weft.demo.skills import SKILLS, write_skill
 from weft.engine.engine import Engine
-from weft.engine.generate import Decoding
-from weft.engine.score import answers, exact_match
 from weft.engine.train import PreparedRun
 from weft.errors import StorageError
+from weft.inference.answers import answers, exact_match
+from weft.inference.generate import Decoding
 from weft.spec import RunSpec, run_from_mapping
 from weft.store.atomic import forget, storage_errors, write_file
 from weft.store.run_dir import RunDirectory

@@ -21,8 +21,7 @@ from weft.backbone.load import load_backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.cost.rows import capacities
 from weft.data.dataset import JobData
-from weft.engine.admission import Places
-from weft.engine.admit import admit
+from weft.engine.capacity import NO_ROOM, OUT_OF_MEMORY, TOO_LONG, CapacityLimit, release_memory
 from weft.engine.evaluate import evaluate_due
 from weft.engine.events import (
     EvalDone,
@@ -38,11 +37,12 @@ from weft.engine.events import (
     JobWarning,
     StepDone,
 )
-from weft.engine.keeper import Keeper
 from weft.engine.live_job import JobState, LiveJob
-from weft.engine.memory import NO_ROOM, OUT_OF_MEMORY, TOO_LONG, Room, release_memory
-from weft.engine.stretch import Plans, Stretch
-from weft.engine.timeline import Timeline
+from weft.engine.placement import Placement
+from weft.engine.prepare_job import prepare_job
+from weft.engine.program_run import LookaheadPlanner, ProgramRun
+from weft.engine.recorder import RunRecorder
+from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, ConfigError, DataError, JobError, StorageError
 from weft.plan.pack import pack
 from weft.plan.types import Limits, Planner
@@ -83,19 +83,19 @@ class Engine:
             backbone = BackboneSpec(backbone)
         self.backbone = load_backbone(backbone) if isinstance(backbone, BackboneSpec) else backbone
         self.jobs: dict[str, LiveJob] = {}
-        self.timeline = Timeline()
+        self.timeline = TimelineRecorder()
         self.planner = planner
         self.max_jobs = max_jobs
-        self._room = Room(self.backbone, capacities(capacity, self.backbone.device.type, longest), self.jobs)
-        self._places = Places(
+        self._room = CapacityLimit(self.backbone, capacities(capacity, self.backbone.device.type, longest), self.jobs)
+        self._places = Placement(
             self.backbone, self.jobs, max_jobs=max_jobs, job_memory=job_memory, weights=tenant_weights or {}
         )
-        self._plans = Plans(planner, self.timeline)
-        self._keeper = Keeper(self.backbone, self._room)
+        self._plans = LookaheadPlanner(planner, self.timeline)
+        self._keeper = RunRecorder(self.backbone, self._room)
         self._commands: deque[_Command] = deque()
         self._untold: deque[Event] = deque()
         """Steps that are done and not yet told."""
-        self._stretch: Stretch | None = None
+        self._stretch: ProgramRun | None = None
         """The last one; a microbatch of it may still run."""
         self._is_within = False
         """Something is under way of which jobs have not been told; for good, if it is interrupted."""
@@ -118,7 +118,7 @@ class Engine:
         """
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
-        job = admit(spec, data, self.backbone, self.limits.capacity, Path(base_dir))
+        job = prepare_job(spec, data, self.backbone, self.limits.capacity, Path(base_dir))
         self._places.check(job, self._room.least(job.longest))
         self.jobs[spec.name] = job
         self._commands.append(_Command("start", spec.name))
@@ -210,7 +210,7 @@ class Engine:
 
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Plans the next stretch and runs it, until its end or until something changes who trains."""
-        stretch = Stretch(self.backbone, running, self._plans, self.limits, self.row_tile, self.timeline)
+        stretch = ProgramRun(self.backbone, running, self._plans, self.limits, self.row_tile, self.timeline)
         self._stretch = stretch
         while names := stretch.next_jobs():
             done: list[Event] | None = None

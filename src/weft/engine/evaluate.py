@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
-from weft.engine.live_job import LiveJob, Looked
-from weft.engine.timeline import Timeline
+from weft.engine.live_job import EvalResult, LiveJob
+from weft.engine.timeline import TimelineRecorder
 
-Asked = tuple[int | None, Sequence[Sample]]
+ScoreRequest = tuple[int | None, Sequence[Sample]]
 """A slot (None: the bare backbone) and what it is evaluated on."""
 
 
 @dataclass(frozen=True)
-class Means:
+class MeanScores:
     """Over the supervised tokens of some samples; NaN if there are none."""
 
     loss: float
@@ -24,7 +24,7 @@ class Means:
     """The share of the tokens that had the largest logit."""
 
 
-def mean_scores(backbone: Backbone, requests: Sequence[Asked], capacity: int, row_tile: int) -> list[Means]:
+def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int) -> list[MeanScores]:
     """Per request its means, summed sample by sample in the given order."""
     placed = [(which, Placed(s, slot)) for which, (slot, samples) in enumerate(requests) for s in samples]
     sums, hits, counts = [0.0] * len(requests), [0] * len(requests), [0] * len(requests)
@@ -40,12 +40,14 @@ def mean_scores(backbone: Backbone, requests: Sequence[Asked], capacity: int, ro
             hits[which] += score.num_hits
             counts[which] += item.sample.num_supervised
         start = end
-    nothing = Means(float("nan"), float("nan"))
+    nothing = MeanScores(float("nan"), float("nan"))
     totals = zip(sums, hits, counts, strict=True)
-    return [Means(total / count, hit / count) if count else nothing for total, hit, count in totals]
+    return [MeanScores(total / count, hit / count) if count else nothing for total, hit, count in totals]
 
 
-def evaluate_due(backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row_tile: int, timeline: Timeline) -> None:
+def evaluate_due(
+    backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row_tile: int, timeline: TimelineRecorder
+) -> None:
     """Evaluates jobs at their last step in the same microbatches; each keeps its result until that is told."""
     tokens = {job.spec.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}
     requests = [(job.slot, job.data.eval.samples) for job in jobs if job.data.eval is not None]
@@ -54,4 +56,4 @@ def evaluate_due(backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row
         found = mean_scores(backbone, requests, capacity, row_tile)
     whole_s, total = timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
     for job, means in zip(jobs, found, strict=True):
-        job.looked = Looked(job.step, means.loss, means.accuracy, whole_s * tokens[job.spec.name] / total)
+        job.looked = EvalResult(job.step, means.loss, means.accuracy, whole_s * tokens[job.spec.name] / total)

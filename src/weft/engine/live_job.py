@@ -13,12 +13,12 @@ import torch
 from weft.adapters.lora import Adapter
 from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import Placed
-from weft.backbone.running import Score
+from weft.backbone.scores import Score
 from weft.data.dataset import JobData
 from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
-from weft.engine.optimizer import Optimizer, step_together
 from weft.engine.schedule import learning_rate, warmup_steps
+from weft.execute.optimizer import Optimizer, step_together
 from weft.kernels.adamw import Updated
 from weft.kernels.dropout import mix
 from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Segment
@@ -62,7 +62,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Looked:
+class EvalResult:
     """An evaluation that is done and not yet told."""
 
     step: int
@@ -123,7 +123,7 @@ class LiveJob:
         self.settled_step = 0
         """The last step after which everything due is done: metrics, evaluation, checkpoint, adapter."""
         self.evaluated_step = 0
-        self.looked: Looked | None = None
+        self.looked: EvalResult | None = None
         """The evaluation after its last step, if it was done together with others."""
         self.saved_step = 0
         self._batches: dict[int, GlobalBatch] = {}
@@ -211,7 +211,7 @@ class LiveJob:
             self.best_params = (tensors["best_a"].to(device), tensors["best_b"].to(device))
 
     @property
-    def is_sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether the loss of what has run of the global batch is finite."""
         return math.isfinite(self._loss_sum)
 
@@ -343,11 +343,12 @@ class LiveJob:
         return self._batches[step]
 
 
-def begin_steps(jobs: Sequence[LiveJob], sound_J: torch.Tensor | None = None) -> Callable[[], list[StepResult]]:
+def begin_steps(jobs: Sequence[LiveJob], finite_J: torch.Tensor | None = None) -> Callable[[], list[StepResult]]:
     """Starts to clip and apply the gradients of complete global batches, each job's as if alone; what is not finite is
-    left out. `sound_J`: whether losses are that nobody has counted yet. What is returned waits and counts the steps."""
+    left out. `finite_J`: whether losses are that nobody has counted yet. What is returned waits and counts the
+    steps."""
     rates = [job.begin_step() for job in jobs]
-    results = step_together([job.optimizer for job in jobs], [job.is_sound for job in jobs], sound_J)
+    results = step_together([job.optimizer for job in jobs], [job.is_finite for job in jobs], finite_J)
 
     def finish() -> list[StepResult]:
         counted = zip(jobs, rates, results(), strict=True)

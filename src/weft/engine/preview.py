@@ -15,11 +15,11 @@ import torch
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.out_of_memory import memory_errors
-from weft.engine.admission import activation_bytes
+from weft.engine.capacity import release_memory
 from weft.engine.engine import Engine
 from weft.engine.live_job import PLANNED_BATCHES, LiveJob
-from weft.engine.memory import release_memory
-from weft.engine.step import prepare
+from weft.engine.microbatch import prepare
+from weft.engine.placement import activation_bytes
 from weft.errors import ConfigError
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Microbatch

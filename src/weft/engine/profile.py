@@ -19,12 +19,12 @@ import torch
 from weft.adapters.frozen import quantisation
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.cost.fit import Load
+from weft.cost.fit import MicrobatchLoad
 from weft.cost.profile import Measurement, Profile, Setup, fit_profile
 from weft.data.sample import Sample
-from weft.engine.optimizer import Optimizer, step_together
-from weft.engine.tensor_bytes import TensorBytes, stored_bytes
 from weft.errors import ConfigError
+from weft.execute.optimizer import Optimizer, step_together
+from weft.execute.tensor_bytes import TensorBytes, stored_bytes
 from weft.spec import AdapterSpec, JobSpec
 
 SEED = 20260201
@@ -146,7 +146,7 @@ def measure_case(backbone: Backbone, case: Case, row_tile: int, repeats: int) ->
     finally:
         for slot in slots:
             backbone.detach(slot)
-    load = Load.of(case.jobs, sum(adapter.num_parameters for adapter in adapters), row_tile)
+    load = MicrobatchLoad.of(case.jobs, sum(adapter.num_parameters for adapter in adapters), row_tile)
     # A forward without gradients can be no slower than both passes; a noisy clock may still say so.
     backward = max(both - forward, 0.1 * both)
     return Measurement(load, forward, backward, stepping, peak, reserved, case.held_out)

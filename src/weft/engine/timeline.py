@@ -16,7 +16,7 @@ MAX_SPANS = 20_000
 """Spans kept; older ones go first."""
 
 
-class Timeline:
+class TimelineRecorder:
     """Spans since the start of a run."""
 
     def __init__(self, offset_s: float = 0.0) -> None:

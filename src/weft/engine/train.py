@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.data.dataset import JobData, load_job_data
+from weft.engine.capacity import load_within
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
-from weft.engine.keeper import check_data
 from weft.engine.live_job import JobState
-from weft.engine.memory import load_within
+from weft.engine.recorder import check_data
 from weft.errors import ConfigError, DataError, WeftError
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec

@@ -1,7 +1,7 @@
 """AdamW for every job that steps now, in one go: clipped, checked and stepped job by job.
 
     norm   = ‖(grad_a, grad_b)‖                           per job
-    factor = min(1, max_grad_norm / (norm + 1e-6))        1 without a limit; no update if unsound or norm not finite
+    factor = min(1, max_grad_norm / (norm + 1e-6))        1 without a limit; no update if loss or norm is not finite
     g = factor · grad;  m ← β₁ m + (1-β₁) g;  v ← β₂ v + (1-β₂) g²
     w ← (1 - rate · decay) w - rate / (1-β₁ᵗ) · m / (√v / √(1-β₂ᵗ) + ε)
     grad ← 0;  largest = max |w|                          per job
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.kernels.device_event import AsyncCopy, sent
 from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
-from weft.kernels.moment import Arrival, sent
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
+class ParameterLane:
     """One flat buffer with its gradient and moments."""
 
     params_P: torch.Tensor
@@ -42,7 +42,7 @@ class Lane:
 class Update:
     """One job's step: what to change, and how."""
 
-    lanes: tuple[Lane, Lane]
+    lanes: tuple[ParameterLane, ParameterLane]
     number: int
     """Which update of the job this is, counted from 1."""
     betas: tuple[float, float]
@@ -50,7 +50,7 @@ class Update:
     weight_decay: float
     max_grad_norm: float
     """0: no limit."""
-    is_sound: bool
+    is_finite: bool
     """Whether the loss is finite as far as the host knows; the update is left out if not."""
 
 
@@ -66,12 +66,12 @@ class Updated:
     """The loss or the gradient was not finite, so weights and moments stayed as they were."""
 
 
-def adamw_reference(updates: Sequence[Update], sound_J: torch.Tensor) -> list[Updated]:
+def adamw_reference(updates: Sequence[Update], finite_J: torch.Tensor) -> list[Updated]:
     """The same in plain torch, job by job."""
     results = []
-    for update, is_sound in zip(updates, sound_J.tolist(), strict=True):
+    for update, is_finite in zip(updates, finite_J.tolist(), strict=True):
         norm = float(torch.stack([lane.grad_P.norm() for lane in update.lanes]).norm())
-        skipped = not (update.is_sound and is_sound and math.isfinite(norm))
+        skipped = not (update.is_finite and is_finite and math.isfinite(norm))
         limit = update.max_grad_norm / (norm + 1e-6) if update.max_grad_norm else 1.0
         for lane in update.lanes:
             if not skipped:
@@ -146,7 +146,7 @@ def _squares_kernel(lanes_ptr, sums_ptr, num_lanes, BLOCK: tl.constexpr, LANES: 
 
 @jit
 def _norms_kernel(  # type: ignore[no-untyped-def]
-    lanes_ptr, numbers_ptr, sound_ptr, sums_ptr, norms_ptr, factors_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    lanes_ptr, numbers_ptr, finite_ptr, sums_ptr, norms_ptr, factors_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
     """A job's gradient norm, and what its gradient is multiplied by: negative if the step is left out."""
     job = tl.program_id(0)
@@ -164,9 +164,9 @@ def _norms_kernel(  # type: ignore[no-untyped-def]
     limit = tl.load(numbers_ptr + job * 20 + 8)
     factor = tl.div_rn(limit, norm + 1e-6)
     factor = tl.where((limit > 0) & (factor < 1), factor, 1.0)
-    is_sound = (tl.load(numbers_ptr + job * 20 + 9) > 0) & (tl.load(sound_ptr + job) > 0)
+    is_finite = (tl.load(numbers_ptr + job * 20 + 9) > 0) & (tl.load(finite_ptr + job) > 0)
     tl.store(norms_ptr + job, norm)
-    tl.store(factors_ptr + job, tl.where(is_sound & (norm < float("inf")), factor, -1.0))
+    tl.store(factors_ptr + job, tl.where(is_finite & (norm < float("inf")), factor, -1.0))
 
 
 @jit
@@ -212,7 +212,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK, False)
 
 
-def adamw_kernel(updates: Sequence[Update], sound_J: torch.Tensor) -> Callable[[], list[Updated]]:
+def adamw_kernel(updates: Sequence[Update], finite_J: torch.Tensor) -> Callable[[], list[Updated]]:
     """The same by three launches and one read, whatever the number of jobs."""
     lanes = [lane for update in updates for lane in update.lanes]
     device = lanes[0].params_P.device
@@ -223,35 +223,35 @@ def adamw_kernel(updates: Sequence[Update], sound_J: torch.Tensor) -> Callable[[
     numbers_L10 = sent(torch.tensor(numbers, dtype=torch.float32), device)
     sums = torch.empty(num_blocks, device=device)
     results_3J = torch.zeros(3, len(updates), device=device)
-    arrival = Arrival(results_3J)
+    arrival = AsyncCopy(results_3J)
     norms_J, largest_J, factors_J = results_3J[0], results_3J.view(torch.int32)[1], results_3J[2]
     shared = {"BLOCK": BLOCK, "LANES": max(FEWEST_LANES, next_power_of_2(len(lanes))), "num_warps": NUM_WARPS}
     _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
-    _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, sound_J, sums, norms_J, factors_J, BLOCK, CHUNK)
+    _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, finite_J, sums, norms_J, factors_J, BLOCK, CHUNK)
     _update_kernel[(num_blocks,)](lanes_L6, numbers_L10, factors_J, largest_J, len(lanes), **shared)
     arrival.begin()
     return lambda: [Updated(norm, size, factor < 0) for norm, size, factor in arrival.get().t().tolist()]
 
 
-def adamw(updates: Sequence[Update], sound_J: torch.Tensor | None = None) -> Callable[[], list[Updated]]:
+def adamw(updates: Sequence[Update], finite_J: torch.Tensor | None = None) -> Callable[[], list[Updated]]:
     """Starts the steps of all jobs given, each as if alone; gradients are zero afterwards.
 
-    `sound_J` says on the device whether each loss is finite, where the host does not know yet. What is returned waits
+    `finite_J` says on the device whether each loss is finite, where the host does not know yet. What is returned waits
     for the device and says what the steps did.
     """
     assert updates
-    if sound_J is None:
-        sound_J = torch.ones(len(updates), device=updates[0].lanes[0].params_P.device)
+    if finite_J is None:
+        finite_J = torch.ones(len(updates), device=updates[0].lanes[0].params_P.device)
     for lane in (lane for update in updates for lane in update.lanes):
         for tensor in (lane.params_P, lane.grad_P, lane.exp_avg_P, lane.exp_avg_sq_P):
             assert tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.shape == lane.params_P.shape
-    if runs_triton(sound_J):
-        return adamw_kernel(updates, sound_J)
-    results = adamw_reference(updates, sound_J)
+    if runs_triton(finite_J):
+        return adamw_kernel(updates, finite_J)
+    results = adamw_reference(updates, finite_J)
     return lambda: results
 
 
-def _numbers(update: Update, lane: Lane) -> tuple[float, ...]:
+def _numbers(update: Update, lane: ParameterLane) -> tuple[float, ...]:
     """A row of the table of numbers; worked out here in double precision."""
     beta1, beta2 = update.betas
     return (
@@ -264,11 +264,11 @@ def _numbers(update: Update, lane: Lane) -> tuple[float, ...]:
         math.sqrt(1 - beta2**update.number),
         update.eps,
         update.max_grad_norm,
-        float(update.is_sound),
+        float(update.is_finite),
     )
 
 
-def _addresses(lane: Lane) -> list[int]:
+def _addresses(lane: ParameterLane) -> list[int]:
     """A row of the table of lanes: where its buffers begin, and how long they are."""
     tensors = (lane.params_P, lane.grad_P, lane.exp_avg_P, lane.exp_avg_sq_P)
     addresses = [tensor.data_ptr() for tensor in tensors]

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from weft.kernels.launch import cdiv, next_power_of_2
-from weft.kernels.tables import ROW_TILE
+from weft.kernels.lora.tables import ROW_TILE
 
 REDUCTION = 128
 """Elements of one block along a summed dimension: part of every result, so never tuned. On an H200 128 moved 3.5 TB/s

@@ -96,7 +96,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldJob:
     """A job that does not train now, and why."""
 
     job: str
@@ -109,9 +109,9 @@ class Admission:
 
     start: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
-    preempt: tuple[Held, ...] = ()
-    wait: tuple[Held, ...] = ()
-    refuse: tuple[Held, ...] = ()
+    preempt: tuple[HeldJob, ...] = ()
+    wait: tuple[HeldJob, ...] = ()
+    refuse: tuple[HeldJob, ...] = ()
     """Those that can never fit; only jobs that do not train already."""
 
 
@@ -147,20 +147,20 @@ def admit(
     """Decides who trains from this step boundary on; tenants without a share have weight 1 and have had nothing."""
     _check(waiting, running, shares or {})
     reasons = [(a, budget.why_never(a.num_bytes)) for a in sorted(waiting, key=_rank)]
-    refuse = [Held(a.job, reason) for a, reason in reasons if reason is not None]
+    refuse = [HeldJob(a.job, reason) for a, reason in reasons if reason is not None]
     refused = {held.job for held in refuse}
     were_running = {a.job for a in running}
     taken = _Taken(budget)
-    preempt: list[Held] = []
-    wait: list[Held] = []
+    preempt: list[HeldJob] = []
+    wait: list[HeldJob] = []
     candidates = sorted((a for a in (*waiting, *running) if a.job not in refused), key=_rank)
     for _, equals in itertools.groupby(candidates, key=lambda a: a.priority):
         for applicant, reason in _serve(list(equals), taken, shares or {}):
             if applicant.job in were_running:
                 newcomers = [a.job for a in taken.order if a.job not in were_running]
-                preempt.append(Held(applicant.job, _displaced(newcomers, reason)))
+                preempt.append(HeldJob(applicant.job, _displaced(newcomers, reason)))
             else:
-                wait.append(Held(applicant.job, reason))
+                wait.append(HeldJob(applicant.job, reason))
     start = tuple(a.job for a in taken.order if a.job not in were_running)
     keep = tuple(a.job for a in taken.order if a.job in were_running)
     return Admission(start, keep, tuple(preempt), tuple(wait), tuple(refuse))

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from weft.report import readable
 from weft.report.progress import JobProgress, RunProgress
-from weft.report.run_data import JobData
+from weft.report.run_data import JobReport
 from weft.report.screen import Screen
 
 STATE_STYLES = {
@@ -156,7 +156,7 @@ class LiveTable:
                 self._screen.say(f"{job.name}: {place}, {_losses(job)}{pace}{left}")
 
 
-def summary_table(rows: Sequence[JobData]) -> Table:
+def summary_table(rows: Sequence[JobReport]) -> Table:
     """The results of a run, one row per job, as `read_run(...).jobs` gives them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("job", overflow="fold", min_width=8)

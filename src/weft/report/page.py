@@ -21,7 +21,7 @@ from weft.report.charts import draw_charts
 from weft.report.document import Cell, json_for_script, template_file, templates
 from weft.report.figure import graph_objects
 from weft.report.palette import job_colours
-from weft.report.run_data import JobData, RunData, read_run
+from weft.report.run_data import JobReport, RunData, read_run
 from weft.report.time_charts import drawn_microbatches
 from weft.store.atomic import write_file
 
@@ -143,7 +143,7 @@ def _job_rows(run: RunData) -> list[dict[str, Any]]:
     return rows
 
 
-def _cells(job: JobData) -> list[Cell]:
+def _cells(job: JobReport) -> list[Cell]:
     """Label, text and sort key of one job's numbers."""
     steps = f"{job.step:,}" if job.num_steps in (None, job.step) else f"{job.step:,} / {job.num_steps:,}"
     return [

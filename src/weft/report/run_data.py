@@ -45,7 +45,7 @@ class EvalPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ReportSpan:
     """One timed piece of the run's work."""
 
     name: str
@@ -58,7 +58,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class JobData:
+class JobReport:
     """What is known of one job."""
 
     name: str
@@ -151,8 +151,8 @@ class RunData:
     path: Path
     info: Mapping[str, Any]
     """run.json, or nothing."""
-    jobs: tuple[JobData, ...]
-    spans: tuple[Span, ...] = field(default=())
+    jobs: tuple[JobReport, ...]
+    spans: tuple[ReportSpan, ...] = field(default=())
     """The timeline in order of time."""
 
     @property
@@ -180,7 +180,7 @@ class RunData:
         return self.trained_tokens / self.seconds if self.seconds else None
 
     @property
-    def microbatches(self) -> tuple[Span, ...]:
+    def microbatches(self) -> tuple[ReportSpan, ...]:
         """The spans that trained."""
         return tuple(span for span in self.spans if span.name == "forward_backward")
 
@@ -211,13 +211,13 @@ def number(value: Any) -> float | None:
         return None
 
 
-def _read_job(run_dir: Path, name: str) -> JobData:
+def _read_job(run_dir: Path, name: str) -> JobReport:
     if Path(name).name != name:  # a name that would lead out of the run directory has no files here
-        return JobData(name, {}, {})
+        return JobReport(name, {}, {})
     job_dir = run_dir / name
     train, evals = _read_metrics(job_dir / "metrics.jsonl")
     adapter = next((d for d in (job_dir / "adapter", job_dir) if (d / "adapter_config.json").is_file()), None)
-    return JobData(
+    return JobReport(
         name,
         _read_mapping(job_dir / "job.json"),
         _read_mapping(job_dir / "status.json"),
@@ -262,13 +262,13 @@ def _replace_from(points: list[TrainPoint] | list[EvalPoint], step: int) -> None
         points.pop()
 
 
-def _read_spans(run_dir: Path) -> tuple[Span, ...]:
+def _read_spans(run_dir: Path) -> tuple[ReportSpan, ...]:
     events = _read_mapping(run_dir / "timeline.json").get("traceEvents")
     spans = [_span(event) for event in events if isinstance(event, Mapping)] if isinstance(events, list) else []
     return tuple(sorted((span for span in spans if span is not None), key=lambda span: span.start_s))
 
 
-def _span(event: Mapping[str, Any]) -> Span | None:
+def _span(event: Mapping[str, Any]) -> ReportSpan | None:
     start, duration = number(event.get("ts")), number(event.get("dur"))
     if event.get("ph") != "X" or start is None or duration is None:
         return None
@@ -277,7 +277,7 @@ def _span(event: Mapping[str, Any]) -> Span | None:
     jobs = args.get("jobs")
     shares = {str(job): number(tokens) or 0.0 for job, tokens in jobs.items()} if isinstance(jobs, Mapping) else {}
     tokens = number(args.get("tokens"))
-    return Span(
+    return ReportSpan(
         str(event.get("name")),
         start / 1e6,
         max(duration, 0.0) / 1e6,

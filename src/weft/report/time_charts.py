@@ -8,7 +8,7 @@ from typing import Any
 from weft.report import readable
 from weft.report.figure import Figure, bare_figure, graph_objects, label
 from weft.report.palette import faint, job_colours
-from weft.report.run_data import JobData, RunData, Span
+from weft.report.run_data import JobReport, ReportSpan, RunData
 from weft.report.series import in_chunks, rate_in_bins, rounded
 
 NUM_BINS = 90
@@ -82,10 +82,10 @@ def timeline(run: RunData) -> Figure | None:
     return figure
 
 
-def drawn_microbatches(run: RunData) -> tuple[Span, ...]:
+def drawn_microbatches(run: RunData) -> tuple[ReportSpan, ...]:
     """The first microbatches, as many as the timeline shows one by one."""
     num_bars = 0
-    shown: list[Span] = []
+    shown: list[ReportSpan] = []
     for span in run.microbatches[:MAX_MICROBATCHES]:
         num_bars += len(span.jobs)
         if num_bars > MAX_BARS and shown:
@@ -110,7 +110,7 @@ def _layer(run: RunData, index: int, times: list[float | None], rates: list[floa
     )
 
 
-def _token_intervals(job: JobData) -> list[tuple[float, float, float]]:
+def _token_intervals(job: JobReport) -> list[tuple[float, float, float]]:
     """(start, stop, tokens) between logged steps."""
     marks = [(p.time, p.num_tokens) for p in job.train if p.time is not None and p.num_tokens is not None]
     if not marks:
@@ -119,7 +119,7 @@ def _token_intervals(job: JobData) -> list[tuple[float, float, float]]:
     return [(job.start_s, *marks[0]), *later]
 
 
-def _columns(run: RunData, index: int, spans: tuple[Span, ...]) -> Any:
+def _columns(run: RunData, index: int, spans: tuple[ReportSpan, ...]) -> Any:
     """One job's part of every microbatch it is in; None if it is in none."""
     job = run.jobs[index].name
     own = [span for span in spans if span.jobs.get(job)]
@@ -157,5 +157,5 @@ def _lane(run: RunData, name: str, start_s: float, end_s: float) -> Any:
     )
 
 
-def _end(span: Span) -> float:
+def _end(span: ReportSpan) -> float:
     return span.start_s + span.duration_s

@@ -13,7 +13,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServiceLimits:
     """The most of everything one request may bring; per tenant limits are in the `tenants` table."""
 
     file_bytes: int = 512 * MIB
@@ -51,7 +51,7 @@ class Settings:
     auth: bool = True
     """Without it everybody is the tenant `default`; only on a loopback address."""
     api_processes: int = 1
-    limits: Limits = Limits()
+    limits: ServiceLimits = ServiceLimits()
 
     def __post_init__(self) -> None:
         if not self.auth and self.host not in LOOPBACK:

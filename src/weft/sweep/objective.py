@@ -20,13 +20,13 @@ import numpy as np
 from weft.backbone.backbone import Backbone
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
-from weft.engine.admission import WAITING
 from weft.engine.engine import Engine
-from weft.engine.evaluate import Means, mean_scores
-from weft.engine.generate import Decoding
+from weft.engine.evaluate import MeanScores, mean_scores
 from weft.engine.live_job import LiveJob
-from weft.engine.score import Answer, answers
+from weft.engine.placement import WAITING
 from weft.errors import ConfigError, DataError, JobError
+from weft.inference.answers import Answer, answers
+from weft.inference.generate import Decoding
 from weft.spec.sweep import COMMAND, ObjectiveSpec
 
 SPARE_TOKENS = 8
@@ -60,7 +60,7 @@ class Objective:
         if self._spec.needs_answers:
             self._asked(samples, backbone)
 
-    def value(self, engine: Engine, job: LiveJob, looked: Means | None, folder: Path) -> float:
+    def value(self, engine: Engine, job: LiveJob, looked: MeanScores | None, folder: Path) -> float:
         """The metric of a job as it is now; a JobError says why there is none.
 
         `looked` is the evaluation of these very weights, if there is one; a shell command finds the adapter in
@@ -79,7 +79,7 @@ class Objective:
             return means.accuracy if math.isfinite(means.loss) else math.nan
         return math.exp(means.loss) if means.loss < 700 else math.inf
 
-    def _evaluate(self, engine: Engine, job: LiveJob) -> Means:
+    def _evaluate(self, engine: Engine, job: LiveJob) -> MeanScores:
         assert job.data.eval is not None, "a sweep that is judged by evaluations has data for them"
         with _slot_of(job, engine.backbone) as slot:
             asked = [(slot, job.data.eval.samples)]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from weft.backbone.out_of_memory import memory_errors
-from weft.engine.evaluate import Means
+from weft.engine.evaluate import MeanScores
 from weft.engine.events import (
     EvalDone,
     Event,
@@ -57,7 +57,7 @@ class SweepRun:
         """Trials that wait at a rung."""
         self._is_closed = False
         """No more trials are asked for."""
-        self._best_look: dict[str, Means] = {}
+        self._best_look: dict[str, MeanScores] = {}
         """Of each trial, the evaluation with the smallest loss: that of its weights where patience ends it."""
         self._upcoming: deque[Trial] | None = None
         """The trials to come, if they are known."""
@@ -159,7 +159,7 @@ class SweepRun:
             self.ledger.tell_news("step", trial, "")
             self._check_budget()
         elif isinstance(event, EvalDone):
-            looked = Means(event.eval_loss, event.eval_mean_token_accuracy)
+            looked = MeanScores(event.eval_loss, event.eval_mean_token_accuracy)
             if event.is_best:
                 self._best_look[trial.name] = looked
             self._see(trial, looked)
@@ -203,7 +203,7 @@ class SweepRun:
         self.parts.engine.forget(trial.name)
         self._after(trial)
 
-    def _see(self, trial: Trial, looked: Means | None) -> None:
+    def _see(self, trial: Trial, looked: MeanScores | None) -> None:
         """Looks at the objective of a trial; one that has no value fails. Without an evaluation, it is made."""
         parts = self.parts
         job = parts.engine.jobs[trial.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from weft.engine.timeline import Timeline
+from weft.engine.timeline import TimelineRecorder
 from weft.simulate.timeline import Span
 from weft.sweep.trial import Trial
 
@@ -15,7 +15,7 @@ _SHARED = ("forward_backward", "step", "eval", "checkpoint")
 class Shares:
     """Reads an engine's timeline as it grows."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: TimelineRecorder) -> None:
         self._timeline = timeline
         self._last: Span | None = None
         """The last one that has been looked at."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weft.cost.hardware import DEVICES, Hardware
 from weft.cost.shape import ModelShape
 from weft.plan.sweep import Configuration
-from weft.plan.sweep.cost import PackCost, Setting
+from weft.plan.sweep.cost import PackCost, SweepSetting
 
 SHAPE = ModelShape("small", 64, 128, 2, 4, 2, 16, 256)
 MIB = 2**20
@@ -24,7 +24,7 @@ def device(memory_mib: float) -> Hardware:
 
 
 @st.composite
-def sweeps(draw: st.DrawFn, most: int, most_gpus: int) -> tuple[list[Configuration], Setting]:
+def sweeps(draw: st.DrawFn, most: int, most_gpus: int) -> tuple[list[Configuration], SweepSetting]:
     """Configurations and a setting in which each of them fits on all GPUs together at least."""
     configurations = [
         Configuration(
@@ -39,7 +39,7 @@ def sweeps(draw: st.DrawFn, most: int, most_gpus: int) -> tuple[list[Configurati
     ]
     # Rank 256 with its optimizer takes 9 MiB, a microbatch of 128 rows 1.3 MiB.
     memory = draw(st.sampled_from((12.0, 14.0, 25.0, 200.0)))
-    return configurations, Setting(SHAPE, device(memory), draw(st.integers(1, most_gpus)))
+    return configurations, SweepSetting(SHAPE, device(memory), draw(st.integers(1, most_gpus)))
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:

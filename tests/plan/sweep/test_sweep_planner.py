@@ -13,7 +13,7 @@ from sweep_cases import PEER, SHAPE, best_by_force, device, sweeps
 from weft.errors import ConfigError, PlanError
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep, violations
 from weft.plan.sweep.bounds import length_s, lower_bound_s, work_s
-from weft.plan.sweep.cost import PackCost, Setting
+from weft.plan.sweep.cost import PackCost, SweepSetting
 
 ONE = Configuration("one", 16, 4, 10, 100)
 
@@ -74,8 +74,8 @@ def test_bound_when_configurations_are_few_and_long_then_the_longest_alone_count
     assert lower_bound_s(many) == work_s(many) > length_s(many)
 
 
-def setting_of(num_gpus: int) -> Setting:
-    return Setting(SHAPE, device(200), num_gpus)
+def setting_of(num_gpus: int) -> SweepSetting:
+    return SweepSetting(SHAPE, device(200), num_gpus)
 
 
 def test_plan_when_adapters_fill_the_memory_then_they_train_in_turn():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from sweep_cases import PEER, SHAPE, device, sweeps
 
 from weft.plan.sweep import Configuration, plan_sweep, violations
-from weft.plan.sweep.cost import PackCost, Setting
+from weft.plan.sweep.cost import PackCost, SweepSetting
 from weft.plan.sweep.program import PackProgram
 from weft.plan.sweep.published import JobPlanner, Throughput, plan_published, tail_bound
 
@@ -19,7 +19,7 @@ MANY = [Configuration(f"c{i}", 16 << i % 3, 1 << i % 2, 10, 100) for i in range(
 
 @pytest.mark.parametrize(("gpus", "calls"), list(enumerate((1, 3, 6, 12, 22, 40, 71, 127), start=1)))
 def test_dtm_when_configurations_never_run_out_then_calls_the_solver_as_often_as_printed(gpus, calls):
-    planner = JobPlanner(PackCost(MANY, Setting(SHAPE, device(11), gpus)))
+    planner = JobPlanner(PackCost(MANY, SweepSetting(SHAPE, device(11), gpus)))
     kinds = planner.cost.kind_of
     left = tuple(kinds.count(kind) for kind in range(len(planner.cost.kinds)))
     policy = planner.dtm(gpus, left)

@@ -19,7 +19,7 @@ from weft.serve.db.engine import Database, open_database
 from weft.serve.db.migrate import migrate
 from weft.serve.jobs.states import move
 from weft.serve.records import checkpoints, files, keys, models, tenants
-from weft.serve.settings import Limits, Settings
+from weft.serve.settings import ServiceLimits, Settings
 
 TENANTS = ("acme", "globex")
 
@@ -108,7 +108,7 @@ def _empty_database() -> bytes:
 def make_home(directory: Path, **options: Any) -> Home:
     """A fresh service in a directory."""
     limits = {"file_bytes": 100_000, "line_bytes": 20_000, "disk_floor_bytes": 0, **options.pop("limits", {})}
-    settings = Settings(data_dir=directory, limits=Limits(**limits), **options)
+    settings = Settings(data_dir=directory, limits=ServiceLimits(**limits), **options)
     directory.mkdir(exist_ok=True)
     (directory / "weft.db").write_bytes(_empty_database())
     database, blobs = open_database(settings.db_url), Blobs(settings.store_url)

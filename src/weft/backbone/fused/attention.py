@@ -1,7 +1,7 @@
 """Causal attention inside samples for the fused step, forward and backward.
 
-On a GPU from Hopper on, and on a CPU, by weft.kernels.attention; on older GPUs by torch's variable-length kernel. Shape
-suffixes: T rows, E all heads of q, k and v side by side, H query heads, K key/value heads, C head size.
+On a GPU from Hopper on, and on a CPU, by weft.kernels.layers.attention; on older GPUs by torch's variable-length
+kernel. Shape suffixes: T rows, E all heads of q, k and v side by side, H query heads, K key/value heads, C head size.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from weft.backbone.attention import varlen
 from weft.backbone.fused.inputs import Inputs
-from weft.kernels.attention import AttentionBlocks, attend
-from weft.kernels.attention_grad import attend_grad
-from weft.kernels.rotary import Heads
+from weft.kernels.layers.attention import AttentionBlocks, attend
+from weft.kernels.layers.attention_grad import attend_grad
+from weft.kernels.layers.rotary import Heads
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QkvParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q_THC, k_TKC, v_TKC or their gradients."""
 
 
@@ -28,7 +28,7 @@ class Attended:
     """An attention's result, and the way back from it."""
 
     output_THC: torch.Tensor
-    gradients: Callable[[torch.Tensor], Parts]
+    gradients: Callable[[torch.Tensor], QkvParts]
     """From the gradient of the output to those of q, k and v; equal inputs give equal bits."""
 
 
@@ -49,26 +49,28 @@ def attention(
     blocks = AttentionBlocks(inputs.part("blocks"), inputs.spans)
     out_THC, lse_HT = attend(q_THC, k_TKC, v_TKC, blocks, scale, window)
 
-    def gradients(grad_THC: torch.Tensor) -> Parts:
+    def gradients(grad_THC: torch.Tensor) -> QkvParts:
         dqkv_TE = attend_grad(grad_THC, q_THC, k_TKC, v_TKC, out_THC, lse_HT, blocks, scale, window)
         return _parts(dqkv_TE, heads)
 
     return Attended(out_THC, gradients)
 
 
-def _parts(qkv_TE: torch.Tensor, heads: Heads) -> Parts:
+def _parts(qkv_TE: torch.Tensor, heads: Heads) -> QkvParts:
     q, k, v = (part.unflatten(1, (-1, heads.size)) for part in qkv_TE.split(heads.sizes, dim=1))
     return q, k, v
 
 
-def _torch_attention(parts: Parts, inputs: Inputs, scale: float, window: int | None, *, needs_grad: bool) -> Attended:
+def _torch_attention(
+    parts: QkvParts, inputs: Inputs, scale: float, window: int | None, *, needs_grad: bool
+) -> Attended:
     q, k, v = (part.detach().requires_grad_(needs_grad) for part in parts)
     with torch.set_grad_enabled(needs_grad):
         output_THC = varlen(q, k, v, inputs.part("bounds"), inputs.shape.longest, scale, window)
     return Attended(output_THC.detach(), partial(_torch_gradients, output_THC, (q, k, v)))
 
 
-def _torch_gradients(output_THC: torch.Tensor, leaves: Parts, grad_THC: torch.Tensor) -> Parts:
+def _torch_gradients(output_THC: torch.Tensor, leaves: QkvParts, grad_THC: torch.Tensor) -> QkvParts:
     with _deterministic():
         dq, dk, dv = torch.autograd.grad(output_THC, leaves, grad_THC)
     return dq, dk, dv

@@ -18,7 +18,7 @@ from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.step import run_backward, run_forward
 from weft.backbone.out_of_memory import memory_errors
-from weft.kernels.tables import SlotTable
+from weft.kernels.lora.tables import SlotTable
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from weft.backbone.packed import PackedBatch
-from weft.kernels.attention import BLOCK, attention_blocks
 from weft.kernels.launch import cdiv, next_power_of_2
-from weft.kernels.tables import BARE, RowTables, Span, TableSizes, table_arrays
+from weft.kernels.layers.attention import BLOCK, attention_blocks
+from weft.kernels.lora.tables import BARE, RowTables, SampleRows, TableSizes, table_arrays
 
 MIN_SPANS = 16
 MIN_TOLD_SPANS = 32
@@ -96,10 +96,10 @@ def input_array(batch: PackedBatch, shape: InputShape) -> np.ndarray:
     return buffer
 
 
-def spans_of(batch: PackedBatch) -> tuple[Span, ...]:
+def spans_of(batch: PackedBatch) -> tuple[SampleRows, ...]:
     """The samples with their slots in the table."""
     pairs = zip(batch.segments, batch.segment_slots, strict=True)
-    return tuple(Span(rows.start, rows.end, BARE if slot is None else slot) for rows, slot in pairs)
+    return tuple(SampleRows(rows.start, rows.end, BARE if slot is None else slot) for rows, slot in pairs)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Inputs:
 
     shape: InputShape
     buffer: torch.Tensor
-    spans: tuple[Span, ...] = ()
+    spans: tuple[SampleRows, ...] = ()
     """For the plain twins of the kernels; kernels read the tables."""
 
     def part(self, name: str) -> torch.Tensor:

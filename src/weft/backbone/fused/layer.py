@@ -24,21 +24,21 @@ import torch
 from weft.backbone.fused.attention import Attended, attention
 from weft.backbone.fused.inputs import Inputs
 from weft.backbone.fused.memory import Recompute
-from weft.backbone.fused.model import FusedModel, Layer, Product
-from weft.kernels.expand import expand, expand_grad
-from weft.kernels.fp8 import Rows8
-from weft.kernels.product import fits, product_grad_kernel, product_kernel
-from weft.kernels.rms_norm import add_norm, norm_grad
-from weft.kernels.rotary import rotate, rotate_grad
-from weft.kernels.rounded_swiglu import rounded_swiglu, rounded_swiglu_grad
-from weft.kernels.shrink import shrink, shrink_grad
-from weft.kernels.swiglu import swiglu, swiglu_grad
-from weft.kernels.tables import Delta, SlotTable
-from weft.kernels.weight_grad import weight_grad
+from weft.backbone.fused.model import FusedLayer, FusedModel, Product
+from weft.kernels.layers.rms_norm import add_norm, norm_grad
+from weft.kernels.layers.rotary import rotate, rotate_grad
+from weft.kernels.layers.rounded_swiglu import rounded_swiglu, rounded_swiglu_grad
+from weft.kernels.layers.swiglu import swiglu, swiglu_grad
+from weft.kernels.lora.expand import expand, expand_grad
+from weft.kernels.lora.product import fits, product_grad_kernel, product_kernel
+from weft.kernels.lora.shrink import shrink, shrink_grad
+from weft.kernels.lora.tables import Delta, SlotTable
+from weft.kernels.lora.weight_grad import weight_grad
+from weft.kernels.storage.fp8 import Rows8
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """The residual stream between two layers: x, and what is still to be added to it."""
 
     x_TD: torch.Tensor
@@ -140,7 +140,7 @@ def _biased(y_TO: torch.Tensor, product: Product) -> torch.Tensor:
     return y_TO if product.bias_O is None else y_TO.add_(product.bias_O)
 
 
-def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kept]:
+def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tuple[ResidualStream, Kept]:
     """The stream after the layer, and what its backward needs."""
     eps = context.model.eps
     x_TD, h_TD = add_norm(stream.x_TD, stream.y_TD, layer.norm_in_D, eps)
@@ -162,7 +162,7 @@ def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kep
     del h_TD
     act_TI, act8 = rounded_swiglu(gu_TJ) if layer.down.weight.rounds_inputs else (swiglu(gu_TJ), None)
     y_TD, s_down = context.linear(layer.down, act_TI, act8)
-    after = Stream(mid_TD, y_TD)
+    after = ResidualStream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
         return after, Kept(x_TD)
     raw = raw_TE if layer.head_norms is not None else None
@@ -170,16 +170,18 @@ def forward(layer: Layer, stream: Stream, context: Context) -> tuple[Stream, Kep
     return after, Kept(x_TD, s_qkv, raw, attended, s_out, mid_TD, s_gate_up, gu, s_down)
 
 
-def backward(layer: Layer, kept: Kept, dx_TD: torch.Tensor, context: Context, *, is_first: bool) -> torch.Tensor | None:
+def backward(
+    layer: FusedLayer, kept: Kept, dx_TD: torch.Tensor, context: Context, *, is_first: bool
+) -> torch.Tensor | None:
     """The gradient of the stream before the layer (None before the first); adds to all adapters' gradients."""
     if kept.attended is None:
         everything = replace(context, recompute="none")
-        _, kept = forward(layer, Stream(kept.x_TD), everything)
+        _, kept = forward(layer, ResidualStream(kept.x_TD), everything)
     dmid_TD = _backward_mlp(layer, kept, dx_TD, context)
     return _backward_attention(layer, kept, dmid_TD, context, is_first=is_first)
 
 
-def _backward_mlp(layer: Layer, kept: Kept, dx_TD: torch.Tensor, context: Context) -> torch.Tensor:
+def _backward_mlp(layer: FusedLayer, kept: Kept, dx_TD: torch.Tensor, context: Context) -> torch.Tensor:
     model, is_adapted = context.model, context.inputs.shape.is_adapted
     assert kept.mid_TD is not None
     gu_TJ = kept.gu_TJ
@@ -208,7 +210,7 @@ def _backward_mlp(layer: Layer, kept: Kept, dx_TD: torch.Tensor, context: Contex
 
 
 def _backward_attention(
-    layer: Layer, kept: Kept, dmid_TD: torch.Tensor, context: Context, *, is_first: bool
+    layer: FusedLayer, kept: Kept, dmid_TD: torch.Tensor, context: Context, *, is_first: bool
 ) -> torch.Tensor | None:
     model, is_adapted = context.model, context.inputs.shape.is_adapted
     assert kept.attended is not None

@@ -15,8 +15,8 @@ import torch
 from weft.adapters.frozen import FrozenWeight, join
 from weft.adapters.linear import SlotLinear
 from weft.backbone.fused.attention import needs_bounds
-from weft.kernels.rotary import Heads, Norms
-from weft.kernels.tables import Site
+from weft.kernels.layers.rotary import Heads, Norms
+from weft.kernels.lora.tables import Site
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are: norm, attention with rotary positions, norm, SwiGLU."""
@@ -35,7 +35,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Layer:
+class FusedLayer:
     """One decoder layer."""
 
     qkv: Product
@@ -54,7 +54,7 @@ class FusedModel:
     """A whole llama-like model."""
 
     embedding_VD: torch.Tensor
-    layers: tuple[Layer, ...]
+    layers: tuple[FusedLayer, ...]
     norm_D: torch.Tensor
     eps: float
     heads: Heads
@@ -110,7 +110,7 @@ def fuse(model: Any, linears: Mapping[str, SlotLinear]) -> FusedModel:
     )
 
 
-def _layer(index: int, block: Any, linears: Mapping[str, SlotLinear], paths: list[str], config: Any) -> Layer:
+def _layer(index: int, block: Any, linears: Mapping[str, SlotLinear], paths: list[str], config: Any) -> FusedLayer:
     prefix = next(path for path in paths if f"layers.{index}." in path).partition(f"layers.{index}.")[0]
     named = ([f"{prefix}layers.{index}.{name}" for name in names] for names in _SITES)
     qkv, out, gate_up, down = (_product(names, linears, paths) for names in named)
@@ -121,7 +121,7 @@ def _layer(index: int, block: Any, linears: Mapping[str, SlotLinear], paths: lis
     # Mistral has one window for all layers, Qwen one per layer.
     window = getattr(attention, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
     weights = block.input_layernorm.weight, block.post_attention_layernorm.weight
-    return Layer(qkv, out, gate_up, down, *weights, norms, window)
+    return FusedLayer(qkv, out, gate_up, down, *weights, norms, window)
 
 
 def _product(names: list[str], linears: Mapping[str, SlotLinear], paths: list[str]) -> Product:

@@ -22,9 +22,9 @@ from weft.backbone.fused.step import LOSS_ROWS, Passed, run_backward, run_forwar
 from weft.backbone.fused.tiles import tile_for
 from weft.backbone.loss import BLOCK, Head
 from weft.backbone.packed import PackedBatch
-from weft.backbone.running import Running
-from weft.kernels.moment import Moment, sent
-from weft.kernels.tables import Needs, SlotTable
+from weft.backbone.scores import PendingScores
+from weft.kernels.device_event import DeviceEvent, sent
+from weft.kernels.lora.tables import Needs, SlotTable
 
 MAX_GRAPHS = 8
 """Captured graphs kept; they share their memory, so each costs little beyond the time to capture it."""
@@ -58,12 +58,12 @@ class FusedRunner:
         self.table.remove(slot)
         del self._copies[slot]
 
-    def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> Running:
+    def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
         """Starts a microbatch forward and back; adds to every attached adapter's gradients.
 
         Without adapters there is nothing to go back for; `through` goes all the same, to measure what it costs.
         """
-        begun = Moment(self._device)
+        begun = DeviceEvent(self._device)
         shape = input_shape(batch, with_longest=needs_bounds(self._device))
         goes_back = through or shape.is_adapted
         rows_N, targets_N, weights_N = self._supervised(batch)
@@ -72,17 +72,17 @@ class FusedRunner:
             results_2N, grad_ND = self._loss(passed.hidden_TD[rows_N], targets_N, weights_N)
             if goes_back:
                 run_backward(passed, torch.zeros_like(passed.hidden_TD).index_copy_(0, rows_N, grad_ND))
-            return Running(results_2N, batch.counts, begun)
+            return PendingScores(results_2N, batch.counts, begun)
         captured = self._replay(batch, shape, row_tile)
         results_2N, grad_ND = self._loss(captured.hidden_TD[rows_N], targets_N, weights_N)
         if goes_back:
             captured.grad_TD.zero_().index_copy_(0, rows_N, grad_ND)
             captured.backward.replay()
-        return Running(results_2N, batch.counts, begun)
+        return PendingScores(results_2N, batch.counts, begun)
 
-    def look(self, batch: PackedBatch, row_tile: int | None) -> Running:
+    def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
-        begun = Moment(self._device)
+        begun = DeviceEvent(self._device)
         shape = input_shape(batch, with_longest=needs_bounds(self._device))
         rows_N, targets_N, _ = self._supervised(batch)
         if self._is_captured:
@@ -90,7 +90,7 @@ class FusedRunner:
         else:
             hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
         block = LOSS_ROWS if self._device.type == "cuda" else BLOCK
-        return Running(run_loss(hidden_TD[rows_N], targets_N, None, self._head, block)[0], batch.counts, begun)
+        return PendingScores(run_loss(hidden_TD[rows_N], targets_N, None, self._head, block)[0], batch.counts, begun)
 
     def forget(self) -> None:
         """Gives captured graphs and their memory back."""

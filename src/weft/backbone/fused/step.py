@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from weft.backbone.fused.inputs import Inputs
-from weft.backbone.fused.layer import Context, Kept, Stream, backward, forward
+from weft.backbone.fused.layer import Context, Kept, ResidualStream, backward, forward
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.offload import Offload, Parked
 from weft.backbone.loss import Head
-from weft.kernels.cross_entropy import cross_entropy_rows
-from weft.kernels.rms_norm import add_norm, norm_grad
-from weft.kernels.tables import SlotTable
+from weft.kernels.layers.cross_entropy import cross_entropy_rows
+from weft.kernels.layers.rms_norm import add_norm, norm_grad
+from weft.kernels.lora.tables import SlotTable
 
 LOSS_ROWS = 1024
 """Rows of logits that exist at once on a GPU; fixed, so that a row's result does not depend on how many there are."""
@@ -55,7 +55,7 @@ def run_forward(
     angles_TF = inputs.part("positions").float()[:, None] * model.frequencies_F
     cos_TF, sin_TF = angles_TF.cos() * model.rotary_scale, angles_TF.sin() * model.rotary_scale
     context = Context(model, inputs, table, cos_TF, sin_TF, row_tile, memory.recompute, needs_grad)
-    stream = Stream(F.embedding(inputs.part("ids"), model.embedding_VD))
+    stream = ResidualStream(F.embedding(inputs.part("ids"), model.embedding_VD))
     offload = Offload(stream.x_TD.device) if memory.offload and needs_grad else None
     kept: list[Kept] = []
     parked: list[Parked] = []

@@ -3,7 +3,7 @@
 from weft.plan.fuse.align import Alignment, align
 from weft.plan.fuse.buckets import Balance, balance
 from weft.plan.fuse.interleave import LaunchOrder, interleave, tensor_parallel_clock
-from weft.plan.fuse.operators import Operator, Subgraph, segment
+from weft.plan.fuse.operators import FusedOperator, Subgraph, segment
 from weft.plan.fuse.partition import Fusion, fuse, fuse_by_count
 from weft.plan.fuse.plan import FusionPlan, plan_fusion
 from weft.plan.fuse.tasks import FusedTask, FuseTask, Pipe
@@ -13,12 +13,12 @@ __all__ = [
     "Alignment",
     "Balance",
     "FuseTask",
+    "FusedOperator",
     "FusedTask",
     "Fusion",
     "FusionPlan",
     "Launch",
     "LaunchOrder",
-    "Operator",
     "Pipe",
     "Subgraph",
     "Template",

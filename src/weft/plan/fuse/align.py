@@ -25,7 +25,7 @@ FLOOR_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkPiece:
     """A run of one sample's tokens inside a chunk."""
 
     sample: int
@@ -41,7 +41,7 @@ class Chunk:
 
     job: str
     pack: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkPiece, ...]
     after: int | None
     """The chunk, by number, that holds the tokens before its first piece; None if a sample begins here."""
     context_chunks: int
@@ -156,7 +156,7 @@ def _num_waiting(lengths: Sequence[int], chunk: int) -> int:
 
 def _cut(job: str, pack: int, base: int, members: range, lengths: Sequence[int], chunk: int) -> list[Chunk]:
     """The chunks of one pack; its first has the number `base`."""
-    rows: list[list[Piece]] = [[]]
+    rows: list[list[ChunkPiece]] = [[]]
     begins: dict[int, int] = {}
     free = chunk
     for sample in members:
@@ -167,7 +167,7 @@ def _cut(job: str, pack: int, base: int, members: range, lengths: Sequence[int],
                 free = chunk
             begins.setdefault(sample, len(rows) - 1)
             take = min(free, lengths[sample] - done)
-            rows[-1].append(Piece(sample, done, take))
+            rows[-1].append(ChunkPiece(sample, done, take))
             done, free = done + take, free - take
     chunks = []
     for place, pieces in enumerate(rows):

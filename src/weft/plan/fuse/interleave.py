@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.plan.fuse.operators import Operator, Subgraph, segment, tensor_parallel_chain
+from weft.plan.fuse.operators import FusedOperator, Subgraph, segment, tensor_parallel_chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Lanes:
         """When both lanes are done."""
         return max(self.free_at.values())
 
-    def start(self, operator: Operator) -> float:
+    def start(self, operator: FusedOperator) -> float:
         """When this operator would start if it came next."""
         return max([self.free_at[operator.is_communication], *(self.ends[name] for name in operator.after)])
 
@@ -62,7 +62,7 @@ class Lanes:
             self.free_at[operator.is_communication] = self.ends[operator.name] = end
 
 
-def interleave(operators: Sequence[Operator]) -> LaunchOrder:
+def interleave(operators: Sequence[FusedOperator]) -> LaunchOrder:
     """The best launch order found for these tasks' operators."""
     subgraphs = segment(operators)
     sequential = sequential_order(subgraphs)

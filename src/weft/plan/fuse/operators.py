@@ -15,7 +15,7 @@ from weft.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class FusedOperator:
     """One operator of one task."""
 
     name: str
@@ -32,7 +32,7 @@ class Operator:
 class Subgraph:
     """Operators of one task that are launched together, each needing the one before."""
 
-    operators: tuple[Operator, ...]
+    operators: tuple[FusedOperator, ...]
     depth: int
     """Longest chain of subgraphs before it; the shallowest have priority, which interleaves the tasks."""
     after: tuple[int, ...]
@@ -49,13 +49,13 @@ class Subgraph:
         return sum(o.seconds for o in self.operators)
 
 
-def segment(operators: Sequence[Operator]) -> tuple[Subgraph, ...]:
+def segment(operators: Sequence[FusedOperator]) -> tuple[Subgraph, ...]:
     """The subgraphs of these operators, in an order in which they could run.
 
     An operator joins the subgraph of the one operator it needs if that is its last so far, computes and belongs to the
     same task. Edges therefore enter a subgraph only at its head, and no cycle can arise between subgraphs.
     """
-    runs: list[list[Operator]] = []
+    runs: list[list[FusedOperator]] = []
     home: dict[str, int] = {}
     for operator in sorted_by_need(operators):
         run = home[operator.after[0]] if len(operator.after) == 1 else None
@@ -73,12 +73,12 @@ def segment(operators: Sequence[Operator]) -> tuple[Subgraph, ...]:
     return tuple(subgraphs)
 
 
-def _joins(operator: Operator, last: Operator) -> bool:
+def _joins(operator: FusedOperator, last: FusedOperator) -> bool:
     is_next = operator.after == (last.name,) and operator.task == last.task
     return is_next and not (last.is_communication or last.is_adapter or operator.is_adapter)
 
 
-def sorted_by_need(operators: Sequence[Operator]) -> list[Operator]:
+def sorted_by_need(operators: Sequence[FusedOperator]) -> list[FusedOperator]:
     """The operators, each after those it needs; the given order where it is free. Refuses cycles by name."""
     known = {o.name for o in operators}
     if len(known) != len(operators):
@@ -89,11 +89,11 @@ def sorted_by_need(operators: Sequence[Operator]) -> list[Operator]:
         for name in operator.after:
             if name not in known:
                 raise PlanError(f"needs '{name}', which is no operator here.", where=operator.name)
-    ordered: list[Operator] = []
+    ordered: list[FusedOperator] = []
     done: set[str] = set()
     waiting = list(operators)
     while waiting:
-        still: list[Operator] = []
+        still: list[FusedOperator] = []
         for operator in waiting:
             if done.issuperset(operator.after):
                 ordered.append(operator)
@@ -106,13 +106,15 @@ def sorted_by_need(operators: Sequence[Operator]) -> list[Operator]:
     return ordered
 
 
-def tensor_parallel_chain(task: str, num_blocks: int, compute_s: float, communication_s: float) -> tuple[Operator, ...]:
+def tensor_parallel_chain(
+    task: str, num_blocks: int, compute_s: float, communication_s: float
+) -> tuple[FusedOperator, ...]:
     """A stage of `num_blocks` attention or MLP blocks that each end in an all-reduce; the seconds are those of all."""
-    operators: list[Operator] = []
+    operators: list[FusedOperator] = []
     for block in range(num_blocks):
         after = (operators[-1].name,) if operators else ()
-        compute = Operator(f"{task}.{block}.compute", task, compute_s / num_blocks, after=after)
-        reduce = Operator(
+        compute = FusedOperator(f"{task}.{block}.compute", task, compute_s / num_blocks, after=after)
+        reduce = FusedOperator(
             f"{task}.{block}.reduce", task, communication_s / num_blocks, is_communication=True, after=(compute.name,)
         )
         operators += [compute, reduce]

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from weft.errors import PlanError
 from weft.plan.fuse.tasks import FusedTask, FuseTask, Pipe, check_tasks
 
-Table = npt.NDArray[np.float64]
+CostTable = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def fuse_by_count(tasks: Sequence[FuseTask], pipe: Pipe) -> tuple[Fusion, ...]:
     )
 
 
-def _price(ordered: Sequence[FuseTask], pipe: Pipe) -> tuple[Table, Table]:
+def _price(ordered: Sequence[FuseTask], pipe: Pipe) -> tuple[CostTable, CostTable]:
     """L of tasks 0 … i, and C · mean pass of tasks l … i; infinite where they do not fit or l > i."""
     num_tasks = len(ordered)
     first_N = np.full(num_tasks, np.inf)

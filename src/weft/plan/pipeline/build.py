@@ -29,8 +29,8 @@ from weft.plan.pack.stream import with_noops
 from weft.plan.pipeline.arrange import by_rounds, by_template
 from weft.plan.pipeline.eager import eager_orders
 from weft.plan.pipeline.interleave import interleaved_orders
-from weft.plan.pipeline.lead import Order, orders_by_lead
-from weft.plan.pipeline.stream import Stream, read_stream
+from weft.plan.pipeline.lead import LeadOrder, orders_by_lead
+from weft.plan.pipeline.stream import BatchStream, read_stream
 from weft.plan.stages import Backward, Forward, Receive, Send, StagedProgram, StageInstruction, StageStep
 from weft.plan.types import Microbatch
 
@@ -147,7 +147,7 @@ def _require_fit(program: StagedProgram, cost: CostModel, memory_bytes: Sequence
             )
 
 
-def _assemble(stream: Stream, orders: Sequence[Order], num_chunks: int) -> StagedProgram:
+def _assemble(stream: BatchStream, orders: Sequence[LeadOrder], num_chunks: int) -> StagedProgram:
     """Puts every computation between its transfers, and every step behind its last backward."""
     num_stages = len(orders)
     stages = tuple(
@@ -157,7 +157,7 @@ def _assemble(stream: Stream, orders: Sequence[Order], num_chunks: int) -> Stage
 
 
 def _with_transfers(
-    stream: Stream, order: Order, stage: int, num_stages: int, num_chunks: int
+    stream: BatchStream, order: LeadOrder, stage: int, num_stages: int, num_chunks: int
 ) -> list[StageInstruction]:
     batches_of = [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
     left = Counter({batch: num_chunks * len(places) for batch, places in stream.members.items()})

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weft.cost.types import CostModel
-from weft.plan.pipeline.lead import Order, does_not_fit
-from weft.plan.pipeline.stream import Stream
+from weft.plan.pipeline.lead import LeadOrder, does_not_fit
+from weft.plan.pipeline.stream import BatchStream
 from weft.plan.stages import Backward, Forward
 
 NEVER = float("inf")
@@ -63,13 +63,13 @@ class _Stage:
 
 
 def eager_orders(
-    stream: Stream,
+    stream: BatchStream,
     num_stages: int,
     cost: CostModel,
     memory_bytes: Sequence[int] | None,
     flushes: Sequence[int] = (),
     max_lead: Sequence[int] | None = None,
-) -> list[Order]:
+) -> list[LeadOrder]:
     """Orders of all stages; `max_lead` caps what a stage has in flight, in microbatches."""
     num_steps = {k: len(batches) for k, batches in stream.completes.items()}
     clocks = [

@@ -12,20 +12,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from weft.plan.pipeline.lead import Order
+from weft.plan.pipeline.lead import LeadOrder
 from weft.plan.stages import Backward, Forward
 
 
-def interleaved_orders(num_stages: int, num_chunks: int, flushes: Sequence[int]) -> list[Order]:
+def interleaved_orders(num_stages: int, num_chunks: int, flushes: Sequence[int]) -> list[LeadOrder]:
     """Orders of all stages for the microbatches 0 … flushes[-1] - 1, emptied at every flush."""
-    orders: list[Order] = [[] for _ in range(num_stages)]
+    orders: list[LeadOrder] = [[] for _ in range(num_stages)]
     for start, end in itertools.pairwise((0, *flushes)):
         for stage, order in enumerate(orders):
             order.extend(_window(stage, num_stages, num_chunks, start, end))
     return orders
 
 
-def _window(stage: int, num_stages: int, num_chunks: int, start: int, end: int) -> Order:
+def _window(stage: int, num_stages: int, num_chunks: int, start: int, end: int) -> LeadOrder:
     size = -(-(end - start) // num_stages) * num_stages
     visits = [
         (group + place, chunk)
@@ -36,7 +36,7 @@ def _window(stage: int, num_stages: int, num_chunks: int, start: int, end: int) 
     forwards = [Forward(k, chunk) for k, chunk in visits]
     backwards = [Backward(k, num_chunks - 1 - chunk) for k, chunk in visits]
     warmup = min(len(visits), 2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages)
-    order: Order = list(forwards[:warmup])
+    order: LeadOrder = list(forwards[:warmup])
     for forward, backward in itertools.zip_longest(forwards[warmup:], backwards):
         order.extend(visit for visit in (forward, backward) if visit is not None)
     return [visit for visit in order if visit.microbatch < end]

@@ -17,20 +17,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weft.errors import PlanError
-from weft.plan.pipeline.stream import Stream
+from weft.plan.pipeline.stream import BatchStream
 from weft.plan.stages import Backward, Forward
 
-Order = list[Forward | Backward]
+LeadOrder = list[Forward | Backward]
 """What a stage computes, in order."""
 
 
 def orders_by_lead(
-    stream: Stream,
+    stream: BatchStream,
     leads: Sequence[int],
     flushes: Sequence[int],
     held_bytes: Callable[[int, int], int],
     memory_bytes: Sequence[int] | None,
-) -> list[Order]:
+) -> list[LeadOrder]:
     """Orders of all stages; `held_bytes(microbatch, stage)` counts only under a memory limit."""
     size = len(stream.microbatches)
     allowed = [_unflushed(stream, flushes)]
@@ -42,7 +42,7 @@ def orders_by_lead(
     return [_order(before) for before in allowed[1:]]
 
 
-def _unflushed(stream: Stream, flushes: Sequence[int]) -> list[int]:
+def _unflushed(stream: BatchStream, flushes: Sequence[int]) -> list[int]:
     """Most forwards before each backward that flushes and the jobs' own steps allow."""
     size = len(stream.microbatches)
     limits = [size] * size
@@ -79,8 +79,8 @@ def does_not_fit(microbatch: int, stage: int, held: int, limit: int) -> PlanErro
     )
 
 
-def _order(before: Sequence[int]) -> Order:
-    order: Order = []
+def _order(before: Sequence[int]) -> LeadOrder:
+    order: LeadOrder = []
     done = 0
     for k, count in enumerate(before):
         order.extend(Forward(j) for j in range(done, count))

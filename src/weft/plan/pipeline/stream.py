@@ -14,24 +14,24 @@ from dataclasses import dataclass
 from weft.errors import PlanError
 from weft.plan.types import Microbatch
 
-GlobalBatch = tuple[str, int]
+StreamBatch = tuple[str, int]
 """Job and step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class BatchStream:
     """A stream's global batches; forwards, and backwards, keep its order on every stage."""
 
     microbatches: tuple[Microbatch, ...]
-    members: dict[GlobalBatch, tuple[int, ...]]
+    members: dict[StreamBatch, tuple[int, ...]]
     """The microbatches that hold samples of a global batch, ascending."""
     waits_for: tuple[int, ...]
     """Per microbatch the last one whose backward, and steps, its forward needs; -1 for none. Always an earlier one."""
 
     @property
-    def completes(self) -> dict[int, list[GlobalBatch]]:
+    def completes(self) -> dict[int, list[StreamBatch]]:
         """The global batches whose last microbatch this is."""
-        ends: dict[int, list[GlobalBatch]] = {}
+        ends: dict[int, list[StreamBatch]] = {}
         for batch in sorted(self.members):
             ends.setdefault(self.members[batch][-1], []).append(batch)
         return ends
@@ -54,14 +54,14 @@ class Stream:
         return tuple(dict.fromkeys(found))
 
 
-def read_stream(microbatches: Sequence[Microbatch]) -> Stream:
+def read_stream(microbatches: Sequence[Microbatch]) -> BatchStream:
     """The stream of these microbatches; a PlanError if a job's batch begins before the one before is complete."""
-    members: dict[GlobalBatch, list[int]] = {}
+    members: dict[StreamBatch, list[int]] = {}
     for place, microbatch in enumerate(microbatches):
         for batch in dict.fromkeys((s.job, s.step) for s in microbatch.segments):
             members.setdefault(batch, []).append(place)
     waits_for = [-1] * len(microbatches)
-    before: dict[str, GlobalBatch] = {}
+    before: dict[str, StreamBatch] = {}
     for batch in sorted(members):
         job, step = batch
         if job in before:
@@ -76,4 +76,4 @@ def read_stream(microbatches: Sequence[Microbatch]) -> Stream:
                 waits_for[place] = max(waits_for[place], end)
         before[job] = batch
     frozen = {batch: tuple(places) for batch, places in members.items()}
-    return Stream(tuple(microbatches), frozen, tuple(waits_for))
+    return BatchStream(tuple(microbatches), frozen, tuple(waits_for))

@@ -22,7 +22,7 @@ MAX_TRIES = 120
 
 
 @dataclass
-class Lane:
+class DeviceLane:
     """A group of GPUs and the kinds it trains from when it is free."""
 
     gpus: tuple[int, ...]
@@ -55,15 +55,15 @@ class Assigner:
         """An estimate of what a kind adds to a lane; inf where it does not fit."""
         return float(self._work[degree][kind])
 
-    def split(self, lane: Lane) -> Split:
+    def split(self, lane: DeviceLane) -> Split:
         """The lane's packs."""
         return self.splitter.split(lane.kinds, lane.degree) if lane.kinds else Split(0.0)
 
-    def end_s(self, lane: Lane) -> float:
+    def end_s(self, lane: DeviceLane) -> float:
         """When a lane is done."""
         return lane.ready_s + self.split(lane).seconds
 
-    def fill(self, lanes: Sequence[Lane], kinds: Sequence[int]) -> bool:
+    def fill(self, lanes: Sequence[DeviceLane], kinds: Sequence[int]) -> bool:
         """Deals kinds to lanes; False if one fits on none."""
         loads = [lane.ready_s for lane in lanes]
         widest = max(lane.degree for lane in lanes)
@@ -76,7 +76,7 @@ class Assigner:
             loads[place] = ends[place]
         return True
 
-    def improve(self, lanes: Sequence[Lane]) -> None:
+    def improve(self, lanes: Sequence[DeviceLane]) -> None:
         """Moves kinds between lanes while the last of them then ends sooner."""
         tries_left = MAX_TRIES
         while tries_left > 0:
@@ -90,7 +90,7 @@ class Assigner:
             else:
                 return
 
-    def _accept(self, last: Lane, lane: Lane, mine: list[int], theirs: list[int]) -> bool:
+    def _accept(self, last: DeviceLane, lane: DeviceLane, mine: list[int], theirs: list[int]) -> bool:
         """Makes a change if the later of both lanes then ends sooner."""
         limit = self.end_s(last) * (1 - 1e-9)
         if last.ready_s + self._seconds(mine, last.degree) >= limit:
@@ -103,7 +103,7 @@ class Assigner:
     def _seconds(self, kinds: list[int], degree: int) -> float:
         return self.splitter.split(kinds, degree).seconds if kinds else 0.0
 
-    def _changes(self, last: Lane, lane: Lane) -> Iterator[tuple[list[int], list[int]]]:
+    def _changes(self, last: DeviceLane, lane: DeviceLane) -> Iterator[tuple[list[int], list[int]]]:
         """Both lanes' kinds after one goes over, or after one goes over for a smaller one."""
         for kind in sorted(set(last.kinds), key=lambda k: (self.work_s(k, last.degree), k)):
             rest = _without(last.kinds, kind)

@@ -55,7 +55,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SweepSetting:
     """What a sweep runs on."""
 
     shape: ModelShape
@@ -120,7 +120,7 @@ class Setting:
 class PackCost:
     """Prices packs of the given configurations; kinds are numbered in order of first appearance."""
 
-    def __init__(self, configurations: Sequence[Configuration], setting: Setting) -> None:
+    def __init__(self, configurations: Sequence[Configuration], setting: SweepSetting) -> None:
         if not configurations:
             raise PlanError("got no configurations; a sweep plans at least one.", where="configurations")
         for name, count in Counter(c.name for c in configurations).items():

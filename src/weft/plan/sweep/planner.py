@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 from weft.cost.hardware import Hardware, find_hardware
 from weft.cost.shape import ModelShape
-from weft.plan.sweep.assign import Assigner, Lane
+from weft.plan.sweep.assign import Assigner, DeviceLane
 from weft.plan.sweep.bounds import lower_bound_s
-from weft.plan.sweep.cost import PackCost, Setting
+from weft.plan.sweep.cost import PackCost, SweepSetting
 from weft.plan.sweep.solo import one_by_one_s
 from weft.plan.sweep.types import Configuration, Pack, SweepPlan
 
@@ -41,7 +41,7 @@ def plan_sweep(
 ) -> SweepPlan:
     """The plan for G GPUs of one kind; deterministic. Given `recompute` or `capacity`, every pack has these."""
     hardware = find_hardware(device) if isinstance(device, str) else device
-    setting = Setting(shape, hardware, gpus, quantize, recompute, capacity, memory_share)
+    setting = SweepSetting(shape, hardware, gpus, quantize, recompute, capacity, memory_share)
     cost = PackCost(configurations, setting)
     bound = lower_bound_s(cost)
     assigner = Assigner(cost)
@@ -52,10 +52,10 @@ def plan_sweep(
     return SweepPlan(*together, one_by_one_s(configurations, setting))
 
 
-def _best(assigner: Assigner, bound: float) -> list[Lane]:
+def _best(assigner: Assigner, bound: float) -> list[DeviceLane]:
     """The candidate that ends first; the most promising are improved."""
 
-    def makespan(lanes: Sequence[Lane]) -> float:
+    def makespan(lanes: Sequence[DeviceLane]) -> float:
         return max(assigner.end_s(lane) for lane in lanes)
 
     promising = sorted(_candidates(assigner), key=makespan)[:NUM_IMPROVED]
@@ -69,7 +69,7 @@ def _best(assigner: Assigner, bound: float) -> list[Lane]:
     return min(promising, key=makespan)
 
 
-def _candidates(assigner: Assigner) -> Iterator[list[Lane]]:
+def _candidates(assigner: Assigner) -> Iterator[list[DeviceLane]]:
     """Lanes filled with all kinds, in several ways."""
     cost = assigner.cost
     for degree in cost.setting.degrees:
@@ -79,23 +79,23 @@ def _candidates(assigner: Assigner) -> Iterator[list[Lane]]:
     for sizes in _cuts(cost.setting.num_gpus, cost.setting.degrees[-1]):
         lanes, first = [], 0
         for degree in sizes:
-            lanes.append(Lane(tuple(range(first, first + degree))))
+            lanes.append(DeviceLane(tuple(range(first, first + degree))))
             first += degree
         if len(set(sizes)) > 1 and assigner.fill(lanes, cost.kind_of):
             yield lanes
 
 
-def _in_phases(assigner: Assigner, least: int) -> list[Lane]:
+def _in_phases(assigner: Assigner, least: int) -> list[DeviceLane]:
     """Kinds that need many GPUs first, then on ever smaller groups, down to `least`, what fits there."""
     cost = assigner.cost
     ready = [0.0] * cost.setting.num_gpus
-    lanes: list[Lane] = []
+    lanes: list[DeviceLane] = []
     for degree in reversed(cost.setting.degrees):
         mine = [kind for kind in cost.kind_of if _degree(assigner, kind, least) == degree]
         if not mine:
             continue
         firsts = range(0, len(ready) - degree + 1, degree)
-        groups = [Lane(tuple(range(i, i + degree)), max(ready[i : i + degree])) for i in firsts]
+        groups = [DeviceLane(tuple(range(i, i + degree)), max(ready[i : i + degree])) for i in firsts]
         assert assigner.fill(groups, mine)
         for lane in groups:
             for gpu in lane.gpus:
@@ -121,7 +121,7 @@ def _cuts(num_gpus: int, largest: int) -> Iterator[tuple[int, ...]]:
         largest //= 2
 
 
-def _packs(lanes: Sequence[Lane], assigner: Assigner) -> tuple[Pack, ...]:
+def _packs(lanes: Sequence[DeviceLane], assigner: Assigner) -> tuple[Pack, ...]:
     """Lanes as packs, with the names of their configurations; those of one kind in the order they were given."""
     cost = assigner.cost
     names: dict[int, deque[str]] = {}

@@ -24,7 +24,7 @@ import numpy as np
 from weft.cost.hardware import Hardware, find_hardware
 from weft.cost.shape import ModelShape
 from weft.plan.sweep.bounds import lower_bound_s
-from weft.plan.sweep.cost import PackCost, Setting
+from weft.plan.sweep.cost import PackCost, SweepSetting
 from weft.plan.sweep.program import PackProgram
 from weft.plan.sweep.solo import one_by_one_s
 from weft.plan.sweep.types import Configuration, Pack, SweepPlan
@@ -64,7 +64,7 @@ def plan_published(
 ) -> PublishedPlan:
     """The job planner's schedule of all configurations on G GPUs."""
     hardware = find_hardware(device) if isinstance(device, str) else device
-    setting = Setting(shape, hardware, gpus)
+    setting = SweepSetting(shape, hardware, gpus)
     cost = PackCost(configurations, setting)
     planner = JobPlanner(cost)
     packs = planner.schedule()

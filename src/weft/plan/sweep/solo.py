@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.plan.sweep.cost import Setting, Way
+from weft.plan.sweep.cost import SweepSetting, Way
 from weft.plan.sweep.types import Configuration
 
 LAYER_LAUNCH_S = 256 / 1731 / 22
@@ -31,7 +31,7 @@ ADAPTER_BYTES = 16
 class Solo:
     """Prices configurations alone."""
 
-    setting: Setting
+    setting: SweepSetting
 
     def gpu_bytes(self, configuration: Configuration, degree: int, num_samples: int) -> float:
         """On each GPU, with so many samples at once, padded to the longest."""
@@ -76,7 +76,7 @@ class Solo:
         return configuration.num_steps * step + GPU_TIMES * configuration.eval_tokens * forward
 
 
-def one_by_one_s(configurations: Sequence[Configuration], setting: Setting) -> float | None:
+def one_by_one_s(configurations: Sequence[Configuration], setting: SweepSetting) -> float | None:
     """The makespan of all of them alone, each on as many GPUs as cost least in all, the longest first.
 
     None where a configuration does not fit alone, or for a CPU, of which nothing was measured.

@@ -14,7 +14,7 @@ from weft.data.formats import convert_rows
 from weft.data.json_rows import parse_json
 from weft.data.row import BOM, Row, decode
 from weft.errors import DataError
-from weft.serve.settings import Limits
+from weft.serve.settings import ServiceLimits
 from weft.spec.fields import describe
 
 MAX_PROBLEMS = 20
@@ -39,7 +39,12 @@ class Report:
 
 
 def check_training_file(
-    stream: IO[bytes], name: str, limits: Limits, *, data_format: str | None = "auto", min_samples: int | None = None
+    stream: IO[bytes],
+    name: str,
+    limits: ServiceLimits,
+    *,
+    data_format: str | None = "auto",
+    min_samples: int | None = None,
 ) -> Report:
     """Reads the whole file; `data_format` None asks only whether each line is an object."""
     least = limits.min_samples if min_samples is None else min_samples
@@ -76,7 +81,7 @@ def _lines(stream: IO[bytes], most: int) -> Iterator[tuple[int, bytes]]:
         yield number, line.rstrip(b"\r\n")
 
 
-def _read_line(line: bytes, number: int, name: str, limits: Limits) -> Row | None:
+def _read_line(line: bytes, number: int, name: str, limits: ServiceLimits) -> Row | None:
     """The row on a line, or None for a blank one."""
     where = f"{name} line {number}"
     if len(line) > limits.line_bytes:

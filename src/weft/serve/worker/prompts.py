@@ -30,9 +30,9 @@ from pydantic import BaseModel, Field
 from weft.data.prompts import prompt_of_chat
 from weft.data.template import Rendered, Tokenizer
 from weft.data.tokenise import tokenise_prompt
-from weft.engine.attach import StoredAdapter
-from weft.engine.generate import Decoding
 from weft.errors import DataError, StorageError, WeftError
+from weft.inference.attach import StoredAdapter
+from weft.inference.generate import Decoding
 from weft.serve.blobs import Blobs
 from weft.serve.errors import Busy, NotFound
 from weft.serve.worker.options import WorkerOptions

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import weft
+from weft.engine.capacity import load_within, start_capacity
 from weft.engine.engine import Engine
 from weft.engine.events import (
     CheckpointSaved,
@@ -30,7 +31,6 @@ from weft.engine.events import (
     JobWarning,
     MicrobatchDone,
 )
-from weft.engine.memory import load_within, start_capacity
 from weft.errors import StorageError
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs

@@ -9,8 +9,8 @@ import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
-from weft.engine.attach import StoredAdapter
 from weft.errors import AdapterFileError
+from weft.inference.attach import StoredAdapter
 from weft.serve.blobs import Blobs
 from weft.store.atomic import storage_errors
 from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE, read_adapter, read_chat_template

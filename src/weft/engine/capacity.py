@@ -1,0 +1,164 @@
+"""Memory of the GPU: how much of it a run may take, and what becomes of the microbatches when it runs out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weft.backbone.backbone import Backbone
+from weft.backbone.load import choose_device, load_backbone
+from weft.backbone.out_of_memory import memory_errors
+from weft.cost.rows import capacities
+from weft.engine.live_job import LiveJob
+from weft.engine.placement import MARGIN, Placement, activation_bytes, state_bytes
+from weft.errors import ModelError
+from weft.plan.admit import Budget
+from weft.plan.types import Limits
+from weft.spec import BackboneSpec
+from weft.spec.run import Capacity, memory_fraction
+
+OUT_OF_MEMORY = (
+    "the GPU ran out of memory at a capacity of {before} tokens; its jobs go on from their last step with {now}, which "
+    "other runs on this GPU can start with (capacity: {now})."
+)
+"""What a user is told when microbatches get smaller."""
+SMALLER = (
+    "microbatches of {before} tokens would leave no memory for {whom} on this GPU; they hold at most {now} instead "
+    "(capacity: {now})."
+)
+"""What a user is told when microbatches are made smaller before any has run."""
+TOO_LONG = (
+    "too long for this GPU: a microbatch of {tokens} tokens, as its longest sample needs, ran out of memory; "
+    "lower max_length, set recompute: full, or quantize the backbone."
+)
+"""Why a job fails when microbatches cannot get smaller for its sake."""
+NO_ROOM = "the GPU has no memory for its adapter, even alone; lower adapter.r or capacity, or quantize the backbone."
+"""Why a job fails that does not even fit alone."""
+
+USUAL_RANK = 16
+"""Of an adapter of all linears; what a service makes room for."""
+USUAL_TOKENS = 1024
+"""Of such a job's global batch: eight short chats."""
+
+
+class CapacityLimit:
+    """How many tokens a microbatch may hold: what was asked for, or less once the memory has run out."""
+
+    def __init__(self, backbone: Backbone, allowed: Sequence[int], jobs: Mapping[str, LiveJob]) -> None:
+        """`allowed`: what was asked for, and what may be taken instead to have microbatches full rather than large.
+
+        `jobs`: those of the engine, as they come and go.
+        """
+        self.asked, self._least_allowed = allowed[0], allowed[-1]
+        self.limits = Limits(self.asked)
+        self.row_tile = backbone.row_tile(self.asked)
+        self._backbone = backbone
+        self._jobs = jobs
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a microbatch now."""
+        return self.limits.capacity
+
+    def conditions(self) -> dict[str, Any]:
+        """What of it decides the bits of a result."""
+        kernels = "reference" if self._backbone.fused is None else "fused"
+        return {"capacity": self.capacity, "row_tile": self.row_tile, "kernels": kernels}
+
+    def fit(self, places: Placement) -> str | None:
+        """Shrinks until at least one of the jobs that wait fits, if one ever can, or, as far as that is allowed, until
+        they can fill a microbatch. What a user is to be told, if it did.
+        """
+        before, whom = self.capacity, "a job"
+        if not places.is_any_to_fit(self.least()):
+            return None
+        while not places.is_any_to_fit(self.capacity) and self.shrink():
+            pass
+        while self.capacity > self._least_allowed and not places.can_fill(self.capacity) and self.shrink():
+            whom = "enough jobs to fill them"
+        return None if self.capacity == before else SMALLER.format(before=before, now=self.capacity, whom=whom)
+
+    def shrink(self) -> bool:
+        """Halves the capacity, but not below the longest sample of any job that has not ended; False if it cannot."""
+        return self._set(max(self.capacity // 2, self.least()))
+
+    def least(self, longest: int = 0) -> int:
+        """The smallest capacity it can shrink to, with a job whose longest sample has so many tokens."""
+        return max(self._longest(), longest, 2)
+
+    def adopt(self, asked: int | None, capacity: int | None) -> bool:
+        """Goes on with the capacity that a run was left with; False if that is no smaller."""
+        if asked != self.asked or capacity is None:
+            return False
+        return self._set(max(capacity, self._longest()))
+
+    def holders(self) -> list[LiveJob]:
+        """The jobs whose longest sample fills a whole microbatch, so that it cannot shrink."""
+        return [job for job in self._alive() if job.longest >= self.capacity]
+
+    def _alive(self) -> list[LiveJob]:
+        # A copy at once: other threads may submit while we look.
+        return [job for job in list(self._jobs.values()) if not job.state.is_final]
+
+    def _longest(self) -> int:
+        return max((job.longest for job in self._alive()), default=0)
+
+    def _set(self, capacity: int) -> bool:
+        if capacity >= self.capacity:
+            return False
+        self.limits = Limits(capacity)
+        self.row_tile = self._backbone.row_tile(capacity)
+        return True
+
+
+def release_memory(backbone: Backbone) -> None:
+    """Gives back what a failed computation held."""
+    if backbone.fused is not None:
+        backbone.fused.forget()
+    gc.collect()
+    if backbone.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def start_capacity(backbone: Backbone, asked: Capacity) -> int:
+    """The tokens of a microbatch for jobs that nobody knows yet: as `CapacityLimit.fit` would choose for usual ones.
+
+    It depends on the backbone and the size of the GPU alone, and not on who comes first or what else runs there now.
+    """
+    *larger, least = capacities(asked, backbone.device.type)
+    if not larger:
+        return least
+    device = backbone.device
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    at_most = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
+    width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
+    at_rest, job_bytes = torch.cuda.memory_allocated(device), USUAL_RANK * width * state_bytes(backbone)
+    for capacity in larger:
+        jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
+        budget = Budget(at_most, at_rest + activation_bytes(backbone, capacity, USUAL_RANK), MARGIN)
+        if budget.why_never(jobs_bytes) is None:
+            return capacity
+    return least
+
+
+def load_within(spec: BackboneSpec, limit: float | str | None) -> tuple[Backbone, tuple[str, ...]]:
+    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know about the limit."""
+    device = choose_device(spec)
+    notes: tuple[str, ...] = ()
+    if limit is not None and device.type != "cuda":
+        notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
+    elif limit is not None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(limit, total_bytes))
+    try:
+        with memory_errors():
+            return load_backbone(spec), notes
+    except torch.OutOfMemoryError:
+        within = "" if limit is None else f" within a memory_limit of {limit}"
+        raise ModelError(
+            f"does not fit the GPU's memory{within}; quantize it, or use a larger GPU.",
+            where=f"base_model {spec.base_model}",
+        ) from None

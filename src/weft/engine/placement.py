@@ -1,0 +1,245 @@
+"""Who has a place on the backbone: `plan.admit` decides at step boundaries, this carries it out.
+
+A job that waits, is paused or has ended keeps its whole state on the CPU and costs the GPU nothing. A job with a place
+has its weights, gradients and moments beside the backbone, and a slot. Moving between the two changes no bit.
+
+How much jobs may take: on a CPU there is no limit unless one is given. On a GPU it is what is left beside the backbone
+and a microbatch's activations; those are estimated from the model's shape until microbatches have run, and measured
+from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from weft.adapters.frozen import Fp8, quantisation
+from weft.backbone.backbone import Backbone
+from weft.backbone.out_of_memory import memory_errors
+from weft.cost.memory import MemoryModel
+from weft.cost.shape import ModelShape
+from weft.engine.live_job import JobState, LiveJob
+from weft.errors import JobError
+from weft.plan.admit import Admission, Applicant, Budget, Share, admit
+from weft.spec import JobSpec
+
+WAITING = torch.device("cpu")
+"""Where jobs without a place are kept."""
+MARGIN = 0.05
+"""Kept free of a GPU's memory: allocators round up, and microbatches differ."""
+_STATE_NUMBERS = 4
+"""fp32 numbers per trainable parameter: the weight, its gradient, and AdamW's two moments."""
+
+
+class Placement:
+    """The places on one backbone: how many there is memory for, and who has one."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        jobs: Mapping[str, LiveJob],
+        *,
+        max_jobs: int | None,
+        job_memory: int | None,
+        weights: Mapping[str, float],
+    ) -> None:
+        """`jobs`: those of the engine, as they come and go; `job_memory`: bytes for all with a place, if limited.
+
+        `weights`: by tenant, and may change; 1 where none is given.
+        """
+        self._weights = weights
+        self._backbone = backbone
+        self._jobs = jobs
+        self._max_jobs = max_jobs
+        self._job_memory = job_memory
+        self._measured_bytes: int | None = None
+        """What a GPU has held at most besides its jobs, once microbatches have run."""
+        self._peak_bytes = 0
+        self._proven_bytes = 0
+        self._has_run_out = False
+        """While microbatches were watched."""
+        self._ceiling_bytes: int | None = None
+        """Less than what jobs would have held when there turned out to be no room for one more."""
+        self._credit: dict[str, int] = {}
+        """Tokens a tenant counts as having had besides its own."""
+
+    def waiting(self) -> list[LiveJob]:
+        """Jobs that want a place, in the order in which they came."""
+        return self._in_state(JobState.QUEUED)
+
+    def check(self, job: LiveJob, capacity: int) -> None:
+        """Refuses a job that would not fit even alone."""
+        reason = self._budget(capacity).why_never(self.bytes_of(job))
+        if reason is not None:
+            hint = "Lower adapter.r or max_length, or quantize the backbone."
+            raise JobError(reason, where=job.spec.name, hint=hint)
+
+    def is_any_to_fit(self, capacity: int) -> bool:
+        """Whether microbatches of this many tokens leave memory for at least one of those that wait."""
+        budget = self._budget(capacity)
+        return any(budget.why_never(self.bytes_of(job)) is None for job in self.waiting())
+
+    def can_fill(self, capacity: int) -> bool:
+        """Whether they leave memory for as many of those that wait as fill one with a global batch each, or for all."""
+        left_bytes = self._budget(capacity).usable_bytes
+        if left_bytes is None or self._measured_bytes is not None:
+            # Once microbatches have run, what is left no longer tells how it depends on their size.
+            return True
+        num_tokens = 0.0
+        for job in self.waiting()[: self._max_jobs]:
+            left_bytes -= self.bytes_of(job)
+            if left_bytes < 0:
+                return num_tokens >= capacity
+            data = job.data.train
+            num_tokens += data.summary.num_tokens * min(1.0, job.spec.batch_size / len(data.samples))
+        return True
+
+    def decide(self, capacity: int) -> Admission:
+        """Who gets a place and who gives one up."""
+        waiting, running = self.waiting(), self._in_state(JobState.RUNNING)
+        arrivals = {name: place for place, name in enumerate(list(self._jobs))}
+
+        def applicants(jobs: Sequence[LiveJob]) -> list[Applicant]:
+            return [self._applicant(job.spec, arrivals[job.spec.name], self.bytes_of(job)) for job in jobs]
+
+        return admit(applicants(waiting), applicants(running), self._budget(capacity), self._shares(waiting, running))
+
+    def give(self, job: LiveJob) -> bool:
+        """Puts a job on the backbone; False if the memory turned out not to be there: the job stays where it was."""
+        try:
+            with memory_errors():
+                job.move_to(self._backbone.device)
+                job.optimizer.make_moments()
+                job.slot = self._backbone.attach(job.adapter)
+            return True
+        except torch.OutOfMemoryError:
+            pass
+        # Not in a handler, which would hold on to the tensors of what failed.
+        job.move_to(WAITING)
+        held = self.held_bytes()
+        if held:
+            self._ceiling_bytes = held + self.bytes_of(job) - 1
+        return False
+
+    def take(self, job: LiveJob) -> None:
+        """Takes a job off the backbone; its state waits on the CPU."""
+        if job.slot is not None:
+            self._backbone.detach(job.slot)
+            job.slot = None
+            job.move_to(WAITING)
+
+    def held_bytes(self) -> int:
+        """What the jobs with a place take, or will once each has a best to keep."""
+        return sum(self.bytes_of(job) for job in self._placed())
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes what the GPU holds while microbatches run; those who train then do fit, unless the memory runs out."""
+        held_bytes, allocated_bytes = self.held_bytes(), self._allocated_bytes()
+        self._has_run_out = False
+        yield
+        if self._has_run_out or self._backbone.device.type != "cuda":
+            return
+        peak = torch.cuda.max_memory_allocated(self._backbone.device)
+        if peak > self._peak_bytes:
+            # Who trained when it rose is known; what rose before has been counted with those who trained then.
+            self._measured_bytes = max(self._measured_bytes or 0, peak - allocated_bytes)
+            self._peak_bytes = peak
+        self._proven_bytes = max(self._proven_bytes, held_bytes)
+
+    def ran_out(self) -> None:
+        """Forgets what was proven and measured: it did not fit, and smaller microbatches hold less."""
+        self._has_run_out = True
+        self._measured_bytes, self._peak_bytes, self._proven_bytes = None, 0, 0
+        if self._backbone.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._backbone.device)
+
+    def bytes_of(self, job: LiveJob) -> int:
+        """Memory a job takes while it has a place."""
+        return job.adapter.num_parameters * state_bytes(self._backbone) + self._best_bytes(job)
+
+    def _allocated_bytes(self) -> int:
+        # A best that is yet to come is no part of what there is.
+        to_come = sum(self._best_bytes(job) for job in self._placed() if job.best_params is None)
+        return self.held_bytes() - to_come
+
+    def _best_bytes(self, job: LiveJob) -> int:
+        return 4 * job.adapter.num_parameters if job.spec.early_stopping_patience else 0
+
+    def _placed(self) -> list[LiveJob]:
+        return [job for job in list(self._jobs.values()) if job.slot is not None]
+
+    def _in_state(self, state: JobState) -> list[LiveJob]:
+        # A copy at once: other threads may submit while we look.
+        return [job for job in list(self._jobs.values()) if job.state is state]
+
+    def _applicant(self, spec: JobSpec, arrival: int, num_bytes: int) -> Applicant:
+        return Applicant(spec.name, arrival, num_bytes, spec.priority, spec.tenant)
+
+    def _budget(self, capacity: int) -> Budget:
+        budget = Budget(self._job_memory, max_jobs=self._max_jobs)
+        if self._job_memory is None and self._backbone.device.type == "cuda":
+            total_bytes, besides = self._gpu_bytes(capacity)
+            budget = Budget(total_bytes, besides, MARGIN, self._proven_bytes, self._max_jobs)
+        if self._ceiling_bytes is None:
+            return budget
+        usable = budget.usable_bytes
+        at_most = self._ceiling_bytes if usable is None else min(usable, self._ceiling_bytes)
+        return replace(budget, total_bytes=at_most, fixed_bytes=0, margin=0.0, proven_bytes=0)
+
+    def _gpu_bytes(self, capacity: int) -> tuple[int, int]:
+        """Bytes this process may take of its GPU, and what of it is not for jobs."""
+        device = self._backbone.device
+        free, total = torch.cuda.mem_get_info(device)
+        ours = free + torch.cuda.memory_reserved(device)
+        at_most = min(ours, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+        if self._measured_bytes is not None:
+            return at_most, self._measured_bytes
+        at_rest = torch.cuda.memory_allocated(device) - self._allocated_bytes()
+        widest = max((job.spec.adapter.widest for job in list(self._jobs.values())), default=1)
+        return at_most, at_rest + activation_bytes(self._backbone, capacity, widest)
+
+    def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
+        """What each tenant has had. Who comes, or comes back, starts level, by weight, with the least served present.
+
+        Otherwise a newcomer would have the backbone to itself until it had made up for all that others ever had.
+        """
+        served: dict[str, int] = {}
+        for job in list(self._jobs.values()):
+            served[job.spec.tenant] = served.get(job.spec.tenant, 0) + job.num_tokens
+        present = {job.spec.tenant for job in (*waiting, *running)}
+        stayed = {job.spec.tenant for job in (*waiting, *running) if job.slot is not None or job.has_heard}
+        had = {tenant: served[tenant] + self._credit.get(tenant, 0) for tenant in present}
+        weight = {tenant: self._weights.get(tenant, 1.0) for tenant in present}
+        least = min((had[tenant] / weight[tenant] for tenant in stayed), default=0.0)
+        for tenant in present - stayed:
+            level = int(least * weight[tenant])
+            self._credit[tenant] = self._credit.get(tenant, 0) + max(level - had[tenant], 0)
+            had[tenant] = max(had[tenant], level)
+        return {tenant: Share(weight[tenant], tokens) for tenant, tokens in had.items()}
+
+
+def state_bytes(backbone: Backbone) -> int:
+    """Per trainable parameter of a job that has a place."""
+    return 4 * _STATE_NUMBERS + (0 if backbone.fused is None else backbone.dtype.itemsize)
+
+
+def activation_bytes(backbone: Backbone, capacity: int, widest_rank: int = 1) -> int:
+    """What a microbatch may hold between forward and backward.
+
+    For the fused step by the memory model; elsewhere the input and output of every linear, once, an upper estimate.
+    """
+    size = backbone.dtype.itemsize
+    if backbone.fused is None:
+        return capacity * size * sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
+    memory, weights = backbone.fused.memory, [linear.frozen for linear in backbone.linears.values()]
+    shape = ModelShape.from_config(backbone.model.config.to_dict(), backbone.name)
+    copies = min((weight.copies for weight in weights if isinstance(weight, Fp8)), default=1)
+    model = MemoryModel(shape, quantisation(weights), memory.recompute, size, copies)
+    tile = backbone.row_tile(capacity)
+    rows = -(-capacity // tile) * tile
+    kept = model.kept_bytes(rows, widest_rank) - (model.offloaded_bytes(rows) if memory.offload else 0)
+    return kept + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()

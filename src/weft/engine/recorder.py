@@ -1,0 +1,195 @@
+"""Keeps a job's state on disk: metrics, checkpoints, status, and the finished adapter. Without a directory, nothing."""
+
+from __future__ import annotations
+
+import platform
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft.adapters.frozen import quantisation
+from weft.adapters.targets import leaf_names
+from weft.backbone.backbone import Backbone
+from weft.data.dataset import JobData
+from weft.engine.capacity import CapacityLimit
+from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning, StepDone
+from weft.engine.live_job import LiveJob
+from weft.engine.timeline import TimelineRecorder
+from weft.errors import CheckpointError, DataError
+from weft.kernels.dropout import MASKS
+from weft.store.atomic import write_file
+from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from weft.store.peft_files import write_adapter
+from weft.store.run_dir import RunDirectory
+
+
+class RunRecorder:
+    """Writes what must outlive the process, job by job."""
+
+    def __init__(self, backbone: Backbone, room: CapacityLimit) -> None:
+        self.run_dir: RunDirectory | None = None
+        self.backbone = backbone
+        self.room = room
+        self._environment = environment(backbone)
+        self._elapsed: dict[str, float] = {}
+        self._unwritten: dict[str, deque[dict[str, Any]]] = {}
+        """Metrics that are not on disk yet, by job, oldest first."""
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What besides a job decides the bits of its result now."""
+        return {**self._environment, **self.room.conditions()}
+
+    def open(self, job: LiveJob) -> Iterator[Event]:
+        """Restores a job from its newest good checkpoint, if it has one; says what was wrong with newer ones."""
+        if self.run_dir is None:
+            return
+        name = job.spec.name
+        checkpoint, rejected = latest_checkpoint(self.run_dir.checkpoints_dir(name))
+        for reason in rejected:
+            yield JobWarning(name, f"checkpoint rejected: {reason}")
+        if checkpoint is None:
+            self.run_dir.truncate_metrics(name, 0)
+            return
+        check_data(checkpoint, job.data, name)
+        shapes = {name: tensor.shape for name, tensor in job.tensors().items() if name.startswith("params")}
+        if any(checkpoint.tensors[name].shape != shape for name, shape in shapes.items()):
+            raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)
+        # A checkpoint that does not say so was trained on weights as they are, and with the first masks.
+        before = {"quantize": "none", "masks": 1, **checkpoint.environment}
+        if before["quantize"] != self.environment["quantize"]:
+            raise CheckpointError(
+                f"the checkpoint was trained with quantize {before['quantize']}, the backbone is loaded with "
+                f"{self.environment['quantize']}; a resumed job keeps its backbone.",
+                where=name,
+            )
+        if self.room.adopt(checkpoint.state.get("asked_capacity"), checkpoint.environment.get("capacity")):
+            yield JobWarning(name, f"goes on with a capacity of {self.room.capacity}: more ran out of memory before")
+        if job.spec.adapter.lora_dropout and before["masks"] != MASKS:
+            yield JobWarning(name, "was begun with dropout masks of another version: it goes on, but ends otherwise")
+        changed = [k for k, v in self.environment.items() if before.get(k) != v and k != "masks"]
+        if changed:
+            was = ", ".join(f"{k} {before.get(k)} -> {self.environment[k]}" for k in changed)
+            yield JobWarning(name, f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
+        self._unwritten.pop(name, None)
+        job.restore(checkpoint.step, checkpoint.tensors, checkpoint.state)
+        self._elapsed[name] = checkpoint.state["elapsed_s"]
+        self.run_dir.truncate_metrics(name, checkpoint.step)
+
+    def elapsed_s(self, job: LiveJob) -> float:
+        """Seconds the run had taken when the job's checkpoint was written."""
+        return self._elapsed.get(job.spec.name, 0.0)
+
+    def save(self, job: LiveJob, elapsed_s: float) -> Iterator[Event]:
+        """Writes a checkpoint at a step boundary."""
+        if self.run_dir is None:
+            return
+        state = {**job.counters(), "elapsed_s": elapsed_s, "asked_capacity": self.room.asked}
+        checkpoint = Checkpoint(job.step, job.tensors(), state, self.environment)
+        save_checkpoint(self.run_dir.checkpoints_dir(job.spec.name), checkpoint, keep=job.spec.save_total_limit)
+        self.write_status(job, elapsed_s)
+        yield CheckpointSaved(job.spec.name, job.step)
+
+    def note_step(self, job: LiveJob, event: StepDone) -> None:
+        """Keeps a training line for metrics.jsonl; `flush` writes it."""
+        if self.run_dir is None or (event.step % job.spec.logging_steps and event.step != event.num_steps):
+            return
+        record = {
+            "step": event.step,
+            "epoch": event.epoch,
+            "loss": event.loss,
+            "mean_token_accuracy": event.mean_token_accuracy,
+            "grad_norm": event.grad_norm,
+            "learning_rate": event.learning_rate,
+            "num_tokens": event.num_tokens,
+            "time": event.seconds,
+        }
+        self._note(job, {**record, "skipped": True} if event.skipped else record)
+
+    def note_eval(self, job: LiveJob, event: EvalDone) -> None:
+        """Keeps an evaluation line for metrics.jsonl; `flush` writes it."""
+        record = {
+            "step": event.step,
+            "epoch": event.epoch,
+            "eval_loss": event.eval_loss,
+            "eval_mean_token_accuracy": event.eval_mean_token_accuracy,
+            "eval_runtime": event.eval_runtime,
+            "time": event.seconds,
+        }
+        self._note(job, record)
+
+    def flush(self, job: LiveJob) -> None:
+        """Writes the lines kept so far; those that cannot be written stay for the next time."""
+        lines = self._unwritten.get(job.spec.name)
+        while self.run_dir is not None and lines:
+            self.run_dir.append_metrics(job.spec.name, lines[0])
+            lines.popleft()
+
+    def _note(self, job: LiveJob, record: dict[str, Any]) -> None:
+        if self.run_dir is not None:
+            self._unwritten.setdefault(job.spec.name, deque()).append(record)
+
+    def write_status(self, job: LiveJob, elapsed_s: float) -> None:
+        """Says on disk where the job stands."""
+        if self.run_dir is not None:
+            self.run_dir.write_status(
+                job.spec.name,
+                str(job.state),
+                reason=job.reason,
+                step=job.step,
+                num_steps=job.num_steps,
+                trained_tokens=job.num_tokens,
+                skipped_steps=job.num_skipped,
+                best_eval_loss=job.best_eval,
+                early_stopped=job.stopped_early,
+                seconds=elapsed_s,
+            )
+
+    def write_adapter(self, job: LiveJob) -> str | None:
+        """Writes the job's PEFT directory and returns its path."""
+        if self.run_dir is None:
+            return None
+        directory = self.run_dir.adapter_dir(job.spec.name)
+        self.export_adapter(job, directory)
+        return str(directory)
+
+    def export_adapter(self, job: LiveJob, directory: Path) -> None:
+        """Writes the job's adapter as it is now."""
+        chosen = list(job.adapter.modules)
+        write_adapter(
+            directory,
+            job.spec.adapter,
+            job.adapter.tensors(),
+            base_model=self.backbone.name,
+            target_names=leaf_names(chosen, self.backbone.linears) or chosen,
+            chat_template=job.spec.chat_template,
+        )
+
+    def write_timeline(self, timeline: TimelineRecorder) -> None:
+        """Writes timeline.json for the report and for Perfetto."""
+        if self.run_dir is not None:
+            write_file(self.run_dir.timeline_path, timeline.to_json())
+
+
+def check_data(checkpoint: Checkpoint, data: JobData, where: str) -> None:
+    """Refuses training data that is not what a checkpoint was trained on."""
+    if checkpoint.state["data"] != data.train.fingerprint:
+        raise DataError("train_data is not what the checkpoint was trained on; start a new run.", where=where)
+
+
+def environment(backbone: Backbone) -> dict[str, Any]:
+    """What besides the job decides the bits of its result."""
+    return {
+        "weft": weft.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if backbone.device.type == "cuda" else platform.machine(),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads() if backbone.device.type == "cpu" else 0,
+        "base_model": backbone.name,
+        "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
+        "masks": MASKS,
+    }

@@ -1,0 +1,1 @@
+"""Uses trained adapters: puts stored ones on a backbone, generates, scores answers, merges."""

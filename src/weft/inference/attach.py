@@ -1,0 +1,188 @@
+"""Adapters from directories on one backbone: read, named, checked against the model and put on slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from weft.adapters.lora import Adapter, LinearShape
+from weft.backbone.backbone import Backbone
+from weft.backbone.load import load_backbone
+from weft.data.template import check_template
+from weft.errors import AdapterFileError, ConfigError, ModelError
+from weft.spec import AdapterSpec, BackboneSpec
+from weft.store.peft_config import is_target
+from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, Pair, read_adapter, read_chat_template
+
+T = TypeVar("T")
+BASE = "base"
+"""What the bare backbone is called among adapters."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredAdapter:
+    """An adapter read from its directory."""
+
+    name: str
+    path: Path
+    spec: AdapterSpec
+    tensors: dict[str, Pair]
+    base_model: str | None
+    """What it was trained on, as its config says."""
+    chat_template: str | None = None
+    """What it was trained with instead of the base model's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attached:
+    """A backbone with adapters on its slots."""
+
+    backbone: Backbone
+    slots: dict[str, int | None]
+    """Slot by name, in the order asked for; None is the bare backbone."""
+    chat_templates: dict[str, str | None] = field(default_factory=dict)
+    """By the same names, the template to use instead of the tokenizer's."""
+    notes: tuple[str, ...] = ()
+    """What a user should know."""
+
+    def by_template(self, read: Callable[[str | None], T]) -> dict[str, T]:
+        """By name, what `read` makes of the name's chat template: each reads data as it was trained to."""
+        made = {template: read(template) for template in dict.fromkeys(self.chat_templates.values())}
+        return {name: made[template] for name, template in self.chat_templates.items()}
+
+
+def adapter_dir(path: Path) -> Path:
+    """The adapter directory itself; a job's directory stands for the `adapter` in it."""
+    if (path / CONFIG_FILE).exists():
+        return path
+    if (path / "adapter" / CONFIG_FILE).exists():
+        return path / "adapter"
+    if (path / "run.json").exists():
+        jobs = sorted(found.parent.parent.name for found in path.glob(f"*/adapter/{CONFIG_FILE}"))
+        hint = f"Name the directory of one of its jobs: {', '.join(jobs)}." if jobs else "None of its jobs is done yet."
+        raise AdapterFileError("holds a whole run.", where=str(path), hint=hint)
+    if (path / "job.json").exists():
+        raise AdapterFileError("the job has no adapter yet; it is written when the job ends.", where=str(path))
+    return path
+
+
+def read_named(text: str) -> StoredAdapter:
+    """The adapter a user named as `DIR` or `NAME=DIR`; without a name it is called like its job or directory."""
+    name, equals, rest = text.partition("=")
+    if Path(text).exists() or not equals:
+        name, rest = "", text
+    path = adapter_dir(Path(rest).expanduser())
+    spec, tensors, config = read_adapter(path)
+    whole = path.resolve()
+    name = name or (whole.parent.name if whole.name == "adapter" else whole.name)
+    base_model = config.get("base_model_name_or_path")
+    stated = base_model if isinstance(base_model, str) else None
+    return StoredAdapter(name, path, spec, tensors, stated, read_chat_template(path))
+
+
+def check_fit(stored: StoredAdapter, linears: Mapping[str, LinearShape], base_model: str) -> None:
+    """AdapterFileError says why an adapter does not fit a model with these linear modules (path to out and in)."""
+    where = str(stored.path)
+    for path, (a_RD, b_OR) in stored.tensors.items():
+        if path not in linears:
+            raise AdapterFileError(f"{path} is not a linear module of base_model {base_model}.", where=where)
+        if (b_OR.shape[0], a_RD.shape[1]) != linears[path]:
+            raise AdapterFileError(
+                f"{path} is for a module of {b_OR.shape[0]} x {a_RD.shape[1]}; in base_model {base_model} it is "
+                f"{linears[path][0]} x {linears[path][1]}.",
+                where=where,
+            )
+    for path in linears:
+        if path not in stored.tensors and is_target(stored.spec, path):
+            raise AdapterFileError(
+                f"has no weights for {path} of base_model {base_model}, which its config targets.", where=where
+            )
+
+
+def attach_adapter(backbone: Backbone, stored: StoredAdapter) -> int:
+    """Puts an adapter that answers, and does not train, on a free slot and returns the slot; AdapterFileError says why
+    it does not fit the backbone."""
+    linears = {path: (linear.out_features, linear.in_features) for path, linear in backbone.linears.items()}
+    check_fit(stored, linears, backbone.name)
+    # Jobs that train beside it need no kernels for its dropout.
+    spec = replace(stored.spec, lora_dropout=0.0)
+    try:
+        adapter = Adapter(spec, {path: linears[path] for path in stored.tensors}, 0, backbone.device)
+    except ConfigError as error:
+        raise AdapterFileError(error.message, where=str(stored.path)) from None
+    adapter.load(stored.tensors, str(stored.path))
+    return backbone.attach(adapter)
+
+
+def load_with_adapters(
+    given: Sequence[str], *, base_model: str | None, device: str = "auto", dtype: str = "auto", with_base: bool = False
+) -> Attached:
+    """The backbone with every given adapter attached; adapters are read before the model, which takes longer.
+
+    Each is written `DIR`, `NAME=DIR` or `base` for the bare backbone, which `with_base` puts in front. Without
+    adapters there is only the bare backbone; without a `base_model` it is the one the adapters were trained on.
+    """
+    stored: dict[str, StoredAdapter | None] = {BASE: None} if with_base or not given else {}
+    for text in given:
+        if text == BASE:
+            stored[BASE] = None
+            continue
+        adapter = read_named(text)
+        if adapter.name == BASE:
+            raise ConfigError(f"{BASE} means the bare model; give another name: NAME={adapter.path}.", where=text)
+        if adapter.name in stored:
+            raise ConfigError(f"there are two adapters {adapter.name!r}; name them: NAME=DIR.", where=text)
+        stored[adapter.name] = adapter
+    adapters = [adapter for adapter in stored.values() if adapter is not None]
+    backbone = _load(BackboneSpec(base_model or common_base(adapters), dtype, device), stated=base_model is not None)
+    slots = {name: attach_adapter(backbone, adapter) if adapter else None for name, adapter in stored.items()}
+    notes = tuple(
+        f"{adapter.name} was trained on {adapter.base_model}, not on {backbone.name}."
+        for adapter in adapters
+        if adapter.base_model not in (None, backbone.name)
+    )
+    return Attached(backbone, slots, _chat_templates(stored, backbone), notes)
+
+
+def common_base(adapters: Sequence[StoredAdapter]) -> str:
+    """The one base model all adapters were trained on."""
+    named = {adapter.base_model: adapter for adapter in adapters if adapter.base_model}
+    if len(named) > 1:
+        found = " and ".join(f"{adapter.name} on {base}" for base, adapter in named.items())
+        raise ConfigError(
+            f"the adapters were trained on different base models ({found}); run them one by one, or choose with "
+            "--base-model."
+        )
+    if not named:
+        found = "the adapter's config names no base model" if adapters else "there is neither an adapter nor a model"
+        raise ConfigError(f"{found}; give --base-model.")
+    return next(iter(named))
+
+
+def _chat_templates(stored: Mapping[str, StoredAdapter | None], backbone: Backbone) -> dict[str, str | None]:
+    """The templates by name; one that is not Jinja is an error of the adapter that brings it."""
+    templates: dict[str, str | None] = {}
+    for name, adapter in stored.items():
+        templates[name] = adapter.chat_template if adapter else None
+        if adapter is None or adapter.chat_template is None:
+            continue
+        try:
+            check_template(adapter.chat_template, backbone.tokenizer)
+        except ConfigError as error:
+            raise AdapterFileError(error.message, where=str(adapter.path / TEMPLATE_FILE)) from None
+    if BASE in templates and not backbone.tokenizer.chat_template:
+        # A base model that knows no chats reads them as the adapters do: the comparison is about the weights.
+        templates[BASE] = next((template for template in templates.values() if template is not None), None)
+    return templates
+
+
+def _load(spec: BackboneSpec, *, stated: bool) -> Backbone:
+    try:
+        return load_backbone(spec)
+    except ModelError as error:
+        if stated or error.where == "device":
+            raise
+        hint = "It is the base the adapter names; if it is elsewhere now, give --base-model."
+        raise ModelError(error.message, where=error.where, hint=hint) from error

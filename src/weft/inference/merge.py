@@ -1,0 +1,60 @@
+"""Merges an adapter into its base weights: W + scale · B A, written as an ordinary model directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from weft.backbone.load import load_plain_model, load_tokenizer
+from weft.errors import StorageError
+from weft.inference.attach import StoredAdapter, check_fit
+from weft.spec import BackboneSpec
+from weft.store.atomic import make_directories, staged_directory
+
+
+@torch.no_grad()
+def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
+    """Writes the merged model and its tokenizer to `out`; returns the number of merged modules."""
+    model = load_plain_model(spec)
+    tokenizer = load_tokenizer(spec.base_model)
+    head = model.get_output_embeddings()
+    linears = {path: m for path, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    check_fit(stored, {path: (m.out_features, m.in_features) for path, m in linears.items()}, spec.base_model)
+    for path, (a_RD, b_OR) in stored.tensors.items():
+        weight_OD = linears[path].weight
+        update_OD = stored.spec.scale_for(path) * (b_OR.float() @ a_RD.float())
+        weight_OD.copy_((weight_OD.float() + update_OD.to(weight_OD.device)).to(weight_OD.dtype))
+    if stored.chat_template is not None:
+        tokenizer.chat_template = stored.chat_template
+    _write(model, tokenizer, out)
+    return len(stored.tensors)
+
+
+def _write(model: Any, tokenizer: Any, out: Path) -> None:
+    """The model directory appears whole or not at all."""
+    with contextlib.ExitStack() as undo:
+        make_directories(out.parent, undo)
+        with staged_directory(out) as folder:
+            try:
+                model.save_pretrained(folder)
+            except SafetensorError as error:
+                # Its writer reports a full disk in an error of its own.
+                raise StorageError(f"cannot be written ({error}).", where=str(out)) from None
+            tokenizer.save_pretrained(folder)
+            _open_to_others(folder)
+        undo.pop_all()
+
+
+def _open_to_others(folder: Path) -> None:
+    """Gives every file the permissions of any new file; safetensors lets only the owner read what it writes."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~umask)

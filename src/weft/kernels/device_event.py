@@ -1,0 +1,72 @@
+"""When a device gets somewhere in its work: the time there, numbers sent there, and numbers brought back from there.
+
+A GPU works on while the host goes on, so all of these are asked for in advance. What is waited for is waited for later,
+and not with it what was started in between.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class DeviceEvent:
+    """The time when a device has done all that was asked of it so far; on a CPU that is now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.seen_s: float | None = time.perf_counter() if self._event is None else None
+        """When the host first knew that it had come, by `time.perf_counter`."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> float:
+        """Until it has come; returns `seen_s`."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self.seen_s is None:
+            self.seen_s = time.perf_counter()
+        return self.seen_s
+
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        """Between two moments of one device; waits for this one."""
+        if self._event is None or earlier._event is None:
+            return self.wait() - earlier.wait()
+        self.wait()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device, once that has done what was asked of it before; the host does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class AsyncCopy:
+    """Room on the host for the numbers of a tensor, which come when its device has made them.
+
+    The room is taken at once: without memory for it nothing has been asked of the device yet.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if tensor.is_cuda else tensor
+        self._moment: DeviceEvent | None = None
+
+    def begin(self) -> AsyncCopy:
+        """Brings the numbers as they are when the device gets here."""
+        if self._host is not self._tensor:
+            self._host.copy_(self._tensor, non_blocking=True)
+        self._moment = DeviceEvent(self._tensor.device)
+        return self
+
+    @property
+    def moment(self) -> DeviceEvent:
+        """When they are there."""
+        assert self._moment is not None, "nobody has asked for them"
+        return self._moment
+
+    def get(self) -> torch.Tensor:
+        """The numbers on the host; waits for them."""
+        self.moment.wait()
+        return self._host

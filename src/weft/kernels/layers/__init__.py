@@ -1,0 +1,1 @@
+"""Kernels of the frozen layers: attention, norms, rotary positions, activations, the loss."""

@@ -1,0 +1,306 @@
+"""Gradients of A and B, for all owners of a microbatch in one launch each.
+
+For every owner and each part m of a site:
+    dA_m += dS_mᵀ drop_m(x)           (R_m, D), fp32
+    dB_m += scale · dy_mᵀ S_m         (O_m, R_m), fp32
+Each sample is summed by itself, in blocks of rows counted from its own start, and the samples of an owner are added to
+the gradient one after another in the job's order: ((g + s1) + s2) + s3. No microbatch cut, neighbour or place in the
+buffer can change that sum. Columns are the products' long side whatever the ranks, so that all ranks get the same
+instructions. Only an owner's own rows are read: a NaN elsewhere changes nothing.
+
+A fixed number of programs takes work items (owner, column block) in turn; how many there are is read from the device,
+so a captured launch serves any mix of jobs. An item goes over its owner's ranks in blocks, so a narrow adapter costs
+nothing for a wide neighbour.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from weft.kernels.launch import jit, lanes, runs_triton, tl
+from weft.kernels.lora.tables import RankLaunch, RowTables, Site, SlotTable
+from weft.kernels.lora.tile import (
+    drop_seed,
+    drop_threshold,
+    feature_keys,
+    float_field,
+    is_kept,
+    is_mine,
+    keep_scale,
+    line_of,
+    pad,
+    part_bounds,
+    part_column,
+    part_of_block,
+)
+from weft.kernels.tuning import REDUCTION, weight_grad_blocks
+
+NUM_PROGRAMS = 132 * 8
+"""Eight for each multiprocessor of an H200, the largest we know: items differ in size, and the short ones fill gaps."""
+
+
+def weight_grad_reference(
+    x_TD: torch.Tensor,
+    s_TR: torch.Tensor,
+    dy_TO: torch.Tensor,
+    ds_TR: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+) -> None:
+    """Adds to the gradients of every owner."""
+    for slot, spans in rows.by_slot().items():
+        for start, size, (column, rank, entry) in zip(site.starts, site.sizes, table.columns(slot, site), strict=True):
+            for span in spans if entry is not None else ():
+                assert entry is not None
+                own, columns = slice(span.start, span.end), slice(column, column + rank)
+                x_LD = rows.dropped(entry, x_TD[own], own).float()
+                entry.grad_a_RD.addmm_(ds_TR[own, columns].float().t(), x_LD)
+                dy_LO = dy_TO[own, start : start + size].float()
+                entry.grad_b_OR.addmm_(dy_LO.t(), s_TR[own, columns].float(), alpha=entry.scale)
+
+
+@jit
+def _sum_samples(  # type: ignore[no-untyped-def]
+    wide,
+    narrow,
+    here,
+    mask,
+    owned,
+    keys,
+    stride_wide,
+    stride_narrow,
+    first_span,
+    last_span,
+    columns,
+    offset,
+    inside,
+    places,
+    has,
+    factor,
+    seed,
+    threshold,
+    DROPPED: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `places` of narrow."""
+    total = tl.load(here, mask=mask, other=0.0)
+    if DROPPED:
+        column_keys = feature_keys(columns, seed)
+    for span in range(first_span, last_span):
+        start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+        acc = tl.zeros((BN, BR), dtype=tl.float32)
+        for t in range(start, end, BT):
+            rows = t + tl.arange(0, BT)
+            row_mask = rows < end
+            wide_tile = tl.load(
+                wide + rows.to(tl.int64)[:, None] * stride_wide + (offset + columns)[None, :],
+                mask=row_mask[:, None] & inside[None, :],
+                other=0.0,
+            )
+            if DROPPED:
+                row_keys = tl.load(keys + rows, mask=row_mask, other=0)
+                kept = is_kept(row_keys, column_keys, threshold)
+                wide_tile = tl.where(kept, wide_tile, 0.0).to(wide.dtype.element_ty)
+            narrow_tile = tl.load(
+                narrow + rows.to(tl.int64)[:, None] * stride_narrow + places[None, :],
+                mask=row_mask[:, None] & has[None, :],
+                other=0.0,
+            )
+            acc = tl.dot(tl.trans(wide_tile), narrow_tile, acc, input_precision="ieee")
+        total += acc * factor
+    tl.store(here, total, mask=mask)
+
+
+@jit
+def _sum_a(  # type: ignore[no-untyped-def]
+    x,
+    ds,
+    out,
+    owned,
+    keys,
+    stride_x,
+    stride_s,
+    first_span,
+    last_span,
+    column,
+    first,
+    rank,
+    columns,
+    num_features,
+    seed,
+    threshold,
+    DROPPED: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Adds (dSᵀ drop(x))ᵀ of an owner's samples to a block of ranks from `first` on and a block of columns."""
+    ranks = first + tl.arange(0, BR)
+    inside = columns < num_features
+    here = out + ranks.to(tl.int64)[None, :] * num_features + columns[:, None]
+    mask = (ranks < rank)[None, :] & inside[:, None]
+    factor = 1.0
+    if DROPPED:
+        factor = keep_scale(threshold)
+    _sum_samples(
+        x, ds, here, mask, owned, keys, stride_x, stride_s, first_span, last_span, columns, 0, inside,
+        column + ranks, ranks < pad(rank), factor, seed, threshold, DROPPED, BT, BN, BR,
+    )  # fmt: skip
+
+
+@jit
+def _grad_a(  # type: ignore[no-untyped-def]
+    x,
+    ds,
+    table,
+    owners,
+    owned,
+    keys,
+    stride_x,
+    stride_s,
+    module,
+    num_modules,
+    num_features,
+    DROPS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    column_blocks = tl.cdiv(num_features, BN)
+    num_items = tl.load(owners).to(tl.int32) * column_blocks
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        owner = owners + (1 + item // column_blocks) * 4
+        first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
+        if is_mine(table, slot, module, num_modules, ABOVE, UPTO):
+            columns = (item % column_blocks) * BN + tl.arange(0, BN)
+            whole = 0
+            grad_whole = tl.load(line_of(table, slot, module, num_modules) + 4)
+            apart = False
+            for part in tl.static_range(NUM_PARTS):
+                line = line_of(table, slot, module + part, num_modules)
+                rank = tl.load(line).to(tl.int32)
+                grad_whole = tl.where((whole == 0) & (rank > 0), tl.load(line + 4), grad_whole)
+                whole += rank
+                apart = apart | (rank % 8 != 0)
+                if DROPS:
+                    apart = apart | (drop_threshold(line) > 0)
+            if apart:
+                for part in tl.static_range(NUM_PARTS):
+                    line = line_of(table, slot, module + part, num_modules)
+                    rank = tl.load(line).to(tl.int32)
+                    column = part_column(line)
+                    out = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+                    threshold = drop_threshold(line)
+                    for first in range(0, rank, BR):
+                        _sum_a(
+                            x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, column, first, rank,
+                            columns, num_features, drop_seed(line), threshold, DROPS, BT, BN, BR,
+                        )  # fmt: skip
+            else:
+                # The parts' A and their gradients lie one after another: one matrix, one reading of x.
+                out = tl.multiple_of(grad_whole.to(tl.pointer_type(tl.float32)), 16)
+                for first in range(0, whole, BR):
+                    _sum_a(
+                        x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, 0, first, whole,
+                        columns, num_features, 0, 0, False, BT, BN, BR,
+                    )  # fmt: skip
+
+
+@jit
+def _grad_b(  # type: ignore[no-untyped-def]
+    dy,
+    s,
+    table,
+    owners,
+    owned,
+    stride_y,
+    stride_s,
+    module,
+    num_modules,
+    size_0,
+    size_1,
+    size_2,
+    NUM_PARTS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    UPTO: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    column_blocks = tl.cdiv(size_0, BN) + tl.cdiv(size_1, BN) + tl.cdiv(size_2, BN)
+    num_items = tl.load(owners).to(tl.int32) * column_blocks
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        owner = owners + (1 + item // column_blocks) * 4
+        first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
+        if is_mine(table, slot, module, num_modules, ABOVE, UPTO):
+            part, block = part_of_block(item % column_blocks, size_0, size_1, NUM_PARTS, BN)
+            begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
+            line = line_of(table, slot, module + part, num_modules)
+            rank = tl.load(line).to(tl.int32)
+            column = part_column(line)
+            columns = block * BN + tl.arange(0, BN)
+            inside = columns < size
+            scale = float_field(line, 6)
+            grad = tl.load(line + 5).to(tl.pointer_type(tl.float32))
+            for first in range(0, rank, BR):
+                ranks = first + tl.arange(0, BR)
+                here = grad + columns.to(tl.int64)[:, None] * rank + ranks[None, :]
+                mask = (ranks < rank)[None, :] & inside[:, None]
+                _sum_samples(
+                    dy, s, here, mask, owned, owned, stride_y, stride_s, first_span, last_span, columns, begin, inside,
+                    column + ranks, ranks < pad(rank), scale, 0, 0, False, BT, BN, BR,
+                )  # fmt: skip
+
+
+def weight_grad_kernel(
+    x_TD: torch.Tensor,
+    s_TR: torch.Tensor,
+    dy_TO: torch.Tensor,
+    ds_TR: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+) -> None:
+    """Adds to the gradients of every owner."""
+    num_parts = len(site.sizes)
+    tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
+    place = (site.module, table.num_modules)
+    strides_a, strides_b = (x_TD.stride(0), ds_TR.stride(0)), (dy_TO.stride(0), s_TR.stride(0))
+    shared = {"NUM_PARTS": num_parts, "BT": REDUCTION}
+
+    def add_a(launch: RankLaunch) -> None:
+        # The A of all parts have one x, which is read once; the B have outputs of their own.
+        options = {**shared, **launch.bounds, **weight_grad_blocks(launch.upto, num_parts, x_TD)}
+        drops = table.drops and rows.drops
+        _grad_a[(NUM_PROGRAMS,)](
+            x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=drops, **options
+        )
+
+    def add_b(launch: RankLaunch) -> None:
+        options = {**shared, **launch.bounds, **weight_grad_blocks(launch.upto, 1, x_TD)}
+        _grad_b[(NUM_PROGRAMS,)](dy_TO, s_TR, *tables, *strides_b, *place, *site.three_sizes, **options)
+
+    for launch, add in lanes(list(product(table.launches, (add_a, add_b))), x_TD.device):
+        add(launch)
+
+
+def weight_grad(
+    x_TD: torch.Tensor,
+    s_TR: torch.Tensor,
+    dy_TO: torch.Tensor,
+    ds_TR: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+) -> None:
+    """Adds dSᵀ drop(x) to each owner's gradient of A and scale · dyᵀ S to that of B."""
+    run = weight_grad_kernel if runs_triton(x_TD) else weight_grad_reference
+    run(x_TD, s_TR, dy_TO, ds_TR, site, rows, table)

@@ -1,0 +1,218 @@
+"""What a GPU holds besides its jobs, and how large that lets microbatches be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import dataset, finish, job_spec, random_backbone, random_sample, small_job, submit
+
+from weft.bench.regimes import Storage
+from weft.bench.shapes import SHAPES
+from weft.bench.step import make_backbone
+from weft.cost.memory import MemoryModel
+from weft.cost.rows import capacities
+from weft.cost.shape import ModelShape
+from weft.data.dataset import JobData
+from weft.engine.engine import Engine
+from weft.engine.events import JobWarning
+from weft.engine.placement import Placement, activation_bytes
+from weft.errors import JobError
+from weft.plan.admit import Budget
+from weft.spec import AdapterSpec
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return random_backbone("llama_odd")
+
+
+def warned(engine: Engine) -> list[str]:
+    """Runs to the end; what users were told."""
+    told: list[str] = []
+    outcomes = finish(engine, lambda _, event: told.append(event.message) if isinstance(event, JobWarning) else None)
+    assert {outcome.state for outcome in outcomes.values()} == {"succeeded"}
+    return told
+
+
+class FakeGpu:
+    """The account of a GPU of 80 GB that holds 16 GB of weights, and the places on it."""
+
+    weights, total = 16 * 10**9, 80 * 10**9
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *jobs: Any) -> None:
+        self.peak = 0
+        backbone = SimpleNamespace(device=torch.device("cuda"), fused=object(), dtype=torch.bfloat16)
+        named: Any = {job.spec.name: job for job in jobs}
+        self.places = Placement(backbone, named, max_jobs=None, job_memory=None, weights={})
+        self.allocated = self.weights + sum(job.allocated for job in jobs)
+        given = {
+            "max_memory_allocated": lambda _: self.peak,
+            "memory_allocated": lambda _: self.allocated,
+            "memory_reserved": lambda _: self.allocated,
+            "mem_get_info": lambda _: (self.total - self.allocated, self.total),
+            "get_per_process_memory_fraction": lambda _: 1.0,
+            "reset_peak_memory_stats": self.reset,
+        }
+        for name, stand_in in given.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        # A microbatch of 8,192 tokens takes 50 GB where ranks go up to 16.
+        monkeypatch.setattr(
+            "weft.engine.placement.activation_bytes",
+            lambda _, capacity, rank: capacity * rank * 50 * 10**9 // (8192 * 16),
+        )
+
+    def reset(self, _: torch.device) -> None:
+        self.peak = self.allocated
+
+    def run(self, activations: int) -> None:
+        self.peak = max(self.peak, self.allocated + activations)
+
+    @property
+    def besides(self) -> int:
+        """What is not for jobs."""
+        return self.places._budget(8192).fixed_bytes
+
+
+def placed(name: str, slot: int | None, patience: int | None = None, num_parameters: int = 10**8) -> Any:
+    """A job in figures: 18 bytes per parameter, and 4 more once there is a best to keep."""
+    spec = SimpleNamespace(
+        name=name, early_stopping_patience=patience, adapter=AdapterSpec(r=8, rank_pattern={"q_proj": 16})
+    )
+    adapter = SimpleNamespace(num_parameters=num_parameters)
+    return SimpleNamespace(
+        spec=spec, adapter=adapter, slot=slot, best_params=None, allocated=18 * num_parameters if slot else 0
+    )
+
+
+def test_memory_when_it_ran_out_then_the_attempt_counts_neither_as_measured_nor_as_proven(monkeypatch):
+    """Microbatches of half the size leave room for another job, as soon as they are made smaller."""
+    gpu = FakeGpu(monkeypatch, placed("a", 1))
+    places, late = gpu.places, placed("late", None, num_parameters=15 * 10**8)
+    with places.watched():
+        gpu.run(50 * 10**9)
+    with places.watched():
+        gpu.run(78 * 10**9 - gpu.allocated)
+        places.ran_out()
+    assert places._proven_bytes == 0 and places._measured_bytes is None
+    with pytest.raises(JobError, match="can never fit"):
+        places.check(late, 8192)
+    places.check(late, 4096)
+    with places.watched():
+        gpu.run(25 * 10**9)
+    assert gpu.besides == gpu.weights + 25 * 10**9
+    assert places._proven_bytes == places.bytes_of(placed("a", 1)), "the next stretch is noted again"
+    places.check(late, 4096)
+
+
+@pytest.mark.parametrize("patience", [None, 3])
+def test_memory_when_measured_then_all_but_what_the_jobs_hold_is_not_for_jobs(monkeypatch, patience):
+    """A best that there is not yet is no part of the peak."""
+    jobs = [placed(f"job{i}", i + 1, patience) for i in range(8)]
+    gpu = FakeGpu(monkeypatch, *jobs)
+    assert gpu.besides == gpu.weights + 50 * 10**9, "estimated"
+    with gpu.places.watched():
+        gpu.run(40 * 10**9)
+        for job in jobs:
+            job.best_params = None if patience is None else ()
+    assert gpu.besides == gpu.weights + 40 * 10**9
+
+
+class PerToken(Placement):
+    """Places where every token of a microbatch takes its bytes from the jobs."""
+
+    token_bytes, total_bytes = 0, 0
+
+    def _budget(self, capacity: int) -> Budget:
+        return Budget(self.total_bytes, capacity * self.token_bytes)
+
+
+@pytest.fixture
+def per_token(backbone, monkeypatch) -> type[PerToken]:
+    """A device where a job of `small_job` fits beside microbatches of up to 20 tokens."""
+    monkeypatch.setattr("weft.engine.engine.Places", PerToken)
+    engine = Engine(backbone, capacity=48)
+    PerToken.token_bytes, PerToken.total_bytes = 10**6, 10**9
+    submit(engine, small_job("size"))
+    job_bytes = engine._places.bytes_of(engine.jobs["size"])
+    PerToken.total_bytes = 20 * 10**6 + job_bytes
+    return PerToken
+
+
+def test_run_when_microbatches_leave_no_memory_then_they_are_made_smaller_and_it_is_said(backbone, per_token):
+    """The capacity that was asked for is halved until a job fits; nobody is refused for it."""
+    engine = Engine(backbone, capacity=48)
+    submit(engine, small_job("a"))
+    told = warned(engine)
+    assert engine.limits.capacity == max(12, engine.jobs["a"].longest)
+    assert told == [f"microbatches of 48 tokens would leave no memory for a job on this GPU; they hold at most "
+                    f"{engine.limits.capacity} instead (capacity: {engine.limits.capacity})."]  # fmt: skip
+
+
+def test_submit_when_not_even_the_smallest_microbatch_leaves_memory_then_refused(backbone, per_token):
+    per_token.total_bytes = 10**6
+    with pytest.raises(JobError, match="can never fit"):
+        submit(Engine(backbone, capacity=48), small_job("a"))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+def test_activation_bytes_when_the_step_is_fused_then_are_the_memory_models(recompute, offload):
+    """Whole tiles of rows, with what the step really keeps on the GPU."""
+    shape, storage = replace(SHAPES["tiny"], layers=3), Storage(recompute=recompute, offload=offload)
+    made = make_backbone(shape, storage, torch.float32, torch.device("cpu"), "fused")
+    model = MemoryModel(ModelShape.from_config(shape.config().to_dict()), "none", recompute, 4)
+    rows = 2 * made.row_tile(200)
+    kept = model.kept_bytes(rows, 32) - (model.offloaded_bytes(rows) if offload else 0)
+    assert kept > 0 and model.offloaded_bytes(rows) > 0
+    assert activation_bytes(made, 200, 32) == kept + model.workspace_bytes(rows, 32) + model.loss_bytes()
+
+
+def test_activation_bytes_when_estimated_then_count_every_linear_once(backbone):
+    # llama_odd, per layer: q, k, v and o 36 x 36, gate and up 36 x 50, down 50 x 36; two layers, four bytes.
+    assert activation_bytes(backbone, 10) == 10 * 4 * 2 * (4 * 72 + 3 * 86)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "max_jobs", "found"), [("auto", None, 4096), ("auto", 1, 8192), (8192, None, 8192)]
+)
+def test_run_when_large_microbatches_would_make_jobs_wait_then_only_a_number_keeps_them(
+    backbone, per_token, monkeypatch, capacity, max_jobs, found
+):
+    """Two jobs fit beside microbatches of 5,000 tokens, one beside 8,192, which it cannot fill: `auto` gives way."""
+    monkeypatch.setattr("weft.engine.engine.capacities", lambda asked, _, longest: capacities(asked, "cuda", longest))
+    engine = Engine(backbone, capacity=capacity, max_jobs=max_jobs)
+    submit(engine, small_job("a"), small_job("b", 1))
+    each = engine._places.bytes_of(engine.jobs["a"])
+    per_token.token_bytes = each // 4000
+    per_token.total_bytes = 2 * each + 5000 * per_token.token_bytes
+    told = warned(engine)
+    assert engine.limits.capacity == found
+    says = "microbatches of 8192 tokens would leave no memory for enough jobs to fill them on this GPU; they hold"
+    assert [message[: len(says)] for message in told] == ([says] if found == 4096 else [])
+
+
+@pytest.mark.parametrize(("num_fitting", "capacity", "found"), [(1, 20, True), (1, 60, False), (2, 60, True)])
+def test_microbatches_when_not_all_jobs_fit_beside_them_then_those_that_do_can_fill_them_or_not(
+    backbone, per_token, num_fitting, capacity, found
+):
+    """Global batches of 30 tokens: one job fills a microbatch of 20 but not one of 60."""
+    engine = Engine(backbone, capacity=64)
+    data = JobData(dataset([random_sample(np.random.default_rng(n), 10) for n in range(6)]), None)
+    for name in ("a", "b", "c"):
+        engine.submit(job_spec(name, global_batch_size=3), data)
+    each = engine._places.bytes_of(engine.jobs["a"])
+    per_token.token_bytes, per_token.total_bytes = 1, num_fitting * each + capacity
+    assert engine._places.can_fill(capacity) is found
+    per_token.total_bytes = None
+    assert engine._places.can_fill(capacity), "there is no limit"
+
+
+def test_capacity_when_it_is_auto_then_holds_the_longest_sample_of_the_run(backbone):
+    assert Engine(backbone).limits.capacity == 2048
+    assert Engine(backbone, longest=3000).limits.capacity == 4096
+    assert Engine(backbone, capacity=100, longest=50).limits.capacity == 100

@@ -1,0 +1,104 @@
+"""Rotary positions and head norms of q, k and v."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from weft.kernels.layers.rotary import (
+    Heads,
+    Norms,
+    rotate_grad_kernel,
+    rotate_grad_reference,
+    rotate_kernel,
+    rotate_reference,
+)
+
+FORWARD = [rotate_reference, rotate_kernel]
+BACKWARD = [rotate_grad_reference, rotate_grad_kernel]
+HEADS = Heads(num_q=4, num_kv=2, size=24)
+"""More heads than a program takes at once, of a size that is no power of two."""
+EPS = 1e-6
+
+
+def angles(num_rows: int, heads: Heads = HEADS) -> tuple[torch.Tensor, torch.Tensor]:
+    angles_TF = torch.rand(num_rows, heads.size // 2) * 6
+    return angles_TF.cos(), angles_TF.sin()
+
+
+def head_norms(normed: bool) -> Norms | None:
+    return (torch.randn(HEADS.size), torch.randn(HEADS.size), EPS) if normed else None
+
+
+def plain(x_TE: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, norms: Norms | None) -> torch.Tensor:
+    """q, k and v after norms and positions, by Hugging Face's rotation, in fp64."""
+    q, k, v = (part.unflatten(1, (-1, HEADS.size)) for part in x_TE.split(HEADS.sizes, dim=1))
+    if norms is not None:
+        q = q * torch.rsqrt(q.square().mean(2, keepdim=True) + EPS) * norms[0].double()
+        k = k * torch.rsqrt(k.square().mean(2, keepdim=True) + EPS) * norms[1].double()
+    cos, sin = (torch.cat([half, half], dim=1).double() for half in (cos_TF, sin_TF))
+    q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+    return torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("run", FORWARD)
+def test_rotate_when_run_then_equals_hugging_face(run, normed):
+    """q and k are turned, v is not; where heads are normed qkv keeps every bit."""
+    qkv_TE, norms, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), head_norms(normed), angles(37)
+    before_TE = qkv_TE.clone()
+    out_TE = run(qkv_TE, cos_TF, sin_TF, HEADS, norms, None)
+    torch.testing.assert_close(out_TE.double(), plain(before_TE.double(), cos_TF, sin_TF, norms), rtol=1e-5, atol=1e-5)
+    assert (out_TE is qkv_TE) == (not normed)
+    assert qkv_TE.equal(before_TE) == normed
+
+
+@pytest.mark.parametrize("run", FORWARD)
+def test_rotate_when_given_a_place_then_writes_there_and_nowhere_else(run):
+    """With `out_TE` and no norms qkv keeps every bit."""
+    qkv_TE, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), angles(37)
+    before_TE, place_TE = qkv_TE.clone(), torch.empty_like(qkv_TE)
+    assert run(qkv_TE, cos_TF, sin_TF, HEADS, None, place_TE) is place_TE
+    assert qkv_TE.equal(before_TE)
+    expected_TE = plain(before_TE.double(), cos_TF, sin_TF, None)
+    torch.testing.assert_close(place_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("run", BACKWARD)
+def test_rotate_grad_when_run_then_equals_autograd(run, normed):
+    """The gradients of q, k and v come back side by side, through positions and norms; strides are free."""
+    norms, (cos_TF, sin_TF) = head_norms(normed), angles(37)
+    qkv_TE = torch.randn(37, sum(HEADS.sizes))
+    dq_THC = torch.randn(HEADS.num_q, 37, HEADS.size).transpose(0, 1)
+    dk_TKC, dv_TKC = (torch.randn(37, HEADS.num_kv, HEADS.size) for _ in range(2))
+    out_TE = run(dq_THC, dk_TKC, dv_TKC, cos_TF, sin_TF, HEADS, norms, qkv_TE if normed else None)
+    leaf_TE = qkv_TE.double().requires_grad_()
+    grad_TE = torch.cat([d.flatten(1) for d in (dq_THC, dk_TKC, dv_TKC)], dim=1).double()
+    (expected_TE,) = torch.autograd.grad(plain(leaf_TE, cos_TF, sin_TF, norms), leaf_TE, grad_TE)
+    torch.testing.assert_close(out_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_rotate_kernels_when_fp16_then_round_as_their_twins(normed):
+    """In half precision kernel and twin agree to the last digit or so, forward and backward."""
+    norms, (cos_TF, sin_TF) = head_norms(normed), angles(37)
+    qkv_TE = torch.randn(37, sum(HEADS.sizes)).half()
+    outs = [run(qkv_TE.clone(), cos_TF, sin_TF, HEADS, norms, None) for run in FORWARD]
+    torch.testing.assert_close(outs[1], outs[0], rtol=3e-3, atol=3e-3)
+    parts = [part.unflatten(1, (-1, HEADS.size)) for part in outs[0].split(HEADS.sizes, dim=1)]
+    grads = [run(*parts, cos_TF, sin_TF, HEADS, norms, qkv_TE) for run in BACKWARD]
+    torch.testing.assert_close(grads[1], grads[0], rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("run", FORWARD)
+def test_rotate_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
+    """NaN rows stay by themselves."""
+    qkv_TE, norms, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), head_norms(True), angles(37)
+    clean_TE = run(qkv_TE, cos_TF, sin_TF, HEADS, norms, None)
+    qkv_TE[5] = torch.nan
+    out_TE = run(qkv_TE, cos_TF, sin_TF, HEADS, norms, None)
+    mine_T = torch.arange(37) != 5
+    assert clean_TE[mine_T].equal(out_TE[mine_T])
+    assert clean_TE.isfinite().all() and out_TE[5].isnan().all()
