@@ -10,6 +10,7 @@ from tiny_models import random_backbone, random_sample
 from weft.adapters.lora import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
+from weft.backbone.fused.path import FusedPath
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.scores import Score
 from weft.errors import ModelError
@@ -118,7 +119,7 @@ def test_fused_kernels_when_the_model_does_not_fit_then_says_why(name, reason):
 
 def test_kernels_when_auto_on_a_cpu_then_reference():
     backbone = random_backbone("llama", kernels="auto")
-    assert backbone.fused is None
+    assert backbone.path.name == "reference"
     assert backbone.kernels.startswith("reference: ")
 
 
@@ -126,6 +127,6 @@ def test_fused_kernels_when_chosen_then_the_model_holds_no_weight_twice():
     """The model's own linears are parts of the joined weights."""
     backbone = random_backbone("llama", kernels="fused")
     joined = {p.data_ptr() for p in backbone.linears["model.layers.0.self_attn.q_proj"].frozen.parameters()}
-    assert backbone.fused is not None
-    layer = backbone.fused._model.layers[0]
+    assert isinstance(backbone.path, FusedPath)
+    layer = backbone.path._model.layers[0]
     assert {p.data_ptr() for p in layer.qkv.weight.parameters()} == joined

@@ -13,7 +13,7 @@ from tiny_models import random_backbone, random_sample
 from weft.adapters import frozen
 from weft.adapters.frozen import quantise
 from weft.backbone import attention
-from weft.backbone.fused import runner
+from weft.backbone.fused import path
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.inputs import InputShape, input_shape
 from weft.backbone.fused.model import why_not
@@ -103,11 +103,11 @@ def test_capture_when_memory_ends_then_what_it_held_is_free_before_the_next_try(
         alive.append(sum(tensor() is not None for tensor in held))
         return "captured"
 
-    monkeypatch.setattr(runner, "capture", capture)
+    monkeypatch.setattr(path, "capture", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    fused = random_backbone("llama", kernels="fused").fused
-    assert fused is not None
+    fused = random_backbone("llama", kernels="fused").path
+    assert isinstance(fused, path.FusedPath)
     assert fused._graph(InputShape(128, 16, 0, True, False), None) == "captured"  # type: ignore[comparison-overlap]
     assert alive == [0]
 
@@ -115,11 +115,11 @@ def test_capture_when_memory_ends_then_what_it_held_is_free_before_the_next_try(
 def test_graphs_when_jobs_come_and_go_then_only_the_first_of_a_kind_is_captured_for(monkeypatch):
     """One with dropout or wide ranks takes kernels of its own while it is there; evaluation never drops anything."""
     taken: list[Needs] = []
-    monkeypatch.setattr(runner, "capture", lambda _model, _shape, table, *_: taken.append(table.needs) or "captured")
+    monkeypatch.setattr(path, "capture", lambda _model, _shape, table, *_: taken.append(table.needs) or "captured")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     backbone = random_backbone("llama", kernels="fused")
-    fused = backbone.fused
-    assert fused is not None
+    fused = backbone.path
+    assert isinstance(fused, path.FusedPath)
     backbone.attach(backbone.new_adapter(AdapterSpec(r=8), 0))
     training, evaluation = InputShape(128, 16, 0, True, True), InputShape(128, 16, 0, True, False)
     for _ in range(2):

@@ -9,13 +9,12 @@ import torch
 
 from weft.adapters.frozen import Dense
 from weft.backbone.backbone import Backbone
-from weft.bench import step as step_module
 from weft.bench.clock import QUICK
 from weft.bench.regimes import BF16, FEW, HANDFUL, Program, Run, Storage
 from weft.bench.samples import packed_samples
 from weft.bench.shapes import SHAPES, build
 from weft.bench.step import Jobs, make_backbone, measure
-from weft.errors import JobError, ModelError
+from weft.errors import JobError
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
@@ -43,8 +42,8 @@ def test_backbone_when_quantised_then_is_near_the_plain_one(quantize):
     rounded = make_backbone(TINY, Storage(quantize), torch.float32, CPU)
     assert {linear.frozen.kind for linear in rounded.linears.values()} == {quantize}
     # Losses of random weights hardly depend on them, so hidden states are compared.
-    batch, row_tile = Jobs(backbone, HANDFUL, frozen=True).batch, backbone.row_tile(HANDFUL.capacity)
-    plain, found = (one._hidden(batch, row_tile) for one in (backbone, rounded))
+    batch, row_tile = Jobs(backbone, HANDFUL, frozen=True).batch, backbone.path.row_tile(HANDFUL.capacity)
+    plain, found = (one.path.hidden(batch, row_tile) for one in (backbone, rounded))
     error = float((found - plain).norm() / plain.norm())
     assert 1e-4 < error < 0.1
 
@@ -95,14 +94,7 @@ def test_frozen_step_when_run_then_the_whole_backward_runs(backbone, monkeypatch
     jobs = Jobs(backbone, FEW, frozen=True)
     jobs.forward_backward_frozen()
     # All products of both layers; the fused step joins some and has no use for the first one's.
-    assert len(seen) == (7 if backbone.fused else 14)
+    assert len(seen) == (7 if backbone.path.name == "fused" else 14)
     measured = measure(backbone, Run(Program.WEFT_FROZEN, FEW), QUICK)
     assert measured.detail.startswith("no adapters; with them, in turn, ")
     assert measured.extra["overhead"] > -1 and not any(linear.slots for linear in backbone.linears.values())
-
-
-def test_frozen_step_when_its_backward_is_cut_then_there_is_no_figure(monkeypatch):
-    backbone = make_backbone(TINY, BF16, torch.float32, CPU, "reference")
-    monkeypatch.setattr(step_module.GradientToEmbeddings, "_ask", lambda *_: None)
-    with pytest.raises(ModelError, match="did not reach the embeddings"):
-        measure(backbone, Run(Program.WEFT_FROZEN, FEW), QUICK)

@@ -144,9 +144,9 @@ def test_kept_when_compared_with_the_fused_step_then_equal_to_the_byte(mode, nam
     slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=20), 0))
     sample = Sample(np.arange(100, dtype=np.int32), np.ones(100, dtype=np.bool_))
     batch = pack_samples([Placed(sample, slot)], 128, backbone.device)
-    passed = backbone.fused._pass(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)
+    passed = backbone.path._pass(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)
     model = MemoryModel(ModelShape.from_config(shape.config().to_dict()), recompute=mode, activation_bytes=4)
-    assert backbone.fused.table.rank_class == rank_class([20]) == 32
+    assert backbone.path.table.rank_class == rank_class([20]) == 32
     assert sum(kept_storages(passed).values()) == model.kept_bytes(128, 20)
     large = [getattr(kept, name) for kept in passed.kept[OFFLOAD_LAYERS:] for name in OFFLOADED]
     assert sum(t.nbytes for t in large if t is not None) == model.offloaded_bytes(128) > 0

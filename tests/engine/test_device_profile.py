@@ -102,7 +102,7 @@ def test_measure_case_when_repeated_then_memory_is_the_same_to_the_byte_and_slot
     assert first.peak_bytes == again.peak_bytes > stored_bytes(backbone.model.parameters())
     assert first.load == again.load
     assert (first.load.rows, first.load.jobs, first.load.rank_rows) == (128, 2, 128 * 16)
-    assert not backbone.fused.table.entries
+    assert not backbone.path.table.entries
     assert not any(linear.slots for linear in backbone.linears.values())
 
 

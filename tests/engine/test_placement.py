@@ -354,7 +354,7 @@ def test_stretches_when_they_run_then_are_watched_also_where_memory_runs_out(und
                 raise torch.OutOfMemoryError("no room")
             return super().launch(*given)
 
-    monkeypatch.setattr("weft.engine.engine.Places", Noting)
+    monkeypatch.setattr("weft.engine.engine.Placement", Noting)
     engine = Engine(Once(random_model("llama_odd"), SimpleNamespace(eos_token_id=None), "once"), capacity=96)
     submit(engine, small_job("a"))
     outcomes, _ = run(engine)

@@ -20,7 +20,7 @@ from weft.cost.shape import ModelShape
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import JobWarning
-from weft.engine.placement import Placement, activation_bytes
+from weft.engine.placement import Placement
 from weft.errors import JobError
 from weft.plan.admit import Budget
 from weft.spec import AdapterSpec
@@ -46,7 +46,8 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *jobs: Any) -> None:
         self.peak = 0
-        backbone = SimpleNamespace(device=torch.device("cuda"), fused=object(), dtype=torch.bfloat16)
+        path = SimpleNamespace(copy_bytes=2, activation_bytes=self.activation_bytes)
+        backbone = SimpleNamespace(device=torch.device("cuda"), path=path)
         named: Any = {job.spec.name: job for job in jobs}
         self.places = Placement(backbone, named, max_jobs=None, job_memory=None, weights={})
         self.allocated = self.weights + sum(job.allocated for job in jobs)
@@ -60,11 +61,11 @@ class FakeGpu:
         }
         for name, stand_in in given.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        # A microbatch of 8,192 tokens takes 50 GB where ranks go up to 16.
-        monkeypatch.setattr(
-            "weft.engine.placement.activation_bytes",
-            lambda _, capacity, rank: capacity * rank * 50 * 10**9 // (8192 * 16),
-        )
+
+    @staticmethod
+    def activation_bytes(capacity: int, rank: int) -> int:
+        """A microbatch of 8,192 tokens takes 50 GB where ranks go up to 16."""
+        return capacity * rank * 50 * 10**9 // (8192 * 16)
 
     def reset(self, _: torch.device) -> None:
         self.peak = self.allocated
@@ -134,7 +135,7 @@ class PerToken(Placement):
 @pytest.fixture
 def per_token(backbone, monkeypatch) -> type[PerToken]:
     """A device where a job of `small_job` fits beside microbatches of up to 20 tokens."""
-    monkeypatch.setattr("weft.engine.engine.Places", PerToken)
+    monkeypatch.setattr("weft.engine.engine.Placement", PerToken)
     engine = Engine(backbone, capacity=48)
     PerToken.token_bytes, PerToken.total_bytes = 10**6, 10**9
     submit(engine, small_job("size"))
@@ -166,15 +167,15 @@ def test_activation_bytes_when_the_step_is_fused_then_are_the_memory_models(reco
     shape, storage = replace(SHAPES["tiny"], layers=3), Storage(recompute=recompute, offload=offload)
     made = make_backbone(shape, storage, torch.float32, torch.device("cpu"), "fused")
     model = MemoryModel(ModelShape.from_config(shape.config().to_dict()), "none", recompute, 4)
-    rows = 2 * made.row_tile(200)
+    rows = 2 * made.path.row_tile(200)
     kept = model.kept_bytes(rows, 32) - (model.offloaded_bytes(rows) if offload else 0)
     assert kept > 0 and model.offloaded_bytes(rows) > 0
-    assert activation_bytes(made, 200, 32) == kept + model.workspace_bytes(rows, 32) + model.loss_bytes()
+    assert made.path.activation_bytes(200, 32) == kept + model.workspace_bytes(rows, 32) + model.loss_bytes()
 
 
 def test_activation_bytes_when_estimated_then_count_every_linear_once(backbone):
     # llama_odd, per layer: q, k, v and o 36 x 36, gate and up 36 x 50, down 50 x 36; two layers, four bytes.
-    assert activation_bytes(backbone, 10) == 10 * 4 * 2 * (4 * 72 + 3 * 86)
+    assert backbone.path.activation_bytes(10, 16) == 10 * 4 * 2 * (4 * 72 + 3 * 86)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class CapturingGpu:
     def __init__(self, monkeypatch) -> None:
         self.peak, self.is_captured = self.held, False
         self.replays: list[bool] = []
-        self.backbone = SimpleNamespace(device=torch.device("cuda"), fused=SimpleNamespace(forget=self.forget))
+        self.backbone = SimpleNamespace(device=torch.device("cuda"), path=SimpleNamespace(forget=self.forget))
         given = {
             "memory_allocated": lambda: self.held,
             "max_memory_allocated": lambda: self.peak,

@@ -7,6 +7,7 @@ import torch
 from tiny_models import random_backbone
 
 from weft.backbone.backbone import Backbone
+from weft.backbone.fused.path import FusedPath
 from weft.errors import AdapterFileError, ConfigError, ModelError
 from weft.inference import attach
 from weft.inference.attach import attach_adapter, common_base, load_with_adapters, read_named
@@ -45,9 +46,9 @@ def test_attach_when_the_adapter_fits_then_its_weights_are_on_the_slot(backbone:
 
 def test_attach_when_the_adapter_was_trained_with_dropout_then_jobs_beside_it_do_not_pay_for_it(tmp_path: Path):
     backbone = random_backbone(kernels="fused")
-    assert backbone.fused is not None
+    assert isinstance(backbone.path, FusedPath)
     attach_adapter(backbone, read_named(str(written(backbone, tmp_path / "mine", lora_dropout=0.1))))
-    assert not backbone.fused.table.needs.drops
+    assert not backbone.path.table.needs.drops
 
 
 @pytest.mark.parametrize(

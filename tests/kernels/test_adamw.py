@@ -183,7 +183,7 @@ def test_kernel_when_there_is_no_room_for_the_results_then_nothing_has_been_step
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no pinned memory")
 
-    monkeypatch.setattr(module, "Arrival", full)
+    monkeypatch.setattr(module, "AsyncCopy", full)
     with pytest.raises(torch.OutOfMemoryError):
         by_kernel([update])
     assert same_bits(tensors(update), before)

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from weft.adapters.frozen import Fp8, quantisation
 from weft.adapters.linear import SlotLinear
 from weft.adapters.lora import Adapter, LinearShape, check_ranks
 from weft.adapters.routing import Routing
 from weft.adapters.targets import choose_modules
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import fuse, why_not
-from weft.backbone.fused.runner import FusedRunner
-from weft.backbone.loss import Head, cross_entropy
+from weft.backbone.fused.path import FusedPath
+from weft.backbone.loss import Head, head_of
 from weft.backbone.packed import PackedBatch
+from weft.backbone.path import Path
+from weft.backbone.reference import ReferencePath
 from weft.backbone.scores import PendingScores, Score
-from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
+from weft.cost.memory import MemoryModel
+from weft.cost.shape import ModelShape
 from weft.errors import ModelError
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
@@ -39,13 +43,12 @@ class Backbone:
         self.routing = Routing()
         self.linears: dict[str, SlotLinear] = {}
         """Every linear but the output head, by path."""
-        self.fused: FusedRunner | None = None
-        """The fast path, where it runs."""
         self.kernels = "reference: as loaded"
         """Which path runs, and why."""
-        self._anchor = torch.zeros((), device=model.device, requires_grad=True)
-        self._num_slots = 0
-        self._install()
+        self._install(torch.zeros((), device=model.device, requires_grad=True))
+        self._reference = ReferencePath(model, self.linears, self.routing)
+        self.path: Path = self._reference
+        """How microbatches run."""
 
     @property
     def device(self) -> torch.device:
@@ -94,19 +97,21 @@ class Backbone:
         if choice == "auto":
             obstacle = obstacle or why_slow(self.device, self.dtype)
         if choice == "reference" or (choice == "auto" and obstacle):
-            self.fused = None
+            self.path = self._reference
             self.kernels = "reference: asked for" if choice == "reference" else f"reference: {obstacle}"
             return
         if obstacle:
             raise ModelError(f"the fused kernels do not fit: {obstacle}; use auto or reference.", where="kernels")
-        self.fused = FusedRunner(fuse(self.model, self.linears), list(self.linears), self.head, memory or Memory())
-        self.kernels = "fused: " + ("Triton and captured graphs" if self.device.type == "cuda" else "plain torch twins")
+        memory = memory or Memory()
+        parts = (fuse(self.model, self.linears), list(self.linears), self.head, memory)
+        self.path = FusedPath(*parts, self._memory_model(memory))
+        self.kernels = "fused: " + ("Triton and captured graphs" if self.works_on else "plain torch twins")
 
-    def row_tile(self, capacity: int) -> int:
-        """Rows every frozen product is computed in, a fact of the device and never of the batch's contents."""
-        if self.device.type == "cpu":
-            return CPU_ROW_TILE
-        return capacity if self.fused is None else gpu_row_tile(capacity)
+    def _memory_model(self, memory: Memory) -> MemoryModel:
+        weights = [linear.frozen for linear in self.linears.values()]
+        shape = ModelShape.from_config(self.model.config.to_dict(), self.name)
+        copies = min((weight.copies for weight in weights if isinstance(weight, Fp8)), default=1)
+        return MemoryModel(shape, quantisation(weights), memory.recompute, self.dtype.itemsize, copies)
 
     def new_adapter(self, spec: AdapterSpec, seed: int, device: torch.device | None = None) -> Adapter:
         """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached."""
@@ -122,18 +127,14 @@ class Backbone:
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""
-        if self.fused is not None:
-            slot = self.fused.attach(adapter)
-        else:
-            slot, self._num_slots = self._num_slots, self._num_slots + 1
+        slot = self.path.take_slot(adapter)
         for path, weights in adapter.modules.items():
             self.linears[path].slots[slot] = weights
         return slot
 
     def detach(self, slot: int) -> None:
         """Frees a slot."""
-        if self.fused is not None:
-            self.fused.detach(slot)
+        self.path.free_slot(slot)
         for linear in self.linears.values():
             linear.slots.pop(slot, None)
 
@@ -143,57 +144,26 @@ class Backbone:
 
     def launch(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch, which adds to every attached adapter's gradients; a GPU works on after this returns."""
-        if self.fused is not None:
-            return self.fused.launch(batch, row_tile)
-        begun = DeviceEvent(self.device)
-        hidden_TD = self._hidden(batch, row_tile)
-        rows_ND = hidden_TD.detach()[batch.supervised_N]
-        results_2N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, self.head)
-        assert grad_ND is not None
-        grad_TD = torch.zeros_like(hidden_TD)
-        grad_TD[batch.supervised_N] = grad_ND
-        if hidden_TD.requires_grad:
-            hidden_TD.backward(grad_TD)
-        return PendingScores(results_2N, batch.counts, begun)
+        return self.path.launch(batch, row_tile)
 
-    @torch.no_grad()
     def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
         """Each segment's score, without gradients."""
-        if self.fused is not None:
-            return self.fused.look(batch, row_tile).scores()
-        begun = DeviceEvent(self.device)
-        rows_ND = self._hidden(batch, row_tile)[batch.supervised_N]
-        return PendingScores(cross_entropy(rows_ND, batch.targets_N, None, self.head)[0], batch.counts, begun).scores()
+        return self.path.look(batch, row_tile).scores()
 
     @torch.no_grad()
     def logits(
         self, batch: PackedBatch, rows: Sequence[int] | None = None, caches: list[Any] | None = None
     ) -> torch.Tensor:
         """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating."""
-        hidden_TD = self._hidden(batch, None, caches)
+        hidden_TD = self._reference.hidden(batch, None, caches)
         return self.head.logits(hidden_TD if rows is None else hidden_TD[list(rows)])
 
     @property
     def head(self) -> Head:
         """The frozen output head."""
-        module = self.model.get_output_embeddings()
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)
-        return Head(module.weight, getattr(module, "bias", None), softcap)
+        return head_of(self.model)
 
-    def _hidden(self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None) -> torch.Tensor:
-        """Last hidden states (T, D), after the final norm."""
-        self.routing.segments, self.routing.slots = batch.segments, batch.slots
-        self.routing.bounds, self.routing.longest = batch.bounds, batch.longest
-        self.routing.dropout_keys_T = batch.dropout_keys_T
-        self.routing.row_tile = row_tile
-        self.routing.caches = caches or []
-        embeds_1TD = self.model.get_input_embeddings()(batch.input_ids_T[None])
-        output = self.model.base_model(
-            inputs_embeds=embeds_1TD, position_ids=batch.positions_T[None], attention_mask=None, use_cache=False
-        )
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
-
-    def _install(self) -> None:
+    def _install(self, anchor: torch.Tensor) -> None:
         """Freezes the model and replaces every linear but the head; attention finds the routing on its module."""
         self.model.requires_grad_(False)
         self.model.eval()
@@ -201,7 +171,7 @@ class Backbone:
         found = [(path, m) for path, m in self.model.named_modules() if type(m) is nn.Linear and m is not head]
         for path, linear in found:
             parent, _, leaf = path.rpartition(".")
-            slotted = SlotLinear(linear, self.routing, self._anchor)
+            slotted = SlotLinear(linear, self.routing, anchor)
             setattr(self.model.get_submodule(parent), leaf, slotted)
             self.linears[path] = slotted
         for module in self.model.modules():

@@ -110,7 +110,7 @@ def load_backbone(spec: BackboneSpec) -> Backbone:
     if spec.quantize != "none":
         _quantise_linears(backbone, spec.quantize, device)
     backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
-    if backbone.fused is None and (spec.recompute != "none" or spec.offload):
+    if backbone.path.name == "reference" and (spec.recompute != "none" or spec.offload):
         setting = "offload" if spec.recompute == "none" else "recompute"
         raise ModelError(f"only the fused kernels have it, and here runs {backbone.kernels}.", where=setting)
     return backbone

@@ -11,6 +11,7 @@ Shape suffixes: N supervised rows, B rows of a block, D hidden size, V vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,6 +41,12 @@ class Head:
     def capped(self, raw_BV: torch.Tensor) -> torch.Tensor:
         """Raw logits after the soft cap, if there is one."""
         return raw_BV if self.softcap is None else torch.tanh(raw_BV / self.softcap) * self.softcap
+
+
+def head_of(model: Any) -> Head:
+    """The frozen output head of a transformers model."""
+    module = model.get_output_embeddings()
+    return Head(module.weight, getattr(module, "bias", None), getattr(model.config, "final_logit_softcapping", None))
 
 
 def cross_entropy(

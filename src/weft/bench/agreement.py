@@ -60,7 +60,7 @@ def _gradients(
     """The gradient of A and of B of every job after one microbatch, each by itself."""
     release(device)
     backbone = make_backbone(shape, BF16, dtype, device, kernels)
-    row_tile = backbone.row_tile(workload.capacity)
+    row_tile = backbone.path.row_tile(workload.capacity)
     adapters = [_adapter(backbone, workload, job) for job in range(len(workload.ranks))]
     slots = [backbone.attach(adapter) for adapter in adapters]
     samples = packed_samples(workload, backbone.vocabulary)

@@ -65,7 +65,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, int]:
     """All gradients of the first job of the workload after one microbatch, and the tokens in it."""
     samples = packed_samples(workload, backbone.vocabulary)
-    row_tile = backbone.row_tile(workload.capacity)
+    row_tile = backbone.path.row_tile(workload.capacity)
     slots: list[int] = []
     placed: list[Placed] = []
     try:

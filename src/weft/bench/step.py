@@ -25,7 +25,7 @@ from weft.bench.engine import measure_engine
 from weft.bench.regimes import Program, Run, Storage, Workload
 from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
-from weft.errors import JobError, ModelError
+from weft.errors import JobError
 from weft.execute.optimizer import Optimizer, Results, step_together
 from weft.kernels.dropout import mix
 from weft.spec import AdapterSpec, JobSpec
@@ -66,7 +66,7 @@ class Jobs:
     def __init__(self, backbone: Backbone, workload: Workload, *, frozen: bool = False) -> None:
         """Frozen: the same microbatch, but no adapter anywhere."""
         self.backbone = backbone
-        self.row_tile = backbone.row_tile(workload.capacity)
+        self.row_tile = backbone.path.row_tile(workload.capacity)
         self.adapters: list[Adapter] = []
         self.slots: list[int] = []
         if not frozen:
@@ -89,17 +89,9 @@ class Jobs:
 
     def forward_backward_frozen(self) -> None:
         """The same without adapters, all the way back; what an adapter costs is counted from here."""
-        if self.backbone.fused is not None:
-            running = self.backbone.fused.launch(self.batch, self.row_tile, through=True)
-            self.look()
-            self._last = (running, list)
-            return
-        with GradientToEmbeddings(self.backbone) as gradient:
-            running = self.backbone.launch(self.batch, self.row_tile)
-            self.look()
-            self._last = (running, list)
-        if not gradient.is_reached:
-            raise ModelError("without adapters the backward pass did not reach the embeddings.", where="bench step")
+        running = self.backbone.path.launch(self.batch, self.row_tile, through=True)
+        self.look()
+        self._last = (running, list)
 
     def take_steps(self) -> None:
         """Every job's optimizer step, together; clipped and checked as in training."""
@@ -128,29 +120,6 @@ class Jobs:
             self.backbone.detach(slot)
 
 
-class GradientToEmbeddings:
-    """While entered, embeddings ask for a gradient, so that a backbone without adapters runs its whole backward."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        self.is_reached = False
-        """Whether a backward pass came all the way."""
-        self._embeddings: torch.nn.Module = backbone.model.get_input_embeddings()
-
-    def __enter__(self) -> GradientToEmbeddings:
-        self._hook = self._embeddings.register_forward_hook(self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    def _ask(self, _module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        output.requires_grad_().register_hook(self._reach)
-        return output
-
-    def _reach(self, _gradient: torch.Tensor) -> None:
-        self.is_reached = True
-
-
 def measure(backbone: Backbone, run: Run, effort: Effort) -> Measured:
     """One run of Weft, with or without adapters."""
     _new_account(backbone)
@@ -162,8 +131,7 @@ def measure(backbone: Backbone, run: Run, effort: Effort) -> Measured:
 
 def _new_account(backbone: Backbone) -> None:
     """Starts a new account of the peak; a graph captured earlier would hide its memory from it."""
-    if backbone.fused is not None:
-        backbone.fused.forget()
+    backbone.path.forget()
     release(backbone.device)
 
 

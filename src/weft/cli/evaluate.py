@@ -121,7 +121,7 @@ def _add_scores(results: dict[str, dict[str, float]], loaded: Attached, datasets
 
     capacity = max(CAPACITY, *(dataset.summary.max_length for dataset in datasets.values()))
     asked = [(slot, datasets[name].samples) for name, slot in loaded.slots.items()]
-    found = mean_scores(loaded.backbone, asked, capacity, loaded.backbone.row_tile(capacity))
+    found = mean_scores(loaded.backbone, asked, capacity, loaded.backbone.path.row_tile(capacity))
     for name, means in zip(loaded.slots, found, strict=True):
         perplexity = math.exp(means.loss) if means.loss < 700 else math.inf
         results[name] |= {"loss": means.loss, "perplexity": perplexity, "token-accuracy": means.accuracy}

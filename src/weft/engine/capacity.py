@@ -13,7 +13,7 @@ from weft.backbone.load import choose_device, load_backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.cost.rows import capacities
 from weft.engine.live_job import LiveJob
-from weft.engine.placement import MARGIN, Placement, activation_bytes, state_bytes
+from weft.engine.placement import MARGIN, Placement, state_bytes
 from weft.errors import ModelError
 from weft.plan.admit import Budget
 from weft.plan.types import Limits
@@ -54,7 +54,7 @@ class CapacityLimit:
         """
         self.asked, self._least_allowed = allowed[0], allowed[-1]
         self.limits = Limits(self.asked)
-        self.row_tile = backbone.row_tile(self.asked)
+        self.row_tile = backbone.path.row_tile(self.asked)
         self._backbone = backbone
         self._jobs = jobs
 
@@ -65,8 +65,7 @@ class CapacityLimit:
 
     def conditions(self) -> dict[str, Any]:
         """What of it decides the bits of a result."""
-        kernels = "reference" if self._backbone.fused is None else "fused"
-        return {"capacity": self.capacity, "row_tile": self.row_tile, "kernels": kernels}
+        return {"capacity": self.capacity, "row_tile": self.row_tile, "kernels": self._backbone.path.name}
 
     def fit(self, places: Placement) -> str | None:
         """Shrinks until at least one of the jobs that wait fits, if one ever can, or, as far as that is allowed, until
@@ -110,14 +109,13 @@ class CapacityLimit:
         if capacity >= self.capacity:
             return False
         self.limits = Limits(capacity)
-        self.row_tile = self._backbone.row_tile(capacity)
+        self.row_tile = self._backbone.path.row_tile(capacity)
         return True
 
 
 def release_memory(backbone: Backbone) -> None:
     """Gives back what a failed computation held."""
-    if backbone.fused is not None:
-        backbone.fused.forget()
+    backbone.path.forget()
     gc.collect()
     if backbone.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -138,7 +136,7 @@ def start_capacity(backbone: Backbone, asked: Capacity) -> int:
     at_rest, job_bytes = torch.cuda.memory_allocated(device), USUAL_RANK * width * state_bytes(backbone)
     for capacity in larger:
         jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
-        budget = Budget(at_most, at_rest + activation_bytes(backbone, capacity, USUAL_RANK), MARGIN)
+        budget = Budget(at_most, at_rest + backbone.path.activation_bytes(capacity, USUAL_RANK), MARGIN)
         if budget.why_never(jobs_bytes) is None:
             return capacity
     return least

@@ -16,11 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from weft.adapters.frozen import Fp8, quantisation
 from weft.backbone.backbone import Backbone
 from weft.backbone.out_of_memory import memory_errors
-from weft.cost.memory import MemoryModel
-from weft.cost.shape import ModelShape
 from weft.engine.live_job import JobState, LiveJob
 from weft.errors import JobError
 from weft.plan.admit import Admission, Applicant, Budget, Share, admit
@@ -200,7 +197,7 @@ class Placement:
             return at_most, self._measured_bytes
         at_rest = torch.cuda.memory_allocated(device) - self._allocated_bytes()
         widest = max((job.spec.adapter.widest for job in list(self._jobs.values())), default=1)
-        return at_most, at_rest + activation_bytes(self._backbone, capacity, widest)
+        return at_most, at_rest + self._backbone.path.activation_bytes(capacity, widest)
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
         """What each tenant has had. Who comes, or comes back, starts level, by weight, with the least served present.
@@ -224,22 +221,4 @@ class Placement:
 
 def state_bytes(backbone: Backbone) -> int:
     """Per trainable parameter of a job that has a place."""
-    return 4 * _STATE_NUMBERS + (0 if backbone.fused is None else backbone.dtype.itemsize)
-
-
-def activation_bytes(backbone: Backbone, capacity: int, widest_rank: int = 1) -> int:
-    """What a microbatch may hold between forward and backward.
-
-    For the fused step by the memory model; elsewhere the input and output of every linear, once, an upper estimate.
-    """
-    size = backbone.dtype.itemsize
-    if backbone.fused is None:
-        return capacity * size * sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
-    memory, weights = backbone.fused.memory, [linear.frozen for linear in backbone.linears.values()]
-    shape = ModelShape.from_config(backbone.model.config.to_dict(), backbone.name)
-    copies = min((weight.copies for weight in weights if isinstance(weight, Fp8)), default=1)
-    model = MemoryModel(shape, quantisation(weights), memory.recompute, size, copies)
-    tile = backbone.row_tile(capacity)
-    rows = -(-capacity // tile) * tile
-    kept = model.kept_bytes(rows, widest_rank) - (model.offloaded_bytes(rows) if memory.offload else 0)
-    return kept + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()
+    return 4 * _STATE_NUMBERS + backbone.path.copy_bytes

@@ -19,7 +19,6 @@ from weft.engine.capacity import release_memory
 from weft.engine.engine import Engine
 from weft.engine.live_job import PLANNED_BATCHES, LiveJob
 from weft.engine.microbatch import prepare
-from weft.engine.placement import activation_bytes
 from weft.errors import ConfigError
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Microbatch
@@ -78,9 +77,10 @@ def preview(engine: Engine) -> Preview:
     shares = tuple(_job_preview(job) for job in jobs)
     engine.fit_microbatches()
     microbatches, fullest, (seconds, held_bytes) = _plan_that_fits(engine)
-    is_measured = engine.backbone.fused is None or engine.backbone.device.type == "cuda"
+    is_measured = engine.backbone.path.name == "reference" or engine.backbone.works_on
     if not is_measured:
-        held_bytes = activation_bytes(engine.backbone, fullest.num_tokens, max(job.spec.adapter.widest for job in jobs))
+        widest = max(job.spec.adapter.widest for job in jobs)
+        held_bytes = engine.backbone.path.activation_bytes(fullest.num_tokens, widest)
     num_tokens = sum(share.num_tokens for share in shares)
     # A long run goes on as it begins.
     factor = num_tokens / sum(m.num_tokens for m in microbatches)

@@ -106,7 +106,7 @@ def measure_profile(
     say: Callable[[str], None] = lambda _: None,
 ) -> Profile:
     """Measures every case on a backbone without adapters, and fits."""
-    row_tile = backbone.row_tile(capacity)
+    row_tile = backbone.path.row_tile(capacity)
     widest = min(min(linear.in_features, linear.out_features) for linear in backbone.linears.values())
     measurements = []
     for case in profile_cases(capacity, backbone.max_positions, widest):
@@ -190,8 +190,7 @@ class _Account:
 
 
 def _release(backbone: Backbone) -> None:
-    if backbone.fused is not None:
-        backbone.fused.forget()
+    backbone.path.forget()
     if backbone.device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize(backbone.device)
@@ -240,5 +239,5 @@ def _setup(backbone: Backbone, row_tile: int, recompute: str) -> Setup:
         row_tile,
         quantisation(linear.frozen for linear in linears),
         recompute,
-        "reference" if backbone.fused is None else "fused",
+        backbone.path.name,
     )

@@ -9,22 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan.fuse import Operator, Subgraph, interleave, segment, tensor_parallel_clock
+from weft.plan.fuse import FusedOperator, Subgraph, interleave, segment, tensor_parallel_clock
 from weft.plan.fuse.interleave import order_by_depth, order_by_start, play, sequential_order
 from weft.plan.fuse.operators import tensor_parallel_chain
 
 
 @st.composite
-def graphs(draw: st.DrawFn, max_operators: int = 14) -> list[Operator]:
+def graphs(draw: st.DrawFn, max_operators: int = 14) -> list[FusedOperator]:
     """Operators of up to three tasks; a need may cross tasks."""
-    operators: list[Operator] = []
+    operators: list[FusedOperator] = []
     for i in range(draw(st.integers(1, max_operators))):
         names = [o.name for o in operators]
         after = draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if names else []
         kind = draw(st.sampled_from(["compute", "compute", "communication", "adapter"]))
         task = f"task{draw(st.integers(0, 2))}"
         seconds = float(draw(st.integers(0, 9)))
-        operators.append(Operator(f"op{i}", task, seconds, kind == "communication", kind == "adapter", tuple(after)))
+        is_send, is_adapter = kind == "communication", kind == "adapter"
+        operators.append(FusedOperator(f"op{i}", task, seconds, is_send, is_adapter, tuple(after)))
     return operators
 
 
@@ -44,7 +45,7 @@ def replay(subgraphs: tuple[Subgraph, ...], order: tuple[int, ...]) -> float:
 
 @settings(max_examples=150, deadline=None)
 @given(graphs())
-def test_orders_any_graphs_are_topological_and_complete(operators: list[Operator]) -> None:
+def test_orders_any_graphs_are_topological_and_complete(operators: list[FusedOperator]) -> None:
     """Every rule launches every operator once, after all it needs."""
     subgraphs = segment(operators)
     assert sorted(o.name for s in subgraphs for o in s.operators) == sorted(o.name for o in operators)
@@ -60,7 +61,7 @@ def test_orders_any_graphs_are_topological_and_complete(operators: list[Operator
 
 @settings(max_examples=150, deadline=None)
 @given(graphs())
-def test_interleave_any_graphs_is_between_bound_and_sequential(operators: list[Operator]) -> None:
+def test_interleave_any_graphs_is_between_bound_and_sequential(operators: list[FusedOperator]) -> None:
     """Never slower than one task after another, never faster than the bound, and the time is that of the order."""
     result = interleave(operators)
     assert result.bound_s <= result.makespan_s <= result.sequential_s
@@ -70,7 +71,7 @@ def test_interleave_any_graphs_is_between_bound_and_sequential(operators: list[O
 
 @settings(max_examples=60, deadline=None)
 @given(graphs(max_operators=6))
-def test_interleave_few_subgraphs_is_near_the_best_of_all_orders(operators: list[Operator]) -> None:
+def test_interleave_few_subgraphs_is_near_the_best_of_all_orders(operators: list[FusedOperator]) -> None:
     """The bound holds for every topological order, and the answer is within twice the best."""
     result = interleave(operators)
     best = min(
@@ -84,15 +85,15 @@ def test_interleave_few_subgraphs_is_near_the_best_of_all_orders(operators: list
 def test_segment_layer_cuts_after_communication_around_adapters_and_between_tasks() -> None:
     """Runs of compute end with their all-reduce; an adapter, a branch and another task's operator stand alone."""
     operators = [
-        Operator("norm", "t", 1.0),
-        Operator("lora", "t", 1.0, is_adapter=True, after=("norm",)),
-        Operator("scale", "t", 1.0, after=("lora",)),
-        Operator("qkv", "t", 1.0, after=("norm",)),
-        Operator("branch", "t", 1.0, after=("norm",)),
-        Operator("out", "t", 1.0, after=("qkv", "scale")),
-        Operator("reduce", "t", 1.0, is_communication=True, after=("out",)),
-        Operator("mlp", "t", 1.0, after=("reduce",)),
-        Operator("fused", "u", 1.0, after=("mlp",)),
+        FusedOperator("norm", "t", 1.0),
+        FusedOperator("lora", "t", 1.0, is_adapter=True, after=("norm",)),
+        FusedOperator("scale", "t", 1.0, after=("lora",)),
+        FusedOperator("qkv", "t", 1.0, after=("norm",)),
+        FusedOperator("branch", "t", 1.0, after=("norm",)),
+        FusedOperator("out", "t", 1.0, after=("qkv", "scale")),
+        FusedOperator("reduce", "t", 1.0, is_communication=True, after=("out",)),
+        FusedOperator("mlp", "t", 1.0, after=("reduce",)),
+        FusedOperator("fused", "u", 1.0, after=("mlp",)),
     ]
     subgraphs = segment(operators)
     names = [" ".join(o.name for o in s.operators) for s in subgraphs]
@@ -126,10 +127,10 @@ def test_tensor_parallel_clock_one_task_hides_nothing_and_several_gain() -> None
 def test_segment_bad_operators_raise_plan_error() -> None:
     """Circles, unknown needs, names used twice and negative times are named."""
     with pytest.raises(PlanError, match="circle: a, b"):
-        segment([Operator("a", "t", 1.0, after=("b",)), Operator("b", "t", 1.0, after=("a",))])
+        segment([FusedOperator("a", "t", 1.0, after=("b",)), FusedOperator("b", "t", 1.0, after=("a",))])
     with pytest.raises(PlanError, match="a: needs 'x'"):
-        segment([Operator("a", "t", 1.0, after=("x",))])
+        segment([FusedOperator("a", "t", 1.0, after=("x",))])
     with pytest.raises(PlanError, match="2 operators have 1 names"):
-        segment([Operator("a", "t", 1.0)] * 2)
+        segment([FusedOperator("a", "t", 1.0)] * 2)
     with pytest.raises(PlanError, match=r"a: takes -1\.0 seconds"):
-        segment([Operator("a", "t", -1.0)])
+        segment([FusedOperator("a", "t", -1.0)])

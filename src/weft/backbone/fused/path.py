@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from weft.backbone.fused.tiles import tile_for
 from weft.backbone.loss import BLOCK, Head
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
+from weft.cost.memory import MemoryModel
+from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
 from weft.kernels.device_event import DeviceEvent, sent
 from weft.kernels.lora.tables import Needs, SlotTable
 
@@ -30,14 +32,19 @@ MAX_GRAPHS = 8
 """Captured graphs kept; they share their memory, so each costs little beyond the time to capture it."""
 
 
-class FusedRunner:
+class FusedPath:
     """A fused model with its slots."""
 
-    def __init__(self, model: FusedModel, modules: Sequence[str], head: Head, memory: Memory) -> None:
+    name: ClassVar[str] = "fused"
+
+    def __init__(
+        self, model: FusedModel, modules: Sequence[str], head: Head, memory: Memory, memory_model: MemoryModel
+    ) -> None:
         """`modules`: paths of the model's linears, in order."""
         self.table = SlotTable(model.sites, model.embedding_VD.device)
         self._model = model
         self.memory = memory
+        self._memory_model = memory_model
         self._head = head
         self._modules = {path: index for index, path in enumerate(modules)}
         self._copies: dict[int, ComputeCopy] = {}
@@ -46,14 +53,19 @@ class FusedRunner:
         self._tiles: dict[tuple[int, int | None], int | None] = {}
         self._device = model.embedding_VD.device
 
-    def attach(self, adapter: Adapter) -> int:
-        """Puts an adapter on a free slot and returns the slot."""
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes per trainable parameter of the copy that kernels read."""
+        return self._model.embedding_VD.element_size()
+
+    def take_slot(self, adapter: Adapter) -> int:
+        """Puts an adapter on a free slot of the table and returns the slot."""
         copy = ComputeCopy(adapter, self._model.embedding_VD.dtype)
         slot = self.table.put({self._modules[path]: entry for path, entry in copy.entries.items()})
         self._copies[slot] = copy
         return slot
 
-    def detach(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Frees a slot."""
         self.table.remove(slot)
         del self._copies[slot]
@@ -91,6 +103,17 @@ class FusedRunner:
             hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
         block = LOSS_ROWS if self._device.type == "cuda" else BLOCK
         return PendingScores(run_loss(hidden_TD[rows_N], targets_N, None, self._head, block)[0], batch.counts, begun)
+
+    def row_tile(self, capacity: int) -> int:
+        """Rows that every frozen product is computed in: whole tiles make up a capacity."""
+        return gpu_row_tile(capacity) if self._device.type == "cuda" else CPU_ROW_TILE
+
+    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
+        """What a microbatch may hold between forward and backward, by the memory model."""
+        model, tile = self._memory_model, self.row_tile(capacity)
+        rows = -(-capacity // tile) * tile
+        kept = model.kept_bytes(rows, widest_rank) - (model.offloaded_bytes(rows) if self.memory.offload else 0)
+        return kept + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()
 
     def forget(self) -> None:
         """Gives captured graphs and their memory back."""

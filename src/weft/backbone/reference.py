@@ -1,0 +1,95 @@
+"""The reference path: transformers' own modules over slot linears, with autograd; plain torch that runs anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from weft.adapters.linear import SlotLinear
+from weft.adapters.lora import Adapter
+from weft.adapters.routing import Routing
+from weft.backbone.fused.memory import Memory
+from weft.backbone.loss import cross_entropy, head_of
+from weft.backbone.packed import PackedBatch
+from weft.backbone.scores import PendingScores
+from weft.cost.rows import CPU_ROW_TILE
+from weft.kernels.device_event import DeviceEvent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ReferencePath:
+    """Runs microbatches through the model's own modules."""
+
+    name: ClassVar[str] = "reference"
+    memory = Memory()
+    copy_bytes = 0
+
+    def __init__(self, model: PreTrainedModel, linears: Mapping[str, SlotLinear], routing: Routing) -> None:
+        """`routing` is the table that all slot linears of the model share."""
+        self._model = model
+        self._linears = linears
+        self._routing = routing
+        self._num_slots = 0
+
+    def take_slot(self, adapter: Adapter) -> int:
+        """Gives an adapter a number that no other has had."""
+        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        """Has nothing to do: the slot linears hold all there is."""
+
+    def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
+        """Starts a microbatch forward and back; `through` also where no adapter asks for gradients."""
+        begun = DeviceEvent(self._model.device)
+        hidden_TD = self.hidden(batch, row_tile, through=through)
+        rows_ND = hidden_TD.detach()[batch.supervised_N]
+        results_2N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, head_of(self._model))
+        assert grad_ND is not None
+        grad_TD = torch.zeros_like(hidden_TD)
+        grad_TD[batch.supervised_N] = grad_ND
+        if hidden_TD.requires_grad:
+            hidden_TD.backward(grad_TD)
+        return PendingScores(results_2N, batch.counts, begun)
+
+    @torch.no_grad()
+    def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
+        """Starts a microbatch forward only."""
+        begun = DeviceEvent(self._model.device)
+        rows_ND = self.hidden(batch, row_tile)[batch.supervised_N]
+        results_2N, _ = cross_entropy(rows_ND, batch.targets_N, None, head_of(self._model))
+        return PendingScores(results_2N, batch.counts, begun)
+
+    def hidden(
+        self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None, *, through: bool = False
+    ) -> torch.Tensor:
+        """Last hidden states (T, D), after the final norm; they continue from `caches` while generating."""
+        self._routing.segments, self._routing.slots = batch.segments, batch.slots
+        self._routing.bounds, self._routing.longest = batch.bounds, batch.longest
+        self._routing.dropout_keys_T = batch.dropout_keys_T
+        self._routing.row_tile = row_tile
+        self._routing.caches = caches or []
+        embeds_1TD = self._model.get_input_embeddings()(batch.input_ids_T[None])
+        output = self._model.base_model(
+            inputs_embeds=embeds_1TD.requires_grad_(through),
+            position_ids=batch.positions_T[None],
+            attention_mask=None,
+            use_cache=False,
+        )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def row_tile(self, capacity: int) -> int:
+        """A fixed block on a CPU; the whole microbatch on a GPU."""
+        return CPU_ROW_TILE if self._model.device.type == "cpu" else capacity
+
+    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
+        """The input and output of every linear, once: an upper estimate."""
+        width = sum(linear.in_features + linear.out_features for linear in self._linears.values())
+        return capacity * self._model.dtype.itemsize * width
+
+    def forget(self) -> None:
+        """Has nothing to give back."""
