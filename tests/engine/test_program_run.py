@@ -34,7 +34,8 @@ from weft.engine.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.plan.pack import pack, planner_named
 from weft.plan.pack.planners import ExactPlanner
-from weft.plan.types import Batch, ForwardBackward, JobQueue, Limits, Microbatch, Program, Segment
+from weft.plan.program import Program, Turn
+from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
 
 class Late(Backbone):
@@ -141,7 +142,7 @@ def test_program_when_made_ahead_for_other_queues_then_not_used():
     plans.foresee([queue], limits)
     foreseen = plans.program([queue], limits)
     assert plans.program([queue], limits) is not foreseen, "it is used once"
-    for queues, other in (([job.queue_after(foreseen.instructions[:3])], limits), ([queue], Limits(40))):
+    for queues, other in (([job.queue_after(foreseen.turns[:2])], limits), ([queue], Limits(40))):
         plans.foresee([queue], limits)
         assert plans.program(queues, other) == pack(queues, other)
 
@@ -237,12 +238,12 @@ def test_pace_when_a_microbatch_is_described_then_by_its_jobs_ranks_and_whole_ti
     pace = program_run.LearnedPace(ranks={"a": 4, "b": 16}, row_tile=8)
     microbatch = Microbatch((Segment("a", 0, 0, 5), Segment("b", 0, 0, 6), Segment("a", 0, 1, 1)))
     assert pace.load(microbatch) == MicrobatchLoad.of([(4, [5, 1]), (16, [6])], 0, 8)
-    assert pace.seconds(Program((ForwardBackward(microbatch),) * 2)) == 0.0
+    assert pace.seconds(Program.from_turns([Turn(microbatch)] * 2)) == 0.0
     pace.fit.current = Fit({"rows": 0.5})
-    assert pace.seconds(Program((ForwardBackward(microbatch),) * 2)) == 2 * 0.5 * 16
+    assert pace.seconds(Program.from_turns([Turn(microbatch)] * 2)) == 2 * 0.5 * 16
 
 
-def test_queue_after_when_the_instructions_have_run_then_was_the_queue():
+def test_queue_after_when_the_turns_have_run_then_was_the_queue():
     """What is foreseen is what comes, with global batches that end inside and outside of the program."""
     backbone = random_backbone("llama_odd")
     foreseen: list[list[JobQueue]] = []

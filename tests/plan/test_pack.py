@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.plan.check import violations
 from weft.plan.pack import pack
-from weft.plan.types import Batch, ForwardBackward, JobQueue, Limits, Program, Segment, Step
+from weft.plan.program import Program, Step, Turn
+from weft.plan.types import Batch, JobQueue, Limits, Segment
 
 CAPACITY = 24
 
@@ -61,18 +61,22 @@ class Replay:
                 return Segment(job, batch.step, batch.first + self.done[job], batch.lengths[self.done[job]])
         return None
 
-    def follow(self, instruction: ForwardBackward | Step) -> None:
-        if isinstance(instruction, Step):
-            self.steps[instruction.job] += 1
-            self.done[instruction.job] = 0
-            return
-        for segment in instruction.microbatch.segments:
+    def run(self, turn: Turn) -> None:
+        for segment in turn.microbatch.segments:
             self.done[segment.job] += 1
+
+    def take_steps(self, turn: Turn) -> None:
+        for step in turn.steps:
+            self.steps[step.job] += 1
+            self.done[step.job] = 0
+
+
+def steps_of(program: Program) -> set[Step]:
+    return {step for turn in program.turns for step in turn.steps}
 
 
 def is_complete(queues: list[JobQueue], program: Program) -> bool:
-    wanted = {(q.job, b.step) for q in queues for b in q.batches}
-    return wanted == {(i.job, i.step) for i in program.instructions if isinstance(i, Step)}
+    return {Step(q.job, b.step) for q in queues for b in q.batches} == steps_of(program)
 
 
 @given(waiting(), LIMITS)
@@ -88,12 +92,13 @@ def test_pack_when_any_queues_then_repeats_itself(queues, limits):
 @given(waiting(), LIMITS)
 def test_pack_when_it_returns_then_no_microbatch_could_take_another_sample(queues, limits):
     replay = Replay(queues)
-    for instruction in pack(queues, limits).instructions:
-        replay.follow(instruction)
-        if isinstance(instruction, ForwardBackward):
-            free = limits.capacity - instruction.microbatch.num_tokens
+    for turn in pack(queues, limits).turns:
+        replay.run(turn)
+        if turn.microbatch.segments:
+            free = limits.capacity - turn.microbatch.num_tokens
             left = [replay.next_segment(job) for job in replay.queues]
             assert all(segment.length > free for segment in left if segment is not None)
+        replay.take_steps(turn)
 
 
 @given(waiting(), LIMITS)
@@ -101,14 +106,15 @@ def test_pack_when_jobs_differ_in_priority_then_none_waits_for_a_lower_one(queue
     """What the jobs of lower priority took would not have been enough for the sample left out."""
     replay = Replay(queues)
     priority = {q.job: q.priority for q in queues}
-    for instruction in pack(queues, limits).instructions:
-        replay.follow(instruction)
-        if isinstance(instruction, ForwardBackward):
-            microbatch = instruction.microbatch
+    for turn in pack(queues, limits).turns:
+        replay.run(turn)
+        microbatch = turn.microbatch
+        if microbatch.segments:
             for job, segment in ((job, replay.next_segment(job)) for job in priority):
                 below = sum(s.length for s in microbatch.segments if priority[s.job] < priority[job])
                 free = limits.capacity - microbatch.num_tokens
                 assert segment is None or not below or segment.length > free + below
+        replay.take_steps(turn)
 
 
 def test_pack_when_a_high_job_fills_the_microbatch_then_a_low_one_waits():
@@ -120,28 +126,24 @@ def test_pack_when_a_high_job_fills_the_microbatch_then_a_low_one_waits():
 @given(waiting(), LIMITS)
 def test_pack_when_a_step_is_due_then_it_comes_first(queues, limits):
     due = {Step(q.job, q.batches[0].step) for q in queues if not q.batches[0].lengths}
-    assert set(pack(queues, limits).instructions[: len(due)]) == due
+    assert set(pack(queues, limits).stages[0][: len(due)]) == due
 
 
 @given(waiting(), LIMITS)
 def test_pack_when_a_global_batch_is_complete_then_its_step_follows_at_once(queues, limits):
-    instructions = pack(queues, limits).instructions
     last = {(q.job, b.step): b.first + len(b.lengths) - 1 for q in queues for b in q.batches}
-    for before, after in pairwise([*instructions, None]):
-        if not isinstance(before, ForwardBackward):
-            continue
-        ended = [s for s in before.microbatch.segments if s.index == last[s.job, s.step]]
-        place = instructions.index(before) + 1
-        assert {Step(s.job, s.step) for s in ended} == set(instructions[place : place + len(ended)])
-        assert ended or not isinstance(after, Step)
+    for turn in pack(queues, limits).turns:
+        ended = [s for s in turn.microbatch.segments if s.index == last[s.job, s.step]]
+        if turn.microbatch.segments:
+            assert {Step(s.job, s.step) for s in ended} == set(turn.steps) and len(ended) == len(turn.steps)
 
 
 @given(waiting(), LIMITS)
 def test_pack_when_it_stops_then_for_one_of_three_reasons(queues, limits):
     """Everything is planned, the program is long enough, or a job may have more than it listed."""
     program = pack(queues, limits)
-    stepped = {(i.job, i.step) for i in program.instructions if isinstance(i, Step)}
-    ran_out = [q for q in queues if not q.is_all and all((q.job, b.step) in stepped for b in q.batches)]
+    stepped = steps_of(program)
+    ran_out = [q for q in queues if not q.is_all and all(Step(q.job, b.step) in stepped for b in q.batches)]
     assert len(program.microbatches) <= limits.max_microbatches
     assert len(program.microbatches) == limits.max_microbatches or ran_out or is_complete(queues, program)
 
@@ -152,18 +154,19 @@ def test_pack_when_a_job_is_left_out_then_the_shares_of_those_served_less_left_n
     queues = [dataclasses.replace(q, priority=0) for q in queues]
     replay = Replay(queues)
     served = {q.job: q.served_tokens for q in queues}
-    for instruction in pack(queues, limits).instructions:
-        if isinstance(instruction, ForwardBackward):
+    for turn in pack(queues, limits).turns:
+        if turn.microbatch.segments:
             lengths = {job: s.length for job in served if (s := replay.next_segment(job)) is not None}
             line = sorted(lengths, key=lambda job: (served[job], job))
             share = limits.capacity // len(line)
             for place, job in enumerate(line):
-                if not any(s.job == job for s in instruction.microbatch.segments):
+                if not any(s.job == job for s in turn.microbatch.segments):
                     before = sum(max(share, lengths[other]) for other in line[:place])
                     assert lengths[job] + before > limits.capacity
-            for segment in instruction.microbatch.segments:
+            for segment in turn.microbatch.segments:
                 served[segment.job] += segment.length
-        replay.follow(instruction)
+        replay.run(turn)
+        replay.take_steps(turn)
 
 
 @given(st.integers(2, 5), st.integers(1, 24))
@@ -194,5 +197,5 @@ def test_pack_when_a_sample_is_as_long_as_the_capacity_then_it_is_alone():
 
 
 def test_pack_when_nothing_waits_then_program_is_empty():
-    assert pack([], Limits(CAPACITY)) == Program(())
-    assert pack([JobQueue("a", (), True)], Limits(CAPACITY)) == Program(())
+    assert pack([], Limits(CAPACITY)) == Program((), ((),))
+    assert pack([JobQueue("a", (), True)], Limits(CAPACITY)) == Program((), ((),))

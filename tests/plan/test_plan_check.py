@@ -10,16 +10,19 @@ from hypothesis import strategies as st
 
 from weft.plan.check import violations
 from weft.plan.pack import pack
-from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Limits, Microbatch, Program, Segment, Step
+from weft.plan.program import Backward, Forward, Instruction, Program, Step
+from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
 CAPACITY = 16
 LIMITS = Limits(CAPACITY, 100)
 Place = tuple[int, int]
+Part = Microbatch | Step
+"""What one device does: a microbatch, forward and at once backward, or a step."""
 
 
 @st.composite
-def planned(draw: st.DrawFn) -> tuple[list[JobQueue], list[Instruction]]:
-    """Queues and the whole program for them."""
+def planned(draw: st.DrawFn) -> tuple[list[JobQueue], list[Part]]:
+    """Queues and all parts of the program for them."""
     sizes = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=4)
     queues = []
     for i in range(draw(st.integers(1, 3))):
@@ -27,41 +30,63 @@ def planned(draw: st.DrawFn) -> tuple[list[JobQueue], list[Instruction]]:
         first = draw(st.integers(0, 2))
         batches = [Batch(s, first if s == 0 else 0, tuple(lengths)) for s, lengths in enumerate(lists)]
         queues.append(JobQueue(f"job{i}", tuple(batches), True))
-    return queues, list(pack(queues, LIMITS).instructions)
+    return queues, parts_of(pack(queues, LIMITS))
 
 
-def segments_of(instructions: list[Instruction]) -> list[Place]:
+def parts_of(program: Program) -> list[Part]:
+    parts: list[Part] = []
+    for turn in program.turns:
+        parts += [turn.microbatch] if turn.microbatch.segments else []
+        parts += turn.steps
+    return parts
+
+
+def program_of(parts: list[Part]) -> Program:
+    """The program of one device that does this, sound or not."""
+    microbatches = [part for part in parts if isinstance(part, Microbatch)]
+    instructions: list[Instruction] = []
+    num_before = 0
+    for part in parts:
+        if isinstance(part, Step):
+            instructions.append(part)
+        else:
+            instructions += [Forward(num_before), Backward(num_before)]
+            num_before += 1
+    return Program(tuple(microbatches), (tuple(instructions),))
+
+
+def segments_of(instructions: list[Part]) -> list[Place]:
     """(instruction, segment) of every segment."""
     return [
         (i, j)
         for i, instruction in enumerate(instructions)
-        if isinstance(instruction, ForwardBackward)
-        for j in range(len(instruction.microbatch.segments))
+        if isinstance(instruction, Microbatch)
+        for j in range(len(instruction.segments))
     ]
 
 
-def steps_of(instructions: list[Instruction]) -> list[int]:
+def steps_of(instructions: list[Part]) -> list[int]:
     return [i for i, instruction in enumerate(instructions) if isinstance(instruction, Step)]
 
 
-def segment_at(instructions: list[Instruction], place: Place) -> Segment:
+def segment_at(instructions: list[Part], place: Place) -> Segment:
     instruction = instructions[place[0]]
-    assert isinstance(instruction, ForwardBackward)
-    return instruction.microbatch.segments[place[1]]
+    assert isinstance(instruction, Microbatch)
+    return instruction.segments[place[1]]
 
 
-def replaced(instructions: list[Instruction], place: Place, *segments: Segment) -> list[Instruction]:
+def replaced(instructions: list[Part], place: Place, *segments: Segment) -> list[Part]:
     """The program with other segments (or none) in one place; a microbatch left empty goes."""
     i, j = place
     old = instructions[i]
-    assert isinstance(old, ForwardBackward)
-    new = (*old.microbatch.segments[:j], *segments, *old.microbatch.segments[j + 1 :])
-    middle: list[Instruction] = [ForwardBackward(Microbatch(new))] if new else []
+    assert isinstance(old, Microbatch)
+    new = (*old.segments[:j], *segments, *old.segments[j + 1 :])
+    middle: list[Part] = [Microbatch(new)] if new else []
     return [*instructions[:i], *middle, *instructions[i + 1 :]]
 
 
-def is_caught(queues: list[JobQueue], instructions: list[Instruction], limits: Limits = LIMITS) -> bool:
-    return bool(violations(Program(tuple(instructions)), queues, limits))
+def is_caught(queues: list[JobQueue], instructions: list[Part], limits: Limits = LIMITS) -> bool:
+    return bool(violations(program_of(instructions), queues, limits))
 
 
 @given(planned())
@@ -75,7 +100,7 @@ def test_program_when_cut_short_after_a_step_then_accepted(plan, data):
     queues, instructions = plan
     end = data.draw(st.sampled_from(steps_of(instructions))) + 1
     rest = instructions[end:]
-    assume(not rest or isinstance(rest[0], ForwardBackward))
+    assume(not rest or isinstance(rest[0], Microbatch))
     assert not is_caught(queues, instructions[:end])
 
 
@@ -161,7 +186,7 @@ def test_program_when_a_step_has_another_number_then_caught(plan, data):
 @given(planned(), st.data())
 def test_program_when_a_microbatch_is_over_capacity_then_caught(plan, data):
     queues, instructions = plan
-    fullest = max(i.microbatch.num_tokens for i in instructions if isinstance(i, ForwardBackward))
+    fullest = max(i.num_tokens for i in instructions if isinstance(i, Microbatch))
     tight = Limits(fullest - 1) if fullest > 1 else Limits(0)
     assert is_caught(queues, instructions, tight)
 
@@ -189,15 +214,15 @@ def test_program_when_a_segment_belongs_to_another_job_then_caught(plan, data):
     "extra",
     [
         Step("stranger", 0),
-        ForwardBackward(Microbatch(())),
-        ForwardBackward(Microbatch((Segment("stranger", 0, 0, 1),))),
-        ForwardBackward(Microbatch((Segment("a", 1, 0, 1),))),
+        Microbatch(()),
+        Microbatch((Segment("stranger", 0, 0, 1),)),
+        Microbatch((Segment("a", 1, 0, 1),)),
     ],
     ids=["strange step", "empty microbatch", "strange segment", "past the end"],
 )
 def test_program_when_it_holds_something_unasked_then_caught(extra):
     queues = [JobQueue("a", (Batch(0, 0, (3,)),), True)]
-    whole = [ForwardBackward(Microbatch((Segment("a", 0, 0, 3),))), Step("a", 0)]
+    whole = [Microbatch((Segment("a", 0, 0, 3),)), Step("a", 0)]
     assert not is_caught(queues, whole)
     assert is_caught(queues, [*whole, extra])
     assert is_caught(queues, [extra, *whole])
@@ -205,8 +230,23 @@ def test_program_when_it_holds_something_unasked_then_caught(extra):
 
 def test_program_when_a_due_step_is_ignored_then_caught():
     queues = [JobQueue("a", (Batch(4, 2, ()), Batch(5, 0, (3,))), True)]
-    goes_on = [ForwardBackward(Microbatch((Segment("a", 5, 0, 3),))), Step("a", 5)]
+    goes_on = [Microbatch((Segment("a", 5, 0, 3),)), Step("a", 5)]
     assert not is_caught(queues, [Step("a", 4), *goes_on])
     assert is_caught(queues, [])
     assert is_caught(queues, goes_on)
     assert is_caught(queues, [Step("a", 5)])
+
+
+def test_backwards_when_not_in_the_jobs_order_then_caught():
+    """Gradients are summed in the order of the backwards, so an adapter's bits would change."""
+    queues = [JobQueue("a", (Batch(0, 0, (3, 4)),), True), JobQueue("b", (Batch(0, 0, (5,)),), True)]
+    microbatches = tuple(Microbatch((Segment(*fields),)) for fields in (("a", 0, 0, 3), ("b", 0, 0, 5), ("a", 0, 1, 4)))
+    steps = [Step("a", 0), Step("b", 0)]
+
+    def found(*order: int) -> list[str]:
+        forwards = [Forward(k) for k in range(3)]
+        return violations(Program(microbatches, ((*forwards, *map(Backward, order), *steps),)), queues, LIMITS)
+
+    assert found(0, 1, 2) == found(1, 0, 2) == found(0, 2, 1) == []
+    assert all("follow its own" in problem for problem in [*found(2, 1, 0), *found(1, 2, 0)])
+    assert len(found(2, 0, 1)) == 1

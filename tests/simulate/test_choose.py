@@ -7,13 +7,13 @@ import random
 import pytest
 
 from weft.cost.types import LinearCost
+from weft.plan.check import violations
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build
-from weft.plan.pipeline.check import problems
 from weft.plan.types import Batch, JobQueue
 from weft.simulate.choose import best_pipeline
-from weft.simulate.interpret import simulate_stages
+from weft.simulate.interpret import simulate
 
 LIMITS = RoundLimits(capacity=160, num_stages=3)
 
@@ -35,12 +35,12 @@ def test_best_pipeline_is_valid_and_no_slower_than_the_published_way(
     """All samples, memory kept, and a makespan not above that of the packing at its plain distance."""
     cost = LinearCost(fixed_s=5.0, pair_s=0.01)
     plan = best_pipeline(jobs(), LIMITS, cost, memory_bytes=memory_bytes, keep_order=keep_order, budget_s=0.0)
-    assert problems(plan.program, cost=cost, memory_bytes=memory_bytes) == []
+    assert violations(plan.program, cost=cost, memory_bytes=memory_bytes) == []
     samples = [s for m in plan.program.microbatches for s in m.segments]
     assert len(samples) == 3 * 4 * 6 and plan.rounds.keeps_order == keep_order
     packed = pack_rounds(jobs(), LIMITS, cost=cost, keep_order=keep_order, budget_s=0.0).stream
     published = build(Schedule.MULTI_ADAPTER, packed, 3, cost=cost, memory_bytes=memory_bytes)
-    assert plan.timeline.makespan_s <= simulate_stages(published, cost).makespan_s + 1e-9
+    assert plan.timeline.makespan_s <= simulate(published, cost).makespan_s + 1e-9
 
 
 def test_best_pipeline_of_uneven_samples_runs_ahead() -> None:

@@ -13,8 +13,8 @@ from weft.cost.hardware import find_hardware
 from weft.cost.profile import Measurement, Profile, Setup, fit_profile
 from weft.cost.profiled import ProfiledCost
 from weft.cost.shape import ModelShape
+from weft.plan.check import violations
 from weft.plan.pack import pack
-from weft.plan.pipeline.check import problems
 from weft.plan.types import Batch, JobQueue
 from weft.simulate.forecast import JobOutline, forecast
 
@@ -74,7 +74,7 @@ def test_forecast_when_in_stages_then_names_memory_of_each_and_groups():
     assert found.stage_layers == (2, 2)
     assert sorted(name for group in found.groups for name in group) == ["a", "b", "c", "d"]
     assert 0 <= found.bubble_ratio < 1
-    assert problems(found.program) == []
+    assert violations(found.program) == []
 
 
 def test_forecast_when_stages_have_little_memory_then_the_pipeline_stays_within_it():

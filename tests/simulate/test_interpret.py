@@ -12,9 +12,9 @@ from weft.cost.types import LinearCost
 from weft.errors import PlanError
 from weft.plan.pack import pack
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
-from weft.plan.stages import Backward, Forward, Receive, StagedProgram
+from weft.plan.program import Backward, Forward, Program, Receive
 from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
-from weft.simulate.interpret import simulate, simulate_stages
+from weft.simulate.interpret import simulate, simulate_turns
 from weft.simulate.timeline import Timeline
 
 
@@ -38,7 +38,7 @@ def steady_bubble(num_stages: int, num_jobs: int, per_batch: int, cost: LinearCo
     """Bubble ratio of LoRAPP once every round repeats the one before, measured over whole rounds."""
     num_batches = 6 if num_jobs * per_batch > 8 else 14
     program = build(Schedule.LORAPP, equal(num_jobs, num_batches, per_batch), num_stages, cost=cost)
-    timeline = simulate_stages(program, cost)
+    timeline = simulate(program, cost)
     begin = starts(timeline, num_jobs * per_batch)
     return timeline.bubble_ratio(begin[num_batches // 2 - 1], begin[-2])
 
@@ -60,7 +60,7 @@ def test_gpipe_bubble_equals_the_formula(num_stages: int, num: int, ratio: float
     cost = LinearCost(backward_ratio=ratio)
     formula = (num_stages - 1) / (num + num_stages - 1)
     for schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B):
-        timeline = simulate_stages(build(schedule, equal(1, 2, num), num_stages), cost)
+        timeline = simulate(build(schedule, equal(1, 2, num), num_stages), cost)
         assert timeline.bubble_ratio() == pytest.approx(formula)
 
 
@@ -70,7 +70,7 @@ def test_interleaving_divides_the_bubble_by_the_slices(num_stages: int, num_chun
     num = 2 * num_stages
     program = build(Schedule.INTERLEAVED, equal(1, 1, num), num_stages, num_chunks=num_chunks)
     formula = (num_stages - 1) / (num_chunks * num + num_stages - 1)
-    assert simulate_stages(program, LinearCost()).bubble_ratio() == pytest.approx(formula)
+    assert simulate(program, LinearCost()).bubble_ratio() == pytest.approx(formula)
 
 
 @pytest.mark.parametrize("backward_s", [1.0, 2.0])
@@ -78,9 +78,7 @@ def test_interleaving_divides_the_bubble_by_the_slices(num_stages: int, num_chun
 def test_step_latency_with_overlap_equals_the_formula(backward_s: float, transfer_s: float) -> None:
     """max(Cs, Cr, Df) + max(Cs, Cr, Db) more for every further microbatch, if the pipeline is kept supplied."""
     cost = LinearCost(backward_ratio=backward_s, send_s=transfer_s)
-    few, many = (
-        simulate_stages(build(Schedule.EAGER, equal(48, rounds), 3, cost=cost), cost).makespan_s for rounds in (2, 4)
-    )
+    few, many = (simulate(build(Schedule.EAGER, equal(48, rounds), 3, cost=cost), cost).makespan_s for rounds in (2, 4))
     formula = max(transfer_s, 1.0) + max(transfer_s, backward_s)
     assert (many - few) / 96 == pytest.approx(formula, rel=0.02)
 
@@ -89,7 +87,7 @@ def test_step_latency_with_overlap_equals_the_formula(backward_s: float, transfe
 def test_step_latency_without_overlap_equals_the_formula(transfer_s: float) -> None:
     """2 Cs + 2 Cr + Df + Db: what a middle stage is occupied for every microbatch, one thing at a time."""
     cost = LinearCost(backward_ratio=2.0, send_s=transfer_s)
-    timeline = simulate_stages(build(Schedule.ONE_F_ONE_B, equal(1, 1, 10), 3), cost, overlap=False)
+    timeline = simulate(build(Schedule.ONE_F_ONE_B, equal(1, 1, 10), 3), cost, overlap=False)
     own = sorted((s for s in timeline.spans if s.stage == 1), key=lambda s: s.start_s)
     assert sum(s.duration_s for s in own) == pytest.approx(10 * (4 * transfer_s + 1.0 + 2.0))
     assert all(one.end_s <= next_one.start_s + 1e-9 for one, next_one in itertools.pairwise(own))
@@ -101,7 +99,7 @@ def test_full_pipeline_needs_a_distance_of_its_stages(num_jobs: int) -> None:
     num_stages, stream = 4, equal(num_jobs, 6)
     least = (len(stream) + num_stages - 1) * 2.0
     for schedule in (Schedule.MULTI_ADAPTER, Schedule.LORAPP, Schedule.EAGER):
-        makespan = simulate_stages(build(schedule, stream, num_stages), LinearCost()).makespan_s
+        makespan = simulate(build(schedule, stream, num_stages), LinearCost()).makespan_s
         assert makespan == least if num_jobs >= num_stages else makespan > least
 
 
@@ -110,7 +108,7 @@ def test_empty_microbatches_cost_nothing() -> None:
     cost = LinearCost(fixed_s=5.0, send_s=1.0)
     full = equal(1, 1, 2)
     with_empty = [full[0], Microbatch(()), full[1]]
-    plain, padded = (simulate_stages(build(Schedule.GPIPE, m, 2), cost) for m in (full, with_empty))
+    plain, padded = (simulate(build(Schedule.GPIPE, m, 2), cost) for m in (full, with_empty))
     assert plain.makespan_s == padded.makespan_s
     assert all(padded.peak_bytes(stage) == 2 for stage in range(2))
 
@@ -118,7 +116,7 @@ def test_empty_microbatches_cost_nothing() -> None:
 def test_memory_over_time_reaches_the_peak_of_the_program_and_returns_to_nothing() -> None:
     """What the timeline shows is what the validator counts."""
     program = build(Schedule.ONE_F_ONE_B, equal(2, 2, 3), 3)
-    timeline = simulate_stages(program, LinearCost())
+    timeline = simulate(program, LinearCost())
     assert [timeline.peak_bytes(s) for s in range(3)] == peak_bytes(program, LinearCost()) == [3, 2, 1]
     for stage in range(3):
         own = [point for point in timeline.memory if point.stage == stage]
@@ -128,9 +126,9 @@ def test_memory_over_time_reaches_the_peak_of_the_program_and_returns_to_nothing
 def test_program_that_blocks_is_named_instead_of_run_for_ever() -> None:
     """A receive that nobody serves."""
     (microbatch,) = equal(1, 1)
-    program = StagedProgram((microbatch,), ((Forward(0), Backward(0)), (Receive(0, 0, False, 0), Forward(0))))
+    program = Program((microbatch,), ((Forward(0), Backward(0)), (Receive(0, 0, False, 0), Forward(0))))
     with pytest.raises(PlanError, match=r"stage 1 waits for ever at Receive\(microbatch=0"):
-        simulate_stages(program, LinearCost())
+        simulate(program, LinearCost())
 
 
 def test_engine_program_gives_the_spans_that_the_engine_records() -> None:
@@ -138,7 +136,7 @@ def test_engine_program_gives_the_spans_that_the_engine_records() -> None:
     queues = [JobQueue(job, (Batch(0, 0, (3, 4)),), True) for job in ("a", "b")]
     program = pack(queues, Limits(capacity=20))
     cost = LinearCost(fixed_s=1.0, token_s=0.5, pair_s=0.1, backward_ratio=2.0, optimizer_s=0.25)
-    timeline = simulate(program, cost)
+    timeline = simulate_turns(program, cost)
     assert [(s.name, s.args) for s in timeline.spans] == [
         ("forward_backward", {"tokens": 14, "jobs": {"a": 7, "b": 7}}),
         ("step", {"jobs": {"a": 0, "b": 0}}),

@@ -12,13 +12,13 @@ from weft.engine.timeline import TimelineRecorder as Recorder
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.types import Microbatch, Segment
 from weft.simulate.gantt import gantt
-from weft.simulate.interpret import simulate_stages
+from weft.simulate.interpret import simulate
 from weft.simulate.timeline import COMPUTE, SEND, Span, Timeline
 
 
 def pipeline() -> Timeline:
     stream = [Microbatch((Segment("a", 0, i, 1),)) for i in range(2)]
-    return simulate_stages(build(Schedule.GPIPE, stream, 2), LinearCost(send_s=0.5))
+    return simulate(build(Schedule.GPIPE, stream, 2), LinearCost(send_s=0.5))
 
 
 def test_bubble_ratio_counts_computation_only_and_clips_at_the_window() -> None:
@@ -59,7 +59,7 @@ def test_trace_opens_with_a_process_per_stage_and_no_overlap_within_a_thread() -
 def test_gantt_draws_one_line_per_stage_and_one_character_per_tick() -> None:
     """Forwards, backwards and idle time at their places."""
     stream = [Microbatch((Segment("a", 0, i, 1),)) for i in range(2)]
-    timeline = simulate_stages(build(Schedule.GPIPE, stream, 2), LinearCost())
+    timeline = simulate(build(Schedule.GPIPE, stream, 2), LinearCost())
     assert gantt(timeline, width=6) == "stage 0 ▒▒··██\nstage 1 ·▒▒██·"
     assert gantt(timeline, width=4, start_s=0.0, end_s=2.0) == "stage 0 ▒▒▒▒\nstage 1 ··▒▒"
     mostly_idle = Timeline((Span("forward", 0.0, 0.4, {}, 0, COMPUTE), Span("backward", 1.0, 1.0, {}, 0, COMPUTE)))

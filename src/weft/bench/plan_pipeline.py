@@ -23,7 +23,7 @@ from weft.plan.pipeline.build import Schedule, build
 from weft.plan.pipeline.split import split_layers
 from weft.plan.types import JobQueue, Microbatch, Segment
 from weft.simulate.choose import best_pipeline
-from weft.simulate.interpret import simulate_stages
+from weft.simulate.interpret import simulate
 from weft.simulate.timeline import Timeline
 
 NUM_STAGES = 4
@@ -173,4 +173,4 @@ def _mean_length(job: JobQueue) -> float:
 
 
 def _run(schedule: Schedule, microbatches: Sequence[Microbatch], cost: LayerCost) -> Timeline:
-    return simulate_stages(build(schedule, microbatches, NUM_STAGES, cost=cost), cost)
+    return simulate(build(schedule, microbatches, NUM_STAGES, cost=cost), cost)

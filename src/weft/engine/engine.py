@@ -45,7 +45,8 @@ from weft.engine.recorder import RunRecorder
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, ConfigError, DataError, JobError, StorageError
 from weft.plan.pack import pack
-from weft.plan.types import Limits, Planner
+from weft.plan.program import Planner
+from weft.plan.types import Limits
 from weft.spec import BackboneSpec, JobSpec
 from weft.spec.run import Capacity
 from weft.store.run_dir import RunDirectory

@@ -21,7 +21,8 @@ from weft.engine.schedule import learning_rate, warmup_steps
 from weft.execute.optimizer import Optimizer, step_together
 from weft.kernels.adamw import Updated
 from weft.kernels.dropout import mix
-from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Segment
+from weft.plan.program import Turn
+from weft.plan.types import Batch, JobQueue, Segment
 from weft.spec import JobSpec
 
 PLANNED_BATCHES = 8
@@ -152,13 +153,12 @@ class LiveJob:
         """The job's next global batches, for a planner."""
         return self._queue(self.step, self.index, self.num_tokens)
 
-    def queue_after(self, instructions: Sequence[Instruction]) -> JobQueue | None:
+    def queue_after(self, turns: Sequence[Turn]) -> JobQueue | None:
         """The queue once these have run too, if nothing comes in between; None if the job has ended then."""
         step, index, num_tokens = self.step, self.index, self.num_tokens
-        for instruction in instructions:
-            if isinstance(instruction, ForwardBackward):
-                index += sum(segment.job == self.spec.name for segment in instruction.microbatch.segments)
-            elif instruction.job == self.spec.name:
+        for turn in turns:
+            index += sum(segment.job == self.spec.name for segment in turn.microbatch.segments)
+            if any(due.job == self.spec.name for due in turn.steps):
                 num_tokens += self._batch(step).num_tokens
                 step, index = step + 1, 0
         return self._queue(step, index, num_tokens) if step < self.num_steps else None

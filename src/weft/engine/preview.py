@@ -21,7 +21,8 @@ from weft.engine.live_job import PLANNED_BATCHES, LiveJob
 from weft.engine.microbatch import prepare
 from weft.errors import ConfigError
 from weft.plan.pack.planners import ExactPlanner
-from weft.plan.types import Batch, ForwardBackward, Instruction, JobQueue, Microbatch
+from weft.plan.program import Turn
+from weft.plan.types import Batch, JobQueue, Microbatch
 
 _NUMBERS_PER_PARAMETER = 4
 """An adapter's weight, its gradient, and AdamW's two moments, all fp32."""
@@ -133,24 +134,23 @@ def plan_beginning(engine: Engine) -> list[Microbatch]:
             running.append(waiting.popleft())
             planner = planner.within(0.0) if isinstance(planner, ExactPlanner) else planner
         running.sort(key=lambda course: arrivals.index(course.job.spec.name))
-        found += _run_program(running, planner([course.queue() for course in running], engine.limits).instructions)
+        found += _run_program(running, planner([course.queue() for course in running], engine.limits).turns)
         running = [course for course in running if not course.has_ended]
     return found
 
 
-def _run_program(running: Sequence[_Course], instructions: Sequence[Instruction]) -> list[Microbatch]:
+def _run_program(running: Sequence[_Course], turns: Sequence[Turn]) -> list[Microbatch]:
     """What training would run of a program: all of it, or up to where a job has ended."""
     courses = {course.job.spec.name: course for course in running}
     found: list[Microbatch] = []
-    for instruction in instructions:
-        if not isinstance(instruction, ForwardBackward):
-            courses[instruction.job].take_step()
-            continue
+    for turn in turns:
         if any(course.has_ended for course in running):
             break
-        found.append(instruction.microbatch)
-        for segment in instruction.microbatch.segments:
+        found += [turn.microbatch] if turn.microbatch.segments else []
+        for segment in turn.microbatch.segments:
             courses[segment.job].sample += 1
+        for step in turn.steps:
+            courses[step.job].take_step()
     return found
 
 

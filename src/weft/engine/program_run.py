@@ -11,7 +11,7 @@ foreseen, is planned at once within a hundredth of the time it is going to run, 
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +30,8 @@ from weft.engine.timeline import TimelineRecorder
 from weft.plan.check import violations
 from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner
-from weft.plan.types import ForwardBackward, Instruction, JobQueue, Limits, Microbatch, Planner, Program, Step
+from weft.plan.program import Planner, Program, Step, Turn
+from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.timeline import Span
 
 WAITING_SHARE = 0.01
@@ -123,7 +124,7 @@ class LookaheadPlanner:
         start = self._timeline.now()
         program = planner(queues, limits)
         problems = violations(program, queues, limits)
-        assert program.instructions and not problems, problems
+        assert any(program.stages) and not problems, problems
         return program, Span("plan_ahead", start, self._timeline.now() - start, {})
 
 
@@ -148,7 +149,7 @@ class ProgramRun:
         plans.pace.ranks = {job.spec.name: job.spec.adapter.r for job in running}
         plans.pace.row_tile = row_tile
         self._has_foreseen = False
-        self._rest: Sequence[Instruction] = plans.program([job.queue() for job in running], limits).instructions
+        self._rest = deque(plans.program([job.queue() for job in running], limits).turns)
         self._ready: PackedBatch | None = None
         self._ahead: MicrobatchInFlight | None = None
         """The microbatch that is next, where it has been started already."""
@@ -157,8 +158,10 @@ class ProgramRun:
 
     def next_jobs(self) -> list[str]:
         """The jobs that the next call of `advance` is about; none at the end."""
-        steps = _steps(self._rest) or _steps(self._rest[1:])
-        return list(dict.fromkeys([*_shares(_upcoming(self._rest[:1])), *(step.job for step in steps)]))
+        if not self._rest:
+            return []
+        turn = self._rest[0]
+        return list(dict.fromkeys([*turn.microbatch.job_tokens, *(step.job for step in turn.steps)]))
 
     @memory_errors()
     def advance(self) -> list[Event]:
@@ -166,9 +169,9 @@ class ProgramRun:
         if self._found_no_memory:
             self._found_no_memory = False
             raise torch.OutOfMemoryError("the memory ended while the microbatch was started ahead")
-        steps = _steps(self._rest)
-        done = self._take(steps, None) if steps else self._run()
-        self._rest = self._rest[len(done) :]
+        turn = self._rest[0]
+        done = self._run(turn) if turn.microbatch.segments else self._take(turn.steps, None)
+        self._rest.popleft()
         return done
 
     def wait(self) -> None:
@@ -181,24 +184,25 @@ class ProgramRun:
         if self._found_no_memory:
             # Half of its gradients may be written.
             self._found_no_memory = False
-            for name in _shares(_upcoming(self._rest[:1])):
+            for name in self._rest[0].microbatch.job_tokens:
                 self._jobs[name].rewind()
         if self._ahead is None:
             return []
         ahead, self._ahead = self._ahead, None
         return [self._count(ahead)]
 
-    def _run(self) -> list[Event]:
-        current = self._ahead or self._start(_upcoming(self._rest))
+    def _run(self, turn: Turn) -> list[Event]:
+        current = self._ahead or self._start(turn.microbatch)
         self._ahead = None
-        steps = _steps(self._rest[1:])
-        self._meanwhile()
+        steps = turn.steps
+        following = self._rest[1].microbatch if len(self._rest) > 1 else None
+        self._meanwhile(following)
         begun = None
         if self._backbone.works_on:
             begun = current.begin_steps([self._jobs[step.job] for step in steps]) if steps else None
             with suppress(torch.OutOfMemoryError):
                 self._found_no_memory = True
-                self._start_ahead(_upcoming(self._rest[1:]))
+                self._start_ahead(following)
                 self._found_no_memory = False
         done = [self._count(current)]
         return [*done, *self._take(steps, begun)] if steps else done
@@ -209,14 +213,14 @@ class ProgramRun:
         return MicrobatchInFlight(self._backbone, self._jobs, microbatch, batch, self._row_tile)
 
     @memory_errors()
-    def _start_ahead(self, microbatch: Microbatch) -> None:
-        if microbatch.segments:
+    def _start_ahead(self, microbatch: Microbatch | None) -> None:
+        if microbatch is not None:
             self._ahead = self._start(microbatch)
 
     def _count(self, current: MicrobatchInFlight) -> Event:
         """Waits for a microbatch and learns from it."""
         microbatch, plans = current.microbatch, self._plans
-        shares = _shares(microbatch)
+        shares = microbatch.job_tokens
         predicted_s = plans.pace.fit.predict(plans.pace.load(microbatch))
         took_s = current.count()
         known = {} if predicted_s is None else {"predicted_s": predicted_s}
@@ -225,25 +229,23 @@ class ProgramRun:
         plans.observe(microbatch, took_s)
         return MicrobatchDone(", ".join(shares), microbatch.num_tokens, current.num_rows, took_s)
 
-    def _meanwhile(self) -> None:
-        following = _upcoming(self._rest[1:])
-        if following.segments:
+    def _meanwhile(self, following: Microbatch | None) -> None:
+        if following is not None:
             self._ready = self._prepare(following)
         if not self._has_foreseen:
             self._has_foreseen = True
             queues = [job.queue_after(self._until_an_end()) for job in self._jobs.values()]
             self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
 
-    def _until_an_end(self) -> Sequence[Instruction]:
+    def _until_an_end(self) -> list[Turn]:
         """What runs before the jobs that train are others: all, or up to the steps with which a job ends, and what is
         started before they are known to be done."""
-        has_ended = False
-        for place, instruction in enumerate(self._rest):
-            if isinstance(instruction, Step):
-                has_ended |= instruction.step + 1 == self._jobs[instruction.job].num_steps
-            elif has_ended:
-                return self._rest[: place + self._backbone.works_on]
-        return self._rest
+        turns = list(self._rest)
+        for place, turn in enumerate(turns, start=1):
+            if any(step.step + 1 == self._jobs[step.job].num_steps for step in turn.steps):
+                begun = turns[place : place + self._backbone.works_on]
+                return [*turns[:place], *(Turn(later.microbatch) for later in begun)]
+        return turns
 
     def _prepare(self, microbatch: Microbatch) -> PackedBatch:
         with self._timeline.span("prepare"):
@@ -271,23 +273,3 @@ class ProgramRun:
             )
             for job, result in zip(jobs, results, strict=True)
         ]
-
-
-def _steps(instructions: Sequence[Instruction]) -> list[Step]:
-    """The steps with which some instructions begin."""
-    due = itertools.takewhile(lambda instruction: isinstance(instruction, Step), instructions)
-    return [step for step in due if isinstance(step, Step)]
-
-
-def _upcoming(instructions: Sequence[Instruction]) -> Microbatch:
-    """The first microbatch of some instructions; an empty one if they hold none."""
-    found = (i.microbatch for i in instructions if isinstance(i, ForwardBackward))
-    return next(found, Microbatch(()))
-
-
-def _shares(microbatch: Microbatch) -> dict[str, int]:
-    """Tokens of each job in a microbatch."""
-    shares: dict[str, int] = {}
-    for segment in microbatch.segments:
-        shares[segment.job] = shares.get(segment.job, 0) + segment.length
-    return shares

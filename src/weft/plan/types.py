@@ -1,14 +1,12 @@
-"""A plan is data: what goes into which microbatch, and when each job's optimizer steps.
+"""What planners are given and what they fill: queues of jobs, limits, and microbatches of segments.
 
-A planner turns `JobQueue`s into a `Program`. The engine executes programs and decides nothing; `plan/check.py`
-validates any program before it runs.
+A planner turns `JobQueue`s into a `Program` (`plan/program.py`). The engine executes programs and decides nothing;
+`plan/check.py` validates any program before it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +33,13 @@ class Microbatch:
         """Tokens of all segments."""
         return sum(s.length for s in self.segments)
 
-
-@dataclass(frozen=True, slots=True)
-class ForwardBackward:
-    """Run one microbatch through the backbone and back; every job in it gains gradients."""
-
-    microbatch: Microbatch
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One job's global batch is complete: its optimizer steps."""
-
-    job: str
-    step: int
-
-
-Instruction = ForwardBackward | Step
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """Instructions in execution order."""
-
-    instructions: tuple[Instruction, ...]
-
     @property
-    def microbatches(self) -> list[Microbatch]:
-        """The microbatches, in order."""
-        return [i.microbatch for i in self.instructions if isinstance(i, ForwardBackward)]
+    def job_tokens(self) -> dict[str, int]:
+        """Tokens of each job, in the order in which the jobs come."""
+        tokens: dict[str, int] = {}
+        for s in self.segments:
+            tokens[s.job] = tokens.get(s.job, 0) + s.length
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +75,3 @@ class Limits:
     """Most tokens of one microbatch."""
     max_microbatches: int = 16
     """Most microbatches of one program."""
-
-
-class Planner(Protocol):
-    """Turns queues into the next program; deterministic."""
-
-    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
-        """The next program; empty only if the queues are."""
-        ...

@@ -18,9 +18,9 @@ from weft.cost.types import CostModel
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits, RoundPlan
 from weft.plan.pipeline.build import Schedule, build
-from weft.plan.stages import StagedProgram
+from weft.plan.program import Program
 from weft.plan.types import JobQueue
-from weft.simulate.interpret import simulate_stages
+from weft.simulate.interpret import simulate
 from weft.simulate.timeline import Timeline
 
 SLACKS = (0, 2, 4)
@@ -32,7 +32,7 @@ SCHEDULES = (Schedule.MULTI_ADAPTER, Schedule.EAGER)
 class PipelinePlan:
     """The fastest candidate, and what it is expected to do."""
 
-    program: StagedProgram
+    program: Program
     timeline: Timeline
     rounds: RoundPlan
     schedule: Schedule
@@ -57,7 +57,7 @@ def best_pipeline(
         rounds = pack_rounds(jobs, apart, cost=even, budget_s=budget_s / len(SLACKS), keep_order=keep_order)
         for schedule in SCHEDULES:
             program = build(schedule, rounds.stream, limits.num_stages, cost=cost, memory_bytes=memory_bytes)
-            timeline = simulate_stages(program, cost)
+            timeline = simulate(program, cost)
             if best is None or timeline.makespan_s < best.timeline.makespan_s:
                 best = PipelinePlan(program, timeline, rounds, schedule, slack)
     assert best is not None

@@ -15,11 +15,10 @@ from weft.cost.analytic import AnalyticCost
 from weft.cost.profiled import ProfiledCost
 from weft.cost.types import CostModel
 from weft.plan.pack.types import RoundLimits
-from weft.plan.pipeline.serial import to_tree
-from weft.plan.stages import StagedProgram
-from weft.plan.types import JobQueue, Limits, Microbatch, Planner, Program
+from weft.plan.program import Planner, Program
+from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.choose import best_pipeline
-from weft.simulate.interpret import simulate
+from weft.simulate.interpret import simulate_turns
 from weft.simulate.timeline import Timeline
 
 ALL = 10**9
@@ -54,7 +53,7 @@ class Forecast:
     """Layers of the model on each stage."""
     capacity: int
     schedule: str
-    program: Program | StagedProgram
+    program: Program
     timeline: Timeline
     """Of the planned part, simulated."""
     num_microbatches: int
@@ -129,7 +128,7 @@ class Forecast:
             "jobs": jobs,
             **figures,
             **{name: getattr(self, name) for name in derived},
-            "program": to_tree(self.program),
+            "program": self.program.to_json(),
             "timeline": [asdict(span) for span in self.timeline.spans],
         }
 
@@ -147,10 +146,9 @@ def forecast(
     """
     queues, ranks = [job.queue for job in jobs], [job.rank for job in jobs]
     times = measured or cost
-    program: Program | StagedProgram
     if cost.num_stages == 1:
         program = planner(queues, Limits(capacity, max_microbatches=ALL))
-        timeline = simulate(program, times)
+        timeline = simulate_turns(program, times)
         microbatches: Sequence[Microbatch] = program.microbatches
         schedule, keeps_order, num_held = "one stage", True, [1]
     else:

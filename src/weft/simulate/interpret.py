@@ -16,8 +16,8 @@ from typing import Any
 
 from weft.cost.types import CostModel
 from weft.errors import PlanError
-from weft.plan.stages import Backward, Forward, Receive, Send, StagedProgram, StageInstruction, StageStep
-from weft.plan.types import ForwardBackward, Microbatch, Program, Step
+from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
+from weft.plan.types import Microbatch
 from weft.simulate.timeline import COMPUTE, RECEIVE, RECEIVE_GRADIENT, SEND, MemoryPoint, Span, Timeline
 
 Parcel = tuple[int, int, bool]
@@ -28,7 +28,7 @@ Parcel = tuple[int, int, bool]
 class _StageRun:
     """Where one stage is."""
 
-    rest: deque[StageInstruction]
+    rest: deque[Instruction]
     free_at: float = 0.0
     send_free_at: float = 0.0
     held: int = 0
@@ -36,8 +36,8 @@ class _StageRun:
     memory: list[MemoryPoint] = field(default_factory=list)
 
 
-def simulate_stages(program: StagedProgram, cost: CostModel, *, overlap: bool = True) -> Timeline:
-    """The predicted timeline of a pipeline's program; a PlanError if its stages wait for each other for ever."""
+def simulate(program: Program, cost: CostModel, *, overlap: bool = True) -> Timeline:
+    """The predicted timeline of any program; a PlanError if its stages wait for each other for ever."""
     run = _Run(program, cost, overlap)
     waiting = deque(range(program.num_stages))
     idle = 0
@@ -56,7 +56,7 @@ def simulate_stages(program: StagedProgram, cost: CostModel, *, overlap: bool = 
 
 
 class _Run:
-    def __init__(self, program: StagedProgram, cost: CostModel, overlap: bool) -> None:
+    def __init__(self, program: Program, cost: CostModel, overlap: bool) -> None:
         self.program, self.cost, self.overlap = program, cost, overlap
         self.stages = [_StageRun(deque(instructions)) for instructions in program.stages]
         self.lengths = [[s.length for s in m.segments] for m in program.microbatches]
@@ -76,7 +76,7 @@ class _Run:
                 self._compute(stage, place, instruction)
             elif isinstance(instruction, Send):
                 self._send(stage, place, instruction)
-            elif isinstance(instruction, StageStep):
+            elif isinstance(instruction, Step):
                 args = {"jobs": {instruction.job: 0}, "step": instruction.step}
                 self._take(stage, place, "step", self.cost.step_s(place), args)
         return progressed
@@ -137,32 +137,26 @@ class _Run:
         return self.cost.transfer_s(sum(lengths)) if lengths else 0.0
 
 
-def simulate(program: Program, cost: CostModel) -> Timeline:
-    """The predicted timeline of the engine's own program: the spans that the engine would record, one stage."""
+def simulate_turns(program: Program, cost: CostModel) -> Timeline:
+    """The predicted timeline of one device's program: the spans that the engine would record."""
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     now = 0.0
-    for is_step, group in itertools.groupby(program.instructions, key=lambda i: isinstance(i, Step)):
-        instructions = list(group)
-        if is_step:
-            jobs = {i.job: 0 for i in instructions if isinstance(i, Step)}
-            spans.append(Span("step", now, len(instructions) * cost.step_s(0), {"jobs": jobs}, 0, COMPUTE))
-            now = spans[-1].end_s
-            continue
-        for instruction in instructions:
-            assert isinstance(instruction, ForwardBackward)
-            lengths = [s.length for s in instruction.microbatch.segments]
+    for turn in program.turns:
+        lengths = [s.length for s in turn.microbatch.segments]
+        if lengths:
             seconds = cost.forward_s(lengths, 0) + cost.backward_s(lengths, 0)
-            spans.append(Span("forward_backward", now, seconds, describe(instruction.microbatch), 0, COMPUTE))
+            spans.append(Span("forward_backward", now, seconds, describe(turn.microbatch), 0, COMPUTE))
             memory.append(MemoryPoint(0, now, cost.held_bytes(lengths, 0)))
             now = spans[-1].end_s
             memory.append(MemoryPoint(0, now, 0))
+        if turn.steps:
+            jobs = {step.job: 0 for step in turn.steps}
+            spans.append(Span("step", now, len(turn.steps) * cost.step_s(0), {"jobs": jobs}, 0, COMPUTE))
+            now = spans[-1].end_s
     return Timeline(tuple(spans), 1, tuple(memory))
 
 
 def describe(microbatch: Microbatch) -> dict[str, Any]:
     """Tokens of a microbatch, and of each job in it, under the names that the engine records."""
-    jobs: dict[str, int] = {}
-    for segment in microbatch.segments:
-        jobs[segment.job] = jobs.get(segment.job, 0) + segment.length
-    return {"tokens": microbatch.num_tokens, "jobs": jobs}
+    return {"tokens": microbatch.num_tokens, "jobs": microbatch.job_tokens}

@@ -15,7 +15,8 @@ from weft.errors import PlanError
 from weft.plan.check import violations
 from weft.plan.pack import pack, planner_named, planners
 from weft.plan.pack.planners import ExactPlanner, lower_bound
-from weft.plan.types import Batch, JobQueue, Limits, Program, Segment, Step
+from weft.plan.program import Program, Step
+from weft.plan.types import Batch, JobQueue, Limits, Segment
 
 CAPACITY = 10
 NARROW = [
@@ -78,7 +79,7 @@ def test_planner_when_any_queues_then_valid_and_runs_what_greedy_runs(name, queu
     assert violations(program, queues, limits) == []
     assert len(program.microbatches) <= len(greedy.microbatches)
     assert names(program) == names(greedy)
-    steps = [{i for i in p.instructions if isinstance(i, Step)} for p in (program, greedy)]
+    steps = [{i for i in p.stages[0] if isinstance(i, Step)} for p in (program, greedy)]
     assert steps[0] == steps[1]
     assert planner_named(name)(queues, limits) == program
 

@@ -12,14 +12,13 @@ from random_streams import streams
 
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
+from weft.plan.check import violations
 from weft.plan.lemma import lemma_distance, lemma_violations
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
-from weft.plan.pipeline.check import problems
-from weft.plan.pipeline.serial import KINDS, to_tree
 from weft.plan.pipeline.split import layer_seconds, split_layers
-from weft.plan.stages import Backward, Forward, StagedProgram
+from weft.plan.program import Backward, Forward, Program
 from weft.plan.types import Microbatch, Segment
-from weft.simulate.interpret import simulate_stages
+from weft.simulate.interpret import simulate
 
 COST = LinearCost(fixed_s=1.0, backward_ratio=1.5, send_s=0.1, optimizer_s=0.5)
 
@@ -43,16 +42,6 @@ def order(program_stage: tuple[object, ...]) -> str:
     )
 
 
-def read_again(text: str) -> StagedProgram:
-    """The program whose tree this is: what JSON keeps of one is all of it."""
-    tree, kinds = json.loads(text), {name: kind for kind, name in KINDS.items()}
-    return StagedProgram(
-        tuple(Microbatch(tuple(Segment(*fields) for fields in segments)) for segments in tree["microbatches"]),
-        tuple(tuple(kinds[name](*fields) for name, *fields in stage) for stage in tree["stages"]),
-        tree["num_chunks"],
-    )
-
-
 @pytest.mark.parametrize("schedule", list(Schedule))
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), num_stages=st.integers(1, 5), num_chunks=st.integers(1, 3))
@@ -63,11 +52,11 @@ def test_build_of_any_stream_passes_the_validator_and_runs(
     stream = data.draw(streams(schedule))
     chunks = num_chunks if schedule is Schedule.INTERLEAVED else 1
     program = build(schedule, stream, num_stages, num_chunks=chunks, cost=COST)
-    assert problems(program) == []
+    assert violations(program) == []
     assert sorted(str(m) for m in program.microbatches if m.segments) == sorted(map(str, stream))
-    timeline = simulate_stages(program, COST)
+    timeline = simulate(program, COST)
     assert program == build(schedule, stream, num_stages, num_chunks=chunks, cost=COST)
-    assert read_again(json.dumps(to_tree(program))) == program
+    assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
     work = sum(timeline.busy_s(stage) for stage in range(num_stages))
     transfers = sum(span.duration_s for span in timeline.spans if span.name == "send")
     assert timeline.makespan_s <= work + transfers + 1e-6
@@ -84,7 +73,7 @@ def test_build_under_any_sufficient_memory_stays_within_it(
     largest = max(m.num_tokens for m in stream)
     limits = [data.draw(st.integers(largest, 3 * largest)) for _ in range(num_stages)]
     program = build(schedule, stream, num_stages, cost=COST, memory_bytes=limits)
-    assert problems(program, cost=COST, memory_bytes=limits) == []
+    assert violations(program, cost=COST, memory_bytes=limits) == []
     assert all(peak <= limit for peak, limit in zip(peak_bytes(program, COST), limits, strict=True))
 
 
@@ -120,7 +109,7 @@ def test_interleaved_warms_up_with_two_for_each_later_stage_and_all_but_one_slic
 def test_interleaved_with_microbatches_that_are_no_multiple_of_the_stages_is_complete() -> None:
     """Five microbatches over two stages of two slices."""
     program = build(Schedule.INTERLEAVED, equal(1, 1, 5), 2, num_chunks=2)
-    assert problems(program) == []
+    assert violations(program) == []
     assert all(sum(isinstance(i, Forward) for i in stage) == 10 for stage in program.stages)
 
 

@@ -10,44 +10,44 @@ from hypothesis import strategies as st
 from random_streams import streams
 
 from weft.cost.types import LinearCost
+from weft.plan.check import violations
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
-from weft.plan.pipeline.check import problems
-from weft.plan.stages import Backward, Forward, Receive, Send, StagedProgram, StageInstruction, StageStep
+from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
 from weft.plan.types import Microbatch, Segment
-from weft.simulate.interpret import simulate_stages
+from weft.simulate.interpret import simulate
 
 Place = tuple[int, int]
 COST = LinearCost(send_s=0.1)
 
 
 @st.composite
-def programs(draw: st.DrawFn, min_stages: int = 1) -> StagedProgram:
+def programs(draw: st.DrawFn, min_stages: int = 1) -> Program:
     """A valid program of any schedule."""
     schedule = draw(st.sampled_from(list(Schedule)))
     chunks = draw(st.integers(1, 2)) if schedule is Schedule.INTERLEAVED else 1
     return build(schedule, draw(streams(schedule)), draw(st.integers(min_stages, 4)), num_chunks=chunks)
 
 
-def places(program: StagedProgram, *kinds: type) -> list[Place]:
+def places(program: Program, *kinds: type) -> list[Place]:
     return [(s, i) for s, own in enumerate(program.stages) for i, each in enumerate(own) if isinstance(each, kinds)]
 
 
-def at(program: StagedProgram, place: Place) -> StageInstruction:
+def at(program: Program, place: Place) -> Instruction:
     return program.stages[place[0]][place[1]]
 
 
-def edited(program: StagedProgram, stage: int, instructions: list[StageInstruction]) -> StagedProgram:
+def edited(program: Program, stage: int, instructions: list[Instruction]) -> Program:
     stages = [tuple(instructions) if s == stage else own for s, own in enumerate(program.stages)]
     return dataclasses.replace(program, stages=tuple(stages))
 
 
-def replaced(program: StagedProgram, place: Place, *instead: StageInstruction) -> StagedProgram:
+def replaced(program: Program, place: Place, *instead: Instruction) -> Program:
     own = list(program.stages[place[0]])
     own[place[1] : place[1] + 1] = instead
     return edited(program, place[0], own)
 
 
-def moved(program: StagedProgram, place: Place, to: int) -> StagedProgram:
+def moved(program: Program, place: Place, to: int) -> Program:
     own = list(program.stages[place[0]])
     own.insert(to, own.pop(place[1]))
     return edited(program, place[0], own)
@@ -55,64 +55,64 @@ def moved(program: StagedProgram, place: Place, to: int) -> StagedProgram:
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
-def test_program_with_an_instruction_dropped_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_program_with_an_instruction_dropped_is_refused(program: Program, data: st.DataObject) -> None:
     """Nothing in a program is superfluous."""
     place = data.draw(st.sampled_from(places(program, object)))
-    assert any("is missing" in problem for problem in problems(replaced(program, place)))
+    assert any("is missing" in problem for problem in violations(replaced(program, place)))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
-def test_program_with_an_instruction_repeated_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_program_with_an_instruction_repeated_is_refused(program: Program, data: st.DataObject) -> None:
     """Anywhere behind the first."""
     stage, i = data.draw(st.sampled_from(places(program, object)))
     own = list(program.stages[stage])
     own.insert(data.draw(st.integers(i + 1, len(own))), own[i])
-    assert any("comes again" in problem for problem in problems(edited(program, stage, own)))
+    assert any("comes again" in problem for problem in violations(edited(program, stage, own)))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(min_stages=2), data=st.data())
-def test_program_with_an_instruction_on_another_stage_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_program_with_an_instruction_on_another_stage_is_refused(program: Program, data: st.DataObject) -> None:
     """It is missing there and too much here."""
     place = data.draw(st.sampled_from(places(program, object)))
     other = data.draw(st.integers(0, program.num_stages - 1).filter(lambda s: s != place[0]))
     instruction = at(program, place)
     own = list(program.stages[other])
     own.insert(data.draw(st.integers(0, len(own))), instruction)
-    assert problems(edited(replaced(program, place), other, own))
+    assert violations(edited(replaced(program, place), other, own))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(min_stages=2), data=st.data())
-def test_transfer_with_another_partner_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_transfer_with_another_partner_is_refused(program: Program, data: st.DataObject) -> None:
     """A stage that is not the neighbour, or not there at all."""
     place = data.draw(st.sampled_from(places(program, Send, Receive)))
     transfer = at(program, place)
     field = "to_stage" if isinstance(transfer, Send) else "from_stage"
     partner = data.draw(st.integers(-1, program.num_stages).filter(lambda s: s != getattr(transfer, field)))
-    assert problems(replaced(program, place, dataclasses.replace(transfer, **{field: partner})))
+    assert violations(replaced(program, place, dataclasses.replace(transfer, **{field: partner})))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
-def test_instruction_for_another_microbatch_or_slice_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_instruction_for_another_microbatch_or_slice_is_refused(program: Program, data: st.DataObject) -> None:
     """Whether that exists or not."""
     place = data.draw(st.sampled_from(places(program, Forward, Backward, Send, Receive)))
     instruction = at(program, place)
-    assert not isinstance(instruction, StageStep)
+    assert not isinstance(instruction, Step)
     field, size = data.draw(st.sampled_from([("microbatch", len(program.microbatches)), ("chunk", program.num_chunks)]))
     value = data.draw(st.integers(-1, size).filter(lambda v: v != getattr(instruction, field)))
-    assert problems(replaced(program, place, dataclasses.replace(instruction, **{field: value})))
+    assert violations(replaced(program, place, dataclasses.replace(instruction, **{field: value})))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
-def test_step_before_its_last_backward_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_step_before_its_last_backward_is_refused(program: Program, data: st.DataObject) -> None:
     """An early step would miss gradients."""
-    stage, i = place = data.draw(st.sampled_from(places(program, StageStep)))
+    stage, i = place = data.draw(st.sampled_from(places(program, Step)))
     step = at(program, place)
-    assert isinstance(step, StageStep)
+    assert isinstance(step, Step)
     last = max(
         j
         for j, each in enumerate(program.stages[stage])
@@ -121,55 +121,53 @@ def test_step_before_its_last_backward_is_refused(program: StagedProgram, data: 
     )
     assert last < i
     to = data.draw(st.integers(0, last))
-    assert any("early" in problem for problem in problems(moved(program, place, to)))
+    assert any("early" in problem for problem in violations(moved(program, place, to)))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
-def test_forward_before_the_step_it_waits_for_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_forward_before_the_step_it_waits_for_is_refused(program: Program, data: st.DataObject) -> None:
     """A late step would train batch b + 1 on the adapter of batch b."""
-    steps = {at(program, place): place for place in places(program, StageStep) if place[0] == 0}
+    steps = {at(program, place): place for place in places(program, Step) if place[0] == 0}
     late = [
-        (steps[StageStep(s.job, s.step - 1)], i)
+        (steps[Step(s.job, s.step - 1)], i)
         for i, each in enumerate(program.stages[0])
         if isinstance(each, Forward)
         for s in program.microbatches[each.microbatch].segments
-        if StageStep(s.job, s.step - 1) in steps
+        if Step(s.job, s.step - 1) in steps
     ]
     assume(late)
     place, forward = data.draw(st.sampled_from(late))
-    assert any("comes before step" in problem for problem in problems(moved(program, place, forward)))
+    assert any("comes before step" in problem for problem in violations(moved(program, place, forward)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(program=programs(min_stages=2), data=st.data())
-def test_compute_before_its_input_and_send_before_its_result_are_refused(
-    program: StagedProgram, data: st.DataObject
-) -> None:
+def test_compute_before_its_input_and_send_before_its_result_are_refused(program: Program, data: st.DataObject) -> None:
     """Data only flows forward in time."""
     stage, i = data.draw(st.sampled_from(places(program, Send, Receive)))
     transfer = program.stages[stage][i]
     assert isinstance(transfer, Send | Receive)
     kind = Backward if transfer.is_gradient else Forward
     compute = program.stages[stage].index(kind(transfer.microbatch, transfer.chunk))
-    assert problems(moved(program, (stage, i), compute))
+    assert violations(moved(program, (stage, i), compute))
 
 
 @settings(max_examples=60, deadline=None)
 @given(program=programs(), data=st.data())
-def test_backward_before_its_forward_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_backward_before_its_forward_is_refused(program: Program, data: st.DataObject) -> None:
     """Also on the last stage, where no transfer separates them."""
     stage, i = data.draw(st.sampled_from(places(program, Backward)))
     backward = program.stages[stage][i]
     assert isinstance(backward, Backward)
     forward = program.stages[stage].index(Forward(backward.microbatch, backward.chunk))
-    assert problems(moved(program, (stage, i), forward))
+    assert violations(moved(program, (stage, i), forward))
 
 
 @settings(max_examples=150, deadline=None)
 @given(program=programs(), data=st.data())
 def test_any_two_instructions_exchanged_either_change_nothing_that_matters_or_are_refused(
-    program: StagedProgram, data: st.DataObject
+    program: Program, data: st.DataObject
 ) -> None:
     """What passes runs to its end, and its timeline keeps every dependency."""
     stage, i = data.draw(st.sampled_from(places(program, object)))
@@ -177,9 +175,9 @@ def test_any_two_instructions_exchanged_either_change_nothing_that_matters_or_ar
     j = data.draw(st.integers(0, len(own) - 1))
     own[i], own[j] = own[j], own[i]
     exchanged = edited(program, stage, own)
-    if problems(exchanged):
+    if violations(exchanged):
         return
-    spans = simulate_stages(exchanged, LinearCost(fixed_s=1.0, optimizer_s=1.0)).spans
+    spans = simulate(exchanged, LinearCost(fixed_s=1.0, optimizer_s=1.0)).spans
     when = {(s.name, s.stage, s.args["microbatch"], s.args["chunk"]): s for s in spans if s.name != "step"}
     steps = {(s.stage, *s.args["jobs"], s.args["step"]): s for s in spans if s.name == "step"}
     for (name, place, k, chunk), span in when.items():
@@ -198,9 +196,9 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
     stream = [Microbatch((Segment("a", 0, i, 1),)) for i in range(2)]
     one = build(Schedule.ONE_F_ONE_B, stream, 2, memory_bytes=[1, 1])
     all_first = build(Schedule.GPIPE, stream, 2)
-    assert not problems(one) and not problems(all_first)
+    assert not violations(one) and not violations(all_first)
     stuck = dataclasses.replace(one, stages=(one.stages[0], all_first.stages[1]))
-    assert any("waits for ever" in problem for problem in problems(stuck))
+    assert any("waits for ever" in problem for problem in violations(stuck))
 
 
 def test_transfers_received_in_another_order_than_sent_are_refused() -> None:
@@ -209,7 +207,7 @@ def test_transfers_received_in_another_order_than_sent_are_refused() -> None:
     own = list(program.stages[1])
     first, second = (own.index(Receive(k, 0, False, 0)) for k in range(2))
     own.insert(first, own.pop(second))
-    assert problems(edited(program, 1, own)) == [
+    assert violations(edited(program, 1, own)) == [
         "stage 1 receives activations in another order than stage 0 sends them"
     ]
 
@@ -217,7 +215,7 @@ def test_transfers_received_in_another_order_than_sent_are_refused() -> None:
 def test_sample_in_two_microbatches_is_refused() -> None:
     """It would count twice in its job's gradient."""
     stream = [Microbatch((Segment("a", 0, 0, 1),)), Microbatch((Segment("a", 0, 0, 1),))]
-    assert problems(build(Schedule.GPIPE, stream, 1)) == ["sample 0 of step 0 of a is in 2 places"]
+    assert violations(build(Schedule.GPIPE, stream, 1)) == ["sample 0 of step 0 of a is in 2 places"]
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
@@ -226,22 +224,22 @@ def test_memory_one_byte_below_the_peak_is_refused(schedule: Schedule) -> None:
     stream = [Microbatch((Segment("a", 0, i, i + 1),)) for i in range(5)]
     program = build(schedule, stream, 3, num_chunks=2 if schedule is Schedule.INTERLEAVED else 1)
     peaks = peak_bytes(program, COST)
-    assert problems(program, cost=COST, memory_bytes=peaks) == []
+    assert violations(program, cost=COST, memory_bytes=peaks) == []
     for stage in range(3):
         less = [peak - (s == stage) for s, peak in enumerate(peaks)]
-        found = problems(program, cost=COST, memory_bytes=less)
+        found = violations(program, cost=COST, memory_bytes=less)
         assert found and all(f"stage {stage}" in problem and "bytes" in problem for problem in found)
 
 
 @settings(max_examples=60, deadline=None)
 @given(program=programs(min_stages=2), data=st.data())
-def test_transfer_that_nobody_needs_is_refused(program: StagedProgram, data: st.DataObject) -> None:
+def test_transfer_that_nobody_needs_is_refused(program: Program, data: st.DataObject) -> None:
     """Beside all the right ones, at the end of a stage's list."""
     stage = data.draw(st.integers(0, program.num_stages - 1))
     kind, other = data.draw(st.sampled_from([Send, Receive])), data.draw(st.integers(0, program.num_stages - 1))
     extra = kind(0, data.draw(st.integers(0, program.num_chunks - 1)), data.draw(st.booleans()), other)
     assume(extra not in program.stages[stage])
-    found = problems(edited(program, stage, [*program.stages[stage], extra]))
+    found = violations(edited(program, stage, [*program.stages[stage], extra]))
     assert len(found) == 1 and "has nothing to" in found[0]
 
 
@@ -252,12 +250,12 @@ def test_slices_of_one_stage_out_of_order_are_refused(kind: type[Forward] | type
     own = list(program.stages[0])
     first, second = own.index(kind(0, 0)), own.index(kind(0, 1))
     own[first], own[second] = own[second], own[first]
-    found = problems(edited(program, 0, own))
+    found = violations(edited(program, 0, own))
     assert len(found) == 1 and "comes before" in found[0]
 
 
 def test_step_of_a_global_batch_that_is_not_there_is_refused() -> None:
     """A job's optimizer would step on nothing."""
     program = build(Schedule.GPIPE, [Microbatch((Segment("a", 0, 0, 1),))], 1)
-    found = problems(edited(program, 0, [*program.stages[0], StageStep("a", 1)]))
+    found = violations(edited(program, 0, [*program.stages[0], Step("a", 1)]))
     assert len(found) == 1 and "not there" in found[0]

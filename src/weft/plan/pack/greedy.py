@@ -16,7 +16,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.plan.types import ForwardBackward, Instruction, JobQueue, Limits, Microbatch, Program, Segment, Step
+from weft.plan.program import Program, Step, Turn
+from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 
 
 @dataclass
@@ -65,17 +66,20 @@ def pack(queues: Sequence[JobQueue], limits: Limits) -> Program:
     """The next microbatches and steps; stops where a job's listed batches end but the job does not."""
     cursors = [_Cursor(q, q.served_tokens) for q in queues]
     # A global batch whose samples have all run, but whose step has not, is due at once.
-    due = (c.finish_microbatch() for c in cursors)
-    instructions: list[Instruction] = [step for step in due if step is not None]
+    turns = [Turn(Microbatch(()), _finish(cursors))]
     for _ in range(limits.max_microbatches):
         if all(c.is_empty for c in cursors) or any(c.is_empty and not c.queue.is_all for c in cursors):
             break
         microbatch = _fill(cursors, limits.capacity)
-        instructions.append(ForwardBackward(microbatch))
         present = {s.job for s in microbatch.segments}
-        steps = [c.finish_microbatch() for c in cursors if c.queue.job in present]
-        instructions.extend(step for step in steps if step is not None)
-    return Program(tuple(instructions))
+        turns.append(Turn(microbatch, _finish([c for c in cursors if c.queue.job in present])))
+    return Program.from_turns(turns)
+
+
+def _finish(cursors: list[_Cursor]) -> tuple[Step, ...]:
+    """The steps that are due behind a microbatch with samples of these jobs."""
+    steps = [c.finish_microbatch() for c in cursors]
+    return tuple(step for step in steps if step is not None)
 
 
 def _fill(cursors: list[_Cursor], capacity: int) -> Microbatch:

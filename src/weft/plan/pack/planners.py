@@ -24,7 +24,8 @@ from weft.errors import PlanError
 from weft.plan.pack.bounds import fewest_bins
 from weft.plan.pack.greedy import pack
 from weft.plan.pack.types import RoundLimits
-from weft.plan.types import ForwardBackward, Instruction, JobQueue, Limits, Microbatch, Planner, Program, Segment, Step
+from weft.plan.program import Planner, Program, Step, Turn
+from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 
 AUTO_STATES, AUTO_S = 300, 0.05
 """10 to 20 ms for a program of 16 microbatches, and only where greedy is not proven the best."""
@@ -187,14 +188,15 @@ def _undominated(reached: dict[State, State], most: int, sums: list[list[int]], 
 
 def _rebuilt(program: Program, chains: list[list[Segment]], path: list[State]) -> Program:
     """The program that follows a path of states, each step as soon as its last sample has run."""
-    stepped = {(i.job, i.step) for i in program.instructions if isinstance(i, Step)}
-    first = next((k for k, i in enumerate(program.instructions) if isinstance(i, ForwardBackward)), 0)
-    instructions: list[Instruction] = list(program.instructions[:first])
+    stepped = {step for turn in program.turns for step in turn.steps}
+    turns = [turn for turn in program.turns[:1] if not turn.microbatch.segments]
     for before, after in pairwise(path):
         runs = [chain[a:b] for chain, a, b in zip(chains, before, after, strict=True)]
-        instructions.append(ForwardBackward(Microbatch(tuple(s for run in runs for s in run))))
-        for chain, run, n in zip(chains, runs, after, strict=True):
-            is_last = bool(run) and (n == len(chain) or chain[n].step != run[-1].step)
-            if is_last and (run[-1].job, run[-1].step) in stepped:
-                instructions.append(Step(run[-1].job, run[-1].step))
-    return Program(tuple(instructions))
+        ended = [
+            Step(run[-1].job, run[-1].step)
+            for chain, run, n in zip(chains, runs, after, strict=True)
+            if run and (n == len(chain) or chain[n].step != run[-1].step)
+        ]
+        microbatch = Microbatch(tuple(s for run in runs for s in run))
+        turns.append(Turn(microbatch, tuple(step for step in ended if step in stepped)))
+    return Program.from_turns(turns)

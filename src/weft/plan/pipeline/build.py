@@ -13,7 +13,7 @@ when. Transfers and steps follow from those in the same way for all:
     template        rounds, slowest bucket first between rounds                   eager, under the memory limit
     eager           as given                     never                            eager, under the memory limit
 
-Every program passes `plan.pipeline.check.problems`.
+Every program passes `plan/check.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.plan.pipeline.eager import eager_orders
 from weft.plan.pipeline.interleave import interleaved_orders
 from weft.plan.pipeline.lead import LeadOrder, orders_by_lead
 from weft.plan.pipeline.stream import BatchStream, read_stream
-from weft.plan.stages import Backward, Forward, Receive, Send, StagedProgram, StageInstruction, StageStep
+from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
 from weft.plan.types import Microbatch
 
 
@@ -59,7 +59,7 @@ def build(
     num_chunks: int = 1,
     cost: CostModel | None = None,
     memory_bytes: Sequence[int] | None = None,
-) -> StagedProgram:
+) -> Program:
     """The program of a schedule; `memory_bytes` is what each stage has for microbatches in flight.
 
     `microbatches` hold whole global batches, each job's in order. Without a cost model a token counts 1 s and 1 byte.
@@ -91,7 +91,7 @@ def build(
     return _assemble(stream, orders_by_lead(stream, leads, flushes, held, memory_bytes), num_chunks)
 
 
-def peak_bytes(program: StagedProgram, cost: CostModel) -> list[int]:
+def peak_bytes(program: Program, cost: CostModel) -> list[int]:
     """Most that each stage keeps at once between forwards and backwards."""
     peaks = []
     lengths = [[s.length for s in m.segments] for m in program.microbatches]
@@ -136,7 +136,7 @@ def _arranged(schedule: Schedule, microbatches: Sequence[Microbatch], num_stages
     return microbatches
 
 
-def _require_fit(program: StagedProgram, cost: CostModel, memory_bytes: Sequence[int] | None) -> None:
+def _require_fit(program: Program, cost: CostModel, memory_bytes: Sequence[int] | None) -> None:
     if memory_bytes is None:
         return
     for stage, (peak, limit) in enumerate(zip(peak_bytes(program, cost), memory_bytes, strict=True)):
@@ -147,21 +147,21 @@ def _require_fit(program: StagedProgram, cost: CostModel, memory_bytes: Sequence
             )
 
 
-def _assemble(stream: BatchStream, orders: Sequence[LeadOrder], num_chunks: int) -> StagedProgram:
+def _assemble(stream: BatchStream, orders: Sequence[LeadOrder], num_chunks: int) -> Program:
     """Puts every computation between its transfers, and every step behind its last backward."""
     num_stages = len(orders)
     stages = tuple(
         tuple(_with_transfers(stream, order, stage, num_stages, num_chunks)) for stage, order in enumerate(orders)
     )
-    return StagedProgram(stream.microbatches, stages, num_chunks)
+    return Program(stream.microbatches, stages, num_chunks)
 
 
 def _with_transfers(
     stream: BatchStream, order: LeadOrder, stage: int, num_stages: int, num_chunks: int
-) -> list[StageInstruction]:
+) -> list[Instruction]:
     batches_of = [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
     left = Counter({batch: num_chunks * len(places) for batch, places in stream.members.items()})
-    result: list[StageInstruction] = []
+    result: list[Instruction] = []
     for visit in order:
         k, chunk = visit.microbatch, visit.chunk
         virtual = chunk * num_stages + stage
@@ -178,5 +178,5 @@ def _with_transfers(
             result.append(Send(k, chunk, is_gradient, (stage + towards) % num_stages))
         if is_gradient:
             left.subtract(batches_of[k])
-            result.extend(StageStep(job, step) for job, step in batches_of[k] if left[job, step] == 0)
+            result.extend(Step(job, step) for job, step in batches_of[k] if left[job, step] == 0)
     return result

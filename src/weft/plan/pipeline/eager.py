@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from weft.cost.types import CostModel
 from weft.plan.pipeline.lead import LeadOrder, does_not_fit
 from weft.plan.pipeline.stream import BatchStream
-from weft.plan.stages import Backward, Forward
+from weft.plan.program import Backward, Forward
 
 NEVER = float("inf")
 

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 
 from weft.plan.pipeline.lead import LeadOrder
-from weft.plan.stages import Backward, Forward
+from weft.plan.program import Backward, Forward
 
 
 def interleaved_orders(num_stages: int, num_chunks: int, flushes: Sequence[int]) -> list[LeadOrder]:

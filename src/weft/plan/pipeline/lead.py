@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from weft.errors import PlanError
 from weft.plan.pipeline.stream import BatchStream
-from weft.plan.stages import Backward, Forward
+from weft.plan.program import Backward, Forward
 
 LeadOrder = list[Forward | Backward]
 """What a stage computes, in order."""

@@ -1,0 +1,170 @@
+"""A program is a plan as data: microbatches, and what every stage does with them in its own order.
+
+Stage s runs its instructions from the first to the last; a Receive waits for the matching Send of the neighbour. One
+device is one stage, which runs a microbatch forward, at once backward, and then the steps that are due: a `Turn`. With
+`num_chunks` above 1 every stage holds several slices of the model (interleaving): slice c of stage s is the virtual
+stage c · num_stages + s. Programs print, hash, and come back from JSON as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Protocol, TypeVar
+
+from weft.errors import PlanError
+from weft.plan.types import JobQueue, Limits, Microbatch, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One microbatch forward through one slice of the model."""
+
+    microbatch: int
+    """Place in the program's `microbatches`."""
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The same, backward; every job in it gains gradients for its adapters on this slice."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hands the result of a Forward to the next virtual stage, or of a Backward to the one before."""
+
+    microbatch: int
+    chunk: int
+    is_gradient: bool
+    to_stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Waits for what a neighbour sends for this microbatch and slice."""
+
+    microbatch: int
+    chunk: int
+    is_gradient: bool
+    from_stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A job's optimizer steps on this stage: its global batch has been backward here."""
+
+    job: str
+    step: int
+
+
+Instruction = Forward | Backward | Send | Receive | Step
+
+_KINDS: dict[str, type[Instruction]] = {
+    "forward": Forward,
+    "backward": Backward,
+    "send": Send,
+    "receive": Receive,
+    "step": Step,
+}
+_Built = TypeVar("_Built", bound=Segment | Instruction)
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one device does at a time: a microbatch forward and backward, and the steps behind it."""
+
+    microbatch: Microbatch
+    """Without segments where only steps are due."""
+    steps: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Instruction lists of all stages over the same microbatches."""
+
+    microbatches: tuple[Microbatch, ...]
+    """An empty one is a bubble that a pipeline's schedule needs to keep its distances (a no-op)."""
+    stages: tuple[tuple[Instruction, ...], ...]
+    num_chunks: int = 1
+
+    @classmethod
+    def from_turns(cls, turns: Iterable[Turn]) -> Program:
+        """The program of one device that takes these turns."""
+        microbatches: list[Microbatch] = []
+        instructions: list[Instruction] = []
+        for turn in turns:
+            if turn.microbatch.segments:
+                instructions += (Forward(len(microbatches)), Backward(len(microbatches)))
+                microbatches.append(turn.microbatch)
+            instructions += turn.steps
+        return cls(tuple(microbatches), (tuple(instructions),))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1 for one device."""
+        return len(self.stages)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns of one device; a PlanError if the program does not consist of turns."""
+        if self.num_stages != 1:
+            raise PlanError(f"the program is for {self.num_stages} stages; one device runs programs of one.")
+        found: list[tuple[Microbatch, list[Step]]] = []
+        instructions = iter(self.stages[0])
+        for i in instructions:
+            if isinstance(i, Step):
+                if not found:
+                    found.append((Microbatch(()), []))
+                found[-1][1].append(i)
+            elif isinstance(i, Forward) and next(instructions, None) == Backward(i.microbatch, i.chunk):
+                found.append((self.microbatches[i.microbatch], []))
+            else:
+                raise PlanError(f"{i} is not a forward with its backward right behind it; one device runs only those.")
+        return [Turn(microbatch, tuple(steps)) for microbatch, steps in found]
+
+    def to_json(self) -> dict[str, Any]:
+        """The program as plain values.
+
+        A segment is [job, step, index, length]; an instruction is its kind and its fields in order.
+        """
+        return {
+            "num_chunks": self.num_chunks,
+            "microbatches": [[list(astuple(segment)) for segment in m.segments] for m in self.microbatches],
+            "stages": [[[_NAMES[type(i)], *astuple(i)] for i in instructions] for instructions in self.stages],
+        }
+
+    @classmethod
+    def from_json(cls, tree: Any) -> Program:
+        """The program that `to_json` gave; a PlanError where this is none. The checker judges what it says."""
+        try:
+            return cls(
+                tuple(Microbatch(tuple(_built(Segment, own) for own in segments)) for segments in tree["microbatches"]),
+                tuple(tuple(_built(_KINDS[kind], own) for kind, *own in stage) for stage in tree["stages"]),
+                int(tree["num_chunks"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"this is not a program ({type(error).__name__}: {error}); it needs num_chunks, microbatches and "
+                "stages as `weft plan --json` writes them."
+            ) from None
+
+
+def _built(kind: type[_Built], values: Sequence[Any]) -> _Built:
+    """A segment or an instruction from its fields in order; a TypeError where one is missing or of another type."""
+    for field, value in zip(fields(kind), values, strict=False):
+        if not isinstance(value, str if field.name == "job" else int):
+            raise TypeError(f"{field.name} of {kind.__name__} is {value!r}")
+    return kind(*values)
+
+
+class Planner(Protocol):
+    """Turns queues into the next program; deterministic."""
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        """The next program; empty only if the queues are."""
+        ...
