@@ -239,7 +239,7 @@ def finish(engine: Engine, on_event: Callable[[Engine, Event], None] | None = No
         name: Outcome(
             job.adapter.tensors(),
             str(job.state),
-            job.reason,
+            None if job.reason is None else job.reason.text,
             [event.loss for event in told.get(name, [])],
             [event.eval_loss for event in evals.get(name, [])],
             [event.mean_token_accuracy for event in told.get(name, [])],

@@ -10,39 +10,81 @@ for event in engine.events():
 
 from __future__ import annotations
 
-import os
+import importlib
 from typing import TYPE_CHECKING, Any
 
-# Before torch is imported: threads that wait by spinning slow each other down tenfold as soon as anything else runs on
-# the machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 if TYPE_CHECKING:
-    from weft.engine.engine import Engine as Engine
-    from weft.errors import WeftError as WeftError
+    from weft.engine.engine import Engine
+    from weft.engine.events import (
+        CheckpointSaved,
+        EvalDone,
+        Event,
+        JobCancelled,
+        JobEnded,
+        JobEvent,
+        JobFailed,
+        JobPaused,
+        JobPreempted,
+        JobResumed,
+        JobStarted,
+        JobSucceeded,
+        JobWaiting,
+        JobWarning,
+        MicrobatchDone,
+        StepDone,
+    )
+    from weft.errors import WeftError
+    from weft.job_state import JobState, Reason, ReasonCode
     from weft.spec import AdapterSpec as Adapter
     from weft.spec import JobSpec as Job
-    from weft.sweep.api import sweep as sweep
+    from weft.sweep.api import sweep
 
 __version__ = "0.1.0"
-__all__ = ["Adapter", "Engine", "Job", "WeftError", "__version__", "sweep"]
-
+__all__ = [
+    "Adapter",
+    "CheckpointSaved",
+    "Engine",
+    "EvalDone",
+    "Event",
+    "Job",
+    "JobCancelled",
+    "JobEnded",
+    "JobEvent",
+    "JobFailed",
+    "JobPaused",
+    "JobPreempted",
+    "JobResumed",
+    "JobStarted",
+    "JobState",
+    "JobSucceeded",
+    "JobWaiting",
+    "JobWarning",
+    "MicrobatchDone",
+    "Reason",
+    "ReasonCode",
+    "StepDone",
+    "WeftError",
+    "__version__",
+    "sweep",
+]
 _HOMES = {
     "Adapter": ("weft.spec", "AdapterSpec"),
     "Engine": ("weft.engine.engine", "Engine"),
     "Job": ("weft.spec", "JobSpec"),
+    "JobState": ("weft.job_state", "JobState"),
+    "Reason": ("weft.job_state", "Reason"),
+    "ReasonCode": ("weft.job_state", "ReasonCode"),
     "WeftError": ("weft.errors", "WeftError"),
 }
+"""Where the public names are defined; those that are not here are events."""
 
 
 def __getattr__(name: str) -> Any:
     # torch is imported with the engine, so that `import weft` and the planners stay quick.
-    if name not in _HOMES and name != "sweep":
+    if name not in __all__:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    import importlib
-
     if name == "sweep":
         # The package is callable: importing it makes it this module's attribute, whoever does so first.
         return importlib.import_module("weft.sweep")
-    module, attribute = _HOMES[name]
+    module, attribute = _HOMES.get(name, ("weft.engine.events", name))
     return getattr(importlib.import_module(module), attribute)

@@ -172,7 +172,7 @@ def test_checkpoint_when_resumed_on_another_quantisation_then_refused(before, af
     finish(first, lambda own, event: own.stop() if isinstance(event, StepDone) and event.step == 2 else None)
     first._keeper.run_dir.close()
     (failure,) = [event for event in engine(after).events() if isinstance(event, JobFailed)]
-    assert f"trained with quantize {before}" in failure.reason and f"loaded with {after}" in failure.reason
+    assert f"trained with quantize {before}" in failure.reason.text and f"loaded with {after}" in failure.reason.text
 
 
 def test_run_when_resumed_with_another_quantisation_then_refused_before_anything_changes(tmp_path, data):

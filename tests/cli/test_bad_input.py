@@ -20,7 +20,7 @@ from weft.errors import StorageError
 from weft.faults import FaultPlan
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_train_when_another_run_is_in_the_directory_then_names_its_process(mista
     in_use = f"out: is in use by process {os.getpid()}."
     with RunDirectory.open(place / "out", resume=False) as other:
         assert mistake("train", "jobs.yaml") == in_use
-        other.write_run({"base_model": "tiny"})
+        other.write_run(RunRecord(base_model="tiny"))
         assert mistake("train", "jobs.yaml") == in_use
         assert mistake("train", "jobs.yaml", "--resume") == in_use
 

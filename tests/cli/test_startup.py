@@ -20,11 +20,34 @@ def test_help_when_shown_then_nothing_heavy_is_imported():
         assert f"  {verb} " in done.stdout
 
 
-def test_weft_when_imported_then_waiting_threads_do_not_spin_unless_the_user_said_so():
-    """Spinning threads starve each other as soon as anything else runs on the machine; the API is no exception."""
-    code = "import os, weft; print(os.environ['OMP_WAIT_POLICY'])"
-    for asked, found in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
-        env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-        env |= {} if asked is None else {"OMP_WAIT_POLICY": asked}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-        assert done.stdout.strip() == found
+def python(code: str, **environment: str) -> str:
+    """What a Python without an OMP_WAIT_POLICY of its own prints."""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | environment
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+
+
+def test_weft_when_imported_then_the_environment_of_the_process_is_left_alone():
+    """A library must not decide how its users' threads wait."""
+    code = (
+        "import os; before = dict(os.environ); import weft; weft.Engine, weft.sweep; print(before == dict(os.environ))"
+    )
+    assert python(code) == "True\n"
+
+
+def test_command_when_it_imports_torch_then_waiting_threads_do_not_spin_unless_the_user_said_so():
+    """Spinning threads starve each other as soon as anything else runs on the machine."""
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            print(os.environ.get('OMP_WAIT_POLICY'))\n"
+        "            os._exit(0)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "sys.argv = ['weft', 'doctor']\n"
+        "sys.stdout.reconfigure(write_through=True)\n"
+        "from weft.cli.main import main\n"
+        "main()\n"
+    )
+    assert python(code).splitlines()[-1] == "PASSIVE"
+    assert python(code, OMP_WAIT_POLICY="ACTIVE").splitlines()[-1] == "ACTIVE"

@@ -15,6 +15,7 @@ from weft.backbone.load import TINY
 from weft.cost.rows import capacities
 from weft.demo.skills import SKILLS
 from weft.engine import engine as engine_module
+from weft.engine.events import StepDone
 from weft.report.live import LiveTable
 
 
@@ -96,9 +97,9 @@ def test_train_when_interrupted_then_the_way_on_has_the_same_flags(weft, tmp_pat
     write_jobs(tmp_path, broken=True)
     update = LiveTable.update
 
-    def interrupting(table, kind, fields):
-        update(table, kind, fields)
-        if kind == "step":
+    def interrupting(table, event):
+        update(table, event)
+        if isinstance(event, StepDone):
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patched:

@@ -30,9 +30,9 @@ from weft.data.dataset import JobData
 from weft.engine import microbatch as step_module
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, JobWarning, MicrobatchDone, StepDone
-from weft.engine.live_job import JobState
 from weft.engine.microbatch import MicrobatchInFlight
 from weft.errors import JobError
+from weft.job_state import JobState
 from weft.kernels.device_event import DeviceEvent
 
 
@@ -216,7 +216,7 @@ def test_reader_when_it_forgets_a_job_whose_step_is_not_told_yet_then_the_others
     )
     failed = []
     for event in engine.events():
-        if isinstance(event, MicrobatchDone) and event.job == "x, y":
+        if isinstance(event, MicrobatchDone) and event.jobs == ("x", "y"):
             backbone.eval_room = 1
         if isinstance(event, JobFailed):
             failed.append(event.job)

@@ -31,11 +31,11 @@ from weft.data.dataset import JobData
 from weft.engine.capacity import load_within, start_capacity
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, StepDone
-from weft.engine.live_job import JobState
 from weft.engine.preview import preview
 from weft.errors import ConfigError
+from weft.job_state import JobState
 from weft.spec import BackboneSpec
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 class SmallGpu(Backbone):
@@ -129,8 +129,8 @@ def test_run_when_the_longest_sample_does_not_fit_then_its_job_fails_and_the_oth
         "a": "succeeded", "long": "failed", "b": "succeeded",
     }  # fmt: skip
     (failed,) = [event for event in events if isinstance(event, JobFailed)]
-    assert failed.reason.startswith("too long for this GPU: a microbatch of 24 tokens")
-    assert "lower max_length" in failed.reason and engine.jobs["long"].reason == failed.reason
+    assert failed.reason.text.startswith("too long for this GPU: a microbatch of 24 tokens")
+    assert "lower max_length" in failed.reason.text and engine.jobs["long"].reason == failed.reason
     assert engine.limits.capacity < 24
     expected, _, _ = run(SmallGpu(10**6), [small_job("a"), small_job("b", 1)], 48)
     for name in "ab":
@@ -230,7 +230,7 @@ def test_resume_when_memory_had_run_out_then_goes_on_with_the_capacity_it_was_le
     def begin(path: Path, room: int) -> tuple[Engine, RunDirectory]:
         engine = Engine(SmallGpu(room), capacity=100)
         directory = RunDirectory.open(path, resume=(path / "run.json").exists())
-        directory.write_run({})
+        directory.write_run(RunRecord())
         engine.keep_in(directory)
         submit(engine, *given)
         return engine, directory

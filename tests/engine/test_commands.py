@@ -23,8 +23,8 @@ from tiny_models import (
 
 from weft.engine import engine as engine_module
 from weft.engine.engine import Engine
-from weft.engine.events import Event, JobResumed, StepDone
-from weft.engine.live_job import JobState
+from weft.engine.events import Event, JobEvent, JobResumed, StepDone
+from weft.job_state import JobState
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_commands_when_given_between_events_then_take_effect_at_the_next_boundar
     submit(engine, small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2))
     order: list[str] = []
     for event in engine.events():
-        order.append(f"{event.kind} {event.job}")
+        order.append(f"{event.kind} {event.job}" if isinstance(event, JobEvent) else event.kind)
         if isinstance(event, StepDone) and event.job == "b" and event.step == 2:
             engine.pause("a")
             engine.pause("a")

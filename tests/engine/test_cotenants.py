@@ -174,7 +174,7 @@ def test_job_when_paused_inside_a_global_batch_and_resumed_then_same_bits(backbo
     seen: list[Event] = []
 
     def pause_then_resume(engine: Engine, event: Event) -> None:
-        if isinstance(event, MicrobatchDone) and "me" in event.job.split(", "):
+        if isinstance(event, MicrobatchDone) and "me" in event.jobs:
             seen.append(event)
             if len(seen) == microbatch:
                 engine.pause("me")

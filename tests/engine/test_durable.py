@@ -14,7 +14,7 @@ from tiny_models import Job, job_spec, random_backbone, random_data
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobStarted, JobSucceeded, JobWarning
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 TIMES = ("time", "eval_runtime")
 """What differs from run to run in metrics.jsonl."""
@@ -46,7 +46,7 @@ def open_dir(path: Path) -> RunDirectory:
     """The directory of a run, taken up again where there is one."""
     directory = RunDirectory.open(path, resume=(path / "run.json").exists())
     if not (path / "run.json").exists():
-        directory.write_run({})
+        directory.write_run(RunRecord())
     return directory
 
 
@@ -157,7 +157,7 @@ def test_resume_when_newest_checkpoint_is_damaged_then_warns_and_ends_the_same(b
     damaged[-5] ^= 1
     newest.write_bytes(damaged)
     events = run_until(backbone, path, None)
-    assert [event.job for event in events if isinstance(event, JobWarning)] == ["stops"]
+    assert [event.jobs for event in events if isinstance(event, JobWarning)] == [("stops",)]
     started = {event.job: event.step for event in events if isinstance(event, JobStarted)}
     assert 0 < started["stops"] < int(newest.parent.name.removeprefix("step-"))
     assert files(path) == files(undisturbed)
@@ -174,7 +174,7 @@ def test_resume_when_data_changed_then_that_job_fails_and_the_others_end_the_sam
             engine.submit(spec, other if spec.name == "drops" else data)
         failed = [event for event in engine.events() if isinstance(event, JobFailed)]
     assert [event.job for event in failed] == ["drops"]
-    assert "train_data" in failed[0].reason
+    assert "train_data" in failed[0].reason.text
     kept = {name: data for name, data in files(undisturbed).items() if not name.startswith("drops")}
     assert {name: data for name, data in files(path).items() if not name.startswith("drops")} == kept
 
@@ -198,8 +198,8 @@ def test_resume_when_capacity_changed_then_says_that_bits_may_differ(backbone, t
     path = tmp_path / "run"
     run_until(backbone, path, 30)
     events = run_until(backbone, path, None, capacity=64)
-    warned = {event.job: event.message for event in events if isinstance(event, JobWarning)}
-    assert warned.keys() == {"stops", "drops", "plain"}
+    warned = {event.jobs: event.message for event in events if isinstance(event, JobWarning)}
+    assert warned.keys() == {("stops",), ("drops",), ("plain",)}
     assert all("capacity 48 -> 64" in message for message in warned.values())
     assert is_done(path)
 
@@ -210,7 +210,7 @@ def test_resume_when_dropout_masks_are_another_versions_then_those_who_drop_say_
         before.setattr("weft.engine.recorder.MASKS", 1)
         run_until(backbone, path, 30)
     warned = [event for event in run_until(backbone, path, None) if isinstance(event, JobWarning)]
-    assert [(event.job, "masks of another version" in event.message) for event in warned] == [("drops", True)]
+    assert [(event.jobs, "masks of another version" in event.message) for event in warned] == [(("drops",), True)]
 
 
 def test_resume_when_everything_is_done_then_the_adapters_are_written_again_the_same(backbone, undisturbed, tmp_path):

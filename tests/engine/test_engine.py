@@ -25,9 +25,9 @@ from tiny_models import (
 from weft.data.dataset import JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
-from weft.engine.events import Event, JobStarted, JobSucceeded, MicrobatchDone, StepDone
-from weft.engine.live_job import JobState
+from weft.engine.events import Event, JobEvent, JobStarted, JobSucceeded, MicrobatchDone, StepDone
 from weft.errors import AdapterFileError, ConfigError, DataError
+from weft.job_state import JobState
 from weft.store.run_dir import RunDirectory
 
 
@@ -53,7 +53,7 @@ def test_events_when_a_job_trains_then_come_in_order(backbone):
     spec = job_spec("a", max_steps=4, eval_data=2, eval_steps=2)
     submit(engine, (spec, random_data(0, num_eval=2)), small_job("b", 1))
     events = list(engine.events())
-    mine = [event for event in events if event.job == "a"]
+    mine = [event for event in events if isinstance(event, JobEvent) and event.job == "a"]
     expected = ["job_started", "step", "step", "eval", "step", "step", "eval", "succeeded"]
     assert [event.kind for event in mine] == expected
     assert [event.step for event in mine if isinstance(event, StepDone)] == [1, 2, 3, 4]
@@ -61,7 +61,7 @@ def test_events_when_a_job_trains_then_come_in_order(backbone):
     for event in events:
         if isinstance(event, StepDone):
             assert isinstance(last.get(event.job), MicrobatchDone | StepDone | JobStarted)
-        for job in event.job.split(", "):
+        for job in (event.job,) if isinstance(event, JobEvent) else event.jobs:
             assert not isinstance(last.get(job), JobSucceeded)
             last[job] = event
     assert [isinstance(last[job], JobSucceeded) for job in "ab"] == [True, True]
@@ -84,7 +84,7 @@ def test_events_when_microbatches_run_then_none_is_over_capacity(backbone):
     submit(engine, *(small_job(f"job{i}", i) for i in range(4)))
     done = [event for event in engine.events() if isinstance(event, MicrobatchDone)]
     assert all(event.tokens <= 40 and event.rows % 128 == 0 for event in done)
-    assert max(len(event.job.split(", ")) for event in done) >= 3
+    assert max(len(event.jobs) for event in done) >= 3
 
 
 @pytest.mark.parametrize("action", ["cancel", "pause", "resume"])

@@ -10,8 +10,9 @@ import torch
 from tiny_models import VOCABULARY, Job, Outcome, assert_same_bits, job_spec, random_backbone, random_data, train
 
 from weft.engine.engine import Engine
-from weft.engine.events import Event, JobFailed, StepDone
+from weft.engine.events import Event, JobFailed, JobStarted, StepDone
 from weft.engine.live_job import LiveJob
+from weft.job_state import ReasonCode
 
 STEPS = 6
 Damage = Callable[[LiveJob], None]
@@ -60,7 +61,7 @@ def train_damaged(
 
     def on_event(engine: Engine, event: Event) -> None:
         events.append(event)
-        if event.job == "bad" and event.kind in ("step", "job_started") and event.step == step:
+        if isinstance(event, StepDone | JobStarted) and (event.job, event.step) == ("bad", step):
             damage(engine.jobs["bad"])
 
     return train(backbone, all_jobs() if jobs is None else jobs, on_event=on_event), events
@@ -75,9 +76,9 @@ def assert_failed(outcome: Outcome, events: list[Event], backbone) -> None:
     """The job failed with a reason that names its step and learning rate, and left its slot."""
     (failure,) = [event for event in events if isinstance(event, JobFailed)]
     assert outcome.state == "failed"
-    assert outcome.reason == failure.reason
+    assert outcome.reason == failure.reason.text and failure.reason.code is ReasonCode.DIVERGED
     last = [event for event in events if isinstance(event, StepDone) and event.job == "bad"][-1]
-    assert f"(step {last.step}, learning rate {last.learning_rate:g})" in failure.reason
+    assert f"(step {last.step}, learning rate {last.learning_rate:g})" in failure.reason.text
     assert all(not linear.slots for linear in backbone.linears.values())
 
 

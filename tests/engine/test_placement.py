@@ -29,12 +29,12 @@ from weft.adapters.lora import Adapter
 from weft.backbone.backbone import Backbone
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, StepDone
-from weft.engine.live_job import JobState
 from weft.engine.placement import Placement
 from weft.errors import JobError
 from weft.execute.optimizer import Optimizer
+from weft.job_state import JobState
 from weft.plan.admit import QUANTUM_TOKENS
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 STATE = (JobWaiting, JobStarted, JobPreempted, JobResumed)
 
@@ -87,7 +87,9 @@ def test_run_when_max_jobs_is_one_then_jobs_go_one_after_another_with_the_same_b
     submit(engine, small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2))
     outcomes, events = run(engine)
     assert changes(events) == ["job_started a", "waiting b", "waiting c", "job_started b", "job_started c"]
-    assert next(e.reason for e in events if isinstance(e, JobWaiting)).startswith("waits for a place: 1 job trains")
+    assert next(e.reason.text for e in events if isinstance(e, JobWaiting)).startswith(
+        "waits for a place: 1 job trains"
+    )
     for name in "abc":
         assert_same_bits(outcomes[name], undisturbed[name])
     assert not taken_slots(backbone)
@@ -111,7 +113,7 @@ def test_run_when_a_higher_priority_comes_then_a_job_gives_way_and_ends_with_the
         "job_started judged", "preempted judged", "job_started a", "resumed judged",
         "preempted judged", "job_started c", "resumed judged",
     ]  # fmt: skip
-    assert [e.reason for e in events if isinstance(e, JobPreempted)] == ["gives way to a", "gives way to c"]
+    assert [e.reason.text for e in events if isinstance(e, JobPreempted)] == ["gives way to a", "gives way to c"]
     alone = train(backbone, [judged("judged", **early), small_job("a"), small_job("c", 2)], capacity=30)
     for name in ("judged", "a", "c"):
         assert_same_bits(outcomes[name], alone[name])
@@ -126,7 +128,7 @@ def test_run_when_memory_is_short_then_only_as_many_train_as_fit(backbone, undis
     together: set[int] = set()
     outcomes, events = run(engine, lambda _, __: together.add(len(taken_slots(backbone))))
     assert max(together) == 2
-    assert "waits for memory: it needs" in next(e.reason for e in events if isinstance(e, JobWaiting))
+    assert "waits for memory: it needs" in next(e.reason.text for e in events if isinstance(e, JobWaiting))
     for name in "abc":
         assert_same_bits(outcomes[name], undisturbed[name])
 
@@ -221,7 +223,7 @@ def test_stop_when_a_job_is_preempted_then_it_is_saved_and_a_resumed_run_ends_wi
     def begin() -> tuple[Engine, RunDirectory]:
         engine = Engine(backbone, capacity=48, max_jobs=1)
         directory = RunDirectory.open(path, resume=(path / "run.json").exists())
-        directory.write_run({})
+        directory.write_run(RunRecord())
         engine.keep_in(directory)
         submit(engine, small_job("b", 1, max_steps=12))
         return engine, directory
@@ -260,7 +262,7 @@ def test_stop_when_a_job_has_not_started_then_it_stays_queued_and_its_checkpoint
 def test_start_when_the_first_in_line_is_found_complete_then_the_next_gets_its_place(backbone, tmp_path: Path):
     """It ends without a microbatch, so nothing but the line itself keeps the engine going."""
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
-        directory.write_run({})
+        directory.write_run(RunRecord())
         engine = Engine(backbone, capacity=48)
         engine.keep_in(directory)
         submit(engine, small_job("a"))
@@ -278,7 +280,7 @@ def test_pause_when_a_job_waits_for_its_start_then_its_checkpoint_stays_the_newe
 ):
     """What is in memory before the first start is a fresh adapter, not the job's state."""
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
-        directory.write_run({})
+        directory.write_run(RunRecord())
         engine = Engine(backbone, capacity=48)
         engine.keep_in(directory)
         submit(engine, small_job("a"))
@@ -330,7 +332,7 @@ def test_start_when_there_is_no_memory_even_alone_then_the_job_fails_and_says_so
     submit(engine, small_job("a"))
     outcomes, events = run(engine)
     assert outcomes["a"].state == "failed"
-    assert isinstance(events[-1], JobFailed) and "no memory for its adapter, even alone" in events[-1].reason
+    assert isinstance(events[-1], JobFailed) and "no memory for its adapter, even alone" in events[-1].reason.text
 
 
 def test_stretches_when_they_run_then_are_watched_also_where_memory_runs_out(undisturbed, monkeypatch):

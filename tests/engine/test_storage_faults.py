@@ -14,7 +14,7 @@ from weft import faults
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobPaused, StepDone
 from weft.errors import WeftError
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 TIMES = ("time", "eval_runtime")
 
@@ -45,7 +45,7 @@ def _disarmed() -> Iterator[None]:
 
 
 def start(backbone, directory: RunDirectory) -> Engine:
-    directory.write_run({})
+    directory.write_run(RunRecord())
     engine = Engine(backbone, capacity=48)
     engine.keep_in(directory)
     for spec, data in jobs():
@@ -82,7 +82,7 @@ def run_with_full_disk(backbone, path: Path, moment: int) -> tuple[list[str], li
         faults.disarm()
         waiting = [name for name, job in engine.jobs.items() if job.state == "paused"]
         for name in waiting:
-            assert "the disk is full" in (engine.jobs[name].reason or "")
+            assert "the disk is full" in str(engine.jobs[name].reason)
             engine.resume(name)
         events.extend(engine.events())
         assert {name: str(job.state) for name, job in engine.jobs.items()} == dict.fromkeys(NAMES, "succeeded")

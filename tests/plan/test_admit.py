@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
+from weft.job_state import Reason, ReasonCode
 from weft.plan.admit import QUANTUM_TOKENS, Admission, Applicant, Budget, Share, admit
 
 
@@ -173,14 +174,18 @@ def test_admit_when_a_higher_priority_comes_then_the_latest_of_the_lowest_gives_
     admission = admit([Applicant("urgent", 3, 4, priority=2)], running, Budget(12))
     assert admission.start == ("urgent",)
     assert set(admission.keep) == {"a", "b"}
-    assert [(held.job, held.reason) for held in admission.preempt] == [("c", "gives way to urgent")]
+    assert [(held.job, held.reason) for held in admission.preempt] == [
+        ("c", Reason(ReasonCode.GAVE_WAY, "gives way to urgent"))
+    ]
 
 
 def test_admit_when_preempting_would_not_help_then_nobody_is_preempted():
     running = [Applicant("high", 0, 10, priority=3), Applicant("low", 1, 2)]
     admission = admit([Applicant("big", 2, 8, priority=2)], running, Budget(12))
     assert set(admission.keep) == {"high", "low"} and not admission.start
-    assert admission.wait[0].reason == "waits for memory: it needs 8 bytes, jobs before it hold 10 bytes of 12 bytes"
+    assert admission.wait[0].reason == Reason(
+        ReasonCode.NO_MEMORY_NOW, "waits for memory: it needs 8 bytes, jobs before it hold 10 bytes of 12 bytes"
+    )
 
 
 def test_admit_when_tenants_have_had_unequal_service_then_places_follow_their_weights():
@@ -200,9 +205,10 @@ def test_admit_when_a_job_can_never_fit_then_refused_with_the_arithmetic():
     budget = Budget(80 * gib, fixed_bytes=44 * gib, margin=0.25)
     admission = admit([Applicant("huge", 0, 24 * gib), Applicant("fine", 1, 20 * gib)], [], budget)
     assert admission.start == ("fine",)
-    assert admission.refuse[0].reason == (
+    assert admission.refuse[0].reason == Reason(
+        ReasonCode.DOES_NOT_FIT,
         "can never fit: it needs 24.0 GiB, and of 80.0 GiB only 20.0 GiB are for jobs (44.0 GiB go to the backbone and "
-        "its microbatches, 25% is kept as a margin)."
+        "its microbatches, 25% is kept as a margin).",
     )
 
 
@@ -215,7 +221,9 @@ def test_admit_when_jobs_have_held_more_than_the_estimate_then_the_evidence_coun
 def test_admit_when_max_jobs_is_reached_then_the_rest_waits_and_hears_so():
     admission = admit([Applicant(f"job{i}", i) for i in range(3)], [], Budget(max_jobs=1))
     assert admission.start == ("job0",)
-    assert admission.wait[0].reason == "waits for a place: 1 job trains, max_jobs allows no more"
+    assert admission.wait[0].reason == Reason(
+        ReasonCode.NO_PLACE, "waits for a place: 1 job trains, max_jobs allows no more"
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.text import Text
+from told_events import eval_done, step_done
 
+from weft.engine.events import (
+    CheckpointSaved,
+    JobCancelled,
+    JobFailed,
+    JobPaused,
+    JobStarted,
+    JobSucceeded,
+    JobWarning,
+    MicrobatchDone,
+)
+from weft.job_state import Reason, ReasonCode
 from weft.report.live import LiveTable, summary_table
 from weft.report.run_data import JobReport, read_run
 
@@ -25,19 +37,18 @@ def shown(console: Console, table: LiveTable) -> list[str]:
 
 
 def train(table: LiveTable, job: str, num_steps: int, until: int) -> None:
-    table.update("job_started", {"job": job, "num_steps": num_steps})
+    table.update(JobStarted(job, 0, num_steps))
     for step in range(1, until + 1):
-        fields = {"job": job, "step": step, "num_steps": num_steps, "loss": 4.0 * 0.95**step, "learning_rate": 2e-4}
-        table.update("step", fields | {"grad_norm": 1.0, "tokens": 100, "seconds": 0.5 * step})
+        table.update(step_done(job, step, num_steps=num_steps, loss=4.0 * 0.95**step, seconds=0.5 * step))
 
 
 def test_live_table_when_piped_then_a_few_plain_lines_per_job() -> None:
     console, raw = pipe()
     with LiveTable(console, [("a", 200)]) as table:
         train(table, "a", 200, 200)
-        table.update("eval", {"job": "a", "step": 200, "eval_loss": 0.5})
-        table.update("checkpoint", {"job": "a", "step": 200})
-        table.update("succeeded", {"job": "a", "adapter_dir": "runs/x/a/adapter", "early_stopped": False})
+        table.update(eval_done("a", 200, 0.5))
+        table.update(CheckpointSaved("a", 200))
+        table.update(JobSucceeded("a", 200, "runs/x/a/adapter"))
     lines = raw.getvalue().decode().splitlines()
     assert lines[0] == "a: started, 200 steps"
     assert lines[1] == "a: step 20/200 (10 %), loss 1.4339, 200 tokens/s, 1:30 left"
@@ -49,23 +60,27 @@ def test_live_table_when_piped_then_a_few_plain_lines_per_job() -> None:
 def test_live_table_when_piped_then_warnings_and_failures_are_always_told() -> None:
     console, raw = pipe()
     with LiveTable(console, [("a", 10), ("b", 10)]) as table:
-        table.update("warning", {"job": "a", "message": "3 samples were cut"})
-        table.update("warning", {"message": "the disk is nearly full"})
-        table.update("failed", {"job": "b", "reason": "the loss is not finite"})
-        table.update("paused", {"job": "a", "reason": "asked to"})
+        table.update(JobWarning(("a",), "3 samples were cut"))
+        table.update(JobWarning(("a", "b"), "smaller microbatches"))
+        table.update(JobWarning((), "the disk is nearly full"))
+        table.update(JobFailed("b", 0, Reason(ReasonCode.DIVERGED, "the loss is not finite")))
+        table.update(JobPaused("a", 0, Reason(ReasonCode.RUN_STOPPED, "asked to")))
+        table.update(JobCancelled("a", 0))
     assert raw.getvalue().decode().splitlines() == [
         "warning: a: 3 samples were cut",
+        "warning: a, b: smaller microbatches",
         "warning: the disk is nearly full",
         "b: failed: the loss is not finite",
         "a: paused at step 0 (asked to)",
+        "a: cancelled at step 0",
     ]
 
 
 def test_live_table_when_a_job_goes_on_and_stops_early_then_the_log_says_so() -> None:
     console, raw = pipe()
     with LiveTable(console, [("a", 10)]) as table:
-        table.update("job_started", {"job": "a", "step": 4, "num_steps": 10})
-        table.update("succeeded", {"job": "a", "adapter_dir": None, "early_stopped": True})
+        table.update(JobStarted("a", 4, 10))
+        table.update(JobSucceeded("a", 4, None, early_stopped=True))
     assert raw.getvalue().decode().splitlines() == [
         "a: started at step 4, 10 steps",
         "a: succeeded after 4 steps (stopped early), loss –",
@@ -75,7 +90,7 @@ def test_live_table_when_a_job_goes_on_and_stops_early_then_the_log_says_so() ->
 def test_live_table_when_text_holds_control_codes_or_markup_then_it_stays_text() -> None:
     console, raw = pipe("ascii")
     with LiveTable(console, [("a", 10)]) as table:
-        table.update("failed", {"job": "a", "reason": "line\x1b[2J one\r\ntwo [bold]é[/bold]"})
+        table.update(JobFailed("a", 0, Reason(ReasonCode.ERROR, "line\x1b[2J one\r\ntwo [bold]é[/bold]")))
     assert raw.getvalue().decode("ascii").strip() == "a: failed: line [2J one two [bold]\\xe9[/bold]"
 
 
@@ -85,8 +100,8 @@ def test_live_table_when_on_a_terminal_then_a_row_per_job_and_totals() -> None:
     table = LiveTable(console, [("a", 40), ("b", 40)], clock=lambda: now)
     now = 65.0
     train(table, "a", 40, 20)
-    table.update("eval", {"job": "a", "step": 20, "eval_loss": 1.5})
-    table.update("microbatch", {"tokens": 90, "rows": 100, "seconds": 0.1})
+    table.update(eval_done("a", 20, 1.5))
+    table.update(MicrobatchDone(("a",), 90, 100, 0.1))
     header, first, second, _, totals = shown(console, table)
     assert header.split() == ["job", "state", "step", "loss", "eval", "loss", "lr", "tokens/s", "ETA"]
     words = first.split()
@@ -109,8 +124,8 @@ def test_live_table_when_jobs_outnumber_lines_then_those_at_work_are_shown_and_t
     console = screen(height=16)
     jobs = [(f"job-{i}", 10) for i in range(40)]
     table = LiveTable(console, jobs)
-    table.update("succeeded", {"job": "job-0"})
-    table.update("job_started", {"job": "job-37", "num_steps": 10})
+    table.update(JobSucceeded("job-0", 10, None))
+    table.update(JobStarted("job-37", 0, 10))
     lines = shown(console, table)
     assert len(lines) < 16
     assert not any(line.startswith("job-0 ") for line in lines)
@@ -121,7 +136,7 @@ def test_live_table_when_jobs_outnumber_lines_then_those_at_work_are_shown_and_t
 def test_live_table_when_a_loss_is_nan_then_it_shows_nan() -> None:
     console = screen()
     table = LiveTable(console, [("a", 10)])
-    table.update("step", {"job": "a", "step": 1, "num_steps": 10, "loss": float("nan"), "tokens": 1, "seconds": 1.0})
+    table.update(step_done("a", 1, num_steps=10, loss=float("nan")))
     assert "nan" in shown(console, table)[1]
 
 

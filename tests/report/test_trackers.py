@@ -6,9 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from told_events import eval_done, step_done
 
-from weft.engine.events import EvalDone, StepDone
+from weft.engine.events import (
+    CheckpointSaved,
+    EvalDone,
+    JobCancelled,
+    JobFailed,
+    JobSucceeded,
+    JobWarning,
+    MicrobatchDone,
+    StepDone,
+)
 from weft.errors import ConfigError, MissingExtraError
+from weft.job_state import Reason, ReasonCode
 from weft.report.trackers import TRACKED, TRACKERS, Trackers, open_trackers
 from weft.spec import run as run_spec
 
@@ -84,13 +95,13 @@ def test_tensorboard_then_the_event_files_of_each_job_hold_its_metrics(tmp_path:
 
     trackers = open_trackers(["tensorboard"], tmp_path, "evening")
     for step in (1, 2, 3):
-        trackers.log("a", step, {"loss": 4.0 / step, "learning_rate": 0.5})
-        trackers.log("b", step, {"loss": 9.0})
-    trackers.log("a", 3, {"eval_loss": 1.25})
-    trackers.finish("a", "succeeded")
+        trackers.hear(step_done("a", step, loss=4.0 / step))
+        trackers.hear(step_done("b", step, loss=9.0))
+    trackers.hear(eval_done("a", 3, 1.25))
+    trackers.hear(JobSucceeded("a", 3, None))
     trackers.close()
     read = EventAccumulator(str(tmp_path / "tensorboard" / "a")).Reload()
-    assert sorted(read.Tags()["scalars"]) == ["eval/loss", "train/learning_rate", "train/loss"]
+    assert {"eval/loss", "train/learning_rate", "train/loss"} <= set(read.Tags()["scalars"])
     assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 4.0), (2, 2.0), (3, pytest.approx(4 / 3))]
     assert [(e.step, e.value) for e in read.Scalars("eval/loss")] == [(3, 1.25)]
     other = EventAccumulator(str(tmp_path / "tensorboard" / "b")).Reload()
@@ -99,32 +110,45 @@ def test_tensorboard_then_the_event_files_of_each_job_hold_its_metrics(tmp_path:
 
 def test_wandb_then_one_run_per_job_side_by_side_in_one_group(wandb: FakeWandb, tmp_path: Path) -> None:
     trackers = open_trackers(["wandb"], tmp_path, "evening")
-    trackers.log("a", 1, {"loss": 1.0, "eval_loss": 2.0})
-    trackers.log("b", 1, {"loss": 3.0})
-    trackers.log("a", 2, {"loss": 0.5})
-    trackers.finish("a", "succeeded")
-    trackers.finish("b", "failed")
+    trackers.hear(step_done("a", 1, loss=1.0))
+    trackers.hear(step_done("b", 1, loss=3.0))
+    trackers.hear(eval_done("a", 1, 2.0))
+    trackers.hear(JobSucceeded("a", 1, None))
+    trackers.hear(JobFailed("b", 1, Reason(ReasonCode.DIVERGED, "diverged")))
     trackers.close()
     a, b = wandb.runs
     expected = {"name": "a", "group": "evening", "dir": str(tmp_path), "reinit": "create_new"}
     assert a.options == expected
-    assert a.rows == [(1, {"train/loss": 1.0, "eval/loss": 2.0}), (2, {"train/loss": 0.5})]
+    assert a.rows == [
+        (
+            1,
+            {
+                "train/loss": 1.0,
+                "train/mean_token_accuracy": 0.5,
+                "train/grad_norm": 1.0,
+                "train/learning_rate": 2e-4,
+                "train/epoch": 0.1,
+                "train/num_tokens": 100,
+            },
+        ),
+        (1, {"train/epoch": 0.1, "eval/loss": 2.0, "eval/mean_token_accuracy": 0.25}),
+    ]
     assert (a.exit_code, b.exit_code) == (0, 1)
 
 
 def test_mlflow_then_jobs_are_runs_inside_one_parent(mlflow_runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     trackers = open_trackers(["mlflow"], tmp_path, "evening")
-    trackers.log("a", 1, {"loss": 1.0})
-    trackers.log("b", 1, {"loss": 3.0})
-    trackers.log("c", 1, {"loss": 3.0})
-    trackers.finish("a", "succeeded")
-    trackers.finish("b", "cancelled")
+    trackers.hear(step_done("a", 1, loss=1.0))
+    trackers.hear(step_done("b", 1))
+    trackers.hear(step_done("c", 1))
+    trackers.hear(JobSucceeded("a", 1, None))
+    trackers.hear(JobCancelled("b", 1))
     trackers.close()
     parent, a, b, c = mlflow_runs.values()
     assert (parent["name"], parent["tags"], parent["status"]) == ("evening", {}, "FINISHED")
     assert a["tags"] == b["tags"] == c["tags"] == {"mlflow.parentRunId": "id-0"}
     assert (a["status"], b["status"], c["status"]) == ("FINISHED", "KILLED", "FAILED")
-    assert a["metrics"] == [("loss", 1.0, 1)]
+    assert ("loss", 1.0, 1) in a["metrics"]
     assert {run["in"] for run in mlflow_runs.values()} == {"1"}
 
 
@@ -172,13 +196,21 @@ def test_trackers_when_one_breaks_then_it_is_dropped_with_one_warning_and_the_ot
     said: list[str] = []
     broken, fine = Broken(), Recording()
     trackers = Trackers({"wandb": broken, "tensorboard": fine}, said.append)
-    trackers.log("a", 1, {"loss": 1.0})
-    trackers.log("a", 2, {"loss": 1.0})
-    trackers.finish("a", "succeeded")
+    trackers.hear(step_done("a", 1))
+    trackers.hear(step_done("a", 2))
+    trackers.hear(JobSucceeded("a", 2, None))
     trackers.close()
     trackers.close()
     assert said == ["wandb stopped working and gets no more metrics: ConnectionError: no route to host"]
     assert (broken.calls, fine.calls) == (1, 4)
+
+
+def test_trackers_when_an_event_tells_no_metrics_then_they_hear_nothing_of_it() -> None:
+    recording = Recording()
+    trackers = Trackers({"wandb": recording}, lambda text: None)
+    for event in (CheckpointSaved("a", 1), MicrobatchDone(("a",), 90, 100, 0.1), JobWarning((), "beware")):
+        trackers.hear(event)
+    assert recording.calls == 0
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow")])

@@ -13,6 +13,7 @@ import pytest
 from worker_bench import Bench
 
 from weft.engine.events import JobFailed, StepDone
+from weft.job_state import Reason, ReasonCode
 from weft.serve.worker.held import Held
 from weft.serve.worker.tracking import MAX_WAITING, Tracking
 
@@ -94,7 +95,7 @@ def test_tracker_when_it_does_not_answer_then_nobody_waits_and_memory_is_bounded
         tracking.tell(job, step(number))
     assert time.monotonic() - before < 10
     wandb.answers.set()
-    tracking.tell(job, JobFailed("ftjob-1.1", 1, "diverged"))
+    tracking.tell(job, JobFailed("ftjob-1.1", 1, Reason(ReasonCode.DIVERGED, "diverged")))
     tracking.close(30)
     (run,) = wandb.runs
     assert MAX_WAITING <= len(run.rows) <= MAX_WAITING + 500

@@ -13,13 +13,14 @@ import pytest
 from weft import faults
 from weft.errors import StorageError
 from weft.faults import FaultPlan
+from weft.job_state import JobState, Reason, ReasonCode
 from weft.store.atomic import TEMP_PREFIX
-from weft.store.run_dir import STATES, RunDirectory, library_versions
+from weft.store.run_dir import RunDirectory, RunRecord, library_versions
 
 
 def start(path) -> None:
     with RunDirectory.open(path, resume=False) as run:
-        run.write_run({"base_model": "tiny"})
+        run.write_run(RunRecord(base_model="tiny"))
 
 
 def metrics(run, name):
@@ -28,10 +29,17 @@ def metrics(run, name):
 
 def test_open_when_the_directory_is_new_then_it_is_made_with_its_parents(tmp_path):
     with RunDirectory.open(tmp_path / "runs" / "x", resume=False) as run:
-        run.write_run({"base_model": "tiny", "jobs": [{"name": "a"}]})
+        run.write_run(RunRecord(base_model="tiny", jobs=("a",)))
         found = run.read_run()
-    assert found == {"base_model": "tiny", "jobs": [{"name": "a"}], "versions": library_versions()}
-    assert {"weft", "python", "torch", "safetensors"} <= set(found["versions"])
+    assert found == RunRecord(base_model="tiny", jobs=("a",), versions=library_versions())
+    assert found.versions is not None and {"weft", "python", "torch", "safetensors"} <= set(found.versions)
+    stored = json.loads((tmp_path / "runs" / "x" / "run.json").read_text())
+    assert list(stored) == ["base_model", "jobs", "versions"], "what is not known is not in the file"
+
+
+def test_run_record_when_written_by_another_version_then_what_is_known_is_read():
+    """Records may lack what came later, and may hold what this version does not know."""
+    assert RunRecord.from_json({"base_model": "tiny", "speed": 3}) == RunRecord(base_model="tiny")
 
 
 def test_open_when_the_path_is_relative_then_it_is_made_below_the_working_directory(tmp_path, monkeypatch):
@@ -47,7 +55,7 @@ def test_open_when_it_holds_a_run_then_only_resume_takes_it(tmp_path, files):
         RunDirectory.open(tmp_path / "x", resume=False)
     assert files(tmp_path) == before
     with RunDirectory.open(tmp_path / "x", resume=True) as run:
-        assert run.read_run()["base_model"] == "tiny"
+        assert run.read_run().base_model == "tiny"
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -93,7 +101,7 @@ def test_start_when_any_operation_fails_then_nothing_is_left_of_it(tmp_path, fil
         try:
             with RunDirectory.open(tmp_path / "runs" / "x", resume=False) as run:
                 run.write_job("a", {"name": "a"})
-                run.write_run({"base_model": "tiny"})
+                run.write_run(RunRecord(base_model="tiny"))
         except StorageError:
             assert files(tmp_path) == before
         else:
@@ -108,7 +116,7 @@ def test_check_when_the_directory_is_in_use_then_says_so_and_changes_nothing(tmp
     RunDirectory.check(tmp_path / "x", resume=False)
     assert files(tmp_path) == {}
     with RunDirectory.open(tmp_path / "x", resume=False) as run:
-        run.write_run({})
+        run.write_run(RunRecord())
         with pytest.raises(StorageError, match=f"is in use by process {os.getpid()}"):
             RunDirectory.check(tmp_path / "x", resume=False)
     before = files(tmp_path)
@@ -159,7 +167,7 @@ def test_open_when_not_writable_then_says_so_and_leaves_nothing(files, in_child)
 OTHER = """
 import sys
 from weft.errors import StorageError
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 assert "torch" not in sys.modules
 try:
     RunDirectory.open(sys.argv[1], resume=sys.argv[2] == "resume")
@@ -179,7 +187,7 @@ def test_open_when_another_process_has_it_then_it_is_named_until_it_closes(tmp_p
     run = RunDirectory.open(tmp_path / "x", resume=False)
     in_use = f"{tmp_path / 'x'}: is in use by process {os.getpid()}."
     assert ask_another_process(tmp_path / "x", "new") == in_use
-    run.write_run({})
+    run.write_run(RunRecord())
     assert ask_another_process(tmp_path / "x", "resume") == in_use
     assert ask_another_process(tmp_path / "x", "new") == in_use
     run.close()
@@ -198,7 +206,7 @@ def test_open_when_this_process_has_it_already_then_it_is_refused(tmp_path):
 @pytest.mark.faults
 def test_open_when_its_owner_was_killed_then_it_is_free(tmp_path, in_child):
     def owner():
-        RunDirectory.open(tmp_path / "x", resume=False).write_run({})
+        RunDirectory.open(tmp_path / "x", resume=False).write_run(RunRecord())
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert os.WIFSIGNALED(in_child(owner))
@@ -251,20 +259,23 @@ def test_open_when_the_lock_cannot_be_written_then_nothing_is_left(tmp_path, fil
 @pytest.fixture
 def run(tmp_path):
     with RunDirectory.open(tmp_path / "x", resume=False) as opened:
-        opened.write_run({})
+        opened.write_run(RunRecord())
         yield opened
 
 
 def test_status_when_written_then_it_is_read_back(run):
     assert run.read_status("a") is None
     assert not (run.path / "a").exists(), "reading makes nothing"
-    for state in STATES:
-        run.write_status("a", state, reason="because", step=3, loss=math.nan)
-        assert run.read_status("a") == {"state": state, "reason": "because", "step": 3, "loss": None}
+    for state in JobState:
+        run.write_status("a", state, reason=Reason(ReasonCode.STORAGE, "because"), step=3, loss=math.nan)
+        why = {"reason": "because", "reason_code": "storage"}
+        assert run.read_status("a") == {"state": state, **why, "step": 3, "loss": None}
+    run.write_status("a", JobState.RUNNING)
+    assert run.read_status("a") == {"state": "running", "reason": None, "reason_code": None}
 
 
 def test_status_when_damaged_then_says_so(run):
-    run.write_status("a", "running")
+    run.write_status("a", JobState.RUNNING)
     (run.path / "a" / "status.json").write_text("{")
     with pytest.raises(StorageError, match=r"status\.json: is not valid JSON"):
         run.read_status("a")
@@ -275,13 +286,13 @@ def test_status_when_killed_anywhere_then_it_is_the_old_or_the_new_one(tmp_path,
     seen = []
     for n in range(1, 100):
         with RunDirectory.open(tmp_path / "x", resume=n > 1) as run:
-            run.write_run({})
-            run.write_status("a", "running", step=1)
+            run.write_run(RunRecord())
+            run.write_status("a", JobState.RUNNING, step=1)
 
         def work(n=n):
             with RunDirectory.open(tmp_path / "x", resume=True) as run:
                 faults.arm(FaultPlan("kill", n))
-                run.write_status("a", "succeeded", step=2)
+                run.write_status("a", JobState.SUCCEEDED, step=2)
 
         if not os.WIFSIGNALED(in_child(work)):
             break

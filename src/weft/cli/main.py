@@ -77,6 +77,9 @@ def options(
 
 def main() -> None:
     """Runs the command line."""
+    # Before any verb imports torch: threads that wait by spinning slow each other down tenfold as soon as anything else
+    # runs on the machine. Processes that a verb starts inherit it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         plan = os.environ.get("WEFT_FAULTS")
         if plan:

@@ -15,15 +15,13 @@ from weft.errors import MissingExtraError
 from weft.report.live import LiveTable, summary_table
 from weft.report.page import ReportExtra, write_report
 from weft.report.run_data import read_run
-from weft.report.trackers import TRACKED, open_trackers
+from weft.report.trackers import open_trackers
 
 if TYPE_CHECKING:
     from weft.engine.events import Event
-    from weft.engine.live_job import JobState
     from weft.engine.train import PreparedRun
+    from weft.job_state import JobState
     from weft.store.run_dir import RunDirectory
-
-FINAL = ("succeeded", "failed", "cancelled")
 
 
 class StopRequest:
@@ -67,12 +65,8 @@ def follow(run: PreparedRun, directory: RunDirectory, console: Console) -> tuple
     with LiveTable(console, jobs) as table, stop_signals(stop):
 
         def on_event(event: Event) -> None:
-            fields = event.fields()
-            table.update(event.kind, fields)
-            if event.kind in ("step", "eval"):
-                trackers.log(event.job, fields["step"], {k: fields[k] for k in TRACKED if k in fields})
-            elif event.kind in FINAL:
-                trackers.finish(event.job, event.kind)
+            table.update(event)
+            trackers.hear(event)
 
         try:
             states = execute_run(run, directory, on_event=on_event, should_stop=lambda: stop.is_set)

@@ -10,6 +10,7 @@ from pathlib import Path
 from weft.data.prompts import Prompt, load_prompts
 from weft.demo.skills import SKILLS, write_skill
 from weft.engine.engine import Engine
+from weft.engine.events import StepDone
 from weft.engine.train import PreparedRun
 from weft.errors import StorageError
 from weft.inference.answers import answers, exact_match
@@ -59,7 +60,7 @@ def open_demo(out: Path) -> RunDirectory:
     """The demo's directory, emptied of an earlier demo; anything else there is left alone and refused."""
     if (out / "run.json").exists():
         with RunDirectory.open(out, resume=True) as earlier:
-            if earlier.read_run().get("run_name") != "demo":
+            if earlier.read_run().run_name != "demo":
                 raise StorageError("holds a run that is not a demo; give another --out.", where=str(out))
         with storage_errors(out):
             shutil.rmtree(out)
@@ -123,7 +124,7 @@ def measure_speed(run: PreparedRun) -> Speed:
         alone = Engine(run.engine.backbone, capacity=run.spec.capacity)
         alone.submit(job.spec, job.data)
         for event in alone.events():
-            if event.kind == "step" and event.fields()["step"] == SOLO_STEPS + 2:
+            if isinstance(event, StepDone) and event.step == SOLO_STEPS + 2:
                 alone.cancel(job.spec.name)
         spans = _training_spans(alone, since_step=3)
         tokens += sum(n for n, _ in spans)

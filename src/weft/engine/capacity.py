@@ -15,6 +15,7 @@ from weft.cost.rows import capacities
 from weft.engine.live_job import LiveJob
 from weft.engine.placement import MARGIN, Placement, state_bytes
 from weft.errors import ModelError
+from weft.job_state import Reason, ReasonCode
 from weft.plan.admit import Budget
 from weft.plan.types import Limits
 from weft.spec import BackboneSpec
@@ -30,12 +31,10 @@ SMALLER = (
     "(capacity: {now})."
 )
 """What a user is told when microbatches are made smaller before any has run."""
-TOO_LONG = (
-    "too long for this GPU: a microbatch of {tokens} tokens, as its longest sample needs, ran out of memory; "
-    "lower max_length, set recompute: full, or quantize the backbone."
+NO_ROOM = Reason(
+    ReasonCode.DOES_NOT_FIT,
+    "the GPU has no memory for its adapter, even alone; lower adapter.r or capacity, or quantize the backbone.",
 )
-"""Why a job fails when microbatches cannot get smaller for its sake."""
-NO_ROOM = "the GPU has no memory for its adapter, even alone; lower adapter.r or capacity, or quantize the backbone."
 """Why a job fails that does not even fit alone."""
 
 USUAL_RANK = 16
@@ -111,6 +110,15 @@ class CapacityLimit:
         self.limits = Limits(capacity)
         self.row_tile = self._backbone.path.row_tile(capacity)
         return True
+
+
+def too_long(tokens: int) -> Reason:
+    """Why a job fails when microbatches cannot get smaller for the sake of its longest sample."""
+    return Reason(
+        ReasonCode.SAMPLE_TOO_LONG,
+        f"too long for this GPU: a microbatch of {tokens} tokens, as its longest sample needs, ran out of memory; "
+        "lower max_length, set recompute: full, or quantize the backbone.",
+    )
 
 
 def release_memory(backbone: Backbone) -> None:

@@ -21,7 +21,7 @@ from weft.backbone.load import load_backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.cost.rows import capacities
 from weft.data.dataset import JobData
-from weft.engine.capacity import NO_ROOM, OUT_OF_MEMORY, TOO_LONG, CapacityLimit, release_memory
+from weft.engine.capacity import NO_ROOM, OUT_OF_MEMORY, CapacityLimit, release_memory, too_long
 from weft.engine.evaluate import evaluate_due
 from weft.engine.events import (
     EvalDone,
@@ -37,19 +37,23 @@ from weft.engine.events import (
     JobWarning,
     StepDone,
 )
-from weft.engine.live_job import JobState, LiveJob
+from weft.engine.live_job import LiveJob
 from weft.engine.placement import Placement
 from weft.engine.prepare_job import prepare_job
 from weft.engine.program_run import LookaheadPlanner, ProgramRun
 from weft.engine.recorder import RunRecorder
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, ConfigError, DataError, JobError, StorageError
+from weft.job_state import JobState, Reason, ReasonCode
 from weft.plan.pack import pack
 from weft.plan.program import Planner
 from weft.plan.types import Limits
 from weft.spec import BackboneSpec, JobSpec
 from weft.spec.run import Capacity
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
+
+RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")
+LESS_WAS_FREE = Reason(ReasonCode.NO_MEMORY_NOW, "waits for memory: less was free than its adapter takes")
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class Engine:
         if not isinstance(directory, RunDirectory):
             path = Path(directory)
             directory = RunDirectory.open(path, resume=(path / "run.json").exists())
-            directory.write_run({"run_name": path.resolve().name, "base_model": self.backbone.name, "jobs": []})
+            directory.write_run(RunRecord(run_name=path.resolve().name, base_model=self.backbone.name))
         self._keeper.run_dir = directory
 
     def cancel(self, name: str) -> None:
@@ -182,11 +186,11 @@ class Engine:
             self._stopping = False
             preempted = [job for job in self._places.waiting() if job.has_started]
             for job in [*self._running(), *preempted]:
-                yield from list(self._pause(job, "the run was stopped"))
+                yield from list(self._pause(job, RUN_STOPPED))
         try:
             self._keeper.write_timeline(self.timeline)
         except StorageError as error:
-            yield JobWarning("timeline", str(error))
+            yield JobWarning((), f"timeline: {error}")
 
     def adapter_of(self, name: str) -> dict[str, tuple[object, object]]:
         """(A, B) of a job by module path, as they are now."""
@@ -265,11 +269,11 @@ class Engine:
         before = self.limits.capacity
         if not self._room.shrink():
             for job in self._room.holders():
-                reason = TOO_LONG.format(tokens=job.longest)
+                reason = too_long(job.longest)
                 events += [*self._leave(job, JobState.FAILED, reason), JobFailed(job.spec.name, job.step, reason)]
             self._room.shrink()
         if self._running() and self.limits.capacity < before:
-            events.append(JobWarning(", ".join(names), OUT_OF_MEMORY.format(before=before, now=self.limits.capacity)))
+            events.append(JobWarning(tuple(names), OUT_OF_MEMORY.format(before=before, now=self.limits.capacity)))
         return events
 
     def _settle(self, job: LiveJob) -> Iterator[Event]:
@@ -299,7 +303,7 @@ class Engine:
             job.settled_step = job.step
         except StorageError as error:
             # The weights in memory are good; what cannot go on is writing. The neighbours may write elsewhere.
-            yield from list(self._pause(job, str(error), save=False))
+            yield from list(self._pause(job, Reason.of(error), save=False))
         except torch.OutOfMemoryError:
             has_room = False
         if not has_room:
@@ -330,7 +334,7 @@ class Engine:
         job.settled_step = job.step
         return [*remarks, JobSucceeded(job.spec.name, job.step, adapter_dir, job.stopped_early)]
 
-    def _leave(self, job: LiveJob, state: JobState, reason: str | None = None) -> list[Event]:
+    def _leave(self, job: LiveJob, state: JobState, reason: Reason | None = None) -> list[Event]:
         """The job's slot becomes free for others; what cannot be written about that is only a warning."""
         self._places.take(job)
         job.state, job.reason = state, reason
@@ -338,10 +342,10 @@ class Engine:
             self._keeper.flush(job)
             self._keeper.write_status(job, self.timeline.now())
         except StorageError as error:
-            return [JobWarning(job.spec.name, f"its end could not be recorded: {error}")]
+            return [JobWarning((job.spec.name,), f"its end could not be recorded: {error}")]
         return []
 
-    def _pause(self, job: LiveJob, reason: str | None, *, save: bool = True) -> Iterator[Event]:
+    def _pause(self, job: LiveJob, reason: Reason | None, *, save: bool = True) -> Iterator[Event]:
         job.state, job.reason = JobState.PAUSED, reason
         job.rewind()
         try:
@@ -350,7 +354,7 @@ class Engine:
                 yield from self._keeper.save(job, self.timeline.now())
             self._keeper.write_status(job, self.timeline.now())
         except StorageError as error:
-            job.reason = str(error)
+            job.reason = Reason.of(error)
         self._places.take(job)
         yield JobPaused(job.spec.name, job.step, job.reason)
 
@@ -360,7 +364,7 @@ class Engine:
         if job.state.is_final:
             return
         if command.action == "cancel":
-            yield from self._leave(job, JobState.CANCELLED, "cancelled")
+            yield from self._leave(job, JobState.CANCELLED, Reason(ReasonCode.CANCELLED, "cancelled"))
             yield JobCancelled(job.spec.name, job.step)
         elif command.action == "pause" and job.state is not JobState.PAUSED:
             yield from self._pause(job, None)
@@ -391,21 +395,21 @@ class Engine:
     def fit_microbatches(self) -> list[Event]:
         """Before any have run: smaller ones, where those asked for would leave too little memory for jobs."""
         said = None if self._running() else self._room.fit(self._places)
-        names = ", ".join(job.spec.name for job in self._places.waiting())
+        names = tuple(job.spec.name for job in self._places.waiting())
         return [] if said is None else [JobWarning(names, said)]
 
     def shrink(self) -> bool:
         """Halves what a microbatch may hold; False if a sample is in the way."""
         return self._room.shrink()
 
-    def _preempt(self, job: LiveJob, reason: str) -> Iterator[Event]:
+    def _preempt(self, job: LiveJob, reason: Reason) -> Iterator[Event]:
         """Lets a job wait at its last step boundary, its state on the CPU."""
         job.state, job.reason, job.has_heard = JobState.QUEUED, reason, True
         self._places.take(job)
         try:
             self._keeper.write_status(job, self.timeline.now())
         except StorageError as error:
-            yield JobWarning(job.spec.name, f"that it waits could not be recorded: {error}")
+            yield JobWarning((job.spec.name,), f"that it waits could not be recorded: {error}")
         yield JobPreempted(job.spec.name, job.step, reason)
 
     def _start(self, job: LiveJob) -> Iterator[Event]:
@@ -418,12 +422,12 @@ class Engine:
             job.state, job.reason = JobState.RUNNING, None
             self._keeper.write_status(job, self.timeline.now())
         except StorageError as error:
-            job.state, job.reason = JobState.PAUSED, str(error)
+            job.state, job.reason = JobState.PAUSED, Reason.of(error)
             yield JobPaused(job.spec.name, job.step, job.reason)
             return
         except (DataError, CheckpointError) as error:
-            yield from self._leave(job, JobState.FAILED, str(error))
-            yield JobFailed(job.spec.name, job.step, str(error))
+            yield from self._leave(job, JobState.FAILED, Reason.of(error))
+            yield JobFailed(job.spec.name, job.step, Reason.of(error))
             return
         if not self._places.give(job):
             yield from self._do_without(job)
@@ -441,7 +445,7 @@ class Engine:
         release_memory(self.backbone)
         if any(other.slot is not None for other in self.jobs.values()):
             job.state, job.has_heard = JobState.QUEUED, True
-            yield JobWaiting(job.spec.name, job.step, "waits for memory: less was free than its adapter takes")
+            yield JobWaiting(job.spec.name, job.step, LESS_WAS_FREE)
             return
         yield from self._leave(job, JobState.FAILED, NO_ROOM)
         yield JobFailed(job.spec.name, job.step, NO_ROOM)

@@ -6,13 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from weft.job_state import JobState, Reason, ReasonCode
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to one job."""
+    """Something that happened in an engine."""
 
     kind: ClassVar[str] = "event"
-    job: str
 
     def fields(self) -> dict[str, Any]:
         """The event's values by name."""
@@ -20,7 +21,14 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class JobStarted(Event):
+class JobEvent(Event):
+    """Something that happened to one job."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobStarted(JobEvent):
     """The job has a slot and will be trained."""
 
     kind: ClassVar[str] = "job_started"
@@ -30,25 +38,25 @@ class JobStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class JobWaiting(Event):
+class JobWaiting(JobEvent):
     """There is no room for the job yet; it starts, or goes on, as soon as there is."""
 
     kind: ClassVar[str] = "waiting"
     step: int
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
-class JobPreempted(Event):
+class JobPreempted(JobEvent):
     """Another job needs the room first; this one waits at its last step and goes on by itself."""
 
     kind: ClassVar[str] = "preempted"
     step: int
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone(Event):
+class StepDone(JobEvent):
     """One optimizer step of one job."""
 
     kind: ClassVar[str] = "step"
@@ -73,7 +81,7 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EvalDone(Event):
+class EvalDone(JobEvent):
     """One evaluation of one job."""
 
     kind: ClassVar[str] = "eval"
@@ -87,7 +95,7 @@ class EvalDone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointSaved(Event):
+class CheckpointSaved(JobEvent):
     """A checkpoint is on disk."""
 
     kind: ClassVar[str] = "checkpoint"
@@ -95,16 +103,21 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class JobPaused(Event):
+class JobPaused(JobEvent):
     """The job keeps its state and trains no further until resumed."""
 
     kind: ClassVar[str] = "paused"
     step: int
-    reason: str | None = None
+    reason: Reason | None = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Somebody paused the job or stopped the run; otherwise something stands in the job's way."""
+        return self.reason is None or self.reason.code is ReasonCode.RUN_STOPPED
 
 
 @dataclass(frozen=True, slots=True)
-class JobResumed(Event):
+class JobResumed(JobEvent):
     """The job trains again."""
 
     kind: ClassVar[str] = "resumed"
@@ -112,28 +125,37 @@ class JobResumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class JobCancelled(Event):
+class JobEnded(JobEvent):
+    """Nothing more will happen to the job; it is one of the three that follow."""
+
+    state: ClassVar[JobState]
+    """How it ended."""
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobCancelled(JobEnded):
     """The job was taken off; its slot is free."""
 
     kind: ClassVar[str] = "cancelled"
-    step: int
+    state: ClassVar[JobState] = JobState.CANCELLED
 
 
 @dataclass(frozen=True, slots=True)
-class JobFailed(Event):
+class JobFailed(JobEnded):
     """The job cannot go on; its neighbours do."""
 
     kind: ClassVar[str] = "failed"
-    step: int
-    reason: str
+    state: ClassVar[JobState] = JobState.FAILED
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
-class JobSucceeded(Event):
+class JobSucceeded(JobEnded):
     """The job is done and its adapter is written."""
 
     kind: ClassVar[str] = "succeeded"
-    step: int
+    state: ClassVar[JobState] = JobState.SUCCEEDED
     adapter_dir: str | None
     early_stopped: bool = False
 
@@ -143,14 +165,18 @@ class JobWarning(Event):
     """Something worth knowing that stops nothing."""
 
     kind: ClassVar[str] = "warning"
+    jobs: tuple[str, ...]
+    """The jobs it concerns; none if it concerns the run as a whole."""
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDone(Event):
-    """One microbatch went through the backbone; `job` names all jobs in it."""
+    """One microbatch went through the backbone."""
 
     kind: ClassVar[str] = "microbatch"
+    jobs: tuple[str, ...]
+    """All jobs with samples in it."""
     tokens: int
     rows: int
     """Rows computed, padding included."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
 from weft.engine.schedule import learning_rate, warmup_steps
 from weft.execute.optimizer import Optimizer, step_together
+from weft.job_state import JobState, Reason, ReasonCode
 from weft.kernels.adamw import Updated
 from weft.kernels.dropout import mix
 from weft.plan.program import Turn
@@ -31,22 +31,6 @@ LARGEST_WEIGHT = 1e6
 """A job with a larger adapter weight is failed: its results are numbers without meaning, even where finite."""
 MAX_SKIPPED = 3
 """Steps in a row with a non-finite loss or gradient after which a job is failed."""
-
-
-class JobState(enum.StrEnum):
-    """Where a job stands."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    PAUSED = "paused"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_final(self) -> bool:
-        """Nothing follows."""
-        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
 @dataclass(frozen=True)
@@ -91,7 +75,7 @@ class LiveJob:
         self.data = data
         self.adapter = adapter
         self.state = JobState.QUEUED
-        self.reason: str | None = None
+        self.reason: Reason | None = None
         self.slot: int | None = None
         self.has_started = False
         """It has had a slot in this engine, so its state is the one in memory."""
@@ -119,7 +103,7 @@ class LiveJob:
         self.evals_since_best = 0
         self.best_params: tuple[torch.Tensor, torch.Tensor] | None = None
         self.stopped_early = False
-        self.diverged: str | None = None
+        self.diverged: Reason | None = None
         """Why the job cannot go on, once it cannot."""
         self.settled_step = 0
         """The last step after which everything due is done: metrics, evaluation, checkpoint, adapter."""
@@ -238,15 +222,18 @@ class LiveJob:
         self.diverged = self._divergence(result, updated.largest)
         return result
 
-    def _divergence(self, result: StepResult, largest: float) -> str | None:
+    def _divergence(self, result: StepResult, largest: float) -> Reason | None:
         """Why the job cannot go on after this step, if it cannot."""
         advice = f"(step {self.step}, learning rate {result.learning_rate:g}); try a lower learning_rate."
         if self.skipped_in_a_row >= MAX_SKIPPED:
-            return (
-                f"diverged: loss {result.loss:g} and gradient norm {result.grad_norm:g}, not finite {MAX_SKIPPED} "
-                f"steps in a row {advice}"
+            found = (
+                f"loss {result.loss:g} and gradient norm {result.grad_norm:g}, not finite {MAX_SKIPPED} steps in a row"
             )
-        return None if largest <= LARGEST_WEIGHT else f"diverged: an adapter weight of size {largest:g} {advice}"
+        elif largest <= LARGEST_WEIGHT:
+            return None
+        else:
+            found = f"an adapter weight of size {largest:g}"
+        return Reason(ReasonCode.DIVERGED, f"diverged: {found} {advice}")
 
     def is_eval_due(self) -> bool:
         """An evaluation belongs after the last step and is not done yet."""

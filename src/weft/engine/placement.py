@@ -18,8 +18,9 @@ import torch
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.out_of_memory import memory_errors
-from weft.engine.live_job import JobState, LiveJob
+from weft.engine.live_job import LiveJob
 from weft.errors import JobError
+from weft.job_state import JobState
 from weft.plan.admit import Admission, Applicant, Budget, Share, admit
 from weft.spec import JobSpec
 
@@ -72,7 +73,7 @@ class Placement:
         reason = self._budget(capacity).why_never(self.bytes_of(job))
         if reason is not None:
             hint = "Lower adapter.r or max_length, or quantize the backbone."
-            raise JobError(reason, where=job.spec.name, hint=hint)
+            raise JobError(reason.text, where=job.spec.name, hint=hint)
 
     def is_any_to_fit(self, capacity: int) -> bool:
         """Whether microbatches of this many tokens leave memory for at least one of those that wait."""

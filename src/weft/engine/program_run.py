@@ -227,7 +227,7 @@ class ProgramRun:
         args = {"tokens": microbatch.num_tokens, "jobs": shares, "rows": current.num_rows, **known}
         self._timeline.add("forward_backward", took_s, current.wait(), **args)
         plans.observe(microbatch, took_s)
-        return MicrobatchDone(", ".join(shares), microbatch.num_tokens, current.num_rows, took_s)
+        return MicrobatchDone(tuple(shares), microbatch.num_tokens, current.num_rows, took_s)
 
     def _meanwhile(self, following: Microbatch | None) -> None:
         if following is not None:

@@ -51,7 +51,7 @@ class RunRecorder:
         name = job.spec.name
         checkpoint, rejected = latest_checkpoint(self.run_dir.checkpoints_dir(name))
         for reason in rejected:
-            yield JobWarning(name, f"checkpoint rejected: {reason}")
+            yield JobWarning((name,), f"checkpoint rejected: {reason}")
         if checkpoint is None:
             self.run_dir.truncate_metrics(name, 0)
             return
@@ -68,13 +68,13 @@ class RunRecorder:
                 where=name,
             )
         if self.room.adopt(checkpoint.state.get("asked_capacity"), checkpoint.environment.get("capacity")):
-            yield JobWarning(name, f"goes on with a capacity of {self.room.capacity}: more ran out of memory before")
+            yield JobWarning((name,), f"goes on with a capacity of {self.room.capacity}: more ran out of memory before")
         if job.spec.adapter.lora_dropout and before["masks"] != MASKS:
-            yield JobWarning(name, "was begun with dropout masks of another version: it goes on, but ends otherwise")
+            yield JobWarning((name,), "was begun with dropout masks of another version: it goes on, but ends otherwise")
         changed = [k for k, v in self.environment.items() if before.get(k) != v and k != "masks"]
         if changed:
             was = ", ".join(f"{k} {before.get(k)} -> {self.environment[k]}" for k in changed)
-            yield JobWarning(name, f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
+            yield JobWarning((name,), f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
         self._unwritten.pop(name, None)
         job.restore(checkpoint.step, checkpoint.tensors, checkpoint.state)
         self._elapsed[name] = checkpoint.state["elapsed_s"]
@@ -138,7 +138,7 @@ class RunRecorder:
         if self.run_dir is not None:
             self.run_dir.write_status(
                 job.spec.name,
-                str(job.state),
+                job.state,
                 reason=job.reason,
                 step=job.step,
                 num_steps=job.num_steps,

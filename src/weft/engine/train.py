@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weft.backbone.backbone import Backbone
 from weft.data.dataset import JobData, load_job_data
 from weft.engine.capacity import load_within
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
-from weft.engine.live_job import JobState
 from weft.engine.recorder import check_data
 from weft.errors import ConfigError, DataError, WeftError
+from weft.job_state import FINAL_STATES, JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 Run = TypeVar("Run", bound=RunSpec)
 OnEvent = Callable[[Event], None]
@@ -109,8 +110,8 @@ def execute_run(
     """Trains all jobs of a prepared run into a directory; returns how each ended."""
     write_settings(run, directory)
     for name, error in run.failed.items():
-        directory.write_status(name, "failed", reason=str(error), can_retry=True)
-        on_event(JobFailed(name, 0, str(error)))
+        directory.write_status(name, JobState.FAILED, reason=Reason.of(error), can_retry=True)
+        on_event(JobFailed(name, 0, Reason.of(error)))
     engine = run.engine
     engine.keep_in(directory)
     for event in engine.events():
@@ -125,18 +126,20 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
     """Records every job and the resolved run, as they are trained; the run last, because with it the run exists."""
     for job in run.spec.jobs:
         directory.write_job(job.name, job_settings(job))
-    backbone = run.engine.backbone
-    directory.write_run(
-        {
-            "run_name": run.spec.run_name or directory.path.resolve().name,
-            "base_model": run.spec.base_model,
-            "device": str(backbone.device),
-            "dtype": str(backbone.dtype).removeprefix("torch."),
-            "quantize": run.spec.quantize,
-            "capacity": run.spec.capacity,
-            "jobs": [job.name for job in run.spec.jobs],
-            "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }
+    directory.write_run(run_record(run.spec, run.engine.backbone, run.spec.run_name or directory.path.resolve().name))
+
+
+def run_record(spec: RunSpec, backbone: Backbone, name: str) -> RunRecord:
+    """What run.json tells of a run that starts now."""
+    return RunRecord(
+        run_name=name,
+        base_model=spec.base_model,
+        device=str(backbone.device),
+        dtype=str(backbone.dtype).removeprefix("torch."),
+        quantize=spec.quantize,
+        capacity=spec.capacity,
+        jobs=tuple(job.name for job in spec.jobs),
+        started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
 
@@ -151,7 +154,8 @@ def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = st
 
     A job that failed before it could start, such as one set aside for its data, gets another try.
     """
-    recorded = {"quantize": "none", **directory.read_run()}
+    record = directory.read_run()
+    recorded: dict[str, Any] = {**record.to_json(), "quantize": record.quantize or "none", "jobs": list(record.jobs)}
     now_set = {name: getattr(spec, name) for name in ("base_model", "quantize", "capacity")}
     if spec.capacity == "auto":
         # What it was when the run began, wherever it goes on.
@@ -167,15 +171,14 @@ def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = st
     for place, job in enumerate(spec.jobs):
         _check_unchanged(job, directory.read_job(job.name), f"jobs.{place}", locate)
         status = directory.read_status(job.name) or {}
-        is_final = status.get("state") in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
-        if is_final and not status.get("can_retry"):
+        if status.get("state") in FINAL_STATES and not status.get("can_retry"):
             done.add(job.name)
     return frozenset(done)
 
 
 def as_begun(spec: RunSpec, directory: RunDirectory) -> RunSpec:
     """A resumed run with the capacity it began with, where the file leaves it to Weft."""
-    recorded = directory.read_run().get("capacity")
+    recorded = directory.read_run().capacity
     return dataclasses.replace(spec, capacity=recorded) if spec.capacity == "auto" and recorded else spec
 
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.errors import PlanError
+from weft.job_state import Reason, ReasonCode
 
 QUANTUM_TOKENS = 1_000_000
 """Service is compared in steps of so many tokens. About a minute of an 8B backbone on one GPU, where moving an adapter
@@ -82,16 +83,17 @@ class Budget:
             return None
         return max(int(self.total_bytes / (1 + self.margin)) - self.fixed_bytes, self.proven_bytes, 0)
 
-    def why_never(self, num_bytes: int) -> str | None:
+    def why_never(self, num_bytes: int) -> Reason | None:
         """The arithmetic by which a job does not even fit alone; None if it does."""
         usable = self.usable_bytes
         if usable is None or num_bytes <= usable:
             return None
         assert self.total_bytes is not None
-        return (
+        return Reason(
+            ReasonCode.DOES_NOT_FIT,
             f"can never fit: it needs {size(num_bytes)}, and of {size(self.total_bytes)} only {size(usable)} are for "
             f"jobs ({size(self.fixed_bytes)} go to the backbone and its microbatches, {self.margin:.0%} is kept as a "
-            "margin)."
+            "margin).",
         )
 
 
@@ -100,7 +102,7 @@ class HeldJob:
     """A job that does not train now, and why."""
 
     job: str
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +125,16 @@ class _Taken:
     order: list[Applicant] = field(default_factory=list)
     num_bytes: int = 0
 
-    def why_not(self, applicant: Applicant) -> str | None:
+    def why_not(self, applicant: Applicant) -> Reason | None:
         """Why there is no room for one more; None if there is."""
         limit, usable = self.budget.max_jobs, self.budget.usable_bytes
         if limit is not None and len(self.order) >= limit:
-            return f"waits for a place: {limit} {'job trains' if limit == 1 else 'jobs train'}, max_jobs allows no more"
+            train = "job trains" if limit == 1 else "jobs train"
+            return Reason(ReasonCode.NO_PLACE, f"waits for a place: {limit} {train}, max_jobs allows no more")
         if usable is not None and self.num_bytes + applicant.num_bytes > usable:
             held = f"{size(self.num_bytes)} of {size(usable)}"
-            return f"waits for memory: it needs {size(applicant.num_bytes)}, jobs before it hold {held}"
+            text = f"waits for memory: it needs {size(applicant.num_bytes)}, jobs before it hold {held}"
+            return Reason(ReasonCode.NO_MEMORY_NOW, text)
         return None
 
     def add(self, applicant: Applicant) -> None:
@@ -166,7 +170,7 @@ def admit(
     return Admission(start, keep, tuple(preempt), tuple(wait), tuple(refuse))
 
 
-def _serve(equals: Sequence[Applicant], taken: _Taken, shares: Mapping[str, Share]) -> list[tuple[Applicant, str]]:
+def _serve(equals: Sequence[Applicant], taken: _Taken, shares: Mapping[str, Share]) -> list[tuple[Applicant, Reason]]:
     """Takes jobs of one priority, tenant by tenant in turn; returns those for whom there is no room, and why."""
     lines: dict[str, list[Applicant]] = {}
     for applicant in reversed(equals):
@@ -178,7 +182,7 @@ def _serve(equals: Sequence[Applicant], taken: _Taken, shares: Mapping[str, Shar
         service = (share.served_tokens // QUANTUM_TOKENS + counts[tenant]) / share.weight
         return (service, lines[tenant][-1].arrival, lines[tenant][-1].job)
 
-    left: list[tuple[Applicant, str]] = []
+    left: list[tuple[Applicant, Reason]] = []
     while lines:
         tenant = min(lines, key=turn)
         applicant = lines[tenant].pop()
@@ -207,9 +211,9 @@ def _rank(applicant: Applicant) -> tuple[int, int, str]:
     return (-applicant.priority, applicant.arrival, applicant.job)
 
 
-def _displaced(newcomers: Sequence[str], reason: str) -> str:
+def _displaced(newcomers: Sequence[str], reason: Reason) -> Reason:
     """Why a job that trained gives its place up."""
-    return f"gives way to {', '.join(newcomers)}" if newcomers else reason
+    return Reason(ReasonCode.GAVE_WAY, f"gives way to {', '.join(newcomers)}") if newcomers else reason
 
 
 def _check(waiting: Sequence[Applicant], running: Sequence[Applicant], shares: Mapping[str, Share]) -> None:

@@ -9,25 +9,38 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from weft.engine.events import (
+    Event,
+    JobCancelled,
+    JobFailed,
+    JobPaused,
+    JobPreempted,
+    JobResumed,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+    JobWarning,
+    StepDone,
+)
+from weft.job_state import JobState
 from weft.report import readable
 from weft.report.progress import JobProgress, RunProgress
 from weft.report.run_data import JobReport
 from weft.report.screen import Screen
 
-STATE_STYLES = {
-    "running": "cyan",
-    "paused": "yellow",
-    "failed": "red",
-    "queued": "dim",
-    "succeeded": "green",
-    "cancelled": "yellow",
+STATE_STYLES: Mapping[str, str] = {
+    JobState.RUNNING: "cyan",
+    JobState.PAUSED: "yellow",
+    JobState.FAILED: "red",
+    JobState.QUEUED: "dim",
+    JobState.SUCCEEDED: "green",
+    JobState.CANCELLED: "yellow",
 }
 """Ordered by who is shown first when the terminal is too low for all jobs."""
 WIDE_COLUMNS = 100
@@ -63,17 +76,17 @@ class LiveTable:
     ) -> None:
         self._screen.stop()
 
-    def update(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Counts one event: job_started, step, eval, microbatch, checkpoint, warning, or a change of state."""
+    def update(self, event: Event) -> None:
+        """Takes one event into the table; on a terminal, only what the table cannot say is printed."""
         with self._lock:
-            job = self._progress.apply(kind, fields)
-        if kind == "warning":
-            who = f"{job.name}: " if job else ""
-            self._screen.say(f"warning: {who}{fields.get('message', '')}", "yellow")
-        elif kind == "failed" and job is not None:
-            self._screen.say(f"{job.name}: failed: {fields.get('reason') or 'no reason given'}", "red")
+            job = self._progress.apply(event)
+        if isinstance(event, JobWarning):
+            who = f"{', '.join(event.jobs)}: " if event.jobs else ""
+            self._screen.say(f"warning: {who}{event.message}", "yellow")
+        elif isinstance(event, JobFailed):
+            self._screen.say(f"{event.job}: failed: {event.reason}", "red")
         elif not self._screen.is_redrawn and job is not None:
-            self._say_progress(kind, job, fields)
+            self._say_progress(event, job)
 
     def render(self) -> RenderableType:
         """The table as it stands."""
@@ -105,7 +118,7 @@ class LiveTable:
             table.add_column(name, justify="right", no_wrap=True)
         for job in jobs:
             bar = ProgressBar(total=max(job.num_steps, 1), completed=job.step, width=16)
-            rate = job.tokens.per_s if job.state == "running" else None
+            rate = job.tokens.per_s if job.state is JobState.RUNNING else None
             table.add_row(
                 Text(readable.one_line(job.name)),
                 Text(job.state, style=STATE_STYLES[job.state]),
@@ -134,19 +147,20 @@ class LiveTable:
         parts += [f"{run.count(state)} {state}" for state in STATE_STYLES if run.count(state)]
         return Text(" · ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
 
-    def _say_progress(self, kind: str, job: JobProgress, fields: Mapping[str, Any]) -> None:
-        """The few lines a log gets: the start, every tenth of the steps, and changes of state."""
-        if kind == "job_started":
+    def _say_progress(self, event: Event, job: JobProgress) -> None:
+        """Prints the few lines that a log gets: the start, every tenth of the steps, and changes of state."""
+        if isinstance(event, JobStarted):
             place = f" at step {job.step}" if job.step else ""
             self._screen.say(f"{job.name}: started{place}, {job.num_steps} steps")
-        elif kind in ("paused", "resumed", "cancelled", "waiting", "preempted"):
-            reason = f" ({fields['reason']})" if fields.get("reason") else ""
-            self._screen.say(f"{job.name}: {kind} at step {job.step}{reason}")
-        elif kind == "succeeded":
-            early = " (stopped early)" if fields.get("early_stopped") else ""
-            adapter = f", adapter in {fields['adapter_dir']}" if fields.get("adapter_dir") else ""
+        elif isinstance(event, JobPaused | JobWaiting | JobPreempted | JobResumed | JobCancelled):
+            reason = None if isinstance(event, JobResumed | JobCancelled) else event.reason
+            why = "" if reason is None else f" ({reason})"
+            self._screen.say(f"{job.name}: {event.kind} at step {job.step}{why}")
+        elif isinstance(event, JobSucceeded):
+            early = " (stopped early)" if event.early_stopped else ""
+            adapter = f", adapter in {event.adapter_dir}" if event.adapter_dir else ""
             self._screen.say(f"{job.name}: succeeded after {job.step} steps{early}, {_losses(job)}{adapter}")
-        elif kind == "step" and job.step < job.num_steps:
+        elif isinstance(event, StepDone) and job.step < job.num_steps:
             tenth = 10 * job.step // job.num_steps
             if tenth > self._tenths.get(job.name, 0):
                 self._tenths[job.name] = tenth

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from weft.engine.events import (
+    EvalDone,
+    Event,
+    JobEnded,
+    JobEvent,
+    JobPaused,
+    JobPreempted,
+    JobResumed,
+    JobStarted,
+    JobWaiting,
+    MicrobatchDone,
+    StepDone,
+)
+from weft.job_state import JobState
 
 RATE_WINDOW_S = 30.0
 """Rates are those of the last half minute."""
 MAX_MARKS = 512
-STATES = {
-    "job_started": "running",
-    "resumed": "running",
-    "step": "running",
-    "paused": "paused",
-    "waiting": "queued",
-    "preempted": "queued",
-    "cancelled": "cancelled",
-    "failed": "failed",
-    "succeeded": "succeeded",
+STATES: Mapping[type[Event], JobState] = {
+    JobStarted: JobState.RUNNING,
+    JobResumed: JobState.RUNNING,
+    StepDone: JobState.RUNNING,
+    JobPaused: JobState.PAUSED,
+    JobWaiting: JobState.QUEUED,
+    JobPreempted: JobState.QUEUED,
 }
-"""The state a job is in after an event."""
+"""The state a job is in after an event that does not end it."""
 
 
 class Rate:
@@ -52,7 +64,7 @@ class JobProgress:
 
     name: str
     num_steps: int
-    state: str = "queued"
+    state: JobState = JobState.QUEUED
     step: int = 0
     loss: float | None = None
     eval_loss: float | None = None
@@ -62,17 +74,13 @@ class JobProgress:
     _means: tuple[float, float] | None = None
     """A quick and a slow running mean of the loss."""
 
-    def step_done(self, fields: Mapping[str, Any]) -> None:
+    def step_done(self, event: StepDone) -> None:
         """Counts one optimizer step."""
-        seconds = float(fields.get("seconds", 0.0))
-        done = int(fields.get("step", self.step + 1))
-        self.steps.add(seconds, done - self.step)
-        self.tokens.add(seconds, float(fields.get("tokens", 0)))
-        self.step = done
-        self.num_steps = int(fields.get("num_steps") or self.num_steps)
-        self.learning_rate = fields.get("learning_rate", self.learning_rate)
-        self.loss = fields.get("loss")
-        if self.loss is not None and self.loss == self.loss:  # a NaN must not stay in the means
+        self.steps.add(event.seconds, event.step - self.step)
+        self.tokens.add(event.seconds, event.tokens)
+        self.step, self.num_steps = event.step, event.num_steps
+        self.learning_rate, self.loss = event.learning_rate, event.loss
+        if not math.isnan(self.loss):  # a NaN must not stay in the means
             quick, slow = self._means or (self.loss, self.loss)
             self._means = (quick + 0.3 * (self.loss - quick), slow + 0.08 * (self.loss - slow))
 
@@ -89,7 +97,7 @@ class JobProgress:
     def eta_s(self) -> float | None:
         """Seconds to the last step at the present pace; None when there is none."""
         pace = self.steps.per_s
-        return (self.num_steps - self.step) / pace if pace and self.state == "running" else None
+        return (self.num_steps - self.step) / pace if pace and self.state is JobState.RUNNING else None
 
 
 class RunProgress:
@@ -100,25 +108,22 @@ class RunProgress:
         self.tokens = Rate()
         self._filled = self._rows = 0.0
 
-    def apply(self, kind: str, fields: Mapping[str, Any]) -> JobProgress | None:
-        """Counts one event and returns the job it is about; kinds that change nothing here are fine."""
-        if kind == "microbatch":
-            self._filled += float(fields.get("tokens", 0))
-            self._rows += float(fields.get("rows", 0))
-        name = fields.get("job")
-        # A microbatch is about many jobs at once, whatever it says.
-        if name is None or kind == "microbatch":
+    def apply(self, event: Event) -> JobProgress | None:
+        """Counts one event and returns the job that it is about, if it is about one."""
+        if isinstance(event, MicrobatchDone):
+            self._filled += event.tokens
+            self._rows += event.rows
+        if not isinstance(event, JobEvent):
             return None
-        job = self.jobs.setdefault(name, JobProgress(name, int(fields.get("num_steps") or 0)))
-        job.state = STATES.get(kind, job.state)
-        if kind == "step":
-            job.step_done(fields)
-            self.tokens.add(float(fields.get("seconds", 0.0)), float(fields.get("tokens", 0)))
-        elif kind == "eval":
-            job.eval_loss = fields.get("eval_loss")
-        elif kind == "job_started":
-            job.num_steps = int(fields.get("num_steps") or job.num_steps)
-            job.step = int(fields.get("step") or 0)
+        job = self.jobs.setdefault(event.job, JobProgress(event.job, 0))
+        job.state = event.state if isinstance(event, JobEnded) else STATES.get(type(event), job.state)
+        if isinstance(event, StepDone):
+            job.step_done(event)
+            self.tokens.add(event.seconds, event.tokens)
+        elif isinstance(event, EvalDone):
+            job.eval_loss = event.eval_loss
+        elif isinstance(event, JobStarted):
+            job.step, job.num_steps = event.step, event.num_steps
         return job
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from weft.engine.events import EvalDone, Event, JobEnded, StepDone
 from weft.errors import ConfigError, MissingExtraError, closest
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Tracker(Protocol):
         """Records metrics of one job at one of its steps."""
 
     def finish(self, job: str, state: str) -> None:
-        """Ends the tracker's run of a job; `state` is succeeded, failed or cancelled."""
+        """Ends the tracker's run of a job; `state` is the job's."""
 
     def close(self) -> None:
         """Ends whatever is still open and writes it out."""
@@ -170,12 +171,21 @@ class Trackers:
         self._trackers = dict(trackers)
         self._warn = warn
 
-    def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Records metrics of one job at one of its steps."""
-        self._each(lambda tracker: tracker.log(job, step, metrics))
+    def hear(self, event: Event, name: str | None = None) -> None:
+        """Passes on the metrics of a step or an evaluation, and how a job ended; trackers need no other events.
+
+        Trackers know the job by `name`; by default that is the job's own.
+        """
+        if isinstance(event, StepDone | EvalDone):
+            fields = event.fields()
+            metrics = {metric: fields[metric] for metric in TRACKED if metric in fields}
+            job, step = name or event.job, event.step
+            self._each(lambda tracker: tracker.log(job, step, metrics))
+        elif isinstance(event, JobEnded):
+            self.finish(name or event.job, event.state)
 
     def finish(self, job: str, state: str) -> None:
-        """Ends a job; `state` is succeeded, failed or cancelled."""
+        """Ends the tracker's run of a job that goes no further here; `state` is a job's state."""
         self._each(lambda tracker: tracker.finish(job, state))
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ runs/x/
   timeline.json         what ran when
   report.html
   <job>/job.json        the resolved job
-  <job>/status.json     {"state": ..., "reason": ..., ...}
+  <job>/status.json     {"state": ..., "reason": ..., "reason_code": ..., ...}
   <job>/metrics.jsonl   one line per logged step
   <job>/checkpoints/    see checkpoint
   <job>/adapter/        see peft_files
@@ -15,11 +15,13 @@ runs/x/
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +29,9 @@ from typing import Any
 
 from weft import __version__
 from weft.errors import StorageError
+from weft.job_state import JobState, Reason
 from weft.spec.job import JOB_NAME
+from weft.spec.run import Capacity
 from weft.store import json_text
 from weft.store.atomic import (
     append_line,
@@ -39,10 +43,36 @@ from weft.store.atomic import (
     write_file,
 )
 
-STATES = ("queued", "running", "paused", "succeeded", "failed", "cancelled")
-"""What a job can be; the last three are final."""
 _LOCK, _RUN, _TIMELINE, _REPORT = ".lock", "run.json", "timeline.json", "report.html"
 _JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What run.json tells of a run; what was not known when it was written is left out of the file."""
+
+    run_name: str | None = None
+    base_model: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    capacity: Capacity | None = None
+    jobs: tuple[str, ...] = ()
+    """The jobs of a jobs file; empty where jobs come and go."""
+    started_at: str | None = None
+    versions: Mapping[str, str] | None = None
+    """Of the libraries, by name; `write_run` fills them in."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunRecord:
+        """The record as any version of Weft wrote it."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        known = {name: value[name] for name in names if name in value}
+        return cls(**{**known, "jobs": tuple(value.get("jobs", ()))})
+
+    def to_json(self) -> dict[str, Any]:
+        """What goes into run.json."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 class RunDirectory:
@@ -83,13 +113,16 @@ class RunDirectory:
         return (Path(path) / _RUN).exists()
 
     @staticmethod
-    def check(path: str | Path, *, resume: bool) -> None:
-        """Raises what `open` would raise for a directory in the wrong state, and changes nothing."""
+    def check(path: str | Path, *, resume: bool, content: str = "run") -> None:
+        """Raises what `open` would raise for a directory in the wrong state, and changes nothing.
+
+        `content` is what its owner calls the run in it.
+        """
         root = Path(path)
         with storage_errors(root), contextlib.ExitStack() as release:
             if (root / _LOCK).is_file():
                 _take_lock(root, release)
-            _refuse(root, resume)
+            _refuse(root, resume, content)
 
     def close(self) -> None:
         """Lets other processes have the directory."""
@@ -133,17 +166,17 @@ class RunDirectory:
         """Where the finished adapter of one job is."""
         return self._job_path(name) / "adapter"
 
-    def write_run(self, run: Mapping[str, Any]) -> None:
+    def write_run(self, run: RunRecord) -> None:
         """Records the resolved run and the library versions; from now on the directory holds a run."""
-        self._write_new(self.path / _RUN, {**run, "versions": library_versions()})
+        self._write_new(self.path / _RUN, dataclasses.replace(run, versions=library_versions()).to_json())
         self._holds_run = True
 
-    def read_run(self) -> dict[str, Any]:
-        """What `write_run` recorded, with `versions`."""
+    def read_run(self) -> RunRecord:
+        """What `write_run` recorded."""
         found = _read_json(self.path / _RUN)
         if found is None:
             raise StorageError("is missing.", where=str(self.path / _RUN))
-        return found
+        return RunRecord.from_json(found)
 
     def write_job(self, name: str, job: Mapping[str, Any]) -> None:
         """Records one resolved job."""
@@ -153,10 +186,11 @@ class RunDirectory:
         """What `write_job` recorded, or None."""
         return _read_json(self._job_path(name) / _JOB)
 
-    def write_status(self, name: str, state: str, *, reason: str | None = None, **fields: Any) -> None:
+    def write_status(self, name: str, state: JobState, *, reason: Reason | None = None, **fields: Any) -> None:
         """Replaces what is known about one job."""
-        assert state in STATES, f"{state} is not a job state"
-        _write_json(self.job_dir(name) / _STATUS, {"state": state, "reason": reason, **fields})
+        text, code = (None, None) if reason is None else (reason.text, reason.code.value)
+        known = {"state": state.value, "reason": text, "reason_code": code, **fields}
+        _write_json(self.job_dir(name) / _STATUS, known)
 
     def read_status(self, name: str) -> dict[str, Any] | None:
         """What is known about one job, or None before the first `write_status`."""
@@ -202,16 +236,18 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def _refuse(root: Path, resume: bool) -> None:
+def _refuse(root: Path, resume: bool, content: str = "run") -> None:
     """Raises if the directory cannot be taken as asked; changes nothing."""
     if root.exists() and not root.is_dir():
         raise StorageError("is a file; name a directory.", where=str(root))
     holds_run = RunDirectory.holds_run(root)
     if resume and not holds_run:
-        raise StorageError("there is no run to resume.", where=str(root), hint="Leave out --resume to start one.")
+        raise StorageError(
+            f"there is no {content} to resume.", where=str(root), hint="Leave out --resume to start one."
+        )
     if holds_run and not resume:
         raise StorageError(
-            "already holds a run.", where=str(root), hint="Use --resume to go on with it, or another --out."
+            f"already holds a {content}.", where=str(root), hint="Use --resume to go on with it, or another --out."
         )
     existing = next(place for place in (root, *root.absolute().parents) if place.exists())
     if not existing.is_dir():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import yaml
 
 from weft.engine.engine import Engine
-from weft.engine.train import load_engine
+from weft.engine.train import load_engine, run_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
@@ -100,10 +99,9 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
 def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> SweepSpec:
     """Raises if the folder cannot be used as asked; changes nothing. A resumed sweep has the capacity it began with."""
     try:
-        RunDirectory.check(folder / TRIALS, resume=resume)
+        RunDirectory.check(folder / TRIALS, resume=resume, content="sweep")
     except StorageError as error:
-        message = error.message.replace("holds a run", "holds a sweep").replace("no run to", "no sweep to")
-        raise StorageError(message, where=str(folder), hint=error.hint) from None
+        raise StorageError(error.message, where=str(folder), hint=error.hint) from None
     if not resume:
         return spec
     saved = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
@@ -157,7 +155,7 @@ def open_run(
         write_file(
             folder / SETTINGS, yaml.safe_dump(resolved_sweep(spec), sort_keys=False, allow_unicode=True, width=120)
         )
-        directory.write_run(_run_record(prepared, name))
+        directory.write_run(run_record(spec, engine.backbone, name))
         engine.keep_in(directory)
         parts = Parts(
             spec,
@@ -175,21 +173,6 @@ def open_run(
             copy_trial,
         )
         yield SweepRun(parts, on_news)
-
-
-def _run_record(prepared: PreparedSweep, name: str) -> dict[str, Any]:
-    """What the directory of the trials says of itself, as that of any run; its jobs are those found in it."""
-    spec, backbone = prepared.spec, prepared.engine.backbone
-    return {
-        "run_name": name,
-        "base_model": spec.base_model,
-        "device": str(backbone.device),
-        "dtype": str(backbone.dtype).removeprefix("torch."),
-        "quantize": spec.quantize,
-        "capacity": spec.capacity,
-        "jobs": [],
-        "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def conclude(run: SweepRun) -> SweepResult:

@@ -18,7 +18,8 @@ from weft.engine.evaluate import MeanScores
 from weft.engine.events import (
     EvalDone,
     Event,
-    JobCancelled,
+    JobEnded,
+    JobEvent,
     JobFailed,
     JobPaused,
     JobStarted,
@@ -28,7 +29,6 @@ from weft.engine.events import (
 )
 from weft.engine.train import job_settings
 from weft.errors import StorageError, WeftError
-from weft.report.trackers import TRACKED
 from weft.spec.space import params_of
 from weft.sweep.configure import configuration_error
 from weft.sweep.early_stop import EarlyStop
@@ -139,13 +139,14 @@ class SweepRun:
     def _hear(self, event: Event) -> None:
         """Takes note of what the engine did, and does what follows from it."""
         self.shares.catch_up(self.ledger.by_name)
-        self._track(event)
-        trial = self.ledger.by_name.get(event.job)
+        self.parts.trackers.hear(event)
         if isinstance(event, JobWarning):
-            self.ledger.tell_news("warning", trial, event.message)
-        elif trial is None:
+            self._hear_warning(event)
             return
-        elif isinstance(event, JobSucceeded | JobFailed | JobCancelled):
+        trial = self.ledger.by_name.get(event.job) if isinstance(event, JobEvent) else None
+        if trial is None:
+            return
+        elif isinstance(event, JobEnded):
             self._hear_end(trial, event)
         elif trial.state.is_final:
             # It was stopped a moment ago; the engine is about to notice.
@@ -164,17 +165,13 @@ class SweepRun:
                 self._best_look[trial.name] = looked
             self._see(trial, looked)
             self._after(trial)
-        elif isinstance(event, JobPaused) and event.reason not in (None, "the run was stopped"):
+        elif isinstance(event, JobPaused) and not event.is_asked_for:
             self._obstacle = f"{trial.name}: {event.reason}"
 
-    def _track(self, event: Event) -> None:
-        """Passes metrics on to the trackers."""
-        trackers = self.parts.trackers
-        if isinstance(event, StepDone | EvalDone):
-            fields = event.fields()
-            trackers.log(event.job, event.step, {name: fields[name] for name in TRACKED if name in fields})
-        elif isinstance(event, JobSucceeded | JobFailed | JobCancelled):
-            trackers.finish(event.job, event.kind)
+    def _hear_warning(self, event: JobWarning) -> None:
+        """Tells a warning, with its trial where it concerns one alone."""
+        trial = self.ledger.by_name.get(event.jobs[0]) if len(event.jobs) == 1 else None
+        self.ledger.tell_news("warning", trial, event.message)
 
     def _hear_start(self, trial: Trial, event: JobStarted) -> None:
         # What was seen after the checkpoint that it goes on from will be seen again.
@@ -187,12 +184,12 @@ class SweepRun:
         self.ledger.tell_news("started", trial, "")
         self._after(trial)
 
-    def _hear_end(self, trial: Trial, event: Event) -> None:
+    def _hear_end(self, trial: Trial, event: JobEnded) -> None:
         job = self.parts.engine.jobs[trial.name]
         if trial.state.is_final:
             pass
         elif isinstance(event, JobFailed):
-            self.ledger.end(trial, TrialState.FAILED, event.reason)
+            self.ledger.end(trial, TrialState.FAILED, event.reason.text)
         elif isinstance(event, JobSucceeded):
             if job.best_params is not None or not trial.points:
                 # Its weights are not those that were last seen: patience ran out, or nothing was there to evaluate.

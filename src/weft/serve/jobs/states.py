@@ -17,13 +17,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from weft.job_state import FINAL_STATES
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import JOBS
 from weft.serve.errors import Fenced, NotFound, NotPossible
 from weft.serve.records.events import add_event
 from weft.serve.records.rows import Record, first
 
-FINAL = ("succeeded", "failed", "cancelled")
+FINAL = FINAL_STATES
+"""The API and the engine agree on the states that nothing follows."""
 STATES = ("validating_files", "queued", "running", "paused", *FINAL)
 MOVES: dict[str, tuple[str, ...]] = {
     "validating_files": ("queued", "cancelled", "failed"),

@@ -16,6 +16,7 @@ from typing import Any
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, JobFailed, JobWarning
 from weft.errors import StorageError, WeftError
+from weft.job_state import Reason, ReasonCode
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
 from weft.serve.errors import Busy
@@ -54,7 +55,7 @@ class Desk:
         self.cool_until = 0.0
         """No new jobs before, by the monotonic clock."""
         self.preparer = Preparer(database, blobs, work, engine.backbone.tokenizer, on_ready=on_ready)
-        self.tracking = Tracking(work.run.path, lambda name, text: self.hear(name, Heard(JobWarning(name, text))))
+        self.tracking = Tracking(work.run.path, lambda name, text: self.hear(name, Heard(JobWarning((name,), text))))
         self._blobs, self._work, self._engine, self._wake = blobs, work, engine, wake
         self._heard: deque[tuple[str, Heard]] = deque()
 
@@ -113,7 +114,7 @@ class Desk:
                 self._fail(held, {"code": "server_error", "message": message, "param": None})
 
     def _fail(self, held: Held, error: dict[str, Any]) -> None:
-        held.heard.append(Heard(JobFailed(held.name, 0, error["message"]), error=error))
+        held.heard.append(Heard(JobFailed(held.name, 0, Reason(ReasonCode.ERROR, error["message"])), error=error))
 
     def lose(self, held: Held) -> None:
         """Another worker has the job, or it is over: nothing more is written about it."""

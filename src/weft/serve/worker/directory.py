@@ -19,7 +19,7 @@ from weft.errors import StorageError
 from weft.store import json_text
 from weft.store.atomic import storage_errors
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 class WorkDirectory:
@@ -30,7 +30,7 @@ class WorkDirectory:
         with storage_errors(self._all):
             self._all.mkdir(parents=True, exist_ok=True)
         self.run = RunDirectory.open(self._all / worker, resume=False)
-        self.run.write_run({"run_name": worker, "base_model": base_model, "jobs": []})
+        self.run.write_run(RunRecord(run_name=worker, base_model=base_model))
 
     def close(self) -> None:
         """Lets others clean up what is left here."""

@@ -210,7 +210,7 @@ class Journal:
             self.fate = Fate.PAUSED
         elif held.asked == "pause":
             self.fate = Fate.GOES_ON
-        elif event.reason is not None and event.reason != STOPPED:
+        elif not event.is_asked_for:
             if not held.has_stalled:
                 self._say("warn", f"The job waits: {event.reason}")
             self.fate = Fate.STALLED
@@ -248,7 +248,3 @@ class Journal:
         if self._changes:
             update_job(self._tx, self.held.tenant, self.held.id, fence=self.held.fence, **self._changes)
         self._events, self._changes = [], {}
-
-
-STOPPED = "the run was stopped"
-"""Why the engine pauses jobs when it is told to stop."""

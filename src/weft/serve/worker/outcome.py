@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import CheckpointError, ConfigError, DataError, JobError, WeftError
+from weft.job_state import Reason, ReasonCode
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Tx
 from weft.serve.errors import OverLimit
@@ -59,12 +60,15 @@ def error_of(error: WeftError, job: Record) -> dict[str, Any]:
     return {"code": code, "message": str(error), "param": None}
 
 
-def error_of_reason(reason: str) -> dict[str, Any]:
+TOLD_CODES = (ReasonCode.DIVERGED, ReasonCode.DOES_NOT_FIT, ReasonCode.SAMPLE_TOO_LONG)
+"""Reasons that the API tells by their own code; any other is `training_failed`."""
+
+
+def error_of_reason(reason: Reason) -> dict[str, Any]:
     """The error object of a job that failed while it trained."""
-    kinds = {"diverged": "diverged", "can never fit": "does_not_fit", "the GPU has no memory": "does_not_fit"}
-    kinds["too long for this GPU"] = "sample_too_long"
-    code = next((code for start, code in kinds.items() if reason.startswith(start)), "training_failed")
-    return {"code": code, "message": reason, "param": "learning_rate" if code == "diverged" else None}
+    code = reason.code.value if reason.code in TOLD_CODES else "training_failed"
+    param = "learning_rate" if reason.code is ReasonCode.DIVERGED else None
+    return {"code": code, "message": reason.text, "param": param}
 
 
 def store_result(held: Held, adapter_dir: Path, metrics: Path, blobs: Blobs) -> Result:

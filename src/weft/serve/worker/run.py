@@ -23,11 +23,10 @@ from weft.engine.engine import Engine
 from weft.engine.events import (
     CheckpointSaved,
     Event,
-    JobCancelled,
-    JobFailed,
+    JobEnded,
+    JobEvent,
     JobPaused,
     JobStarted,
-    JobSucceeded,
     JobWarning,
     MicrobatchDone,
 )
@@ -127,14 +126,16 @@ class Worker:
             self._rate.append((time.monotonic(), event.tokens))
             return
         if isinstance(event, JobWarning):
-            for name in event.job.split(", "):
+            for name in event.jobs:
                 self.clerk.hear(name, Heard(event))
-            LOG.warning("%s: %s", event.job, event.message)
+            LOG.warning("%s", ": ".join(filter(None, (", ".join(event.jobs), event.message))))
+            return
+        if not isinstance(event, JobEvent):
             return
         job = self.engine.jobs.get(event.job)
         tokens = job.num_tokens if job is not None else 0
         export = self._export(event) if isinstance(event, CheckpointSaved) else None
-        is_end = isinstance(event, JobSucceeded | JobFailed | JobCancelled)
+        is_end = isinstance(event, JobEnded)
         is_news = is_end or isinstance(event, JobStarted | JobPaused)
         self.clerk.hear(event.job, Heard(event, tokens, export), hurry=is_news)
         if is_end and job is not None:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.engine.events import Event
-from weft.report.trackers import TRACKED, Tracker, Trackers, WandbTracker
+from weft.engine.events import EvalDone, Event, JobEnded, StepDone
+from weft.job_state import JobState
+from weft.report.trackers import Tracker, Trackers, WandbTracker
 from weft.serve.worker.held import Held
 
-ENDS = ("succeeded", "failed", "cancelled")
 MAX_WAITING = 10_000
 """Metrics that may wait; while there are more, new ones are dropped."""
 PRIVATE: Mapping[str, Any] = {
@@ -49,7 +49,7 @@ class Tracking:
 
     def tell(self, held: Held, event: Event | None) -> None:
         """Passes an event on if the job asked for it; None: the worker has done with the job."""
-        is_told = event is None or event.kind in ("step", "eval", *ENDS)
+        is_told = event is None or isinstance(event, StepDone | EvalDone | JobEnded)
         if not held.job["integrations"] or not is_told:
             return
         if self._thread is None:
@@ -76,15 +76,16 @@ class Tracking:
             tracker.close()
 
     def _pass_on(self, held: Held, event: Event | None) -> None:
-        if event is None or event.kind in ENDS:
+        if event is None or isinstance(event, JobEnded):
             trackers = self._open.pop(held.name, None)
-            if trackers is not None:
-                trackers.finish(held.id, "paused" if event is None else event.kind)
+            if trackers is not None and event is None:
+                trackers.finish(held.id, JobState.PAUSED)
+            elif trackers is not None and event is not None:
+                trackers.hear(event, held.id)
             return
         if held.name not in self._open:
             self._open[held.name] = self._start(held)
-        fields = event.fields()
-        self._open[held.name].log(held.id, fields["step"], {k: fields[k] for k in TRACKED if k in fields})
+        self._open[held.name].hear(event, held.id)
 
     def _start(self, held: Held) -> Trackers:
         opened: dict[str, Tracker] = {}
