@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
+from tiny_families import FAMILIES as FAMILIES
+from tiny_families import POSITIONS as POSITIONS
+from tiny_families import SETTINGS as SETTINGS
+from tiny_families import VOCABULARY as VOCABULARY
+from tiny_families import plain_model
 
 from weft.backbone import attention
 from weft.backbone.backbone import Backbone
@@ -22,101 +25,13 @@ from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, StepDone
 from weft.spec import AdapterSpec, JobSpec
 
-VOCABULARY = 61
-POSITIONS = 128
-SETTINGS: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_OPT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "ffn_dim": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": POSITIONS,
-    "init_std": 0.2,
-    "pad_token_id": 1,
-    "dropout": 0.0,
-}
-_NEOX = {k: v for k, v in SETTINGS.items() if k != "num_key_value_heads"}
-_GEMMA = {**SETTINGS, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 32,
-}
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", SETTINGS),
-    "llama_bias": ("Llama", {**SETTINGS, "attention_bias": True, "mlp_bias": True}),
-    "llama_tied": ("Llama", {**SETTINGS, "tie_word_embeddings": True}),
-    "llama_odd": (
-        "Llama",
-        {**SETTINGS, "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, "num_key_value_heads": 3},
-    ),
-    "llama_llama3": ("Llama", {**SETTINGS, "rope_parameters": _LLAMA3}),
-    "llama_yarn": ("Llama", {**SETTINGS, "rope_parameters": _YARN}),
-    "llama_linear": (
-        "Llama",
-        {**SETTINGS, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    ),
-    "llama_dynamic": ("Llama", {**SETTINGS, "max_position_embeddings": 32, "rope_parameters": _DYNAMIC}),
-    "mistral": ("Mistral", {**SETTINGS, "sliding_window": 4}),
-    "qwen2": ("Qwen2", SETTINGS),
-    "qwen2_sliding": ("Qwen2", {**SETTINGS, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {**SETTINGS, "head_dim": 12}),
-    "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    "gemma3_text": ("Gemma3Text", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
-    "phi3": ("Phi3", SETTINGS),
-    "phi3_longrope": ("Phi3", {**SETTINGS, "original_max_position_embeddings": 32, "rope_parameters": _LONGROPE}),
-    "opt": ("OPT", _OPT),
-    "opt_projected": ("OPT", {**_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
-    "gpt_neox": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.5}),
-    "gpt_neox_serial": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.25, "use_parallel_residual": False}),
-}
-"""Name of a tiny model to the transformers class it is of and its settings."""
-
-
 Job = tuple[JobSpec, JobData]
 
 
 def random_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model that attends as packed samples do; all biases and norms are random too."""
-    kind, settings = FAMILIES[name]
-    config = getattr(transformers, f"{kind}Config")(**{**settings, **changes})
     attention.register()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                # Transformers starts biases at zero and norms at one, which would hide a forgotten one.
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.1 if "norm" in path else 0.3))
-    return model.to(dtype).eval()
+    return plain_model(name, seed=seed, attention=attention.NAME, **changes).to(dtype)
 
 
 def random_backbone(

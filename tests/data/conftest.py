@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_data import make_tokenizer
+from tiny_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 

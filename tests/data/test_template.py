@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_data import CHATML, make_tokenizer
+from tiny_tokenizer import CHATML, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from weft.data.conversation import Conversation, Text, Turn

@@ -4,7 +4,8 @@ import logging
 from typing import Any
 
 import pytest
-from tiny_data import make_tokenizer, supervised_text
+from tiny_data import supervised_text
+from tiny_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from weft.data.conversation import Conversation, Tokens, Turn
