@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,18 @@ from tiny_tokenizer import CHATML
 
 import weft
 
+sys.path.append(str(Path(__file__).parents[1] / "serve"))
+from worker_bench import Bench
+
+BEGUN = Path(__file__).parent / "run_of_0_1_0"
+"""A run that Weft 0.1.0 began and stopped, with its jobs file and data."""
 Case = Callable[[], Folders]
 """Runs in an empty directory with the data of `golden_runs.write_data`; returns what each job left behind."""
 CASES: dict[str, Case] = {}
 
 FUSED: dict[str, Any] = {"kernels": "fused"}
+TOLD = ("step", "train_loss", "train_mean_token_accuracy", "valid_loss", "valid_mean_token_accuracy", "trained_tokens")
+"""What the service says of a step, clocks aside."""
 NEIGHBOURS = (
     {"name": "narrow", "adapter": {"r": 2, "lora_dropout": 0.1}, "global_batch_size": 3, "seed": 1},
     {"name": "wide", "data": "other", "adapter": {"r": 16, "lora_alpha": 8}, "global_batch_size": 5, "seed": 2},
@@ -322,6 +330,22 @@ def command_exact() -> Folders:
     return runs.folders("run", ["shout", "turn"])
 
 
+@case("run-of-0-1-0")
+def run_of_0_1_0() -> Folders:
+    """The run that lies beside this file, from its beginning to its end without a stop."""
+    for path in BEGUN.glob("*.*"):
+        shutil.copyfile(path, path.name)
+    runs.weft_command("train", "jobs.yaml", "--out", "run")
+    return runs.folders("run", ["shout", "turn", "done"])
+
+
+def resume_run_of_0_1_0() -> Folders:
+    """The same run, gone on with from where Weft 0.1.0 left it."""
+    shutil.copytree(BEGUN, ".", dirs_exist_ok=True)
+    runs.weft_command("train", "jobs.yaml", "--out", "run", "--resume")
+    return runs.folders("run", ["shout", "turn", "done"])
+
+
 @case("merge")
 def merge() -> Folders:
     """The weights of a merged model stand for those of an adapter."""
@@ -360,3 +384,22 @@ def sweep_random() -> Folders:
     space = {"lr": {"min": 1e-4, "max": 1e-1, "log": True}, "lora_alpha": {"times_r": [1, 2]}}
     stop = {"rule": "halving", "factor": 2, "grace": 2, "unit": "steps", "min_trials": 2}
     return swept(space=space, trials=4, sampler="random", seed=3, early_stop=stop)
+
+
+@case("service")
+def service() -> Folders:
+    """Jobs of two tenants through a worker of the service; what it hands out counts as their folders."""
+    bench = Bench.at(Path.cwd())
+    rows = b'{"prompt": "warp\\n", "completion": "WARP"}\n'
+    ids = {tenant: bench.submit(tenant, seed=seed, validation=rows) for seed, tenant in enumerate(("ash", "birch"))}
+    with bench.worker():
+        bench.wait(*ids.values())
+    for tenant, id in ids.items():
+        folder = Path("out", tenant, "adapter")
+        folder.mkdir(parents=True)
+        for name, content in bench.adapter(id).items():
+            (folder / name).write_bytes(content)
+        told = [{name: event["data"].get(name) for name in TOLD} for event in bench.events(id, "metrics")]
+        (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    bench.database.close()
+    return runs.folders("out", list(ids))
