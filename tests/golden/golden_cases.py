@@ -247,6 +247,7 @@ for kernels in ("reference", "fused"):
 simple("nf4-bf16-fused", *NEIGHBOURS, quantize="nf4", dtype="bfloat16", **FUSED)
 for recompute in ("mlp", "full"):
     simple(f"recompute-{recompute}", *NEIGHBOURS, recompute=recompute, **FUSED)
+simple("offload", *NEIGHBOURS, offload=True, **FUSED)
 
 # Jobs that come and go
 
