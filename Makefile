@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SDKS := 1.109.1 2.54.0
 BROWSERS := chromium chromium-browser google-chrome
 
-.PHONY: demo demo-smollm2 test check setup clean
+.PHONY: demo demo-smollm2 test test-gpu check setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/weft demo
@@ -19,6 +19,11 @@ demo-smollm2: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-sdks $(VENV)/.installed-browser
 	$(BIN)/python -m pytest -n 2
+
+# On a machine with a CUDA device, in the Python that has torch and Triton for it: `make test-gpu GPU_PYTHON=python3`.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:
+	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -2,8 +2,8 @@
 
 import os
 
-# Kernels run in Triton's interpreter; it must be chosen before anything imports triton.
-os.environ["TRITON_INTERPRET"] = "1"
+# Kernels run in Triton's interpreter; it must be chosen before anything imports triton. `make test-gpu` compiles them.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # As the command does: two test workers share two cores with the processes they start, and threads that wait by spinning
 # would slow all of them down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,0 +1,35 @@
+"""Gradients of whole steps on a GPU: the same bits beside any neighbours, and near the reference path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from weft.bench.agreement import LARGEST_ERROR, measure_agreement
+from weft.bench.bits import measure_bits
+from weft.bench.regimes import BF16, FP8, INT8, NF4, Program, Run, Storage, Workload
+from weft.bench.shapes import find_shape
+from weft.bench.step import make_backbone
+
+pytestmark = pytest.mark.gpu
+FAMILIES = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b")
+"""A shape of every family on the fast path."""
+EIGHT = Workload((16,) * 8, (128, 256), 2048)
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("storage", [BF16, FP8, INT8, NF4], ids=lambda storage: storage.quantize)
+def test_gradients_when_neighbours_differ_then_no_bit_does(storage: Storage):
+    """Alone, beside others, shorter, wider, NaN and dropout: the job's own gradients are the same."""
+    backbone = make_backbone(replace(find_shape("llama-3.2-1b"), layers=2), storage, torch.bfloat16, GPU, "fused")
+    found = measure_bits(backbone, Run(Program.WEFT_BITS, EIGHT, storage))
+    assert found.extra["differing"] == 0, found.detail
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_when_computed_by_kernels_then_are_near_the_reference(name: str):
+    """Every class of ranks, with dropout and without, for every family on the fast path."""
+    found = measure_agreement(find_shape(name), torch.bfloat16, GPU, print)
+    assert found.value <= LARGEST_ERROR, found.detail
