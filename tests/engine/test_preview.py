@@ -79,16 +79,16 @@ class CapturingGpu:
         self.replays: list[bool] = []
         self.backbone = SimpleNamespace(device=torch.device("cuda"), path=SimpleNamespace(forget=self.forget))
         given = {
-            "memory_allocated": lambda: self.held,
-            "max_memory_allocated": lambda: self.peak,
+            "memory_allocated": lambda _: self.held,
+            "max_memory_allocated": lambda _: self.peak,
             "reset_peak_memory_stats": self.reset,
-            "synchronize": lambda: None,
+            "synchronize": lambda _: None,
             "empty_cache": lambda: None,
         }
         for name, stand_in in given.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
 
-    def reset(self) -> None:
+    def reset(self, _: torch.device) -> None:
         self.peak = self.held
 
     def forget(self) -> None:

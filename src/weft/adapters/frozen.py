@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from weft.errors import ConfigError
+from weft.kernels.device import is_cpu
 from weft.kernels.lora.product import Factors
 from weft.kernels.storage.fp8 import Rows8, dequantise, has_fp8, quantise_rows
 from weft.kernels.storage.int8 import quantise_int8
@@ -271,7 +272,7 @@ class Fp8(FrozenWeight):
 
 def _multiplies_fp8(device: torch.device) -> bool:
     """Whether FP8 products are computed, or emulated, on a device."""
-    return device.type == "cpu" or has_fp8(device)
+    return is_cpu(device) or has_fp8(device)
 
 
 @lru_cache(maxsize=256)

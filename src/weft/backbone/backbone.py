@@ -24,6 +24,7 @@ from weft.backbone.scores import PendingScores, Score
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ModelError
+from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
 from weft.spec import AdapterSpec
@@ -58,7 +59,7 @@ class Backbone:
     @property
     def works_on(self) -> bool:
         """Whether the device works on after `launch` returns, so that more can be asked of it before results are in."""
-        return self.device.type == "cuda"
+        return is_gpu(self.device)
 
     def wait(self) -> None:
         """Until the device has done all that was asked of it."""
@@ -180,10 +181,10 @@ class Backbone:
 
 def why_slow(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the fused step would not be the faster one on a device; None if it is."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return "a CPU has no launches to save"
     if dtype is torch.float32:
         return "float32 weights; the kernels are made for bfloat16"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if capability(device) < (8, 0):
         return "the GPU is older than Ampere"
     return None if has_triton() else "Triton is not installed"

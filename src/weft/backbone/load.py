@@ -21,6 +21,7 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.selfcheck import check_packing
 from weft.errors import MissingExtraError, ModelError
+from weft.kernels.device import has_gpu, is_cpu, is_gpu, total_bytes
 from weft.kernels.storage.fp8 import has_fp8
 from weft.spec import BackboneSpec
 
@@ -71,17 +72,17 @@ def find_source(base_model: str) -> Source:
 
 def choose_device(spec: BackboneSpec) -> torch.device:
     """The device to train on."""
-    if spec.device == "cuda" and not torch.cuda.is_available():
+    if spec.device == "cuda" and not has_gpu():
         raise ModelError("cuda is asked for, but torch sees no GPU; use cpu or auto.", where="device")
     if spec.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if has_gpu() else "cpu")
     return torch.device(spec.device)
 
 
 def choose_dtype(spec: BackboneSpec, device: torch.device) -> torch.dtype:
     """The type of the frozen weights."""
     if spec.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return torch.float32 if is_cpu(device) else torch.bfloat16
     return torch.float32 if spec.dtype == "float32" else torch.bfloat16
 
 
@@ -141,11 +142,11 @@ def _quantise_linears(backbone: Backbone, kind: str, device: torch.device) -> No
 
 def fp8_copies(num_weights: int, device: torch.device) -> int:
     """Copies of FP8 weights a device has room for, decided by its size and never by what is free: bits depend on it."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return 2
     if not has_fp8(device):
         return 1
-    return 2 if 2 * num_weights <= torch.cuda.get_device_properties(device).total_memory // 2 else 1
+    return 2 if 2 * num_weights <= total_bytes(device) // 2 else 1
 
 
 def load_plain_model(spec: BackboneSpec) -> Any:

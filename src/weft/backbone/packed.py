@@ -15,6 +15,7 @@ import torch
 
 from weft.adapters.routing import Rows, SlotRows, slot_rows
 from weft.data.sample import Sample
+from weft.kernels.device import is_cpu, is_gpu
 from weft.kernels.device_event import sent
 from weft.kernels.dropout import row_keys
 
@@ -100,7 +101,7 @@ class PackedBatch:
     @functools.cached_property
     def bounds(self) -> torch.Tensor | None:
         """On a GPU: int32, where each segment begins and, last, where the buffer ends; padding is a segment too."""
-        return self._tensor(np.array(self._edges, dtype=np.int32)) if self.device.type == "cuda" else None
+        return self._tensor(np.array(self._edges, dtype=np.int32)) if is_gpu(self.device) else None
 
     @property
     def longest(self) -> int:
@@ -114,7 +115,7 @@ class PackedBatch:
         On a GPU only frozen products are tiled; a slot's adapter products and gradients run over all its rows at once,
         since small products would leave it idle. There, results with other neighbours are equal to rounding.
         """
-        on_cpu = self.device.type == "cpu"
+        on_cpu = is_cpu(self.device)
         window = ADAPTER_WINDOW if self.is_tiled and on_cpu else None
         found = []
         pairs = zip(self.segment_slots, self.segments, strict=True)

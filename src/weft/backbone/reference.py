@@ -15,6 +15,7 @@ from weft.backbone.loss import cross_entropy, head_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
 from weft.cost.rows import CPU_ROW_TILE
+from weft.kernels.device import is_cpu
 from weft.kernels.device_event import DeviceEvent
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class ReferencePath:
 
     def row_tile(self, capacity: int) -> int:
         """A fixed block on a CPU; the whole microbatch on a GPU."""
-        return CPU_ROW_TILE if self._model.device.type == "cpu" else capacity
+        return CPU_ROW_TILE if is_cpu(self._model.device) else capacity
 
     def activation_bytes(self, capacity: int, widest_rank: int) -> int:
         """The input and output of every linear, once: an upper estimate."""

@@ -5,12 +5,23 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from weft.kernels.device import (
+    Stream,
+    beside,
+    empty_cache,
+    is_gpu,
+    peak_bytes,
+    record,
+    reset_peak,
+    synchronise,
+)
+from weft.kernels.device_event import DeviceEvent
 
 
 @dataclass(frozen=True)
@@ -95,15 +106,11 @@ def replayed_s(work: Callable[[], object], device: torch.device, *, warmups: int
 
 def replayable(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """The work as a captured CUDA graph where there is one."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return work
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
+    with beside(device, Stream(device)):
         work()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with record() as graph:
         work()
     return graph.replay
 
@@ -114,28 +121,23 @@ def _many(work: Callable[[], object], number: int, device: torch.device) -> floa
 
 
 def _once(work: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begun = time.perf_counter()
-        work()
-        return time.perf_counter() - begun
-    torch.cuda.synchronize(device)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+    synchronise(device)
+    begun = DeviceEvent(device)
     work()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(start.elapsed_time(end)) / 1e3
+    ended = DeviceEvent(device)
+    synchronise(device)
+    return ended.seconds_since(begun)
 
 
 def release(device: torch.device) -> None:
     """Gives back what is no longer referenced, and starts a new account of the peak."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.init()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    # The first call of a process makes the GPU ready, without which there is no account.
+    synchronise(device)
+    empty_cache(device)
+    reset_peak(device)
 
 
 def peak_gb(device: torch.device) -> float:
     """Most memory held by tensors since `release`, in 10⁹ bytes; 0 where nobody counts."""
-    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+    return peak_bytes(device) / 1e9

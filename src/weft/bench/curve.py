@@ -33,6 +33,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.live_job import LiveJob
 from weft.engine.schedule import learning_rate, warmup_steps
+from weft.kernels.device import is_gpu
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
 SKILLS = ("reverse", "shout", "drop_vowels", "next_letter")
@@ -53,7 +54,7 @@ class Curves:
 
 def measure_curves(device: torch.device, steps: int, kernels: str, say: Callable[[str], None]) -> list[Figure]:
     """The figures of this file; `steps` for each job."""
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = "bfloat16" if is_gpu(device) else "float32"
     spec = BackboneSpec("tiny", dtype=dtype, device=device.type, kernels=kernels)
     figures: list[Figure] = []
 

@@ -18,6 +18,7 @@ from weft.bench.clock import Effort, in_turn_s, release, replayable
 from weft.bench.figures import Figure, Kind
 from weft.bench.regimes import MIXED_RANKS
 from weft.errors import ConfigError, JobError, closest
+from weft.kernels.device import is_gpu
 from weft.kernels.dropout import drop, keep_mask, module_key, row_keys
 from weft.kernels.lora.expand import expand, expand_grad
 from weft.kernels.lora.product import Factors, fits, product_grad_kernel, product_kernel
@@ -192,7 +193,7 @@ def measure_case(
             errors = relative_errors(linear, *inputs[0])
             worst = max(worst, *errors.values())
             works = [replayable(work, device) for work in _turns(linear, inputs)]
-            turn = {"turn_s": TURN_S, "settle_s": SETTLE_S} if device.type == "cuda" else {"turn_s": 0.0}
+            turn = {"turn_s": TURN_S, "settle_s": SETTLE_S} if is_gpu(device) else {"turn_s": 0.0}
             times = in_turn_s(works, device, rounds=effort.rounds, **turn)
             ours, frozen = (seconds / NUM_INPUTS for seconds in times)
             del works

@@ -22,6 +22,7 @@ from weft.bench.regimes import Program, Run
 from weft.bench.samples import padded_batch
 from weft.bench.shapes import Shape, build
 from weft.errors import MissingExtraError
+from weft.kernels.device import is_gpu
 
 RANK = 16
 ENOUGH_GAIN = 1.01
@@ -62,7 +63,7 @@ def measure_peers(
 def _no_liger(device: torch.device) -> str | None:
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed (pip install 'weft-lora[bench]')"
-    return None if device.type == "cuda" else "Liger's kernels need a GPU"
+    return None if is_gpu(device) else "Liger's kernels need a GPU"
 
 
 def _measure_on(

@@ -18,6 +18,7 @@ from weft.cost.padded import PaddedBatch, fit_padded
 from weft.cost.profile import Measurement, Profile, load_profile
 from weft.engine.profile import measure_profile
 from weft.errors import ModelError
+from weft.kernels.device import has_gpu, is_gpu
 from weft.spec import BackboneSpec
 
 EMBEDDED = "tiny"
@@ -32,7 +33,7 @@ def open_backbone(
     spec = BackboneSpec(model, device=device, quantize=quantize, kernels=kernels, recompute=recompute)
     if model == EMBEDDED or model not in SHAPES:
         return load_backbone(spec)
-    if spec.device == "cpu" or not torch.cuda.is_available():
+    if spec.device == "cpu" or not has_gpu():
         raise ModelError(
             f"the shape {model} is measured on a CUDA GPU, and none is used; tiny and model directories run anywhere.",
             where="--model",
@@ -43,7 +44,7 @@ def open_backbone(
 
 def default_capacity(backbone: Backbone) -> int:
     """The largest microbatch a profile measures unless told otherwise."""
-    return GPU_CAPACITY if backbone.device.type == "cuda" else CPU_CAPACITY
+    return GPU_CAPACITY if is_gpu(backbone.device) else CPU_CAPACITY
 
 
 def measure_cost(
@@ -56,7 +57,7 @@ def measure_cost(
     """The cost models' figures, from a stored profile or from one measured now."""
     if profile is not None:
         return figures(load_profile(profile))
-    model = model or (GPU_MODEL if torch.cuda.is_available() else EMBEDDED)
+    model = model or (GPU_MODEL if has_gpu() else EMBEDDED)
     backbone = open_backbone(model)
     return figures(measure_profile(backbone, capacity=capacity or default_capacity(backbone), say=say))
 

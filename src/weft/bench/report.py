@@ -14,6 +14,7 @@ from rich.table import Table
 
 from weft.bench.figures import Figure, Kind
 from weft.errors import ConfigError, MissingExtraError, StorageError
+from weft.kernels.device import device_name, is_gpu
 from weft.store.atomic import storage_error, storage_errors, write_file
 from weft.store.json_text import dump, parse
 
@@ -25,7 +26,7 @@ def machine(device: torch.device) -> dict[str, str]:
     """What the figures were measured on."""
     import transformers
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    name = device_name(device) if is_gpu(device) else f"CPU ({platform.machine()})"
     return {
         "device": name,
         "torch": torch.__version__,

@@ -22,6 +22,7 @@ from weft.bench.regimes import MAIN_SHAPE, OURS, Program, Regime, Run
 from weft.bench.roofline import measure_roofline
 from weft.bench.shapes import Shape, find_shape
 from weft.bench.step import make_backbone, measure
+from weft.kernels.device import is_cpu
 
 
 def figure(regime: Regime, results: Mapping[Run, Measured]) -> Figure | None:
@@ -72,7 +73,7 @@ class Session:
     @property
     def dtype(self) -> torch.dtype:
         """Type of weights and activations."""
-        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        return torch.float32 if is_cpu(self.device) else torch.bfloat16
 
     def measure(self) -> None:
         """Measures everything that was chosen."""

@@ -27,6 +27,7 @@ from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
 from weft.errors import JobError
 from weft.execute.optimizer import Optimizer, Results, step_together
+from weft.kernels.device import is_gpu
 from weft.kernels.dropout import mix
 from weft.spec import AdapterSpec, JobSpec
 
@@ -168,7 +169,7 @@ def _measure_frozen(backbone: Backbone, run: Run, effort: Effort) -> Measured:
     works = (jobs.step, frozen.forward_backward_frozen)
     try:
         jobs.step()
-        turn_s = TURN_S if backbone.device.type == "cuda" else 0.0
+        turn_s = TURN_S if is_gpu(backbone.device) else 0.0
         with_jobs, seconds = in_turn_s(works, backbone.device, rounds=effort.rounds, turn_s=turn_s)
     finally:
         jobs.detach()

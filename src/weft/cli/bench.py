@@ -107,7 +107,9 @@ def agreement(
     device = _device(needs_gpu=False)
     import torch
 
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    from weft.kernels.device import is_cpu
+
+    dtype = torch.float32 if is_cpu(device) else torch.bfloat16
     found = measure_agreement(shape, dtype, device, _say)
     if json is not None:
         report.write_json(json, {found.key: found.value}, device)
@@ -182,16 +184,14 @@ def _measure_parts(parts: Parts, targets: Targets, json: Path | None) -> None:
 
 def _device(*, needs_gpu: bool) -> torch.device:
     """The GPU, or the CPU for what also runs there."""
-    import torch
+    from weft.kernels.device import default_device, has_gpu
 
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    if needs_gpu:
+    if needs_gpu and not has_gpu():
         raise ModelError(
             "these measurements need a CUDA GPU and torch sees none; `weft bench step --model tiny` runs anywhere.",
             where="weft bench",
         )
-    return torch.device("cpu")
+    return default_device()
 
 
 def _check_files(json: Path | None, plot: Path | None) -> None:

@@ -109,12 +109,12 @@ def _machine() -> Iterator[Finding]:
     except (ImportError, OSError) as error:
         yield Finding("device", "failed", f"torch cannot be imported ({error})", "pip install --force-reinstall torch")
         return
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(i)
-            text = f"{torch.cuda.get_device_name(i)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
-            yield Finding(f"cuda:{i}", "ok", text)
-    else:
+    from weft.kernels.device import device_name, free_and_total_bytes, gpus
+
+    for device in gpus():
+        free, total = free_and_total_bytes(device)
+        yield Finding(str(device), "ok", f"{device_name(device)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
+    if not gpus():
         yield Finding("device", "ok", "cpu; torch sees no GPU")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = torch.get_num_threads()
@@ -132,10 +132,11 @@ def _kernels() -> Finding:
 
     from weft.backbone.backbone import why_slow
     from weft.backbone.fused.model import FAMILIES
+    from weft.kernels.device import default_device, is_gpu
     from weft.kernels.tuning import table_of
 
-    has_gpu = torch.cuda.is_available()
-    device, dtype = (torch.device("cuda"), torch.bfloat16) if has_gpu else (torch.device("cpu"), torch.float32)
+    device = default_device()
+    dtype = torch.bfloat16 if is_gpu(device) else torch.float32
     obstacle = why_slow(device, dtype)
     if obstacle:
         advice = "pip install triton" if "Triton" in obstacle else ""
@@ -146,11 +147,10 @@ def _kernels() -> Finding:
 
 def _capacity() -> Finding:
     """What `capacity: auto` is here."""
-    import torch
-
     from weft.cost.rows import choose_capacity
+    from weft.kernels.device import default_device
 
-    tokens = choose_capacity("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    tokens = choose_capacity("auto", default_device().type)
     return Finding(
         "capacity", "ok", f"{tokens:,} tokens a microbatch, unless a run says otherwise or has longer samples"
     )

@@ -180,9 +180,9 @@ def _balanced(
 
 def _here() -> str:
     """The kind of this machine's device, in the words of the hardware table."""
-    import torch
+    from weft.kernels.device import default_device, device_name
 
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    return device_name(default_device())
 
 
 def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:

@@ -147,9 +147,10 @@ def _plan_elsewhere(spec: SweepSpec, file: Path, console: Console, device: str |
 
 def _show_plan(prepared: PreparedSweep, console: Console) -> None:
     """The plan for the device that is here, or why there is none; the sweep does not depend on it."""
+    from weft.kernels.device import is_cpu
     from weft.sweep.planned import device_here, plan_configurations
 
-    here = "cpu" if prepared.engine.backbone.device.type == "cpu" else device_here()
+    here = "cpu" if is_cpu(prepared.engine.backbone.device) else device_here()
     try:
         plan = plan_configurations(prepared.spec, prepared.configurations, here)
     except WeftError as error:

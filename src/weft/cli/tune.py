@@ -19,7 +19,9 @@ def tune(
     shape = find_shape(model)
     import torch
 
-    if not torch.cuda.is_available():
+    from weft.kernels.device import device_name, has_gpu
+
+    if not has_gpu():
         raise ConfigError("there is no GPU here, and a CPU runs no kernels.", where="weft tune")
     from weft.bench.tune import compile_ahead
     from weft.bench.tune import tune as measure
@@ -28,7 +30,7 @@ def tune(
     from weft.store.json_text import dump
 
     device, path = torch.device("cuda"), tuning_file()
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     typer.echo(f"{name}: in use are {table_of(device)[1]}")
     typer.echo("compiling what there is to try")
     compile_ahead(shape, torch.bfloat16, device)

@@ -16,6 +16,7 @@ from weft.engine.live_job import LiveJob
 from weft.engine.placement import MARGIN, Placement, state_bytes
 from weft.errors import ModelError
 from weft.job_state import Reason, ReasonCode
+from weft.kernels.device import allocated_bytes, empty_cache, is_gpu, limit_memory, memory_share, total_bytes
 from weft.plan.admit import Budget
 from weft.plan.types import Limits
 from weft.spec import BackboneSpec
@@ -125,8 +126,7 @@ def release_memory(backbone: Backbone) -> None:
     """Gives back what a failed computation held."""
     backbone.path.forget()
     gc.collect()
-    if backbone.device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(backbone.device)
 
 
 def start_capacity(backbone: Backbone, asked: Capacity) -> int:
@@ -138,10 +138,9 @@ def start_capacity(backbone: Backbone, asked: Capacity) -> int:
     if not larger:
         return least
     device = backbone.device
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    at_most = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
+    at_most = int(total_bytes(device) * memory_share(device))
     width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
-    at_rest, job_bytes = torch.cuda.memory_allocated(device), USUAL_RANK * width * state_bytes(backbone)
+    at_rest, job_bytes = allocated_bytes(device), USUAL_RANK * width * state_bytes(backbone)
     for capacity in larger:
         jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
         budget = Budget(at_most, at_rest + backbone.path.activation_bytes(capacity, USUAL_RANK), MARGIN)
@@ -154,11 +153,10 @@ def load_within(spec: BackboneSpec, limit: float | str | None) -> tuple[Backbone
     """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know about the limit."""
     device = choose_device(spec)
     notes: tuple[str, ...] = ()
-    if limit is not None and device.type != "cuda":
+    if limit is not None and not is_gpu(device):
         notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
     elif limit is not None:
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(memory_fraction(limit, total_bytes))
+        limit_memory(device, memory_fraction(limit, total_bytes(device)))
     try:
         with memory_errors():
             return load_backbone(spec), notes

@@ -21,10 +21,20 @@ from weft.backbone.out_of_memory import memory_errors
 from weft.engine.live_job import LiveJob
 from weft.errors import JobError
 from weft.job_state import JobState
+from weft.kernels.device import (
+    CPU,
+    allocated_bytes,
+    free_and_total_bytes,
+    is_gpu,
+    memory_share,
+    peak_bytes,
+    reserved_bytes,
+    reset_peak,
+)
 from weft.plan.admit import Admission, Applicant, Budget, Share, admit
 from weft.spec import JobSpec
 
-WAITING = torch.device("cpu")
+WAITING = CPU
 """Where jobs without a place are kept."""
 MARGIN = 0.05
 """Kept free of a GPU's memory: allocators round up, and microbatches differ."""
@@ -139,9 +149,9 @@ class Placement:
         held_bytes, allocated_bytes = self.held_bytes(), self._allocated_bytes()
         self._has_run_out = False
         yield
-        if self._has_run_out or self._backbone.device.type != "cuda":
+        if self._has_run_out or not is_gpu(self._backbone.device):
             return
-        peak = torch.cuda.max_memory_allocated(self._backbone.device)
+        peak = peak_bytes(self._backbone.device)
         if peak > self._peak_bytes:
             # Who trained when it rose is known; what rose before has been counted with those who trained then.
             self._measured_bytes = max(self._measured_bytes or 0, peak - allocated_bytes)
@@ -152,8 +162,7 @@ class Placement:
         """Forgets what was proven and measured: it did not fit, and smaller microbatches hold less."""
         self._has_run_out = True
         self._measured_bytes, self._peak_bytes, self._proven_bytes = None, 0, 0
-        if self._backbone.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._backbone.device)
+        reset_peak(self._backbone.device)
 
     def bytes_of(self, job: LiveJob) -> int:
         """Memory a job takes while it has a place."""
@@ -179,7 +188,7 @@ class Placement:
 
     def _budget(self, capacity: int) -> Budget:
         budget = Budget(self._job_memory, max_jobs=self._max_jobs)
-        if self._job_memory is None and self._backbone.device.type == "cuda":
+        if self._job_memory is None and is_gpu(self._backbone.device):
             total_bytes, besides = self._gpu_bytes(capacity)
             budget = Budget(total_bytes, besides, MARGIN, self._proven_bytes, self._max_jobs)
         if self._ceiling_bytes is None:
@@ -191,12 +200,12 @@ class Placement:
     def _gpu_bytes(self, capacity: int) -> tuple[int, int]:
         """Bytes this process may take of its GPU, and what of it is not for jobs."""
         device = self._backbone.device
-        free, total = torch.cuda.mem_get_info(device)
-        ours = free + torch.cuda.memory_reserved(device)
-        at_most = min(ours, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+        free, total = free_and_total_bytes(device)
+        ours = free + reserved_bytes(device)
+        at_most = min(ours, int(total * memory_share(device)))
         if self._measured_bytes is not None:
             return at_most, self._measured_bytes
-        at_rest = torch.cuda.memory_allocated(device) - self._allocated_bytes()
+        at_rest = allocated_bytes(device) - self._allocated_bytes()
         widest = max((job.spec.adapter.widest for job in list(self._jobs.values())), default=1)
         return at_most, at_rest + self._backbone.path.activation_bytes(capacity, widest)
 

@@ -20,6 +20,7 @@ from weft.engine.engine import Engine
 from weft.engine.live_job import PLANNED_BATCHES, LiveJob
 from weft.engine.microbatch import prepare
 from weft.errors import ConfigError
+from weft.kernels.device import allocated_bytes, is_gpu, peak_bytes, reset_peak, synchronise
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Microbatch
@@ -223,7 +224,7 @@ def _measure(backbone: Backbone, run: Callable[[], None]) -> tuple[float, int]:
     run()
     # A captured graph would hide its memory: it allocates when it is captured and not when it is replayed.
     release_memory(backbone)
-    held_bytes = (_peak_bytes if backbone.device.type == "cuda" else _saved_bytes)(run)
+    held_bytes = _peak_bytes(backbone.device, run) if is_gpu(backbone.device) else _saved_bytes(run)
     start = time.perf_counter()
     run()
     return time.perf_counter() - start, held_bytes
@@ -243,13 +244,13 @@ def _saved_bytes(run: Callable[[], None]) -> int:
     return sum(saved.values())
 
 
-def _peak_bytes(run: Callable[[], None]) -> int:
+def _peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
     """Bytes a GPU holds at most while it runs, above what it held before."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    reset_peak(device)
+    before = allocated_bytes(device)
     run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    synchronise(device)
+    return peak_bytes(device) - before
 
 
 def _stand_in(engine: Engine, name: str) -> LiveJob:

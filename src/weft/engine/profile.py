@@ -25,6 +25,15 @@ from weft.data.sample import Sample
 from weft.errors import ConfigError
 from weft.execute.optimizer import Optimizer, step_together
 from weft.execute.tensor_bytes import TensorBytes, stored_bytes
+from weft.kernels.device import (
+    device_name,
+    empty_cache,
+    is_gpu,
+    peak_bytes,
+    peak_reserved_bytes,
+    reset_peak,
+    synchronise,
+)
 from weft.spec import AdapterSpec, JobSpec
 
 SEED = 20260201
@@ -157,7 +166,7 @@ class _Account:
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
-        self._on_gpu = backbone.device.type == "cuda"
+        self._on_gpu = is_gpu(backbone.device)
         self._counter = None if self._on_gpu else TensorBytes()
 
     def __enter__(self) -> _Account:
@@ -176,14 +185,14 @@ class _Account:
         if self._counter is not None:
             self._counter.reset_peak()
         else:
-            torch.cuda.reset_peak_memory_stats(self._backbone.device)
+            reset_peak(self._backbone.device)
 
     def peak(self) -> tuple[int, int]:
         """Bytes of tensors, and bytes the allocator took for them."""
         if self._counter is None:
             device = self._backbone.device
-            torch.cuda.synchronize(device)
-            return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            synchronise(device)
+            return peak_bytes(device), peak_reserved_bytes(device)
         model = self._backbone.model
         total = self._counter.peak + stored_bytes([*model.parameters(), *model.buffers()])
         return total, total
@@ -191,10 +200,10 @@ class _Account:
 
 def _release(backbone: Backbone) -> None:
     backbone.path.forget()
-    if backbone.device.type == "cuda":
+    if is_gpu(backbone.device):
         gc.collect()
-        torch.cuda.synchronize(backbone.device)
-        torch.cuda.empty_cache()
+        synchronise(backbone.device)
+        empty_cache(backbone.device)
 
 
 def _pack(backbone: Backbone, case: Case, slots: Sequence[int], row_tile: int) -> PackedBatch:
@@ -212,12 +221,10 @@ def _median_s(work: Callable[[], object], repeats: int, device: torch.device) ->
     """Seconds on the host's clock, from an idle device to an idle device: what it takes alone."""
     taken = []
     for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
         begun = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
         taken.append(time.perf_counter() - begun)
     return statistics.median(taken)
 
@@ -228,7 +235,7 @@ def _setup(backbone: Backbone, row_tile: int, recompute: str) -> Setup:
     head = backbone.head.weight_VD
     device = backbone.device
     return Setup(
-        torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device_name(device),
         backbone.name,
         head.shape[1],
         layers,

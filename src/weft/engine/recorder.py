@@ -20,6 +20,7 @@ from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning, Ste
 from weft.engine.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError
+from weft.kernels.device import device_name, is_cpu, is_gpu
 from weft.kernels.dropout import MASKS
 from weft.store.atomic import write_file
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
@@ -186,9 +187,9 @@ def environment(backbone: Backbone) -> dict[str, Any]:
     return {
         "weft": weft.__version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if backbone.device.type == "cuda" else platform.machine(),
+        "device": device_name(backbone.device) if is_gpu(backbone.device) else platform.machine(),
         "dtype": str(backbone.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads() if backbone.device.type == "cpu" else 0,
+        "threads": torch.get_num_threads() if is_cpu(backbone.device) else 0,
         "base_model": backbone.name,
         "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
         "masks": MASKS,

@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from weft.kernels.device import is_cpu
+
 
 class TensorBytes(TorchDispatchMode):
     """While entered, knows the bytes of the storages made since."""
@@ -37,7 +39,7 @@ class TensorBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        if key in self._counted or storage.device.type != "cpu":
+        if key in self._counted or not is_cpu(storage.device):
             return
         self._counted[key] = storage.nbytes()
         self.live += storage.nbytes()

@@ -10,16 +10,16 @@ import time
 
 import torch
 
+from weft.kernels.device import is_gpu, timing_event
+
 
 class DeviceEvent:
     """The time when a device has done all that was asked of it so far; on a CPU that is now."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._event = timing_event(device)
         self.seen_s: float | None = time.perf_counter() if self._event is None else None
         """When the host first knew that it had come, by `time.perf_counter`."""
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> float:
         """Until it has come; returns `seen_s`."""
@@ -39,7 +39,7 @@ class DeviceEvent:
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on a device, once that has done what was asked of it before; the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.to(device)
 
 
 class AsyncCopy:

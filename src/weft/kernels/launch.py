@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from weft.kernels.device import Stream, current_stream, is_gpu, on_stream
+
 try:
     import triton
     import triton.language as tl
@@ -62,15 +64,15 @@ def lanes(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
 
     For launches that do not touch each other's results: one that has few rows cannot fill a GPU by itself.
     """
-    if device.type != "cuda" or len(items) == 1:
+    if not is_gpu(device) or len(items) == 1:
         yield from items
         return
-    main = torch.cuda.current_stream(device)
+    main = current_stream(device)
     begin = main.record_event()
     streams = _side_streams(device, len(items) - 1)
     for item, stream in zip(items[1:], streams, strict=True):
         stream.wait_event(begin)
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             yield item
     yield items[0]
     for stream in streams:
@@ -78,5 +80,5 @@ def lanes(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
 
 
 @lru_cache(maxsize=64)
-def _side_streams(device: torch.device, number: int) -> tuple[torch.cuda.Stream, ...]:
-    return tuple(torch.cuda.Stream(device) for _ in range(number))
+def _side_streams(device: torch.device, number: int) -> tuple[Stream, ...]:
+    return tuple(Stream(device) for _ in range(number))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from weft.kernels.device import capability, device_name, is_gpu
 from weft.kernels.launch import cdiv, next_power_of_2
 from weft.kernels.lora.tables import ROW_TILE
 
@@ -120,9 +121,9 @@ def tuned_tables(path: Path) -> dict[str, Table]:
 @functools.cache
 def table_of(device: torch.device) -> tuple[Table, str]:
     """The choices for a device, and where they come from."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return H200, "the H200's"
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     tuned = tuned_tables(tuning_file())
     if name in tuned:
         return {**H200, **tuned[name]}, "measured on this machine"
@@ -143,9 +144,9 @@ def _chosen(operation: str, rank_class: int, device: torch.device, stage_bytes: 
 
 def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory one program may have on a device."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return SHARED_BYTES[9, 0]
-    return SHARED_BYTES.get(torch.cuda.get_device_capability(device), min(SHARED_BYTES.values()))
+    return SHARED_BYTES.get(capability(device), min(SHARED_BYTES.values()))
 
 
 def shrink_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[str, int]:

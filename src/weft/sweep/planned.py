@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weft.adapters.targets import choose_modules
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import find_source, load_config, load_skeleton
@@ -22,6 +20,7 @@ from weft.cost.hardware import find_hardware
 from weft.cost.rows import capacities
 from weft.cost.shape import ALL_LINEAR, LINEARS, ModelShape
 from weft.errors import ConfigError, PlanError
+from weft.kernels.device import default_device, device_name
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 from weft.spec import AdapterSpec
 from weft.spec.load_sweep import longest_of, space_of
@@ -100,4 +99,4 @@ def _targets(adapter: AdapterSpec, backbone: Backbone) -> str | tuple[str, ...]:
 
 def device_here() -> str:
     """This machine's device, as its driver calls it."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    return device_name(default_device())

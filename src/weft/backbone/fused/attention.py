@@ -15,6 +15,7 @@ import torch
 
 from weft.backbone.attention import varlen
 from weft.backbone.fused.inputs import Inputs
+from weft.kernels.device import capability, is_gpu
 from weft.kernels.layers.attention import AttentionBlocks, attend
 from weft.kernels.layers.attention_grad import attend_grad
 from weft.kernels.layers.rotary import Heads
@@ -36,7 +37,7 @@ class Attended:
 def needs_bounds(device: torch.device) -> bool:
     """Whether attention on a device is torch's, which is told where samples begin and how long the longest is: ours
     wants the shared memory of Hopper and of the large Blackwells, which those for desktops (12.0) have not."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10)
+    return is_gpu(device) and capability(device)[0] not in (9, 10)
 
 
 def attention(

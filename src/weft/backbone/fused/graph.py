@@ -18,6 +18,7 @@ from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.step import run_backward, run_forward
 from weft.backbone.out_of_memory import memory_errors
+from weft.kernels.device import Graph, Stream, beside, empty_cache, record, synchronise
 from weft.kernels.lora.tables import SlotTable
 
 
@@ -30,8 +31,8 @@ class Captured:
     """Written by `forward`."""
     grad_TD: torch.Tensor
     """Read by `backward`."""
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
+    forward: Graph
+    backward: Graph
 
 
 @memory_errors()
@@ -46,22 +47,19 @@ def capture(
     grad_TD = torch.zeros(shape.num_rows, model.embedding_VD.shape[1], dtype=model.embedding_VD.dtype, device=device)
     arguments = (model, inputs, table, row_tile, memory)
     stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    with beside(device, stream):
         # Once in the open: kernels are compiled and libraries set up, which must not happen inside a capture.
         run_backward(run_forward(*arguments, needs_grad=True), grad_TD)
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(forward, pool=pool, stream=stream):
+    synchronise(device)
+    empty_cache(device)
+    with record(pool=pool, stream=stream) as forward:
         passed = run_forward(*arguments, needs_grad=True)
-    with torch.cuda.graph(backward, pool=pool, stream=stream):
+    with record(pool=pool, stream=stream) as backward:
         run_backward(passed, grad_TD)
     return Captured(inputs, passed.hidden_TD, grad_TD, forward, backward)
 
 
 @lru_cache(maxsize=64)
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device) -> Stream:
     """One for all captures: cuBLAS takes a workspace for every stream it meets and never gives it back."""
-    return torch.cuda.Stream(device)
+    return Stream(device)

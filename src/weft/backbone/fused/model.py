@@ -15,6 +15,7 @@ import torch
 from weft.adapters.frozen import FrozenWeight, join
 from weft.adapters.linear import SlotLinear
 from weft.backbone.fused.attention import needs_bounds
+from weft.kernels.device import is_gpu
 from weft.kernels.layers.rotary import Heads, Norms
 from weft.kernels.lora.tables import Site
 
@@ -84,9 +85,9 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device,
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "its rotary positions cover a part of each head"
     size = model.base_model.layers[0].self_attn.head_dim
-    if device.type == "cuda" and dtype == torch.float32:
+    if is_gpu(device) and dtype == torch.float32:
         return "its weights are float32, and a GPU's kernels take bfloat16 or float16"
-    if device.type == "cuda" and (size > 256 or (needs_bounds(device) and size % 8)):
+    if is_gpu(device) and (size > 256 or (needs_bounds(device) and size % 8)):
         return f"attention on this GPU does not take heads of {size}"
     return None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from weft.backbone.fused.layer import Kept
+from weft.kernels.device import Stream, current_stream, is_gpu, on_stream
 
 OFFLOADED = ("x_TD", "raw_qkv_TE", "mid_TD", "gu_TJ")
 """The large tensors nothing else refers to; attention keeps its own."""
@@ -35,15 +36,15 @@ class Offload:
     """The traffic of one microbatch."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = Stream(device) if is_gpu(device) else None
 
     def store(self, kept: Kept) -> Parked:
         """Starts moving a layer's tensors out."""
         if self._stream is None:
             return Parked(kept, {}, {})
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(current_stream(self._stream.device))
         host = {}
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             for name in _large(kept):
                 tensor = getattr(kept, name)
                 host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -58,9 +59,10 @@ class Offload:
         if self._stream is None:
             return parked.kept
         self._start(parked)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current = current_stream(self._stream.device)
+        current.wait_stream(self._stream)
         for tensor in parked.device.values():
-            tensor.record_stream(torch.cuda.current_stream())
+            tensor.record_stream(current)
         if following is not None:
             self._start(following)
         return parked.with_large(parked.device)
@@ -69,7 +71,7 @@ class Offload:
         assert self._stream is not None
         if parked.device:
             return
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             for name, tensor in parked.host.items():
                 parked.device[name] = tensor.to(self._stream.device, non_blocking=True)
 

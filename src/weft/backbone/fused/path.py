@@ -25,6 +25,7 @@ from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
 from weft.cost.memory import MemoryModel
 from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
+from weft.kernels.device import empty_cache, graph_pool, is_gpu, synchronise
 from weft.kernels.device_event import DeviceEvent, sent
 from weft.kernels.lora.tables import Needs, SlotTable
 
@@ -101,12 +102,12 @@ class FusedPath:
             hidden_TD = self._replay(batch, shape, row_tile).hidden_TD
         else:
             hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
-        block = LOSS_ROWS if self._device.type == "cuda" else BLOCK
+        block = LOSS_ROWS if is_gpu(self._device) else BLOCK
         return PendingScores(run_loss(hidden_TD[rows_N], targets_N, None, self._head, block)[0], batch.counts, begun)
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in: whole tiles make up a capacity."""
-        return gpu_row_tile(capacity) if self._device.type == "cuda" else CPU_ROW_TILE
+        return gpu_row_tile(capacity) if is_gpu(self._device) else CPU_ROW_TILE
 
     def activation_bytes(self, capacity: int, widest_rank: int) -> int:
         """What a microbatch may hold between forward and backward, by the memory model."""
@@ -123,7 +124,7 @@ class FusedPath:
     @property
     def _is_captured(self) -> bool:
         # Copies to the machine's memory are timed by streams of their own, which no graph holds.
-        return self._device.type == "cuda" and not self.memory.offload
+        return is_gpu(self._device) and not self.memory.offload
 
     def _pass(self, batch: PackedBatch, shape: InputShape, row_tile: int | None, *, needs_grad: bool) -> Passed:
         self._follow(batch)
@@ -156,8 +157,8 @@ class FusedPath:
 
     def _let_go(self, number: int) -> None:
         """Of the graphs that were used longest ago; the GPU may be running one of them."""
-        if number > 0 and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if number > 0:
+            synchronise(self._device)
         for key in list(self._graphs)[: max(0, number)]:
             del self._graphs[key]
 
@@ -174,11 +175,11 @@ class FusedPath:
         # Not in a handler: the error's frames would keep all that the failed capture had made.
         self.forget()
         gc.collect()
-        torch.cuda.empty_cache()
+        empty_cache(self._device)
         return None
 
     def _capture(self, shape: InputShape, tile: int | None) -> Captured:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._pool = self._pool or graph_pool()
         return capture(self._model, shape, self.table, tile, self.memory, self._pool)
 
     def _follow(self, batch: PackedBatch) -> None:
@@ -195,7 +196,7 @@ class FusedPath:
     def _loss(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        block = LOSS_ROWS if self._device.type == "cuda" else BLOCK
+        block = LOSS_ROWS if is_gpu(self._device) else BLOCK
         results_2N, grad_ND = run_loss(hidden_ND, targets_N, weights_N, self._head, block)
         assert grad_ND is not None
         return results_2N, grad_ND

@@ -11,13 +11,14 @@ import torch
 
 from weft.adapters.frozen import FrozenWeight
 from weft.backbone.fused.model import FusedModel
+from weft.kernels.device import is_gpu
 
 
 def tile_for(model: FusedModel, num_rows: int, row_tile: int | None) -> int | None:
     """`row_tile` if any product of the model needs tiles at this row count, else None: all rows at once."""
     if row_tile is None or num_rows == row_tile:
         return None
-    if model.embedding_VD.device.type != "cuda":
+    if not is_gpu(model.embedding_VD.device):
         return row_tile
     layer = model.layers[0]
     weights = {p.weight.shape: p.weight for p in (layer.qkv, layer.out, layer.gate_up, layer.down)}

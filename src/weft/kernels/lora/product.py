@@ -21,6 +21,7 @@ from functools import lru_cache
 
 import torch
 
+from weft.kernels.device import capability, is_gpu, num_multiprocessors
 from weft.kernels.launch import cdiv, jit, runs_triton, tl
 from weft.kernels.lora.expand import expand_grad_reference, expand_reference
 from weft.kernels.lora.runs import add_all_in, add_all_out, in_owner, out_owner
@@ -60,7 +61,7 @@ class Factors:
 
 def fits(site: Site, like: torch.Tensor, *, backward: bool) -> bool:
     """Whether this is the fast way for a site's product: bf16 on Hopper, and no block with outputs of two parts."""
-    if not runs_triton(like) or like.dtype != torch.bfloat16 or torch.cuda.get_device_capability(like.device) != (9, 0):
+    if not runs_triton(like) or like.dtype != torch.bfloat16 or capability(like.device) != (9, 0):
         return False
     whole_blocks = backward or len(site.sizes) == 1 or all(size % BLOCKS["BN"] == 0 for size in site.sizes)
     return whole_blocks and site.num_in % 16 == 0 and site.num_out % 16 == 0
@@ -327,4 +328,4 @@ def _num_programs(num_rows: int, num_columns: int, device: torch.device) -> int:
 
 @lru_cache(maxsize=64)
 def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return num_multiprocessors(device) if is_gpu(device) else 2

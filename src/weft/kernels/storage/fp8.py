@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.kernels.device import capability, is_gpu
 from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 
 FP8 = torch.float8_e4m3fn
@@ -133,7 +134,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
 @lru_cache(maxsize=64)
 def has_fp8(device: torch.device) -> bool:
     """Whether a device multiplies and converts 8-bit floats itself: NVIDIA GPUs from 8.9 (Ada, Hopper) on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return is_gpu(device) and capability(device) >= (8, 9)
 
 
 def quantise_rows(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> Rows8:

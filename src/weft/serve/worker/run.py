@@ -31,6 +31,7 @@ from weft.engine.events import (
     MicrobatchDone,
 )
 from weft.errors import StorageError
+from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
@@ -225,10 +226,14 @@ def run_worker(options: WorkerOptions, database: Database, blobs: Blobs) -> None
 
 
 def _device_info(device: torch.device) -> dict[str, Any]:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        name = torch.cuda.get_device_name(device)
-        return {"device": str(device), "device_name": name, "memory_bytes": total - free, "memory_total_bytes": total}
+    if is_gpu(device):
+        free, total = free_and_total_bytes(device)
+        return {
+            "device": str(device),
+            "device_name": device_name(device),
+            "memory_bytes": total - free,
+            "memory_total_bytes": total,
+        }
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
