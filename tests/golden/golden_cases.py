@@ -15,7 +15,7 @@ from tiny_tokenizer import CHATML
 
 import weft
 
-sys.path.append(str(Path(__file__).parents[1] / "serve"))
+sys.path.append(str(Path(__file__).parents[1] / "serve" / "worker"))
 from worker_bench import Bench
 
 BEGUN = Path(__file__).parent / "run_of_0_1_0"

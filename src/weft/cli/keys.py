@@ -142,7 +142,7 @@ def limits(
 def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
     """Show the tenants and what they used."""
     database = _open(data_dir, db)
-    from weft.serve.jobs.quota import tokens_of
+    from weft.serve.jobs.quota import token_usage
     from weft.serve.records import files, jobs
     from weft.serve.records import tenants as records
 
@@ -151,7 +151,7 @@ def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
         for row in records.list_tenants(tx):
             used = (
                 jobs.count_active(tx, row["id"]),
-                tokens_of(tx, row["id"]).trained,
+                token_usage(tx, row["id"]).trained,
                 files.stored_bytes(tx, row["id"]),
             )
             state = "disabled" if row["is_disabled"] else "enabled"

@@ -26,7 +26,7 @@ EMBEDDED = ("tiny", "smollm2")
 API_NICE = 10
 """How far requests stand back behind training where both share a machine."""
 WORKER_GRACE_S = 60.0
-TIDY_EVERY_S = 24 * 3600.0
+BLOB_GC_EVERY_S = 24 * 3600.0
 
 
 def read_secret(text: str) -> str:
@@ -98,7 +98,7 @@ def serve(
     if api_fd is not None:
         _run_api(settings, database, socket.socket(fileno=api_fd), workers > 0)
         return
-    from weft.serve.api.run import listen
+    from weft.serve.api.server import listen
     from weft.serve.blobs import Blobs
 
     # Whatever can be refused is refused before the first key is made: it is shown only once.
@@ -204,7 +204,7 @@ def _run(settings: Settings, database: Database, sock: socket.socket, num_worker
         children += [Child(f"api-{i}", arguments, (sock.fileno(),)) for i in range(settings.api_processes)]
     supervisor = Supervisor(children)
     supervisor.start()
-    threading.Thread(target=_tidy_daily, args=(settings, database), name="tidy", daemon=True).start()
+    threading.Thread(target=_delete_blobs_daily, args=(settings, database), name="blob-gc", daemon=True).start()
     try:
         if settings.api_processes > 1:
             _wait_for_signal()
@@ -221,7 +221,7 @@ def _run_api(
 ) -> None:
     """Answers requests until asked to stop, standing back where workers train on the same machine."""
     from weft.serve.api.app import make_app
-    from weft.serve.api.run import run_app
+    from weft.serve.api.server import run_app
     from weft.serve.blobs import Blobs
 
     app = make_app(settings, database, Blobs(settings.store_url))
@@ -233,15 +233,15 @@ def _run_api(
     database.close()
 
 
-def _tidy_daily(settings: Settings, database: Database) -> None:
+def _delete_blobs_daily(settings: Settings, database: Database) -> None:
     from weft.errors import WeftError
+    from weft.serve.blob_gc import delete_unnamed_blobs
     from weft.serve.blobs import Blobs
-    from weft.serve.tidy import tidy
 
     while True:
         with contextlib.suppress(WeftError, OSError):
-            tidy(database, Blobs(settings.store_url))
-        time.sleep(TIDY_EVERY_S)
+            delete_unnamed_blobs(database, Blobs(settings.store_url))
+        time.sleep(BLOB_GC_EVERY_S)
 
 
 def _wait_for_signal() -> None:

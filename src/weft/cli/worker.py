@@ -15,7 +15,7 @@ from weft.cli.serve import DbUrl, StoreUrl
 from weft.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from weft.serve.worker.run import Worker
+    from weft.serve.worker.worker import Worker
 
 AT_ONCE = 75
 """Exit code of a worker that was told twice to stop: its jobs go on elsewhere when their leases run out."""
@@ -99,7 +99,7 @@ def worker(
     from weft.serve.db.migrate import migrate
     from weft.serve.settings import Settings
     from weft.serve.worker.options import WorkerOptions
-    from weft.serve.worker.run import Worker
+    from weft.serve.worker.worker import Worker
     from weft.spec import BackboneSpec
     from weft.spec.fields import convert
     from weft.spec.run import Capacity

@@ -1,8 +1,8 @@
-"""The file store: bytes under names of our own, on a directory or behind any fsspec URL (s3://…, gs://…).
+"""The file store: it keeps blobs under names of our own, in a directory or behind any fsspec URL (s3://…, gs://…).
 
-In a directory a blob is written beside its place, synced and renamed. Object stores show an object only when it is
-complete. Names are random, so nothing a user says becomes part of a path. Whatever goes wrong on the way to the bytes
-is a StorageError, whichever library it comes from.
+In a directory a blob is written to a temporary file, synced and renamed. Object stores show an object only when it is
+complete. Names are random, so nothing a user sends becomes part of a path. Every error on the way to the bytes is
+raised as a StorageError, whichever library it comes from.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from weft.store.atomic import TEMP_PREFIX, storage_errors, sync
 
 CHUNK_BYTES = 2**20
 EXTRAS = {"s3": "'weft-lora[s3]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""What to install for a kind of URL."""
+"""What to install for each kind of URL."""
 _NAME = re.compile(rf"[0-9a-f]{{2}}/({re.escape(TEMP_PREFIX)})?[0-9a-f]{{32}}(\.[a-z]{{1,12}})?")
 
 
 class Blobs:
-    """Blobs at a directory or URL."""
+    """The blobs in a directory or behind a URL."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -44,7 +44,7 @@ class Blobs:
                 Path(self._root).mkdir(parents=True, exist_ok=True)
 
     def create(self, suffix: str = "") -> BlobWriter:
-        """A blob to write to; it exists from `commit` on."""
+        """Opens a new blob for writing; it exists from `commit` on."""
         token = secrets.token_hex(16)
         return BlobWriter(self, f"{token[:2]}/{token}{suffix}")
 
@@ -59,7 +59,7 @@ class Blobs:
     def put_dir(self, directory: Path, suffix: str = ".zip") -> str:
         """Stores the files directly inside a directory as one zip archive; equal files make equal archives."""
         with self.create(suffix) as writer:
-            with zipfile.ZipFile(_Sink(writer), "w", zipfile.ZIP_STORED) as archive:
+            with zipfile.ZipFile(_BlobWriterStream(writer), "w", zipfile.ZIP_STORED) as archive:
                 for path in sorted(directory.iterdir()):
                     entry = zipfile.ZipInfo(path.name, (1980, 1, 1, 0, 0, 0))
                     entry.external_attr = 0o644 << 16
@@ -69,15 +69,15 @@ class Blobs:
             return writer.name
 
     def open(self, name: str) -> IO[bytes]:
-        """The blob as a stream; NotFound if there is none."""
+        """Opens a blob as a stream; raises NotFound if there is none."""
         place = self.place(name)
         with self.errors(name):
             if self._fs is None:
                 return open(place, "rb")
-            return io.BufferedReader(_Source(self, name, self._fs.open(place, "rb")), CHUNK_BYTES)
+            return io.BufferedReader(_RemoteBlobStream(self, name, self._fs.open(place, "rb")), CHUNK_BYTES)
 
     def size(self, name: str) -> int:
-        """Bytes of a blob; NotFound if there is none."""
+        """Returns the number of bytes of a blob; raises NotFound if there is none."""
         place = self.place(name)
         with self.errors(name):
             return os.path.getsize(place) if self._fs is None else int(self._fs.size(place))
@@ -88,7 +88,7 @@ class Blobs:
             shutil.copyfileobj(source, target, CHUNK_BYTES)
 
     def delete(self, name: str) -> None:
-        """The blob is gone, or what was written of it; deleting what is not there is fine."""
+        """Deletes a blob, finished or not; deleting a blob that is not there does nothing."""
         place = self.place(name)
         with contextlib.suppress(NotFound), self.errors(name):
             if self._fs is None:
@@ -97,7 +97,7 @@ class Blobs:
                 self._fs.rm_file(place)
 
     def names(self) -> Iterator[tuple[str, float]]:
-        """Every blob, finished or not, and when it was last written, in unix seconds."""
+        """Yields every blob, finished or not, with the time of its last write in unix seconds."""
         if self._fs is None:
             for path in sorted(Path(self._root).glob("??/*")):
                 with contextlib.suppress(FileNotFoundError):
@@ -111,18 +111,18 @@ class Blobs:
                 yield name, self._fs.modified(place).timestamp()
 
     def free_bytes(self) -> int | None:
-        """Bytes left on the disk, or None where nobody knows."""
+        """Returns the free bytes of the disk, or None if they are unknown."""
         return shutil.disk_usage(self._root).free if self._fs is None else None
 
     def place(self, name: str) -> str:
-        """Where a blob is; only names made here have a place."""
+        """Returns the path of a blob; raises NotFound for a name that was not made here."""
         if not _NAME.fullmatch(name):
             raise NotFound(f"{name!r} is not the name of a blob.")
         return f"{self._root}/{name}"
 
     @contextlib.contextmanager
     def errors(self, name: str) -> Iterator[None]:
-        """Inside the block a missing blob is NotFound, and any other error on the way to it a StorageError."""
+        """Makes NotFound of a missing blob inside the block, and StorageError of any other error."""
         try:
             yield
         except WeftError:
@@ -135,7 +135,7 @@ class Blobs:
 
 
 class BlobWriter:
-    """A blob being written: counted, hashed, and gone again unless committed."""
+    """A blob being written: its bytes are counted and hashed, and it is deleted unless it is committed."""
 
     def __init__(self, blobs: Blobs, name: str) -> None:
         self.name = name
@@ -200,11 +200,11 @@ class BlobWriter:
             return
         if self._blobs._fs is None:
             self._file.close()
-            # An error may come after the rename, and then nobody will ever name the blob.
+            # An error may come after the rename, and then no row will ever name the blob.
             for path in (self._temp, self._final):
                 path.unlink(missing_ok=True)
         else:
-            # A store that is away keeps what it has of the blob; nobody will ever name it.
+            # A store that is away keeps what it has of the blob, but no row will ever name it.
             with contextlib.suppress(StorageError, NotFound), self._blobs.errors(self.name):
                 self._discard()
                 # Some file systems show an object from its first byte on.
@@ -218,8 +218,8 @@ class BlobWriter:
             self._file.closed = True  # type: ignore[misc]
 
 
-class _Source(io.RawIOBase):
-    """A stream behind a URL, with errors of ours."""
+class _RemoteBlobStream(io.RawIOBase):
+    """A stream behind a URL that raises our own errors."""
 
     def __init__(self, blobs: Blobs, name: str, file: IO[bytes]) -> None:
         self._blobs, self._name, self._file = blobs, name, file
@@ -239,8 +239,8 @@ class _Source(io.RawIOBase):
         super().close()
 
 
-class _Sink(io.RawIOBase):
-    """What zipfile needs of a file that cannot seek."""
+class _BlobWriterStream(io.RawIOBase):
+    """A blob writer as the file without seeking that zipfile needs."""
 
     def __init__(self, writer: BlobWriter) -> None:
         self._writer = writer

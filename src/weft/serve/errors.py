@@ -1,13 +1,13 @@
-"""What the service refuses on purpose, as errors of Weft's tree; the API gives each its HTTP status.
+"""The errors that the service raises on purpose; the API gives each of them its HTTP status.
 
 WeftError
 ├── NotFound        there is no such object, or it is another tenant's: nobody can tell which
 ├── NotPossible     the object is in a state in which this cannot be done
 ├── Conflict        the same idempotency key came with another request
 ├── OverLimit       a quota of the tenant is used up
-├── Fenced          another worker has taken the job since; whoever gets this must stop writing about it
+├── Fenced          another worker has claimed the job since; whoever gets this must stop writing about it
 └── Busy            the database is locked or away; the same request may succeed later
-    └── Unsure      it went away during a commit; what was written may be there or not
+    └── Unsure      it went away during a commit; the transaction may have happened or not
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OverLimit(WeftError):  # noqa: N818
 
 
 class Fenced(WeftError):  # noqa: N818
-    """Another worker has taken the job since."""
+    """Another worker has claimed the job since."""
 
     code = "fenced"
 
@@ -52,4 +52,4 @@ class Busy(WeftError):  # noqa: N818
 
 
 class Unsure(Busy):
-    """The database went away during a commit; what was written may be there or not."""
+    """The database went away during a commit; the transaction may have happened or not."""

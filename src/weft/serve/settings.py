@@ -1,4 +1,4 @@
-"""What the operator decides: where things are kept, which backbones may be trained, and how much is too much."""
+"""The operator's settings: where data is kept, which backbones may be trained, and the limits of requests."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """The most of everything one request may bring; per tenant limits are in the `tenants` table."""
+    """The limits of a single request; the limits of a tenant are in the `tenants` table."""
 
     file_bytes: int = 512 * MIB
-    """Longest file."""
+    """The longest file."""
     line_bytes: int = MIB
-    """Longest line of a training file."""
+    """The longest line of a training file."""
     nesting: int = 64
-    """Deepest nesting of one line, or of a request's body."""
+    """The deepest nesting of one line, or of a request's body."""
     min_samples: int = 1
-    """Fewest lines of a training file; OpenAI asks for 10."""
+    """The fewest lines of a training file; OpenAI asks for 10."""
     max_samples: int = 1_000_000
-    """Most lines of a training file."""
+    """The most lines of a training file."""
     body_bytes: int = 4 * MIB
-    """Longest body of a request that is not an upload."""
+    """The longest body of a request that is not an upload."""
     disk_floor_bytes: int = 256 * MIB
     """Uploads are refused when less than this would be left on the disk."""
     max_tokens: int = 4096
-    """Longest answer to a prompt."""
+    """The longest answer to a prompt."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One service. Everything that must survive is in the database and the file store."""
+    """The settings of one service. Everything that must survive is in its database and its file store."""
 
     data_dir: Path = Path("weft-data")
-    """Home of the default database and file store, and of the workers' directories."""
+    """The directory of the default database and file store, and of the workers' directories."""
     db: str = ""
-    """Database URL. Default: SQLite in data_dir."""
+    """The database URL. Default: SQLite in data_dir."""
     store: str = ""
-    """Directory or fsspec URL of the file store. Default: `blobs` in data_dir."""
+    """The directory or fsspec URL of the file store. Default: `blobs` in data_dir."""
     base_models: Mapping[str, str] = field(default_factory=lambda: {"tiny": "tiny"})
-    """Backbones that may be trained: the name in the API, and what `base_model` is in a jobs file."""
+    """The backbones that may be trained: their names in the API, and what `base_model` is in a jobs file."""
     host: str = "127.0.0.1"
     port: int = 8000
     auth: bool = True
-    """Without it everybody is the tenant `default`; only on a loopback address."""
+    """Without authentication everybody is the tenant `default`; that is allowed only on a loopback address."""
     api_processes: int = 1
     limits: ServiceLimits = ServiceLimits()
 
@@ -67,10 +67,10 @@ class Settings:
 
     @property
     def db_url(self) -> str:
-        """The database's URL, the default spelled out."""
+        """The URL of the database, with the default filled in."""
         return self.db or f"sqlite:///{self.data_dir.resolve() / 'weft.db'}"
 
     @property
     def store_url(self) -> str:
-        """The file store's directory or URL, the default spelled out."""
+        """The directory or URL of the file store, with the default filled in."""
         return self.store or str(self.data_dir.resolve() / "blobs")

@@ -1,10 +1,10 @@
-"""Keeps child processes running: whoever dies is started again, a little later each time; all end together.
+"""Keeps child processes running: a child that dies is started again, a little later each time; all end together.
 
 A child gets SIGTERM when this process dies, however it dies, so that no worker trains on behind a dead service. While
-this process lives a child hears it once: told again, a worker would take it that there is no time to save anything.
+this process lives it sends the signal only once, because a second one tells a worker not to save anything.
 
-Workers share the processor's cores and leave one to those who ask: training on a CPU waits as a whole for the slowest
-of its threads, so a thread that has to make room for a request costs as much as if all had.
+Workers share the processor's cores and leave one for requests: training on a CPU waits for the slowest of its threads,
+so one thread that makes way for a request costs as much as if all of them did.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOG = logging.getLogger("weft.serve")
 POLL_S = 0.2
 BACKOFF_S = (0.5, 30.0)
 STEADY_S = 60.0
-"""A child that lived this long is not blamed for earlier deaths."""
+"""A child that lived this long starts again as soon as one that never died."""
 _START = (
     "import ctypes, json, signal, sys\n"
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
@@ -34,10 +34,11 @@ _START = (
     "from weft.cli.main import main\n"
     "main()\n"
 )
-"""What a child runs. Its arguments come on standard input: everybody on the machine can read a command line, and the
-database's URL may hold a password. Its log goes to a terminal even where only the foreground may write (`tostop`)."""
+"""The program of a child. It reads its arguments from standard input, because everybody on the machine can read a
+command line and the database's URL may hold a password. Its log goes to a terminal even where only the foreground may
+write (`tostop`)."""
 _ENDED_WELL = (0, -signal.SIGTERM)
-"""Whoever is told to stop before it listens to signals has nothing to give back."""
+"""Exit codes of a clean end; a child that gets SIGTERM before it handles signals has nothing to give back."""
 
 
 @dataclass
@@ -49,26 +50,26 @@ class Child:
     pass_fds: Sequence[int] = ()
     process: subprocess.Popen[bytes] | None = None
     is_told: bool = False
-    """It was asked to stop."""
+    """The child was asked to stop."""
     started_at: float = 0.0
     start_at: float = 0.0
     backoff_s: float = field(default=BACKOFF_S[0])
 
     @property
     def trains(self) -> bool:
-        """It is a worker, and not another process that answers requests."""
+        """Whether the child is a worker, and not another process that answers requests."""
         return list(self.arguments[:1]) == ["worker"]
 
 
 class Supervisor:
-    """Runs children in a thread of its own until `stop`."""
+    """Starts and restarts children in a thread of its own until `stop`."""
 
     def __init__(self, children: Sequence[Child]) -> None:
         self.children = list(children)
         self._num_threads = max(1, (_num_cores() - 1) // max(1, sum(child.trains for child in children)))
         self._stopping = threading.Event()
         self._has_settled = threading.Event()
-        """Nobody is started any more."""
+        """No child is started any more."""
         self._all_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
@@ -77,16 +78,16 @@ class Supervisor:
         self._thread.start()
 
     def ask_to_stop(self) -> None:
-        """Starts nobody any more, and asks every child to drain; may be called from a signal handler."""
+        """Starts no more children and asks every child to drain; a signal handler may call it."""
         self._stopping.set()
         for child in self.children:
             _ask_to_stop(child)
 
     def stop(self, grace_s: float) -> bool:
-        """Waits for the children to end; those that have not after the grace are killed. True if all ended well."""
+        """Waits for the children, kills those that outlast `grace_s`, and returns whether all ended well."""
         self._stopping.set()
         self._has_settled.wait(POLL_S * 10)
-        # One may have been started just when the others were asked.
+        # A child may have been started just when the others were asked to stop.
         for child in self.children:
             _ask_to_stop(child)
         deadline = time.monotonic() + grace_s
@@ -110,7 +111,7 @@ class Supervisor:
                 self._look_after(child)
             self._stopping.wait(POLL_S)
         self._has_settled.set()
-        # To the system the parent of a child is the thread that started it: its end is heard like that of the process.
+        # Linux takes the thread that started a child for its parent and sends SIGTERM when that thread ends.
         self._all_ended.wait()
 
     def _look_after(self, child: Child) -> None:
@@ -127,7 +128,7 @@ class Supervisor:
             try:
                 child.process = _start(child, self._num_threads)
             except OSError as error:
-                # No memory or no process to be had now; whoever runs is looked after all the same.
+                # The system has no memory or no process to spare now; the other children are looked after all the same.
                 _put_off(child, at, child.backoff_s * 2, "a process cannot be started", error=str(error))
                 return
             LOG.info("started", extra={"fields": {"child": child.name, "pid": child.process.pid}})
@@ -141,19 +142,19 @@ def _put_off(child: Child, at: float, backoff_s: float, message: str, **fields: 
 
 
 def _num_cores() -> int:
-    """Cores this process may use."""
+    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _start(child: Child, num_threads: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-c", _START, child.name],
-        # Whoever has set it knows better.
+        # A value that the operator has set is kept.
         env={"OMP_NUM_THREADS": str(num_threads), **os.environ} if child.trains else None,
         pass_fds=child.pass_fds,
         stdin=subprocess.PIPE,
-        # A terminal's Ctrl-C is for this process, which then tells its children once. Not a session of its own: Linux
-        # shares the processor between sessions first, and how far each has stood back (`nice`) counts only within one.
+        # Ctrl-C in a terminal reaches only this process, which then tells its children once. The child gets no session
+        # of its own, because Linux shares the processor between sessions first and `nice` counts only within one.
         process_group=0,
     )
     assert process.stdin is not None

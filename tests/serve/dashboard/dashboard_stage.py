@@ -59,7 +59,7 @@ class Stage:
         if not any(getattr(route, "path", "") == "/dashboard/overview" for route in self.app.routes):
             self.app.include_router(router)
         self._let_in("acme" if auth else "default", "rival")
-        self.voice = Voice()
+        self.worker = AnsweringWorker()
 
     def guest(self) -> Stage:
         """The same service seen by two tenants that have nothing yet."""
@@ -78,7 +78,7 @@ class Stage:
             self.rival = create_key(tx, other, "theirs")
 
     def close(self) -> None:
-        self.voice.close()
+        self.worker.close()
         self.database.close()
 
     def job(
@@ -157,7 +157,7 @@ class Stage:
             "jobs": [{"id": id, "tenant": tenant, "state": "running"} for id, tenant in jobs.items()],
         }  # fmt: skip
         with self.database.begin() as tx:
-            put_worker(tx, worker, base_model="tiny", address=self.voice.address, token="t", info=info)
+            put_worker(tx, worker, base_model="tiny", address=self.worker.address, token="t", info=info)
 
     def full(self) -> dict[str, str]:
         """Jobs in every state, a live worker and some usage; the jobs' ids by name."""
@@ -205,7 +205,7 @@ class Stage:
             history.add([{"id": "worker-0a1b2c3d", "seen_at": at, "info": info}])
 
 
-class Voice:
+class AnsweringWorker:
     """Answers prompts as a worker does, a few words at a time."""
 
     def __init__(self) -> None:

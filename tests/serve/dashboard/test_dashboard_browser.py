@@ -261,7 +261,7 @@ def test_compose_from_a_model_of_ones_own_goes_on_with_its_adapter(page: Page, s
 
 def test_chat_with_an_adapter_streams_beside_the_base_model(look: Page, busy: Busy) -> None:
     """Both answers grow word by word; each side's history is its own."""
-    busy.stage.voice.delay_s = 0.15
+    busy.stage.worker.delay_s = 0.15
     enter(look, busy.stage.key, "#/chat")
     look.get_by_label("Message", exact=True).fill("What is a weft?")
     look.keyboard.press("Enter")

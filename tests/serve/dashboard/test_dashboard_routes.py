@@ -113,7 +113,7 @@ def test_overview_of_a_tenant_never_names_what_is_another_tenants(stage: Stage, 
     }  # fmt: skip
     text = http.get("/dashboard/overview?months=2", headers={"authorization": f"Bearer {stage.key}"}).text
     assert not {"tenants", "keys"} & set(mine)
-    for secret in (ids["theirs"], "theirs", "rival", stage.voice.address, '"token"', "hash"):
+    for secret in (ids["theirs"], "theirs", "rival", stage.worker.address, '"token"', "hash"):
         assert secret not in text
     assert overview(http, stage.rival)["workers"][0]["num_other_jobs"] == 2
 
@@ -129,7 +129,7 @@ def test_overview_of_an_operator_shows_all_tenants_and_keys_without_secrets(stag
     assert all("hash" not in key for key in seen["keys"])
     assert ids["theirs"] in seen["workers"][0]["program"][0]["tokens"]
     text = http.get("/dashboard/overview?months=2", headers={"authorization": f"Bearer {stage.admin}"}).text
-    assert stage.voice.address not in text and stage.key not in text
+    assert stage.worker.address not in text and stage.key not in text
 
 
 def test_overview_usage_when_summed_over_months_equals_the_total(stage: Stage, http: TestClient) -> None:

@@ -20,12 +20,12 @@ import pytest
 import sqlalchemy as sa
 from service_process import Service, Trained, Wish, train, wait
 
+from weft.job_state import FINAL_STATES
+from weft.serve.blob_gc import delete_unnamed_blobs, named_blobs
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, open_database
 from weft.serve.db.tables import EVENTS, JOBS, MODELS
-from weft.serve.jobs.states import FINAL
 from weft.serve.records.usage import usage_of
-from weft.serve.tidy import named_blobs, tidy
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 NUM_JOBS = 50
@@ -50,7 +50,7 @@ class Story:
 
     def is_over(self) -> bool:
         with self.database.read() as tx:
-            left = sa.select(sa.func.count()).select_from(JOBS).where(JOBS.c.status.not_in(FINAL))
+            left = sa.select(sa.func.count()).select_from(JOBS).where(JOBS.c.status.not_in(FINAL_STATES))
             return len(self.accepted) == NUM_JOBS and tx.execute(left).scalar_one() == 0
 
     def kill_child(self, kind: str) -> None:
@@ -122,7 +122,7 @@ def haunt(story: Story) -> None:
 
 def assert_each_ended_once(story: Story, expected: dict[str, Trained]) -> None:
     blobs = Blobs(str(story.service.data_dir / "blobs"))
-    tidy(story.database, blobs, older_than_s=-60)
+    delete_unnamed_blobs(story.database, blobs, older_than_s=-60)
     with story.database.read() as tx:
         jobs = {row.id: row for row in tx.execute(sa.select(JOBS))}
         models = {row.job: row for row in tx.execute(sa.select(MODELS))}

@@ -1,4 +1,4 @@
-"""The app: routes, errors, logs and limits put together. It never imports torch."""
+"""Puts the app together from its routes, errors, logs and limits. It never imports torch."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from starlette.types import Receive, Scope, Send
 
 from weft import __version__
 from weft.serve import dashboard
-from weft.serve.api import chat, errors, events, files, health, jobs, models, uploads, usage
+from weft.serve.api import errors
+from weft.serve.api.bodies.requests import BODIES
 from weft.serve.api.metrics import Metrics
-from weft.serve.api.observe import Observe
-from weft.serve.api.rate import RateLimits
-from weft.serve.api.requests import BODIES
-from weft.serve.api.service import Service
-from weft.serve.api.shortcut import Shortcut
+from weft.serve.api.observe import RequestObserver
+from weft.serve.api.routes import chat, events, files, health, jobs, models, uploads, usage
+from weft.serve.api.routes.polled import PolledRoutes
+from weft.serve.api.service import ApiService, RateLimits
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
 from weft.serve.settings import Settings
 
 NUM_THREADS = 100
-"""Requests worked on at once; most of their time is waiting for the database or a worker."""
+"""How many requests are worked on at once; most of their time they wait for the database or a worker."""
 
 
 class _App(FastAPI):
-    """The framework with a short way past it."""
+    """FastAPI, with the polled routes answered in front of it."""
 
-    shortcut: Shortcut
+    polled: PolledRoutes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or the app's start and end."""
-        if not await self.shortcut.answers(scope, receive, send):
+        if not await self.polled.answers(scope, receive, send):
             await super().__call__(scope, receive, send)
 
 
 def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
-    """The service as an ASGI app; the database has been migrated by the caller."""
+    """Returns the service as an ASGI app; the caller has migrated the database."""
     app = _App(
         title="Weft",
         version=__version__,
         description="Fine-tuning behind OpenAI's API: many adapters at once on one frozen model.",
         redirect_slashes=False,
         lifespan=_threads,
-        # The framework's pages load their scripts from the network, which a closed one does not have.
+        # FastAPI's own pages load their scripts from the internet, which may be out of reach.
         docs_url=None,
         redoc_url=None,
     )
-    app.state.service = Service(
+    app.state.service = ApiService(
         settings, database, blobs, Metrics(database), RateLimits(1 / max(1, settings.api_processes))
     )
     errors.install(app)
     # Routes are tried one after another: what clients poll comes first.
     for part in (jobs, events, files, uploads, models, chat, usage, health, dashboard):
         app.include_router(part.router)
-    app.add_middleware(Observe, metrics=app.state.service.metrics)
-    app.shortcut = Shortcut(app, app.state.service.metrics)
+    app.add_middleware(RequestObserver, metrics=app.state.service.metrics)
+    app.polled = PolledRoutes(app, app.state.service.metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -72,7 +72,7 @@ async def _threads(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's own description, with our bodies, our one error shape, and the key."""
+    """Returns FastAPI's own description, with our bodies, our error object and the API key added."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         parts = schema.setdefault("components", {})

@@ -1,4 +1,4 @@
-"""Who is asking: a key of a tenant with the scope the route needs, or everybody as `default` without auth."""
+"""Finds out who sends a request: a tenant whose key has the scope the route needs, or `default` without auth."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from weft.serve.api.errors import ApiError, too_many, unavailable
-from weft.serve.api.service import Service, service_of
+from weft.serve.api.service import ApiService, service_of
 from weft.serve.db.engine import Tx
 from weft.serve.errors import Busy
 from weft.serve.records import audit
-from weft.serve.records.keys import SCOPES, find_key, key_basis, needs_touch, touch_key
-from weft.serve.records.rows import Record
+from weft.serve.records.keys import SCOPES, find_key, needs_touch, touch_key, watched_key
+from weft.serve.records.rows import DbRow
 from weft.serve.records.tenants import DEFAULT_TENANT, get_tenant
 
 
 @dataclass(frozen=True)
 class Caller:
-    """A tenant with a right to be here, and what to write about it in logs and audit."""
+    """The tenant that sent a request with a valid key, and what logs and the audit table say about it."""
 
     tenant: str
-    owner: Record
-    """The tenant's row: its limits."""
+    owner: DbRow
+    """The tenant's row, which holds its limits."""
     key: str | None
-    """The id of its key."""
+    """The id of the key, not the key itself."""
     scopes: tuple[str, ...]
     request: str
     """The request's id."""
 
     def note(self, tx: Tx, action: str, object: str = "", data: Any = None) -> None:
-        """Writes an action down in the audit table, in the transaction that does it."""
+        """Adds an action to the audit table, in the transaction that performs it."""
         audit.note(tx, self.tenant, action, object, key=self.key, request=self.request, data=data)
 
 
 def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
-    """A dependency: the caller, if it has this scope."""
+    """Makes a FastAPI dependency that returns the caller, provided its key has this scope."""
     assert scope in SCOPES
 
     async def caller(request: Request) -> Caller:
@@ -64,30 +64,39 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
     return caller
 
 
-async def _caller(request: Request, service: Service) -> Caller:
+async def _caller(request: Request, service: ApiService) -> Caller:
     id = request.state.request_id
     if not service.settings.auth:
-        owner = await service.fresh.read(("tenant", DEFAULT_TENANT), lambda tx: get_tenant(tx, DEFAULT_TENANT))
+        owner = await service.read_cache.read(("tenant", DEFAULT_TENANT), lambda tx: get_tenant(tx, DEFAULT_TENANT))
         return Caller(DEFAULT_TENANT, owner, None, SCOPES, id)
     kind, _, text = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not text.strip():
         message = "You didn't provide an API key; send it as 'Authorization: Bearer YOUR_KEY'."
         raise ApiError(401, message, headers={"www-authenticate": "Bearer"})
-    key = await service.fresh.read(("key", text), lambda tx: find_key(tx, text.strip()), key_basis(text.strip()))
+    key = await service.read_cache.read(("key", text), lambda tx: find_key(tx, text.strip()), watched_key(text.strip()))
     if key is None:
-        # One answer for unknown, wrong, revoked and disabled, without the key in it.
+        # Unknown, wrong, revoked and disabled keys get the same answer, and it does not quote the key.
         raise ApiError(
             401, "Incorrect API key provided.", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
         )
     at = time.time()
     if needs_touch(key, at) and needs_touch({"last_used_at": service.touched.get(key["id"])}, at):
-        # One request writes it down; those that come meanwhile find it done.
+        # Only one request writes this; those that come meanwhile find it done.
         service.touched[key["id"]] = at
         await run_in_threadpool(_touch, service, key)
     return Caller(key["tenant"], key["owner"], key["id"], tuple(key["scopes"]), id)
 
 
-def _touch(service: Service, key: Record) -> None:
-    # When it was last used is not worth refusing a request that can be answered.
+def _touch(service: ApiService, key: DbRow) -> None:
+    # A request that can be answered is not refused only because this note cannot be written.
     with contextlib.suppress(Busy), service.database.begin() as tx:
         touch_key(tx, key["tenant"], key["id"])
+
+
+FilesUser = Annotated[Caller, Depends(needs("files"))]
+JobsUser = Annotated[Caller, Depends(needs("jobs"))]
+ModelsUser = Annotated[Caller, Depends(needs("models"))]
+ChatUser = Annotated[Caller, Depends(needs("chat"))]
+UsageUser = Annotated[Caller, Depends(needs("usage"))]
+Operator = Annotated[Caller, Depends(needs("admin"))]
+"""Parameters of routes: the caller, whose key must have that scope."""

@@ -1,4 +1,4 @@
-"""Every error leaves as OpenAI's `{"error": {"message", "type", "param", "code"}}`, whatever raised it."""
+"""Turns every error, whatever raised it, into OpenAI's `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from weft.errors import ConfigError, DataError, StorageError, WeftError
-from weft.serve.api.problems import in_words
+from weft.serve.api.bodies.problems import in_words
 from weft.serve.errors import Busy, Conflict, NotFound, NotPossible, OverLimit
 
 LOG = logging.getLogger("weft.serve")
@@ -41,28 +41,28 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code, **more}}
 
     def response(self) -> Response:
-        """The answer."""
+        """Returns the error as an HTTP answer."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None, **more: Any) -> ApiError:
-    """A 400: the request is wrong and asking again will not help."""
+    """Makes a 400: the request is wrong, and sending it again will not help."""
     return ApiError(400, message, param=param, code=code, **more)
 
 
 def too_many(message: str, code: str, *, retry_after_s: int | None, type: str = "requests") -> ApiError:
-    """A 429; without a time after which to try again the SDK is told not to."""
+    """Makes a 429; without `retry_after_s` it tells the SDK not to try again."""
     headers = {"x-should-retry": "false"} if retry_after_s is None else {"retry-after": str(retry_after_s)}
     return ApiError(429, message, code=code, type=type, headers=headers)
 
 
 def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """A 503: the same request may succeed a little later."""
+    """Makes a 503: the same request may succeed a little later."""
     return ApiError(503, message, code=code, type="server_error", headers={"retry-after": str(retry_after_s)})
 
 
 def install(app: FastAPI) -> None:
-    """Gives the app these answers in place of the framework's own."""
+    """Makes the app answer errors in this form instead of FastAPI's."""
     app.add_exception_handler(ApiError, lambda request, error: _api_error(error))
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -70,7 +70,7 @@ def install(app: FastAPI) -> None:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What an error of ours means to the client; any other is a 500 that hides what happened."""
+    """Returns what an error of Weft means to the client; any other error is a 500 that hides what happened."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NotFound):
@@ -104,9 +104,9 @@ def _validation_error(request: Request, error: Exception) -> Response:
 
 
 def from_validation(problems: Any, body: Any = None, known: Sequence[str] = ()) -> ApiError:
-    """Pydantic's problems as a 400; `body` is what was sent, where there is one, `known` the names of its fields."""
-    said = in_words(problems, body, known)
-    return invalid(said.message, said.param, said.code)
+    """Makes a 400 of pydantic's problems; `body` is what was sent, if anything, `known` the names of its fields."""
+    refusal = in_words(problems, body, known)
+    return invalid(refusal.message, refusal.param, refusal.code)
 
 
 def _http_error(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Prometheus: what this process served, and what the database says of jobs and workers when it is asked."""
+"""Prometheus metrics: what this process has served, and what the database says about jobs and workers right now."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class Metrics:
-    """One process' counters, and gauges read from the database at each scrape."""
+    """The counters of one process, and gauges that are read from the database at each scrape."""
 
     def __init__(self, database: Database) -> None:
         self.registry = CollectorRegistry()
@@ -32,11 +32,11 @@ class Metrics:
         self.active = Gauge("weft_http_requests_active", "Requests being answered.", registry=self.registry)
         self.uploaded = Counter("weft_uploaded_bytes", "Bytes of files taken in.", registry=self.registry)
         self._of_route: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
-        self.registry.register(_Rows(database))
+        self.registry.register(_DatabaseFigures(database))
 
     def note(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Counts one request that was answered."""
-        # Finding a counter by its labels takes longer than counting.
+        """Counts one answered request."""
+        # Looking a counter up by its labels takes longer than counting.
         found = self._of_route.get((method, route, status))
         if found is None:
             found = self.requests.labels(method, route, str(status)), self.seconds.labels(method, route)
@@ -45,22 +45,22 @@ class Metrics:
         found[1].observe(seconds)
 
     def text(self) -> bytes:
-        """All of it in Prometheus' format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class _Rows(Collector):
-    """Figures that are true for the whole service, whichever process is asked."""
+class _DatabaseFigures(Collector):
+    """Figures of the whole service: every process reports the same."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing beforehand: registering must not need the database."""
+        """Returns nothing, so that registering does not need the database."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """One read transaction's figures."""
+        """Reads all figures in one transaction."""
         jobs = GaugeMetricFamily("weft_jobs", "Jobs by state.", labels=("state",))
         tokens = CounterMetricFamily("weft_tokens", "Tokens by kind.", labels=("kind",))
         stored = GaugeMetricFamily("weft_stored_bytes", "Bytes kept by kind.", labels=("kind",))

@@ -1,7 +1,7 @@
-"""Around every request: an id, a time, one line of log, and a 500 that tells nothing when something breaks.
+"""Gives every request an id, a time, one line in the log, and an unrevealing 500 if something breaks.
 
-The log is one JSON object per line with request, tenant, key and job ids. Bodies, query strings, headers and keys never
-enter it.
+The log is one JSON object per line with the ids of request, tenant, key and job. It never contains bodies, query
+strings, headers or keys.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weft.serve.api.metrics import Metrics
 
 LOG = logging.getLogger("weft.serve")
 CLIENT_GONE = 499
-"""What the log says of a client that hung up before it had said everything."""
+"""The status in the log for a client that hung up before its request was complete."""
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record."""
+    """Formats each log record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's time, level, message and fields."""
+        """Returns the record's time, level, message and fields as JSON."""
         line: dict[str, Any] = {
             "time": f"{_clock(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -42,17 +42,17 @@ class JsonLines(logging.Formatter):
 
 
 _encode = json.JSONEncoder(default=str).encode
-"""Made once: every request writes a line."""
+"""The encoder is made once because every request writes a line."""
 
 
 @functools.lru_cache(1)
 def _clock(second: int) -> str:
-    """A second as people read it."""
+    """Formats unix seconds as a date and time of day."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
 def log_json(level: int = logging.INFO) -> None:
-    """Sends the service's and the server's logs to stderr as JSON lines."""
+    """Makes the service and its HTTP server log to stderr as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("weft.serve", "uvicorn", "uvicorn.error"):
@@ -62,8 +62,8 @@ def log_json(level: int = logging.INFO) -> None:
         logger.setLevel(level if name == "weft.serve" else logging.WARNING)
 
 
-class Observe:
-    """The outermost layer of the app."""
+class RequestObserver:
+    """The app's outermost layer, which counts and logs every request."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class Observe:
         except ClientDisconnect:
             status = CLIENT_GONE
         except Exception as error:
-            # The boundary of the process: whatever comes here is a bug of ours, and the others must be served.
+            # This is the boundary of the process: the error is a bug of ours, and other requests must be served.
             LOG.exception("a request failed", extra={"fields": {"request": request}})
             if status == 0:
                 await as_api_error(error).response()(scope, receive, reply)
@@ -113,7 +113,7 @@ _METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS")
 
 
 def _refusal(scope: Scope) -> ApiError | None:
-    """A NUL in a path or query is never meant, and databases refuse it each in their own way."""
+    """Refuses a NUL in a path or query: nobody means it, and each database refuses it in its own way."""
     if "\0" in scope["path"] or b"%00" in scope.get("query_string", b""):
         return ApiError(400, "The URL holds a NUL character.", code="invalid_url")
     return None

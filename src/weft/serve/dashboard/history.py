@@ -1,6 +1,6 @@
-"""How fast workers were and how much memory they took, over the last hour, from their signs of life.
+"""The speed and memory of each worker over the last hour, taken from the rows that workers update.
 
-Kept in the memory of each API process: it is for looking at, and starts anew with the process.
+Each API process keeps its own history in memory; it is only for charts and starts anew with the process.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections import deque
 from typing import Any
 
 from weft.serve.db.engine import Database
-from weft.serve.records.rows import Record
+from weft.serve.records.rows import DbRow
 from weft.serve.records.workers import live_workers
 
 SAMPLE_S = 5.0
-"""Time between two points; a worker reports about once a second."""
+"""The time between two points; a worker reports about once a second."""
 NUM_POINTS = 720
-"""Points of one worker: an hour."""
+"""How many points of one worker are kept: an hour's worth."""
 
-Point = dict[str, Any]
+HistoryPoint = dict[str, Any]
 
 
 class History:
-    """Points of each worker, oldest first; safe to share between threads."""
+    """The points of each worker, oldest first. Threads may share it."""
 
     def __init__(self) -> None:
-        self._points: dict[str, deque[Point]] = {}
+        self._points: dict[str, deque[HistoryPoint]] = {}
         self._due = 0.0
         self._lock = threading.Lock()
 
@@ -40,8 +40,8 @@ class History:
             workers = live_workers(tx)
         self.add(workers)
 
-    def add(self, workers: list[Record]) -> None:
-        """Appends a point of each worker that has been seen again, and forgets workers silent for the whole time."""
+    def add(self, workers: list[DbRow]) -> None:
+        """Appends a point of each worker that reported again, and forgets workers that were silent for an hour."""
         with self._lock:
             for worker in workers:
                 points = self._points.setdefault(worker["id"], deque(maxlen=NUM_POINTS))
@@ -54,7 +54,7 @@ class History:
             oldest = newest - SAMPLE_S * NUM_POINTS
             self._points = {id: points for id, points in self._points.items() if points[-1]["at"] > oldest}
 
-    def points(self) -> dict[str, list[Point]]:
-        """What is known, by worker."""
+    def points(self) -> dict[str, list[HistoryPoint]]:
+        """Returns all points by worker."""
         with self._lock:
             return {id: list(points) for id, points in self._points.items()}

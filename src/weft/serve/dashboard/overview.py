@@ -1,4 +1,4 @@
-"""What the dashboard shows beyond the public routes: workers, the queue, usage by month; for operators all tenants.
+"""What the dashboard shows beyond the public routes: workers, the queue, usage by month, and all tenants for operators.
 
 A tenant sees the machines it shares, and of other tenants' jobs on them only that they are there and how many tokens
 they take. An operator (scope `admin`) sees whose they are.
@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from typing import Any
 
 import sqlalchemy as sa
 
+from weft.job_state import FINAL_STATES
+from weft.serve.api.responses import Json
 from weft.serve.db.engine import Tx
 from weft.serve.db.tables import FILES, JOBS, MODELS
-from weft.serve.jobs.quota import tokens_of
-from weft.serve.jobs.states import FINAL
+from weft.serve.jobs.quota import token_usage
 from weft.serve.records import files, keys, tenants, usage
-from weft.serve.records.rows import Record, every
+from weft.serve.records.rows import DbRow, every
 
-Json = dict[str, Any]
 _SHORT = 6
-"""Letters of a worker's id that people tell it by."""
+"""How many letters of a worker's id people see."""
 
 
-def workers_view(tx: Tx, workers: list[Record], tenant: str, *, sees_all: bool) -> list[Json]:
-    """Live workers as a tenant may see them, or with everybody's jobs named."""
+def workers_view(tx: Tx, workers: list[DbRow], tenant: str, *, sees_all: bool) -> list[Json]:
+    """Returns the live workers as a tenant may see them, or, with `sees_all`, with everybody's jobs named."""
     ids = {id for worker in workers for id in _ids(worker["info"])}
     rows = every(tx, sa.select(JOBS.c.id, JOBS.c.tenant, JOBS.c.suffix).where(JOBS.c.id.in_(sorted(ids))))
     names = {row["id"]: row["suffix"] or row["id"] for row in rows if sees_all or row["tenant"] == tenant}
@@ -34,14 +33,14 @@ def workers_view(tx: Tx, workers: list[Record], tenant: str, *, sees_all: bool) 
 
 
 def _ids(info: Json) -> set[str]:
-    """Jobs a worker speaks of: those it holds, and those of its last steps."""
+    """Returns the jobs a worker reports: those it holds, and those of its last steps."""
     recent = {id for span in info.get("program", ()) for id in span.get("jobs") or ()}
     return recent | {job["id"] for job in info.get("jobs", ())}
 
 
-def _worker_view(worker: Record, names: dict[str, str], mine: set[str]) -> Json:
+def _worker_view(worker: DbRow, names: dict[str, str], mine: set[str]) -> Json:
     info = worker["info"]
-    jobs = [job["id"] for job in info.get("jobs", ()) if job.get("state") not in FINAL]
+    jobs = [job["id"] for job in info.get("jobs", ()) if job.get("state") not in FINAL_STATES]
     return {
         "id": worker["id"],
         "name": f"worker {worker['id'][-_SHORT:]}",
@@ -61,7 +60,7 @@ def _worker_view(worker: Record, names: dict[str, str], mine: set[str]) -> Json:
 
 
 def _span_view(span: Json, names: dict[str, str], capacity: int | None) -> Json:
-    """One span of the program; the tokens of jobs that may not be named are together under ""."""
+    """Returns one span of the program; the tokens of jobs that may not be named are added up under ""."""
     tokens: dict[str, int] = {}
     for id, number in (span.get("jobs") or {}).items():
         known = id if id in names else ""
@@ -76,7 +75,7 @@ def _span_view(span: Json, names: dict[str, str], capacity: int | None) -> Json:
 
 
 def queues(tx: Tx, tenant: str | None) -> dict[str, Json]:
-    """Number of jobs by state and tokens trained, by tenant; None is all tenants."""
+    """Counts the jobs by state and the trained tokens of one tenant, or of every tenant if `tenant` is None."""
     query = sa.select(
         JOBS.c.tenant, JOBS.c.status, sa.func.count().label("num"), sa.func.sum(JOBS.c.trained_tokens).label("tokens")
     ).group_by(JOBS.c.tenant, JOBS.c.status)
@@ -89,7 +88,7 @@ def queues(tx: Tx, tenant: str | None) -> dict[str, Json]:
 
 
 def total_queue(by_tenant: dict[str, Json]) -> dict[str, int]:
-    """Jobs by state of all tenants given."""
+    """Adds up the jobs by state of all given tenants."""
     total: dict[str, int] = {}
     for one in by_tenant.values():
         for state, number in one["queue"].items():
@@ -98,7 +97,7 @@ def total_queue(by_tenant: dict[str, Json]) -> dict[str, int]:
 
 
 def tenants_view(tx: Tx, by_tenant: dict[str, Json]) -> list[Json]:
-    """Every tenant with what it has and does, for the operator."""
+    """Returns every tenant with its jobs and stored bytes, for the operator."""
     stored: dict[str, int] = {}
     for table in (FILES, MODELS):
         query = sa.select(table.c.tenant, sa.func.sum(table.c.bytes).label("bytes")).where(table.c.deleted_at.is_(None))
@@ -107,31 +106,31 @@ def tenants_view(tx: Tx, by_tenant: dict[str, Json]) -> list[Json]:
     views = []
     for row in tenants.list_tenants(tx):
         mine = by_tenant.get(row["id"], {"queue": {}, "trained_tokens": 0})
-        active = sum(number for state, number in mine["queue"].items() if state not in FINAL)
+        active = sum(number for state, number in mine["queue"].items() if state not in FINAL_STATES)
         shown = {name: row[name] for name in ("id", "name", "is_disabled", "weight")}
         views.append({**shown, **mine, "num_active_jobs": active, "stored_bytes": stored.get(row["id"], 0)})
     return views
 
 
 def keys_view(tx: Tx) -> list[Json]:
-    """Every key without its secret, for the operator."""
+    """Returns every key without its secret, for the operator."""
     return [dict(row) for row in keys.list_keys(tx)]
 
 
 def usage_view(tx: Tx, tenant: str, months: int, at: float) -> Json:
-    """Tokens of a tenant in all and in each of the last months (UTC), oldest first, and its bytes."""
+    """Returns a tenant's tokens in total and in each of the last months (UTC), oldest first, and its stored bytes."""
     bounds = month_starts(at, months)
     totals = [usage.usage_of(tx, tenant, start=start, end=end)["totals"] for start, end in bounds]
     return {
         "totals": usage.usage_of(tx, tenant)["totals"],
-        "reserved_tokens": tokens_of(tx, tenant).reserved,
+        "reserved_tokens": token_usage(tx, tenant).reserved,
         "stored_bytes": files.stored_bytes(tx, tenant),
         "months": [{"start": start, **total} for (start, _), total in zip(bounds, totals, strict=True)],
     }
 
 
 def month_starts(at: float, months: int) -> list[tuple[int, int]]:
-    """Begin and end of the last `months` months, oldest first, the present one included."""
+    """Returns the begin and end of the last `months` months, oldest first, including the current one."""
     today = datetime.datetime.fromtimestamp(at, datetime.UTC)
     index = today.year * 12 + today.month - 1
     starts = [

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from weft.serve.api.auth import Caller, needs
-from weft.serve.api.service import Service, service_of
+from weft.serve.api.auth import Caller, UsageUser
+from weft.serve.api.service import ApiService, service_of
 from weft.serve.dashboard import overview
 from weft.serve.dashboard.assets import PAGE, Asset, assets
 from weft.serve.dashboard.history import SAMPLE_S, History
@@ -35,14 +35,12 @@ HEADERS = {
     # Asked for again every time, answered with 304 while it is the same: an upgrade shows at once.
     "cache-control": "no-cache",
 }
-"""Only files of our own run or are shown, and nobody frames the page."""
-
-User = Annotated[Caller, Depends(needs("usage"))]
+"""Headers by which the browser loads only our own files and lets no other site frame the page."""
 
 
 @contextlib.asynccontextmanager
 async def _sampling(app: FastAPI) -> AsyncIterator[None]:
-    """Takes points of the workers while the app runs, so that the charts are there when somebody looks."""
+    """Records the workers' speed while the app runs, so that the charts are filled when somebody looks."""
     task = asyncio.create_task(_sample(app))
     try:
         yield
@@ -79,7 +77,7 @@ def static(request: Request, name: str) -> Response:
 
 
 @router.get("/dashboard/overview")
-def read_overview(request: Request, user: User, months: Annotated[int, Query(ge=0, le=24)] = 0) -> dict[str, Any]:
+def read_overview(request: Request, user: UsageUser, months: Annotated[int, Query(ge=0, le=24)] = 0) -> dict[str, Any]:
     """Workers, queue and limits as of now; with `months` also the usage of the last months and, for operators, keys."""
     service = service_of(request)
     history = _history(request.app)
@@ -87,7 +85,7 @@ def read_overview(request: Request, user: User, months: Annotated[int, Query(ge=
     return {"object": "dashboard.overview", **_overview(service, user, months), "history": history.points()}
 
 
-def _overview(service: Service, user: Caller, months: int) -> dict[str, Any]:
+def _overview(service: ApiService, user: Caller, months: int) -> dict[str, Any]:
     is_admin = "admin" in user.scopes
     with service.database.read() as tx:
         at = now(tx)

@@ -1,1 +1,1 @@
-"""What must survive everything: tenants, keys, files, jobs, events, checkpoints, models, usage."""
+"""The database, which holds everything that must survive: tenants, keys, files, jobs, events, models, usage."""

@@ -1,11 +1,11 @@
-"""One database behind one small type: transactions that read, transactions that write, and the clock all agree on.
+"""The database as one small type: transactions that read, transactions that write, and the clock that counts.
 
-SQLite: WAL, synchronous=FULL, and writers that take the lock when they begin, so that nothing can fail half way for
-want of it. Whoever finds it taken waits a random moment and tries again; SQLite's own waiting lets a busy writer
-starve the others. PostgreSQL: plain transactions; rows about to change are locked by the functions in `records`.
+SQLite uses WAL and synchronous=FULL, and writers take the lock when they begin, so that none can fail half way for want
+of it. A writer that finds the lock taken waits a random moment and tries again; SQLite's own waiting lets a busy writer
+starve the others. On PostgreSQL these are plain transactions; the functions in `records` lock the rows they change.
 
-What is wrong with the database and not with what was asked of it is Busy: locked, away, full, or the transaction was
-undone to end a deadlock. Then nothing was written, unless it is Unsure: the connection broke during the commit.
+A problem of the database, and not of the request, is Busy: it is locked, away or full, or it undid the transaction to
+end a deadlock. Then nothing was written, unless the error is Unsure: the connection broke during the commit.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from weft.serve.errors import Busy, Unsure
 Tx = sa.Connection
 """An open transaction."""
 LOCK_WAIT_S = 10.0
-"""How long a writer tries to get SQLite's lock before the caller hears that the database is busy."""
+"""How long a writer tries to get SQLite's lock before it raises Busy."""
 PAUSE_S = (0.002, 0.05)
-"""Between two tries: a random moment, so that those who collided do not do so again."""
+"""The shortest and the longest pause between two tries; it is random so that two writers do not collide again."""
 _Made = TypeVar("_Made")
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=20")
 
 
 class Database:
-    """Transactions on one database; safe to share between threads."""
+    """Transactions on one database. Threads may share it."""
 
     def __init__(self, engine: sa.Engine, *, lock_wait_s: float = LOCK_WAIT_S) -> None:
         self.engine = engine
@@ -48,7 +48,7 @@ class Database:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[Tx]:
-        """A transaction that may write: all of it happens when the block ends, or nothing if it raises."""
+        """Opens a transaction that may write: it is committed when the block ends, or undone if the block raises."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_connection_errors())
             if self.is_sqlite and not self._turn.acquire(timeout=self._lock_wait_s):
@@ -63,7 +63,7 @@ class Database:
                     transaction.commit()
 
     def run(self, work: Callable[[Tx], _Made]) -> _Made:
-        """Does `work` in a transaction that may write, and again if the database undid it to end a deadlock."""
+        """Runs `work` in a transaction that may write, and runs it again if the database undid it to end a deadlock."""
         deadline = time.monotonic() + self._lock_wait_s
         while True:
             try:
@@ -76,7 +76,7 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Tx]:
-        """A transaction that only reads; writers do not hold it up."""
+        """Opens a transaction that only reads; writers do not hold it up."""
         with _connection_errors(), self.engine.connect() as connection, connection.begin():
             yield connection
 
@@ -98,7 +98,7 @@ class Database:
 
 
 def open_database(url: str, *, lock_wait_s: float = LOCK_WAIT_S) -> Database:
-    """The database at a URL such as `sqlite:////var/lib/weft/weft.db` or `postgresql://user@host/weft`."""
+    """Opens the database at a URL such as `sqlite:////var/lib/weft/weft.db` or `postgresql://user@host/weft`."""
     try:
         parsed = sa.make_url(_with_driver(url))
     except sa.exc.ArgumentError:
@@ -128,7 +128,7 @@ def open_database(url: str, *, lock_wait_s: float = LOCK_WAIT_S) -> Database:
 
 
 def now(tx: Tx) -> float:
-    """Unix seconds by the database's clock, the only one that leases and times are judged by."""
+    """Returns unix seconds by the database's clock, the only clock that counts for leases and times."""
     if tx.dialect.name == "sqlite":
         return float(tx.exec_driver_sql("SELECT (julianday('now') - 2440587.5) * 86400.0").scalar_one())
     return float(tx.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one())
@@ -145,7 +145,7 @@ class _Undone(Busy):
 
 @contextlib.contextmanager
 def _connection_errors() -> Iterator[None]:
-    """A database that went away, or wants the same thing again, is Busy and not a bug of ours."""
+    """Raises Busy for errors of a database that is away, locked or full, or that undid the transaction."""
     try:
         yield
     except DBAPIError as error:
@@ -164,7 +164,7 @@ def _connection_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _commit_errors() -> Iterator[None]:
-    """Whether a transaction happened whose end was not confirmed is for the caller to find out."""
+    """Raises Unsure if the connection broke during the commit; the caller must find out whether it happened."""
     try:
         yield
     except DBAPIError as error:
@@ -174,11 +174,11 @@ def _commit_errors() -> Iterator[None]:
 
 
 _UNDONE = ("40001", "40P01")
-"""PostgreSQL: could not serialize, and deadlock detected."""
+"""PostgreSQL's codes for a failed serialisation and a deadlock."""
 _AWAY = ("08", "57", "25006")
-"""PostgreSQL: no connection, shut down or starting, and only a copy that cannot be written to."""
+"""PostgreSQL's codes for a lost connection, a server that stops or starts, and a copy that is read-only."""
 _OUT_OF_ROOM = ("53", "58")
-"""PostgreSQL: no disk, memory or connections left, and errors of its files."""
+"""PostgreSQL's codes for no disk, memory or connections left, and for errors of its files."""
 _SQLITE_OUT_OF_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
 
 

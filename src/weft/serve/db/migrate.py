@@ -1,4 +1,4 @@
-"""Brings a database up to this version in one transaction; several processes may try at once."""
+"""Brings a database up to this version in one transaction; several processes may try it at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.serve.db.engine import Database, Tx
 
 SCRIPTS = Path(__file__).parent / "migrations"
 _LOCK = 7_733_101
-"""Number of the PostgreSQL lock under which migrations run one after another."""
+"""The number of the PostgreSQL lock under which migrations run one after another."""
 
 
 def migrate(database: Database) -> str:
-    """The database has the tables of this version; returns its revision. One of a newer version is refused."""
+    """Creates or upgrades the tables and returns the revision; refuses a database of a newer version."""
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -42,7 +42,7 @@ def migrate(database: Database) -> str:
 
 
 def revision(tx: Tx) -> str | None:
-    """The revision a database is at, or None if it has no tables yet."""
+    """Returns the revision of a database, or None if it has no tables yet."""
     from alembic.runtime.migration import MigrationContext
 
     return MigrationContext.configure(tx).get_current_revision()

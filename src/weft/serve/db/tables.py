@@ -17,7 +17,7 @@ METADATA = sa.MetaData(
     }
 )
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-"""SQLite counts up by itself only in a column it calls INTEGER."""
+"""SQLite numbers rows by itself only in a column of type INTEGER."""
 
 
 def _seq() -> sa.Column[int]:

@@ -1,1 +1,1 @@
-"""The life of a job: its states, who works on it, and what it is trained with."""
+"""The life of a job: its states, the worker that holds it, its settings, its files and its quota."""

@@ -1,4 +1,4 @@
-"""From the words of the API to a JobSpec: the same validated type that `weft train` reads.
+"""Turns the API's parameters into a JobSpec, the same validated type that `weft train` reads.
 
 `auto` is resolved by fixed rules, from nothing but the number of training samples n:
 
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.serve.records.rows import Record
+from weft.serve.records.rows import DbRow
 from weft.spec import AdapterSpec, JobSpec
 from weft.spec.fields import read
 from weft.spec.load import canonical
 
 BASE_LEARNING_RATE = 2e-4
 OURS = ("name", "train_data", "eval_data", "tenant", "priority", "seed")
-"""Settings of a job that the service sets itself."""
+"""Settings of a job that only the service sets."""
 REFUSED = {
     "init_adapter": "names a directory of the server",
     "chat_template": "is a program that would run on the server",
@@ -35,7 +35,7 @@ _MODULE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 def resolve(hyperparameters: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-    """n_epochs, batch_size and learning_rate_multiplier as numbers."""
+    """Returns n_epochs, batch_size and learning_rate_multiplier as numbers."""
     auto = {
         "n_epochs": 3 if num_samples < 1_000 else 2 if num_samples < 10_000 else 1,
         "batch_size": min(8, max(1, num_samples // 8)) if num_samples < 10_000 else 16,
@@ -46,9 +46,9 @@ def resolve(hyperparameters: Mapping[str, Any], num_samples: int) -> dict[str, A
 
 
 def job_settings(hyperparameters: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The `settings` column: what a jobs file would say of the job, without its name, data and owner.
+    """Returns the `settings` column: what a jobs file would say about the job, without its name, data and owner.
 
-    `hyperparameters` are resolved; `extra` comes from `user_settings` and wins.
+    `hyperparameters` are resolved; `extra` comes from `user_settings` and takes precedence.
     """
     settings: dict[str, Any] = {
         "num_train_epochs": hyperparameters["n_epochs"],
@@ -59,7 +59,7 @@ def job_settings(hyperparameters: Mapping[str, Any], extra: Mapping[str, Any]) -
 
 
 def user_settings(settings: Mapping[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings a user sent, under their own names, with the short forms merged in; what may not be set is refused."""
+    """Returns a user's settings under their full names, with the short forms merged in; refuses forbidden ones."""
     own = canonical(settings, JobSpec, "settings")
     for name in OURS:
         if name in own:
@@ -78,7 +78,7 @@ def user_settings(settings: Mapping[str, Any], short: Mapping[str, Any]) -> dict
 
 
 def _check_modules(adapter: Mapping[str, Any]) -> None:
-    """Modules are named, not matched."""
+    """Refuses regular expressions: modules are named, not matched."""
     for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         value = adapter.get(name)
         for word in [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []:
@@ -96,15 +96,15 @@ def build_spec(
     priority: int = 0,
     tenant: str = "default",
 ) -> JobSpec:
-    """The JobSpec of a `settings` column; whatever is wrong with it is a ConfigError naming the setting."""
+    """Makes the JobSpec of a `settings` column; a ConfigError names a wrong setting."""
     values: dict[str, Any] = {**settings, "name": name, "train_data": [str(train_data)]}
     if eval_data is not None:
         values["eval_data"] = [str(eval_data)]
     return read(JobSpec, {**values, "seed": seed, "priority": priority, "tenant": tenant})
 
 
-def spec_of(job: Record, train_data: Path | str, eval_data: Path | str | None = None) -> JobSpec:
-    """The JobSpec of a job's row, with its files where the worker has put them."""
+def spec_of(job: DbRow, train_data: Path | str, eval_data: Path | str | None = None) -> JobSpec:
+    """Makes the JobSpec of a job's row, with its files where the worker has put them."""
     return build_spec(
         job["settings"],
         name=job["id"],

@@ -1,4 +1,4 @@
-"""The states of a job and the only way from one to another.
+"""The states of a job, and the only functions that change them.
 
     validating_files ──> queued <──> running ──> succeeded
                            ^ |          | |
@@ -6,9 +6,9 @@
                            paused <─────┘
     Every state but the last three can also become cancelled or failed.
 
-A move changes the row and appends the event that tells of it in the caller's one transaction. A worker passes the
-fence it got when it took the job: if another has taken the job since, the move is Fenced and nothing is written.
-What a user asks for (`ask`) happens at once where no worker holds the job, and else waits in `wanted` for the worker.
+A move changes the row and appends the event about it in the caller's one transaction. A worker passes the fence it got
+when it claimed the job: if another worker has claimed the job since, the move raises Fenced and nothing is written.
+What a user asks for (`ask`) happens at once if no worker holds the job; otherwise it waits in `wanted` for the worker.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import JOBS
 from weft.serve.errors import Fenced, NotFound, NotPossible
 from weft.serve.records.events import add_event
-from weft.serve.records.rows import Record, first
+from weft.serve.records.rows import DbRow, first
 
-FINAL = FINAL_STATES
-"""The API and the engine agree on the states that nothing follows."""
-STATES = ("validating_files", "queued", "running", "paused", *FINAL)
+STATES = ("validating_files", "queued", "running", "paused", *FINAL_STATES)
 MOVES: dict[str, tuple[str, ...]] = {
     "validating_files": ("queued", "cancelled", "failed"),
     "queued": ("running", "paused", "cancelled", "failed"),
@@ -47,8 +45,8 @@ MESSAGES = {
 }
 
 
-def find_job(tx: Tx, tenant: str, id: str, *, for_update: bool = False) -> Record:
-    """A job of the tenant; with `for_update` nobody else changes it until the transaction ends."""
+def find_job(tx: Tx, tenant: str, id: str, *, for_update: bool = False) -> DbRow:
+    """Finds a job of the tenant; with `for_update` nobody else can change it until the transaction ends."""
     query = sa.select(JOBS).where(JOBS.c.tenant == tenant, JOBS.c.id == id)
     job = first(tx, query.with_for_update() if for_update else query)
     if job is None:
@@ -68,12 +66,12 @@ def move(
     data: Any = None,
     shut_out: bool = False,
     **columns: Any,
-) -> Record:
-    """Changes a job's status, sets `columns` beside it, appends the event, and returns the job as it is now.
+) -> DbRow:
+    """Changes a job's status, sets `columns` as well, appends an event, and returns the job as it is now.
 
-    An illegal move is NotPossible. `finished_at` is set on the way into a final state; whoever holds the job lets go
-    of it on the way out of `running`; what was asked for is settled by a move to `paused` or a final state. `shut_out`
-    raises the fence, so that whoever held the job can write no more about it.
+    An illegal move raises NotPossible. A move into a final state sets `finished_at`; a move out of `running` ends the
+    worker's lease; a move to `paused` or a final state settles what the user wanted. `shut_out` raises the fence, so
+    that the worker that held the job can write no more about it.
     """
     job = find_job(tx, tenant, id, for_update=True)
     _check_fence(job, fence)
@@ -82,9 +80,9 @@ def move(
     changes: dict[str, Any] = {"status": to}
     if to != "running":
         changes |= {"worker": None, "lease_until": None, "estimated_finish": None}
-    if to in (*FINAL, "paused"):
+    if to in (*FINAL_STATES, "paused"):
         changes["wanted"] = None
-    if to in FINAL:
+    if to in FINAL_STATES:
         changes["finished_at"] = int(now(tx))
     if shut_out:
         changes["fence"] = job["fence"] + 1
@@ -96,26 +94,26 @@ def move(
 
 
 def update_job(tx: Tx, tenant: str, id: str, *, fence: int, **columns: Any) -> None:
-    """Sets columns of a job that the worker with this fence still holds, without a move; else Fenced."""
+    """Sets columns of a job without a move; raises Fenced unless the worker with this fence still holds it."""
     query = sa.update(JOBS).where(JOBS.c.tenant == tenant, JOBS.c.id == id, JOBS.c.fence == fence)
     if tx.execute(query.values(columns)).rowcount == 0:
         _check_fence(find_job(tx, tenant, id), fence)
 
 
-def check_fence(tx: Tx, tenant: str, id: str, fence: int) -> Record:
-    """The job, locked, if the worker with this fence still holds it; else Fenced."""
+def check_fence(tx: Tx, tenant: str, id: str, fence: int) -> DbRow:
+    """Locks a job and returns it; raises Fenced unless the worker with this fence still holds it."""
     job = find_job(tx, tenant, id, for_update=True)
     _check_fence(job, fence)
     return job
 
 
-def ask(tx: Tx, tenant: str, id: str, wish: str) -> Record:
-    """Does or notes what a user wants of a job: cancel, pause or resume. Asking twice is asking once."""
+def ask(tx: Tx, tenant: str, id: str, wish: str) -> DbRow:
+    """Cancels, pauses or resumes a job for its user, or notes the wish for the worker; repeating it is harmless."""
     job = find_job(tx, tenant, id, for_update=True)
     status = job["status"]
     if status == {"cancel": "cancelled", "pause": "paused"}.get(wish):
         return job
-    if status in FINAL:
+    if status in FINAL_STATES:
         raise NotPossible(f"Job {id} is {status}; it is too late to {wish} it.", where="fine_tuning_job_id")
     if job["wanted"] == "cancel" and wish != "cancel":
         raise NotPossible(f"Job {id} is being cancelled; it is too late to {wish} it.", where="fine_tuning_job_id")
@@ -126,7 +124,7 @@ def ask(tx: Tx, tenant: str, id: str, wish: str) -> Record:
         raise NotPossible(f"Job {id} is {status}; pause it when it is queued.", where="fine_tuning_job_id")
     if job["worker"] and (job["lease_until"] or 0) > now(tx):
         return _want(tx, job, wish)
-    # Nobody holds it, or somebody dead does: raise the fence so that the dead one stays so.
+    # Nobody holds the job, or a dead worker does; raising the fence keeps that worker from writing again.
     to, text = {
         "cancel": ("cancelled", None),
         "pause": ("paused", None),
@@ -135,13 +133,13 @@ def ask(tx: Tx, tenant: str, id: str, wish: str) -> Record:
     return move(tx, tenant, id, to, message=text, shut_out=job["worker"] is not None)
 
 
-def _want(tx: Tx, job: Record, wish: str | None) -> Record:
+def _want(tx: Tx, job: DbRow, wish: str | None) -> DbRow:
     if job["wanted"] != wish:
         tx.execute(sa.update(JOBS).where(JOBS.c.id == job["id"]).values(wanted=wish))
     return {**job, "wanted": wish}
 
 
-def _check_fence(job: Record, fence: int | None) -> None:
+def _check_fence(job: DbRow, fence: int | None) -> None:
     if fence is not None and job["fence"] != fence:
         raise Fenced(f"Job {job['id']} was taken over: its fence is {job['fence']}, not {fence}.")
 

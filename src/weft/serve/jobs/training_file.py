@@ -1,7 +1,7 @@
-"""Checks a training file line by line before anything is stored about a job; every problem has its line.
+"""Checks a training file line by line before anything is stored about a job; every problem names its line.
 
-Bounded in memory and time: one line at a time, of a bounded length and nesting. The rows are read by the same code the
-worker trains with, so what passes here is what `weft train` would accept.
+Memory and time are bounded: it reads one line at a time, of limited length and nesting. The worker reads the rows with
+the same code, so a file that passes here is one that `weft train` accepts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from weft.serve.settings import ServiceLimits
 from weft.spec.fields import describe
 
 MAX_PROBLEMS = 20
-"""After so many the rest of the file is not read."""
+"""After so many problems the rest of the file is not read."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one line."""
+    """A problem with one line, or with the whole file if `line` is None."""
 
     line: int | None
     message: str
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What a file holds."""
+    """What a check found in a file."""
 
     num_samples: int
     format: str | None
@@ -46,7 +46,7 @@ def check_training_file(
     data_format: str | None = "auto",
     min_samples: int | None = None,
 ) -> Report:
-    """Reads the whole file; `data_format` None asks only whether each line is an object."""
+    """Checks the whole file; with `data_format` None it only checks that each line is an object."""
     least = limits.min_samples if min_samples is None else min_samples
     problems: list[Problem] = []
     count, chosen = 0, None
@@ -63,7 +63,7 @@ def check_training_file(
                 chosen = found
         except DataError as error:
             problems.append(Problem(number, str(error)))
-            # A line without an end is as far as one can read.
+            # Nothing can be read after a line that is too long.
             if len(problems) >= MAX_PROBLEMS or len(line) > limits.line_bytes:
                 break
         if count > limits.max_samples:
@@ -102,7 +102,7 @@ def _read_line(line: bytes, number: int, name: str, limits: ServiceLimits) -> Ro
 
 
 def depth_of(value: object, most: int) -> int:
-    """How deep lists and objects are nested, as far as `most` + 1."""
+    """Returns how deep lists and objects are nested, counting no further than `most` + 1."""
     depth, level = 0, [value]
     while depth <= most:
         outer = [item for item in level if isinstance(item, dict | list)]

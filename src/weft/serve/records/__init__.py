@@ -1,1 +1,1 @@
-"""What is read from and written to the database, one file per table; the tenant is always the second argument."""
+"""Reads and writes the database, with one file for each table; the tenant is always the second argument."""

@@ -10,13 +10,13 @@ import sqlalchemy as sa
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import CHECKPOINTS
 from weft.serve.errors import NotFound
-from weft.serve.records.rows import Page, Record, every, first, new_id, page
+from weft.serve.records.rows import DbRow, Page, every, first, new_id, page
 
 
 def add_checkpoint(
     tx: Tx, tenant: str, job: str, step: int, *, model: str, metrics: Mapping[str, Any], blob: str | None = None
-) -> Record:
-    """The checkpoint of a job at a step; the same step told again replaces what it was."""
+) -> DbRow:
+    """Adds the checkpoint of a job at a step, or replaces it if there is one of that step."""
     found = first(tx, sa.select(CHECKPOINTS).where(CHECKPOINTS.c.job == job, CHECKPOINTS.c.step == step))
     if found is not None:
         values = {"metrics": dict(metrics), "blob": blob or found["blob"], "model": model}
@@ -37,13 +37,13 @@ def add_checkpoint(
 
 
 def list_checkpoints(tx: Tx, tenant: str, job: str, after: str | None = None, limit: int = 10) -> Page:
-    """Checkpoints of a job, newest first."""
+    """Lists the checkpoints of a job, newest first."""
     mine = sa.and_(CHECKPOINTS.c.tenant == tenant, CHECKPOINTS.c.job == job)
     return page(tx, CHECKPOINTS, [mine], after=after, limit=limit)
 
 
-def get_checkpoint(tx: Tx, tenant: str, model: str) -> Record:
-    """A checkpoint by its id or by the name of its model (`ft:…:ckpt-step-88`)."""
+def get_checkpoint(tx: Tx, tenant: str, model: str) -> DbRow:
+    """Finds a checkpoint by its id or by the name of its model (`ft:…:ckpt-step-88`)."""
     named = sa.or_(CHECKPOINTS.c.model == model, CHECKPOINTS.c.id == model)
     row = first(tx, sa.select(CHECKPOINTS).where(CHECKPOINTS.c.tenant == tenant, named))
     if row is None:
@@ -51,8 +51,8 @@ def get_checkpoint(tx: Tx, tenant: str, model: str) -> Record:
     return row
 
 
-def delete_checkpoints(tx: Tx, tenant: str, *, model: str | None = None, job: str | None = None) -> list[Record]:
-    """One checkpoint by its name, or all of a job, are gone; the caller deletes the archives after the transaction."""
+def delete_checkpoints(tx: Tx, tenant: str, *, model: str | None = None, job: str | None = None) -> list[DbRow]:
+    """Deletes one checkpoint by its name, or all of a job; the caller deletes the archives after the transaction."""
     if model is not None:
         gone = [get_checkpoint(tx, tenant, model)]
     else:

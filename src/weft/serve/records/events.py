@@ -1,4 +1,4 @@
-"""Events of jobs: appended, never changed."""
+"""The events of jobs, which are appended and never changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import EVENTS
 from weft.serve.errors import NotFound
-from weft.serve.records.rows import Page, Record, new_id, page
+from weft.serve.records.rows import DbRow, Page, new_id, page
 
 _SINCE = (
     sa.select(EVENTS)
@@ -21,7 +21,7 @@ _SINCE = (
     .order_by(EVENTS.c.seq)
     .limit(sa.bindparam("limit"))
 )
-"""Made once: every stream asks for it all the time."""
+"""The query is made once because every stream runs it all the time."""
 
 
 def add_event(
@@ -33,7 +33,7 @@ def add_event(
     type: str = "message",
     data: Any = None,
 ) -> str:
-    """Appends an event to a job's list and returns its id; levels are info, warn, error, types message, metrics."""
+    """Appends an event to a job and returns its id; levels are info, warn and error, types message and metrics."""
     event = {
         "id": new_id("ftevent-"),
         "tenant": tenant,
@@ -49,19 +49,19 @@ def add_event(
 
 
 def list_events(tx: Tx, tenant: str, job: str, after: str | None = None, limit: int = 20) -> Page:
-    """Events of a job, newest first."""
+    """Lists the events of a job, newest first."""
     mine = sa.and_(EVENTS.c.tenant == tenant, EVENTS.c.job == job)
     return page(tx, EVENTS, [mine], after=after, limit=limit)
 
 
-def events_since(tx: Tx, tenant: str, job: str, seq: int, limit: int = 500) -> list[Record]:
-    """Events of a job after the one with number `seq`, oldest first: what a stream sends next."""
+def events_since(tx: Tx, tenant: str, job: str, seq: int, limit: int = 500) -> list[DbRow]:
+    """Returns the events of a job after number `seq`, oldest first: those that a stream sends next."""
     asked = {"tenant": tenant, "job": job, "seq": seq, "limit": limit}
     return [dict(row) for row in tx.execute(_SINCE, asked).mappings()]
 
 
 def seq_of(tx: Tx, tenant: str, job: str, id: str) -> int:
-    """The number of an event of a job."""
+    """Returns the number of an event of a job."""
     query = sa.select(EVENTS.c.seq).where(EVENTS.c.tenant == tenant, EVENTS.c.job == job, EVENTS.c.id == id)
     seq = tx.execute(query).scalar_one_or_none()
     if seq is None:

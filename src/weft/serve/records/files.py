@@ -1,13 +1,14 @@
-"""Uploaded and result files: the row; the bytes are in the file store under a name of our own."""
+"""The rows of uploaded files and result files; their bytes are in the file store under names of our own."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
+from weft.job_state import FINAL_STATES
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import FILES, JOBS, MODELS
 from weft.serve.errors import NotFound
-from weft.serve.records.rows import Page, Record, first, new_id, page
+from weft.serve.records.rows import DbRow, Page, first, new_id, page
 
 RESULTS = "fine-tune-results"
 
@@ -23,8 +24,8 @@ def create_file(
     blob: str,
     expires_in_s: int | None = None,
     status: str = "processed",
-) -> Record:
-    """The row of a file whose bytes are already in the file store."""
+) -> DbRow:
+    """Adds the row of a file whose bytes are already in the file store."""
     at = int(now(tx))
     row = {
         "id": new_id("file-"),
@@ -42,8 +43,8 @@ def create_file(
     return get_file(tx, tenant, str(row["id"]))
 
 
-def get_file(tx: Tx, tenant: str, id: str) -> Record:
-    """A file of the tenant that is neither deleted nor expired."""
+def get_file(tx: Tx, tenant: str, id: str) -> DbRow:
+    """Finds a file of the tenant that is neither deleted nor expired."""
     row = first(tx, sa.select(FILES).where(FILES.c.tenant == tenant, FILES.c.id == id, *_live(tx)))
     if row is None:
         raise NotFound(f"No such File object: {id}", where="file_id")
@@ -59,22 +60,22 @@ def list_files(
     purpose: str | None = None,
     newest_first: bool = True,
 ) -> Page:
-    """Files of the tenant."""
+    """Lists the tenant's files."""
     where = [FILES.c.tenant == tenant, *_live(tx)]
     if purpose is not None:
         where.append(FILES.c.purpose == purpose)
     return page(tx, FILES, where, after=after, limit=limit, newest_first=newest_first)
 
 
-def delete_file(tx: Tx, tenant: str, id: str) -> Record:
-    """The file is gone for its tenant; the caller deletes the blob after the transaction."""
+def delete_file(tx: Tx, tenant: str, id: str) -> DbRow:
+    """Marks a file as deleted; the caller deletes the blob after the transaction."""
     row = get_file(tx, tenant, id)
     tx.execute(sa.update(FILES).where(FILES.c.seq == row["seq"]).values(deleted_at=int(now(tx))))
     return row
 
 
 def stored_bytes(tx: Tx, tenant: str) -> int:
-    """Bytes of files and models of the tenant that are neither deleted nor expired."""
+    """Adds up the bytes of the tenant's files and models that are neither deleted nor expired."""
     live = ((FILES, _live(tx)), (MODELS, [MODELS.c.deleted_at.is_(None)]))
     total = 0
     for table, where in live:
@@ -91,5 +92,5 @@ def _live(tx: Tx) -> list[sa.ColumnElement[bool]]:
 def is_needed(tx: Tx, tenant: str, id: str) -> bool:
     """Whether a job that has not ended still reads the file."""
     reads = sa.or_(JOBS.c.training_file == id, JOBS.c.validation_file == id)
-    unfinished = JOBS.c.status.not_in(("succeeded", "failed", "cancelled"))
+    unfinished = JOBS.c.status.not_in(FINAL_STATES)
     return first(tx, sa.select(JOBS.c.id).where(JOBS.c.tenant == tenant, reads, unfinished)) is not None

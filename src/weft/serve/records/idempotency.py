@@ -1,4 +1,4 @@
-"""Idempotency keys: a request that was accepted once is answered again, not done again."""
+"""Idempotency keys: a request that was accepted once is answered again, but not carried out again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ KEPT_S = 24 * 3600
 
 
 def take_key(tx: Tx, tenant: str, key: str, request_hash: str, object_id: str) -> str | None:
-    """Binds a key to what the request is about to make, or returns the id of what it made before.
+    """Binds a key to the object the request is about to make, or returns the id of the one it made before.
 
-    The insert decides between two requests at once: the second waits for the first and then finds its row.
+    The insert decides between two simultaneous requests: the second waits for the first and then finds its row.
     """
     mine = [IDEMPOTENCY.c.tenant == tenant, IDEMPOTENCY.c.key == key]
     tx.execute(sa.delete(IDEMPOTENCY).where(*mine, IDEMPOTENCY.c.created_at < int(now(tx)) - KEPT_S))
@@ -31,7 +31,7 @@ def take_key(tx: Tx, tenant: str, key: str, request_hash: str, object_id: str) -
 
 
 def find_key_use(tx: Tx, tenant: str, key: str, request_hash: str) -> str | None:
-    """The id of what a key made before, or None; the key with another request is a Conflict."""
+    """Returns the id of the object a key made before, or None; raises Conflict if the request was another."""
     recent = IDEMPOTENCY.c.created_at >= int(now(tx)) - KEPT_S
     query = sa.select(IDEMPOTENCY).where(IDEMPOTENCY.c.tenant == tenant, IDEMPOTENCY.c.key == key, recent)
     found = first(tx, query)

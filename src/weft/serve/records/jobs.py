@@ -1,4 +1,4 @@
-"""Jobs: made once, listed newest first. Their status changes only through `weft.serve.jobs.states`."""
+"""The rows of jobs. Their status changes only through `weft.serve.jobs.states`."""
 
 from __future__ import annotations
 
@@ -7,34 +7,42 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from weft.job_state import FINAL_STATES
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import JOBS
-from weft.serve.jobs.states import FINAL, ask, find_job, move
+from weft.serve.jobs.states import ask, find_job, move
 from weft.serve.records.events import add_event
-from weft.serve.records.rows import Basis, Page, Record, new_id, page
+from weft.serve.records.rows import DbRow, Page, WatchedRows, new_id, page
 
 __all__ = [
-    "ask", "count_active", "create_job", "get_job", "job_basis", "list_jobs", "newest_basis", "starting_from",
+    "ask",
+    "count_active",
+    "create_job",
+    "get_job",
+    "list_jobs",
+    "starting_from",
+    "watched_job",
+    "watched_newest_jobs",
 ]  # fmt: skip
 
 _ONE = sa.select(JOBS).where(JOBS.c.tenant == sa.bindparam("tenant"), JOBS.c.id == sa.bindparam("id"))
-"""Made once: clients ask for it all the time, and making it takes longer than reading the row."""
+"""The query is made once: clients run it all the time, and making it takes longer than reading the row."""
 
 
-def get_job(tx: Tx, tenant: str, id: str) -> Record:
-    """A job of the tenant; NotFound if it has none of this id."""
+def get_job(tx: Tx, tenant: str, id: str) -> DbRow:
+    """Finds a job of the tenant; raises NotFound if it has none with this id."""
     row = tx.execute(_ONE, {"tenant": tenant, "id": id}).mappings().first()
     return find_job(tx, tenant, id) if row is None else dict(row)
 
 
-def job_basis(tenant: str, id: str) -> Basis:
-    """The row that `get_job` finds."""
-    return Basis("SELECT * FROM jobs WHERE tenant = ? AND id = ?", (tenant, id))
+def watched_job(tenant: str, id: str) -> WatchedRows:
+    """Returns the row to watch for `get_job`."""
+    return WatchedRows("SELECT * FROM jobs WHERE tenant = ? AND id = ?", (tenant, id))
 
 
-def newest_basis(tenant: str, limit: int) -> Basis:
-    """The rows of the first page of `list_jobs`, and the one that tells whether there are more."""
-    return Basis("SELECT * FROM jobs WHERE tenant = ? ORDER BY seq DESC LIMIT ?", (tenant, limit + 1))
+def watched_newest_jobs(tenant: str, limit: int) -> WatchedRows:
+    """Returns the rows to watch for the first page of `list_jobs`, with the one that tells whether there are more."""
+    return WatchedRows("SELECT * FROM jobs WHERE tenant = ? ORDER BY seq DESC LIMIT ?", (tenant, limit + 1))
 
 
 def create_job(
@@ -53,8 +61,8 @@ def create_job(
     priority: int = 0,
     planned_tokens: int | None = None,
     id: str | None = None,
-) -> Record:
-    """A new job in the queue; its files have been checked by the caller."""
+) -> DbRow:
+    """Adds a new job to the queue; the caller has checked its files."""
     job = {
         "id": id or new_id("ftjob-"),
         "tenant": tenant,
@@ -89,7 +97,7 @@ def list_jobs(
     metadata: Mapping[str, str] | None = None,
     no_metadata: bool = False,
 ) -> Page:
-    """Jobs, newest first; those with all of `metadata`, or those with none."""
+    """Lists jobs, newest first; `metadata` selects jobs with all of these pairs, `no_metadata` those without any."""
     where: list[sa.ColumnElement[bool]] = [JOBS.c.tenant == tenant]
     if no_metadata:
         where.append(sa.or_(JOBS.c.metadata.is_(sa.null()), sa.cast(JOBS.c.metadata, sa.Text) == "null"))
@@ -99,13 +107,13 @@ def list_jobs(
 
 
 def count_active(tx: Tx, tenant: str) -> int:
-    """Jobs that have not ended."""
+    """Counts the jobs that have not ended."""
     query = sa.select(sa.func.count()).select_from(JOBS)
-    return int(tx.execute(query.where(JOBS.c.tenant == tenant, JOBS.c.status.not_in(FINAL))).scalar_one())
+    return int(tx.execute(query.where(JOBS.c.tenant == tenant, JOBS.c.status.not_in(FINAL_STATES))).scalar_one())
 
 
 def starting_from(tx: Tx, tenant: str, model: str) -> str | None:
-    """A job that has not ended and goes on from a fine-tuned model, if there is one."""
+    """Returns a job that has not ended and starts from a fine-tuned model, or None."""
     starts = JOBS.c.settings["init_adapter"].as_string() == model
-    query = sa.select(JOBS.c.id).where(JOBS.c.tenant == tenant, JOBS.c.status.not_in(FINAL), starts)
+    query = sa.select(JOBS.c.id).where(JOBS.c.tenant == tenant, JOBS.c.status.not_in(FINAL_STATES), starts)
     return tx.execute(query.limit(1)).scalar_one_or_none()

@@ -1,4 +1,4 @@
-"""Ids, rows as plain mappings, and pages of them in the API's order."""
+"""Rows of the database as plain dictionaries, pages of them in the API's order, and new ids."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import sqlalchemy as sa
 from weft.serve.db.engine import Tx
 from weft.serve.errors import NotFound
 
-Record = dict[str, Any]
-"""One row, by the names of its columns."""
+DbRow = dict[str, Any]
+"""One row of a table, by the names of its columns."""
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -22,31 +22,31 @@ _LETTERS = string.ascii_letters + string.digits
 class Page:
     """Some rows of a list, and whether there are more after them."""
 
-    items: list[Record]
+    items: list[DbRow]
     has_more: bool
 
 
 @dataclass(frozen=True)
-class Basis:
-    """All rows that an answer is made of, in plain SQL for SQLite: while they are the same, the answer is."""
+class WatchedRows:
+    """A query, in plain SQL for SQLite, for all rows that an answer depends on: while they are equal, the answer is."""
 
     sql: str
     values: tuple[Any, ...]
 
 
 def new_id(prefix: str) -> str:
-    """An id nobody can guess: `file-` and 24 letters and digits."""
+    """Makes an id that nobody can guess: a prefix such as `file-` and 24 letters and digits."""
     return prefix + "".join(secrets.choice(_LETTERS) for _ in range(24))
 
 
-def first(tx: Tx, query: sa.Select[Any]) -> Record | None:
-    """The first row of a query, or None."""
+def first(tx: Tx, query: sa.Select[Any]) -> DbRow | None:
+    """Returns the first row of a query, or None."""
     row = tx.execute(query.limit(1)).mappings().first()
     return None if row is None else dict(row)
 
 
-def every(tx: Tx, query: sa.Select[Any]) -> list[Record]:
-    """All rows of a query."""
+def every(tx: Tx, query: sa.Select[Any]) -> list[DbRow]:
+    """Returns all rows of a query."""
     return [dict(row) for row in tx.execute(query).mappings()]
 
 
@@ -59,10 +59,10 @@ def page(
     limit: int,
     newest_first: bool = True,
 ) -> Page:
-    """Up to `limit` rows after the one with id `after`; an id that is not in the list is NotFound.
+    """Returns up to `limit` rows after the one with id `after`; raises NotFound if there is no such id in the list.
 
-    A deleted row may still be a place to go on from: `where` must not leave it out of the look-up, so only the
-    tenant's and the parent's conditions (the first of `where`) apply to it.
+    A page may go on after a deleted row, so only the first condition of `where`, on the tenant and the parent, applies
+    when that row is looked up.
     """
     query = sa.select(table).where(*where)
     if after:

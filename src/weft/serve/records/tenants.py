@@ -1,4 +1,4 @@
-"""Tenants and their limits; None is no limit."""
+"""The rows of tenants and their limits; None means no limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import TENANTS
 from weft.serve.errors import NotFound
-from weft.serve.records.rows import Record, every, first
+from weft.serve.records.rows import DbRow, every, first
 
 TENANT_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 DEFAULT_TENANT = "default"
@@ -26,8 +26,8 @@ LIMITS = (
 """The columns an operator may set."""
 
 
-def create_tenant(tx: Tx, tenant: str, name: str = "", **limits: Any) -> Record:
-    """A new tenant; its id becomes part of the names of its models."""
+def create_tenant(tx: Tx, tenant: str, name: str = "", **limits: Any) -> DbRow:
+    """Adds a tenant; its id becomes part of the names of its models."""
     if not TENANT_ID.fullmatch(tenant):
         raise ConfigError(f"{tenant!r} is not a tenant id; use lower-case letters, digits and '-', at most 63.")
     if find_tenant(tx, tenant) is not None:
@@ -37,26 +37,26 @@ def create_tenant(tx: Tx, tenant: str, name: str = "", **limits: Any) -> Record:
     return get_tenant(tx, tenant)
 
 
-def find_tenant(tx: Tx, tenant: str) -> Record | None:
-    """The tenant, or None."""
+def find_tenant(tx: Tx, tenant: str) -> DbRow | None:
+    """Finds a tenant, or returns None."""
     return first(tx, sa.select(TENANTS).where(TENANTS.c.id == tenant))
 
 
-def get_tenant(tx: Tx, tenant: str) -> Record:
-    """The tenant, or NotFound."""
+def get_tenant(tx: Tx, tenant: str) -> DbRow:
+    """Finds a tenant; raises NotFound if there is none."""
     row = find_tenant(tx, tenant)
     if row is None:
         raise NotFound(f"there is no tenant {tenant!r}.")
     return row
 
 
-def list_tenants(tx: Tx) -> list[Record]:
-    """All tenants, for the operator."""
+def list_tenants(tx: Tx) -> list[DbRow]:
+    """Lists all tenants, for the operator."""
     return every(tx, sa.select(TENANTS).order_by(TENANTS.c.created_at, TENANTS.c.id))
 
 
-def update_tenant(tx: Tx, tenant: str, *, is_disabled: bool | None = None, **limits: Any) -> Record:
-    """Sets limits, or shuts the tenant out."""
+def update_tenant(tx: Tx, tenant: str, *, is_disabled: bool | None = None, **limits: Any) -> DbRow:
+    """Sets limits of a tenant, or disables it."""
     changes = _checked(limits)
     if is_disabled is not None:
         changes["is_disabled"] = is_disabled

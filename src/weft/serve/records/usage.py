@@ -1,6 +1,6 @@
-"""What a tenant used: trained tokens from its jobs, prompt and completion tokens from its requests.
+"""What a tenant has used: the trained tokens of its jobs, and the prompt and completion tokens of its requests.
 
-A job's trained tokens are a value the worker sets, never a sum it adds to, so a crash cannot count them twice.
+The worker sets a job's trained tokens and never adds to them, so a crash cannot count them twice.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weft.serve.records.rows import every, first
 def add_usage(
     tx: Tx, tenant: str, request: str, *, kind: str, tokens: int, model: str | None = None, job: str | None = None
 ) -> None:
-    """Counts the tokens of one request; the same request told again counts once."""
+    """Counts the tokens of one request; a request that is reported again is counted once."""
     if first(tx, sa.select(USAGE).where(USAGE.c.request == request, USAGE.c.kind == kind)) is None:
         row = {"tenant": tenant, "job": job, "model": model, "kind": kind, "tokens": tokens, "request": request}
         tx.execute(sa.insert(USAGE).values({**row, "created_at": int(now(tx))}))
 
 
 def usage_of(tx: Tx, tenant: str, *, start: int | None = None, end: int | None = None) -> dict[str, Any]:
-    """Tokens of a tenant by kind, in all and by model, of what began within [start, end)."""
+    """Adds up a tenant's tokens by kind, in total and by model, of jobs and requests that began in [start, end)."""
     trained = sa.select(
         JOBS.c.model,
         sa.literal("trained").label("kind"),

@@ -1,4 +1,4 @@
-"""Workers: who is alive, on which backbone, and where it answers prompts."""
+"""The rows of workers: which are alive, on which backbone, and where they answer prompts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sqlalchemy as sa
 
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import WORKERS
-from weft.serve.records.rows import Record, every
+from weft.serve.records.rows import DbRow, every
 
 ALIVE_S = 30.0
-"""A worker not seen for this long is taken for dead."""
+"""A worker that has not been seen for this long counts as dead."""
 
 
 def put_worker(
@@ -25,7 +25,7 @@ def put_worker(
     info: Mapping[str, Any],
     is_draining: bool = False,
 ) -> None:
-    """A sign of life: the worker's row is made, or is as said here and seen now."""
+    """Adds or updates a worker's row, and notes that the worker is alive now."""
     at = now(tx)
     values = {
         "base_model": base_model,
@@ -40,11 +40,11 @@ def put_worker(
 
 
 def remove_worker(tx: Tx, id: str) -> None:
-    """The worker has ended."""
+    """Removes the row of a worker that has ended."""
     tx.execute(sa.delete(WORKERS).where(WORKERS.c.id == id))
 
 
-def live_workers(tx: Tx, base_model: str | None = None) -> list[Record]:
-    """Workers seen lately, the latest first; of one backbone or of all."""
+def live_workers(tx: Tx, base_model: str | None = None) -> list[DbRow]:
+    """Lists the workers that are alive, the one seen last first; of one backbone or of all."""
     query = sa.select(WORKERS).where(WORKERS.c.seen_at > now(tx) - ALIVE_S).order_by(WORKERS.c.seen_at.desc())
     return every(tx, query.where(WORKERS.c.base_model == base_model) if base_model else query)

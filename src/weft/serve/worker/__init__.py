@@ -1,1 +1,1 @@
-"""The process that trains: takes jobs from the database, trains them together on one backbone, answers prompts."""
+"""The process that trains: it claims jobs from the database, trains them on one backbone, and answers prompts."""

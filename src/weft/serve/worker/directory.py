@@ -1,9 +1,9 @@
-"""A worker's own directory: one run directory per process, one directory per claim in it.
+"""A worker's own directory: each worker process has a run directory, with one directory in it for each claim.
 
 work/<worker>/<job>.<fence>/    as in any run directory: checkpoints/, adapter/, metrics.jsonl; and data/, the files
 
 Nobody else ever writes there, so a worker that was given up and wakes up again disturbs nobody: the job's new worker
-reads the newest sound checkpoint once, into a directory of its own. All of it may be lost: results are in the file
+copies the newest sound checkpoint once, into a directory of its own. All of it may be lost: results are in the file
 store, and a job without a checkpoint starts again and ends with the same bytes.
 """
 
@@ -11,11 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from weft.errors import StorageError
+from weft.job_state import FINAL_STATES
+from weft.serve.db.engine import Database
+from weft.serve.db.tables import JOBS
+from weft.serve.jobs.leases import give_up
+from weft.serve.records.workers import remove_worker
 from weft.store import json_text
 from weft.store.atomic import storage_errors
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
@@ -23,7 +30,7 @@ from weft.store.run_dir import RunDirectory, RunRecord
 
 
 class WorkDirectory:
-    """The directory of one worker, and the way to those of the others."""
+    """The directory of one worker, from which it can also read those of the others."""
 
     def __init__(self, data_dir: Path, worker: str, base_model: str) -> None:
         self._all = data_dir / "work"
@@ -33,18 +40,18 @@ class WorkDirectory:
         self.run.write_run(RunRecord(run_name=worker, base_model=base_model))
 
     def close(self) -> None:
-        """Lets others clean up what is left here."""
+        """Gives the directory up, so that other workers may clean it up."""
         self.run.close()
 
     def data_dir(self, name: str) -> Path:
-        """Where the files of a claim go."""
+        """Returns the directory for the files of a claim, and makes it."""
         path = self.run.job_dir(name) / "data"
         with storage_errors(path):
             path.mkdir(exist_ok=True)
         return path
 
     def adopt(self, name: str, job: str) -> int | None:
-        """Brings the newest checkpoint any worker here has written of a job; its step, or None if there is none."""
+        """Copies the newest checkpoint that any worker wrote of a job to a claim; returns its step, or None."""
         found: tuple[Checkpoint, Path] | None = None
         for directory in self._all.glob(f"*/{job}.*"):
             checkpoint, _ = latest_checkpoint(directory / "checkpoints")
@@ -61,47 +68,63 @@ class WorkDirectory:
         return checkpoint.step
 
     def metrics(self, name: str, step: int) -> list[dict[str, Any]]:
-        """The metrics of a claim up to a step, in order."""
+        """Returns the metrics of a claim up to a step, in order; those of later steps are removed."""
         self.run.truncate_metrics(name, step)
         path = self.run.metrics_path(name)
         return [json_text.parse(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def drop(self, name: str) -> None:
-        """Removes what is left of a claim."""
+        """Removes the files of a claim."""
         shutil.rmtree(self.run.path / name, ignore_errors=True)
 
     def drop_job(self, job: str) -> None:
-        """Removes what is left here of a job that is over, earlier claims included."""
+        """Removes this worker's files of a job that is over, including those of earlier claims."""
         for claim in self.run.path.glob(f"{job}.*"):
             self.drop(claim.name)
 
     def abandoned(self) -> list[str]:
-        """Workers that worked here and whose process is gone, however it went."""
+        """Returns the workers that have a directory here but whose process is gone."""
         return [worker.name for worker in sorted(self._all.iterdir()) if worker != self.run.path and _is_free(worker)]
 
-    def sweep(self, held: Iterable[str], is_over: Callable[[str], bool]) -> None:
-        """Removes what nobody needs any more: of jobs that are over, here and where no process works now."""
-        keep = set(held)
+    def remove_finished(self, is_over: Callable[[str], bool]) -> None:
+        """Removes the files of jobs that are over, here and in directories in which no process works now."""
         for worker in sorted(self._all.iterdir()):
             if worker == self.run.path:
-                self._sweep_jobs(worker, keep, is_over)
-                continue
-            if _is_free(worker) and not self._sweep_jobs(worker, set(), is_over):
+                _remove_finished_claims(worker, is_over)
+            elif _is_free(worker) and not _remove_finished_claims(worker, is_over):
                 shutil.rmtree(worker, ignore_errors=True)
 
-    def _sweep_jobs(self, worker: Path, keep: set[str], is_over: Callable[[str], bool]) -> int:
-        """Removes claims of jobs that are over; returns how many are left."""
-        left = 0
-        for claim in list(_claims(worker)):
-            if claim.name in keep or not is_over(claim.name.rpartition(".")[0]):
-                left += 1
-            else:
-                shutil.rmtree(claim, ignore_errors=True)
-        return left
+
+def clean_up_after_dead_workers(database: Database, work: WorkDirectory) -> None:
+    """Ends the leases of workers whose process is gone, and removes their files of jobs that are over."""
+    gone = work.abandoned()
+    if gone:
+        with database.begin() as tx:
+            for worker in gone:
+                give_up(tx, worker)
+                remove_worker(tx, worker)
+    work.remove_finished(lambda job: _is_over(database, job))
+
+
+def _is_over(database: Database, job: str) -> bool:
+    with database.read() as tx:
+        status = tx.execute(sa.select(JOBS.c.status).where(JOBS.c.id == job)).scalar_one_or_none()
+    return status in (None, *FINAL_STATES)
+
+
+def _remove_finished_claims(worker: Path, is_over: Callable[[str], bool]) -> int:
+    """Removes claims of jobs that are over; returns how many are left."""
+    left = 0
+    for claim in list(_claims(worker)):
+        if is_over(claim.name.rpartition(".")[0]):
+            shutil.rmtree(claim, ignore_errors=True)
+        else:
+            left += 1
+    return left
 
 
 def _is_free(worker: Path) -> bool:
-    """Whether no process works there any more; one that has only just begun to does."""
+    """Whether no process works in a directory any more; a process that has only just begun counts as working."""
     try:
         RunDirectory.check(worker, resume=True)
     except StorageError:

@@ -1,4 +1,4 @@
-"""What an operator decides about one worker."""
+"""The options with which an operator starts a worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.errors import ConfigError
-from weft.serve.jobs.claim import LEASE_S
+from weft.serve.jobs.leases import LEASE_S
 from weft.spec import BackboneSpec
 from weft.spec.run import Capacity
 
@@ -18,34 +18,34 @@ def _new_id() -> str:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """One worker: its backbone, how much it takes on, and where it keeps what it needs while it trains."""
+    """The options of one worker: its backbone, how much it takes on, and where it keeps its files."""
 
     data_dir: Path
-    """Its own directory is `work/<id>` in there; those of workers that are gone are where it finds checkpoints."""
+    """The worker's own directory is `work/<id>` in it; there it also finds the checkpoints of workers that are gone."""
     base_model: str = "tiny"
-    """Name of the backbone in the API; jobs for it are taken."""
+    """The name of the backbone in the API; the worker claims jobs for it."""
     backbone: BackboneSpec = field(default_factory=lambda: BackboneSpec("tiny"))
-    """The backbone itself."""
+    """Where the backbone is and how it is loaded."""
     capacity: Capacity = "auto"
-    """Most tokens of one microbatch, over all jobs; auto: what suits the device."""
+    """The most tokens of one microbatch, over all jobs; `auto` is what suits the device."""
     max_jobs: int = 32
-    """Most jobs that train at a time."""
+    """The most jobs that train at a time."""
     memory_limit: float | str | None = None
-    """Most GPU memory to take, such as 40GB or 0.5."""
+    """The most GPU memory to take, such as 40GB or 0.5."""
     job_memory: int | None = None
-    """Most bytes that the adapters and optimizers of all jobs together may take."""
+    """The most bytes that the adapters and optimizers of all jobs may take together."""
     lease_s: float = LEASE_S
     """How long the worker may be silent before others take its jobs."""
     pulse_s: float = 0.5
-    """How often it writes to the database at most, and at least while it lives."""
+    """The time between two writes to the database."""
     stuck_s: float = 1800.0
     """How long one microbatch, evaluation or checkpoint may take before training is taken to hang."""
     grace_s: float = 30.0
-    """How long it may take to leave once asked to."""
+    """How long the worker may take to leave once it is asked to."""
     host: str = "127.0.0.1"
-    """Where it listens for prompts; whoever asks must know its token."""
+    """The address on which it listens for prompts; every prompt must bring its token."""
     id: str = field(default_factory=_new_id)
-    """New for every process: nobody else ever writes to its directory."""
+    """The id is new for every process, so that nobody else ever writes to its directory."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("--max-jobs", self.max_jobs, 1), ("--capacity", self.capacity, 2)):

@@ -1,8 +1,8 @@
-"""Metrics of jobs that asked for it, sent on to Weights & Biases in a thread of its own: nobody ever waits for it.
+"""Sends the metrics of jobs that ask for it to Weights & Biases, in a thread of its own that nobody waits for.
 
-Each job has a run of its own, known by the job's id, so that the next worker goes on with it. What a tenant's job
-tells is its own metrics; the worker's output, its machine and its code stay here. An account that does not answer
-costs a warning in the job's events and nothing else.
+Each job has a run of its own, known by the job's id, so that the next worker continues it. Only the job's metrics are
+sent; the worker's output, its machine and its code stay here. An account that does not answer costs a warning in the
+job's events and nothing else.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from weft.engine.events import EvalDone, Event, JobEnded, StepDone
 from weft.job_state import JobState
 from weft.report.trackers import Tracker, Trackers, WandbTracker
-from weft.serve.worker.held import Held
+from weft.serve.worker.claim import Claim
 
 MAX_WAITING = 10_000
-"""Metrics that may wait; while there are more, new ones are dropped."""
+"""How many events may wait to be sent; while there are more, new ones are dropped."""
 PRIVATE: Mapping[str, Any] = {
     "console": "off",
     "disable_code": True,
@@ -33,34 +33,34 @@ PRIVATE: Mapping[str, Any] = {
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
-"""What wandb must not send of a process that works for several tenants."""
+"""Settings that keep wandb from sending anything about a process that works for several tenants."""
 
 
 class Tracking:
     """The trackers of one worker's jobs."""
 
     def __init__(self, directory: Path, warn: Callable[[str, str], None]) -> None:
-        """wandb keeps its files in `directory`; `warn` gets the name of a claim and a sentence, in our thread."""
+        """wandb keeps its files in `directory`; `warn` is called, in this thread, with a claim's name and a text."""
         self._directory = directory
         self._warn = warn
-        self._queue: queue.Queue[tuple[Held, Event | None] | None] = queue.Queue(MAX_WAITING)
+        self._queue: queue.Queue[tuple[Claim, Event | None] | None] = queue.Queue(MAX_WAITING)
         self._open: dict[str, Trackers] = {}
         self._thread: threading.Thread | None = None
 
-    def tell(self, held: Held, event: Event | None) -> None:
-        """Passes an event on if the job asked for it; None: the worker has done with the job."""
-        is_told = event is None or isinstance(event, StepDone | EvalDone | JobEnded)
-        if not held.job["integrations"] or not is_told:
+    def tell(self, claim: Claim, event: Event | None) -> None:
+        """Passes an event on if the job asked for it; None means that the job has left this worker."""
+        is_sent = event is None or isinstance(event, StepDone | EvalDone | JobEnded)
+        if not claim.job["integrations"] or not is_sent:
             return
         if self._thread is None:
-            # A daemon: a process that must go does not wait for another company's server.
+            # A daemon thread: a process that must end does not wait for another company's server.
             self._thread = threading.Thread(target=self._run, name="weft-tracking", daemon=True)
             self._thread.start()
         with contextlib.suppress(queue.Full):
-            self._queue.put_nowait((held, event))
+            self._queue.put_nowait((claim, event))
 
     def close(self, timeout_s: float) -> None:
-        """Sends what is waiting and ends all runs, for as long as that may take."""
+        """Sends what is waiting and ends all runs, but waits no longer than `timeout_s`."""
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=timeout_s)
@@ -68,41 +68,41 @@ class Tracking:
 
     def _run(self) -> None:
         while True:
-            told = self._queue.get()
-            if told is None:
+            item = self._queue.get()
+            if item is None:
                 break
-            self._pass_on(*told)
+            self._pass_on(*item)
         for tracker in self._open.values():
             tracker.close()
 
-    def _pass_on(self, held: Held, event: Event | None) -> None:
+    def _pass_on(self, claim: Claim, event: Event | None) -> None:
         if event is None or isinstance(event, JobEnded):
-            trackers = self._open.pop(held.name, None)
+            trackers = self._open.pop(claim.name, None)
             if trackers is not None and event is None:
-                trackers.finish(held.id, JobState.PAUSED)
+                trackers.finish(claim.id, JobState.PAUSED)
             elif trackers is not None and event is not None:
-                trackers.hear(event, held.id)
+                trackers.hear(event, claim.id)
             return
-        if held.name not in self._open:
-            self._open[held.name] = self._start(held)
-        self._open[held.name].hear(event, held.id)
+        if claim.name not in self._open:
+            self._open[claim.name] = self._start(claim)
+        self._open[claim.name].hear(event, claim.id)
 
-    def _start(self, held: Held) -> Trackers:
+    def _start(self, claim: Claim) -> Trackers:
         opened: dict[str, Tracker] = {}
-        for integration in held.job["integrations"]:
+        for integration in claim.job["integrations"]:
             project = integration["wandb"]["project"]
             try:
                 opened[f"wandb ({project})"] = WandbTracker(
-                    self._directory, held.tenant, **run_options(held, integration)
+                    self._directory, claim.tenant, **run_options(claim, integration)
                 )
             except ImportError:
-                self._warn(held.name, "wandb is not installed where this job trains; it gets no metrics")
-        return Trackers(opened, lambda message: self._warn(held.name, message))
+                self._warn(claim.name, "wandb is not installed where this job trains; it gets no metrics")
+        return Trackers(opened, lambda message: self._warn(claim.name, message))
 
 
-def run_options(held: Held, integration: Mapping[str, Any]) -> dict[str, Any]:
-    """What wandb is told of a job's run."""
+def run_options(claim: Claim, integration: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of the wandb run of a job."""
     wanted = integration["wandb"]
     options = {name: wanted[name] for name in ("project", "entity", "tags") if wanted.get(name)}
-    name = wanted.get("name") or held.job["suffix"] or held.id
-    return {**options, "name": name, "id": held.id, "resume": "allow", "settings": dict(PRIVATE)}
+    name = wanted.get("name") or claim.job["suffix"] or claim.id
+    return {**options, "name": name, "id": claim.id, "resume": "allow", "settings": dict(PRIVATE)}

@@ -1,0 +1,237 @@
+"""The bodies that the API takes, as types: OpenAI's fields, and fields of our own for what OpenAI does not have."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from weft.serve.api.bodies.problems import NOT_SERVED
+
+ShortText = Annotated[StrictStr, Field(min_length=1, max_length=512)]
+Auto = Literal["auto"]
+Unused = Annotated[Any, Field(description="Taken, since clients send it, and of no effect.")]
+SUFFIX = r"^[A-Za-z0-9._-]{1,64}$"
+MD5 = r"^[0-9a-fA-F]{32}$"
+MAX_UPLOAD_PARTS = 1000
+
+
+def only(*harmless: Any) -> AfterValidator:
+    """Validates a field of OpenAI's that we do not serve: only values that ask for nothing pass."""
+
+    def check(value: Any) -> Any:
+        if value is None or value in harmless:
+            return None
+        accepted = " or ".join(json.dumps(item) for item in harmless if item)
+        raise PydanticCustomError(NOT_SERVED, "is not available", {"accepted": accepted})
+
+    return AfterValidator(check)
+
+
+class Body(BaseModel):
+    """A body in which every field is known."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Hyperparameters(Body):
+    """Each a number, or `auto` for the rule of the service."""
+
+    n_epochs: Auto | Annotated[StrictInt, Field(ge=1, le=50)] = "auto"
+    batch_size: Auto | Annotated[StrictInt, Field(ge=1, le=256)] = "auto"
+    learning_rate_multiplier: (
+        Auto | Annotated[StrictFloat, Field(gt=0, le=1e4)] | Annotated[StrictInt, Field(gt=0, le=10_000)]
+    ) = "auto"
+
+
+class Supervised(Body):
+    """The one objective there is."""
+
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(BaseModel):
+    """How to learn; `dpo` and `reinforcement` are known and refused."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["supervised", "dpo", "reinforcement"]
+    supervised: Supervised | None = None
+
+
+class Wandb(Body):
+    """Where Weights & Biases is to show the job."""
+
+    project: ShortText
+    name: ShortText | None = None
+    entity: ShortText | None = None
+    tags: list[Annotated[StrictStr, Field(max_length=64)]] = Field(default=[], max_length=50)
+
+
+class Integration(Body):
+    """A tracker to tell."""
+
+    type: Literal["wandb"]
+    wandb: Wandb
+
+
+class CreateJob(Body):
+    """A new fine-tuning job. `lora`, `priority`, `max_steps`, `max_length` and `settings` are ours (`extra_body`)."""
+
+    model: ShortText
+    training_file: Annotated[StrictStr, Field(min_length=1, max_length=64)]
+    validation_file: Annotated[StrictStr, Field(min_length=1, max_length=64)] | None = None
+    suffix: Annotated[StrictStr, Field(pattern=SUFFIX)] | None = None
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] | None = None
+    method: Method | None = None
+    hyperparameters: Hyperparameters | None = None
+    integrations: list[Integration] | None = Field(default=None, max_length=5)
+    metadata: dict[str, StrictStr] | None = None
+    lora: dict[str, Any] | None = Field(default=None, description="Of the adapter: r, alpha, dropout, target_modules…")
+    priority: Annotated[StrictInt, Field(ge=-1000, le=1000)] | None = None
+    max_steps: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    max_length: Annotated[StrictInt, Field(ge=2, lt=2**31)] | None = None
+    settings: dict[str, Any] | None = Field(default=None, description="Any setting of a job in a jobs file.")
+
+    @field_validator("metadata")
+    @classmethod
+    def _small(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        if value is None:
+            return None
+        if len(value) > 16:
+            raise ValueError(f"has {len(value)} pairs; at most 16 are kept")
+        for key, text in value.items():
+            if not 0 < len(key) <= 64 or '"' in key or "\\" in key:
+                raise ValueError("keys have 1 to 64 characters, without quotes and backslashes")
+            if len(text) > 512:
+                raise ValueError(f"the value of {key} is longer than 512 characters")
+        return value
+
+
+class ExpiresAfter(Body):
+    """When a file is forgotten."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[StrictInt, Field(ge=3600, le=2_592_000)]
+
+
+class CreateUpload(Body):
+    """A file that will come in parts."""
+
+    bytes: Annotated[StrictInt, Field(ge=1, lt=2**53)]
+    filename: ShortText
+    mime_type: ShortText
+    purpose: ShortText
+    expires_after: ExpiresAfter | None = None
+
+
+class CompleteUpload(Body):
+    """The parts of an upload in the order of the file."""
+
+    part_ids: list[Annotated[StrictStr, Field(max_length=64)]] = Field(min_length=1, max_length=MAX_UPLOAD_PARTS)
+    md5: Annotated[StrictStr, Field(pattern=MD5)] | None = None
+
+
+class CreatePermission(Body):
+    """Projects that may use a checkpoint; there are none here."""
+
+    project_ids: list[StrictStr]
+
+
+class StreamOptions(BaseModel):
+    """What a stream ends with."""
+
+    include_usage: StrictBool = False
+
+
+class _Generate(Body):
+    """What both kinds of completion take. What would change an answer and cannot is refused, not passed over."""
+
+    model: ShortText
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=4)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: Unused = None
+    n: Annotated[Any, only(1)] = None
+    frequency_penalty: Annotated[Any, only(0)] = None
+    presence_penalty: Annotated[Any, only(0)] = None
+    logit_bias: Annotated[Any, only({})] = None
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Message(BaseModel):
+    """One turn."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart] | None = None
+
+
+class CreateChat(_Generate):
+    """A chat to answer."""
+
+    messages: list[Message] = Field(min_length=1, max_length=2048)
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    logprobs: Annotated[Any, only(False)] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    moderation: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
+    metadata: Unused = None
+    parallel_tool_calls: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_options: Unused = None
+    prompt_cache_retention: Unused = None
+    reasoning_effort: Unused = None
+    safety_identifier: Unused = None
+    service_tier: Unused = None
+    store: Unused = None
+    verbosity: Unused = None
+
+
+class CreateCompletion(_Generate):
+    """A text to go on with."""
+
+    prompt: StrictStr
+    best_of: Annotated[Any, only(1)] = None
+    echo: Annotated[Any, only(False)] = None
+    logprobs: Annotated[Any, only()] = None
+    suffix: Annotated[Any, only("")] = None
+
+
+BODIES: tuple[type[BaseModel], ...] = (
+    CreateJob,
+    CreateUpload,
+    CompleteUpload,
+    CreatePermission,
+    CreateChat,
+    CreateCompletion,
+)

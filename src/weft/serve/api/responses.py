@@ -1,0 +1,125 @@
+"""Makes the API's objects of database rows: they are OpenAI's objects with further fields of our own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import Response
+
+from weft.serve.records.rows import DbRow, Page
+
+Json = dict[str, Any]
+
+
+def file_object(row: DbRow) -> Json:
+    """A FileObject."""
+    shown = ("id", "bytes", "created_at", "expires_at", "filename", "purpose", "status", "status_details")
+    return {"object": "file", **{name: row[name] for name in shown}, "sha256": row["sha256"]}
+
+
+def upload_object(row: DbRow, file: DbRow | None = None) -> Json:
+    """An Upload; `file` is the row of the completed file."""
+    shown = ("id", "bytes", "created_at", "expires_at", "filename", "purpose", "status")
+    return {"object": "upload", **{name: row[name] for name in shown}, "file": file and file_object(file)}
+
+
+def part_object(row: DbRow) -> Json:
+    """An UploadPart."""
+    return {"object": "upload.part", "id": row["id"], "created_at": row["created_at"], "upload_id": row["upload"]}
+
+
+def job_object(row: DbRow) -> Json:
+    """A FineTuningJob; `settings`, `priority`, `step` and `total_steps` are ours."""
+    kind = row["method"]["type"]
+    same = (
+        "id",
+        "created_at",
+        "estimated_finish",
+        "finished_at",
+        "fine_tuned_model",
+        "status",
+        "training_file",
+        "validation_file",
+        "result_files",
+        "seed",
+        "method",
+        "integrations",
+        "metadata",
+        "error",
+        "priority",
+        "settings",
+        "step",
+        "total_steps",
+        "started_at",
+    )
+    return {
+        "object": "fine_tuning.job",
+        **{name: row[name] for name in same},
+        "model": row["settings"].get("init_adapter") or row["model"],
+        "organization_id": row["tenant"],
+        "hyperparameters": row["method"].get(kind, {}).get("hyperparameters"),
+        "trained_tokens": row["trained_tokens"] if row["trained_tokens"] or row["status"] == "succeeded" else None,
+        "user_provided_suffix": row["suffix"],
+        "wanted": row["wanted"],
+    }
+
+
+def event_object(row: DbRow) -> Json:
+    """A FineTuningJobEvent."""
+    shown = ("id", "created_at", "level", "message", "type", "data")
+    return {"object": "fine_tuning.job.event", **{name: row[name] for name in shown}}
+
+
+def checkpoint_object(row: DbRow) -> Json:
+    """A FineTuningJobCheckpoint."""
+    return {
+        "object": "fine_tuning.job.checkpoint",
+        "id": row["id"],
+        "created_at": row["created_at"],
+        "fine_tuning_job_id": row["job"],
+        "fine_tuned_model_checkpoint": row["model"],
+        "step_number": row["step"],
+        "metrics": row["metrics"],
+    }
+
+
+def model_object(id: str, created: int, owner: str, **more: Any) -> Json:
+    """A Model."""
+    return {"object": "model", "id": id, "created": created, "owned_by": owner, **more}
+
+
+def deleted(id: str, kind: str) -> Json:
+    """The answer to a successful delete."""
+    return {"id": id, "object": kind, "deleted": True}
+
+
+def listed(page: Page, shape: Callable[[DbRow], Json], *, ends: bool = False) -> Json:
+    """A page of a list; `ends` adds the ids of its first and last item."""
+    items = [shape(row) for row in page.items]
+    answer: Json = {"object": "list", "data": items, "has_more": page.has_more}
+    if ends:
+        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+        answer |= {"first_id": first, "last_id": last}
+    return answer
+
+
+def event_stream(data: str, *, id: str | None = None) -> bytes:
+    """One server-sent event."""
+    return (f"id: {id}\n" if id else "").encode() + f"data: {data}\n\n".encode()
+
+
+def as_json(value: Json) -> bytes:
+    """Encodes an object as the bytes of an answer."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def ready(data: bytes) -> Response:
+    """Makes an answer of encoded JSON, which FastAPI then neither checks nor copies."""
+    return Response(data, media_type="application/json")
+
+
+def without_none(values: Mapping[str, Any]) -> Json:
+    """Returns the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,108 @@
+"""Sends prompts to the worker that holds a backbone: one POST to the address in its row, with its token.
+
+`POST {address}/generate` takes {model_blob, base, messages or prompt, max_tokens, temperature, top_p, seed, stop,
+stream} and answers {"text", "done", "prompt_tokens", "completion_tokens"} as JSON, or as a stream of such events.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from weft.serve.api.errors import ApiError, invalid, unavailable
+from weft.serve.records.rows import DbRow
+
+TIMEOUT_S = 300.0
+NO_WORKER_RETRY_S = 5
+_CHUNK = "data:"
+
+
+@dataclass(frozen=True)
+class AnswerPiece:
+    """A piece of an answer's text, with the token counts once they are known."""
+
+    text: str
+    done: bool = True
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str | None = None
+
+
+def choose_worker(workers: list[DbRow], base: str) -> DbRow:
+    """Chooses a live worker of this backbone that answers prompts, if possible one that is not stopping."""
+    able = [w for w in workers if w["base_model"] == base and w["address"]]
+    able = [w for w in able if not w["is_draining"]] or able
+    if not able:
+        raise unavailable(f"No worker has the model '{base}' loaded at the moment.", "no_worker", NO_WORKER_RETRY_S)
+    return random.choice(able)
+
+
+def generate(worker: DbRow, prompt: dict[str, Any]) -> Iterator[AnswerPiece]:
+    """Yields the answer piece by piece; without streaming it is one piece."""
+    connection, answer = _post(worker, prompt)
+    try:
+        if not prompt["stream"]:
+            yield _piece(json.loads(answer.read()))
+            return
+        while line := answer.readline():
+            text = line.decode().strip()
+            if not text.startswith(_CHUNK) or text == "data: [DONE]":
+                continue
+            piece = _piece(json.loads(text.removeprefix(_CHUNK)))
+            yield piece
+            if piece.done:
+                return
+        raise _broken()
+    except (OSError, http.client.HTTPException, ValueError):
+        raise _broken() from None
+    finally:
+        connection.close()
+
+
+def _post(worker: DbRow, prompt: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    place = urlsplit(worker["address"])
+    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+    connection = kind(place.hostname or "", place.port, timeout=TIMEOUT_S)
+    headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}
+    try:
+        connection.request("POST", place.path.rstrip("/") + "/generate", json.dumps(prompt), headers)
+        answer = connection.getresponse()
+        if answer.status == 200:
+            return connection, answer
+        body = answer.read(65_536)
+    except (OSError, http.client.HTTPException):
+        connection.close()
+        raise _broken() from None
+    connection.close()
+    raise _refused(answer.status, body, answer.getheader("retry-after"))
+
+
+def _refused(status: int, body: bytes, retry_after: str | None) -> ApiError:
+    """Passes a worker's 400 about the prompt to the user; any other answer means that it cannot answer now."""
+    try:
+        error = json.loads(body)["error"]
+        message, param = str(error["message"]), error.get("param")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        message, param = "", None
+    if status == 400 and message:
+        return invalid(message, param, "invalid_prompt")
+    wait_s = int(retry_after) if retry_after and retry_after.isdecimal() else NO_WORKER_RETRY_S
+    return unavailable("The worker cannot answer at the moment.", "worker_unavailable", wait_s)
+
+
+def _broken() -> ApiError:
+    return unavailable("The worker went away before the answer was complete.", "worker_lost", NO_WORKER_RETRY_S)
+
+
+def _piece(value: Any) -> AnswerPiece:
+    if not isinstance(value, dict) or "error" in value:
+        raise ValueError("not an answer")
+    counts = {name: int(value.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+    return AnswerPiece(
+        str(value.get("text", "")), bool(value.get("done", True)), **counts, finish_reason=value.get("finish_reason")
+    )

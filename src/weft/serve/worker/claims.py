@@ -1,0 +1,186 @@
+"""All jobs that a worker has claimed: what the engine is asked to do with each, and what follows from each transaction.
+
+Nothing here touches the database. `DatabaseSync` calls these methods between two transactions, and only when it knows
+that the last one was committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from weft.engine.engine import Engine
+from weft.engine.events import CheckpointSaved, JobFailed, JobWarning
+from weft.errors import StorageError, WeftError
+from weft.job_state import Reason, ReasonCode
+from weft.serve.blob_gc import discard
+from weft.serve.blobs import Blobs
+from weft.serve.db.engine import Database
+from weft.serve.errors import Busy
+from weft.serve.records.rows import DbRow
+from weft.serve.worker.claim import Claim, EngineNotice
+from weft.serve.worker.directory import WorkDirectory
+from weft.serve.worker.journal import Fate, Journal
+from weft.serve.worker.outcome import error_of
+from weft.serve.worker.prepare import JobPreparer
+from weft.serve.worker.tracking import Tracking
+from weft.serve.worker.upload_results import upload_results
+
+LOG = logging.getLogger("weft.serve.worker")
+RETRY_S = 5.0
+"""Seconds until a job that could not write, or whose data could not be stored here, is tried again."""
+
+
+class Claims:
+    """The claims of one worker. Each begins when a job is taken and ends when the job leaves this worker."""
+
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        work: WorkDirectory,
+        engine: Engine,
+        *,
+        wake: Callable[[], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        """`wake` tells the trainer that there is work; `on_ready` is called when a job has been prepared."""
+        self.by_name: dict[str, Claim] = {}
+        """Every claim by its name."""
+        self.num_claimed = 0
+        """How many jobs the worker has claimed since it started."""
+        self.claim_after = 0.0
+        """The worker claims no new jobs before this time of the monotonic clock."""
+        self.preparer = JobPreparer(database, blobs, work, engine.backbone.tokenizer, on_ready=on_ready)
+        self.tracking = Tracking(
+            work.run.path, lambda name, text: self.add_notice(name, EngineNotice(JobWarning((name,), text)))
+        )
+        self._blobs, self._work, self._engine, self._wake = blobs, work, engine, wake
+        self._notices: deque[tuple[str, EngineNotice]] = deque()
+
+    def add_notice(self, name: str, notice: EngineNotice) -> None:
+        """Queues a notice for the claim of this name. Any thread may call this; it never waits."""
+        self._notices.append((name, notice))
+
+    @property
+    def may_claim(self) -> bool:
+        """Whether the worker may claim new jobs now."""
+        return time.monotonic() >= self.claim_after
+
+    def sort_notices(self) -> None:
+        """Gives each queued notice to its claim; a notice about a job that is no longer ours is dropped."""
+        while self._notices:
+            name, notice = self._notices.popleft()
+            if name in self.by_name:
+                self.by_name[name].notices.append(notice)
+                self.tracking.tell(self.by_name[name], notice.event)
+
+    def upload(self) -> None:
+        """Puts the jobs' results into the file store, before the transaction that names them."""
+        for claim in self.by_name.values():
+            upload_results(claim, self._blobs, self._work)
+
+    def add(self, job: DbRow) -> None:
+        """Adds a claim for a job that was just taken, and starts to prepare it."""
+        claim = Claim(job, priority=job["priority"])
+        self.num_claimed += 1
+        LOG.info("claimed", extra={"fields": {"job": claim.id, "tenant": claim.tenant, "fence": claim.fence}})
+        self.by_name[claim.name] = claim
+        self.preparer.put(claim)
+
+    def submit_prepared(self) -> None:
+        """Hands prepared jobs to the engine; a job that cannot be trained fails."""
+        for claim, future in self.preparer.ready():
+            if claim.name not in self.by_name:
+                self._work.drop(claim.name)
+                continue
+            try:
+                spec, data = future.result()
+                self._engine.submit(replace(spec, priority=claim.priority), data)
+                claim.is_training = True
+                self._wake()
+            except (StorageError, Busy) as error:
+                # Nothing is wrong with the job, but it cannot be prepared here and now.
+                LOG.warning("put back: %s", error, extra={"fields": {"job": claim.id, "tenant": claim.tenant}})
+                self.claim_after = time.monotonic() + RETRY_S
+                claim.is_put_back = True
+            except WeftError as error:
+                self._fail(claim, error_of(error, claim.job))
+            except Exception:
+                # Whatever is wrong with this job's data must not harm the other jobs.
+                fields = {"job": claim.id, "tenant": claim.tenant}
+                LOG.exception("a job could not be prepared", extra={"fields": fields})
+                message = "The job could not be prepared because of an internal error."
+                self._fail(claim, {"code": "server_error", "message": message, "param": None})
+
+    def _fail(self, claim: Claim, error: dict[str, Any]) -> None:
+        reason = Reason(ReasonCode.ERROR, error["message"])
+        claim.notices.append(EngineNotice(JobFailed(claim.name, 0, reason), error=error))
+
+    def drop_lost(self, claim: Claim) -> None:
+        """Drops a claim whose job another worker has taken or whose job is over; nothing more is written about it."""
+        LOG.warning("lost", extra={"fields": {"job": claim.id, "tenant": claim.tenant, "fence": claim.fence}})
+        self._let_go(claim)
+        unused = [*claim.blobs.values(), *((claim.result.adapter, claim.result.table) if claim.result else ())]
+        discard(self._blobs, unused)
+
+    def settle(self, journal: Journal) -> None:
+        """Carries out what a committed journal means for its claim."""
+        claim = journal.claim
+        for notice in claim.notices:
+            if isinstance(notice.event, CheckpointSaved):
+                claim.blobs.pop(notice.event.step, None)
+        claim.notices.clear()
+        discard(self._blobs, journal.unused)
+        if journal.fate is Fate.ENDED:
+            self._forget(claim)
+            self._work.drop_job(claim.id)
+        elif journal.fate is Fate.RELEASED:
+            self._forget(claim)
+        elif journal.fate is Fate.PAUSED:
+            self._let_go(claim)
+        elif journal.fate is Fate.GOES_ON:
+            claim.requested = None
+            self._command(self._engine.resume, claim)
+        elif journal.fate is Fate.STALLED:
+            claim.has_stalled, claim.retry_at = True, time.monotonic() + RETRY_S
+
+    def pass_on_requests(self, rows: dict[str, DbRow]) -> None:
+        """Tells the engine what users want of the jobs that it trains."""
+        for claim in list(self.by_name.values()):
+            row = rows.get(claim.id)
+            if row is None or not claim.is_training:
+                continue
+            if row["wanted"] in ("cancel", "pause") and claim.requested != row["wanted"]:
+                claim.requested = row["wanted"]
+                self._command(self._engine.cancel if claim.requested == "cancel" else self._engine.pause, claim)
+            if row["priority"] != claim.priority:
+                claim.priority = row["priority"]
+                live = self._engine.jobs.get(claim.name)
+                if live is not None:
+                    live.spec = replace(live.spec, priority=claim.priority)
+            if claim.retry_at is not None and time.monotonic() >= claim.retry_at:
+                claim.retry_at = None
+                self._command(self._engine.resume, claim)
+
+    def _let_go(self, claim: Claim) -> None:
+        """Takes a job off the engine without writing to the database; its checkpoints stay for the next worker."""
+        if claim.is_training:
+            self._command(self._engine.cancel, claim)
+        self._forget(claim)
+
+    def _forget(self, claim: Claim) -> None:
+        self.by_name.pop(claim.name, None)
+        self.tracking.tell(claim, None)
+
+    def _command(self, command: Callable[[str], None], claim: Claim) -> None:
+        if claim.name in self._engine.jobs:
+            # The engine may forget a job that has ended at any moment; then there is nothing left to do.
+            with contextlib.suppress(WeftError):
+                command(claim.name)
+        self._wake()

@@ -1,0 +1,269 @@
+"""Keeps the database in step with one worker's engine, in a thread of its own, so that training never waits for it.
+
+About once a second, one transaction for all jobs renews the leases, writes down everything the engine reported since
+the last one, claims new jobs and updates the worker's own row. The renewal comes first and locks the rows, so the
+worker learns that a job is no longer its own before it writes anything about it. While the database does not answer,
+the notices wait and the transaction is tried again. If the connection breaks during a commit, the worker's own row
+tells whether the transaction happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from weft.engine.engine import Engine
+from weft.errors import StorageError, WeftError
+from weft.serve.blobs import Blobs
+from weft.serve.db.engine import Database, Tx, now
+from weft.serve.db.tables import WORKERS
+from weft.serve.errors import Busy, Unsure
+from weft.serve.jobs.leases import claim_jobs, give_up, has_free, release, renew
+from weft.serve.jobs.states import move
+from weft.serve.records.rows import DbRow
+from weft.serve.records.workers import put_worker, remove_worker
+from weft.serve.worker.claim import Claim, EngineNotice
+from weft.serve.worker.claims import Claims
+from weft.serve.worker.directory import WorkDirectory, clean_up_after_dead_workers
+from weft.serve.worker.journal import Fate, Journal
+from weft.serve.worker.options import WorkerOptions
+
+LOG = logging.getLogger("weft.serve.worker")
+LOOK_S = 0.2
+"""How often an idle worker looks for new jobs. Looking only reads."""
+STUCK = 70
+"""The exit code of a worker whose training hung."""
+TRACKING_GRACE_S = 5.0
+"""How long a worker that is leaving waits for the trackers of its jobs."""
+
+
+@dataclass
+class _SyncRound:
+    """What one transaction did, and what must be carried out once it is committed."""
+
+    number: int
+    is_last: bool
+    rows: dict[str, DbRow] = field(default_factory=dict)
+    """The rows of the jobs that are ours, by id."""
+    journals: list[Journal] = field(default_factory=list)
+    lost: list[Claim] = field(default_factory=list)
+    claimed: list[DbRow] = field(default_factory=list)
+
+
+class DatabaseSync:
+    """The thread of a worker that talks to the database; it neither trains nor answers prompts."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        database: Database,
+        blobs: Blobs,
+        work: WorkDirectory,
+        engine: Engine,
+        *,
+        address: tuple[str, str],
+        wake: Callable[[], None],
+    ) -> None:
+        """`address` is where the worker answers prompts, and the token; `wake` tells the trainer that there is work."""
+        self.info: dict[str, Any] = {}
+        """What the worker's row says about the worker."""
+        self.crash: BaseException | None = None
+        """The error that ended the thread, if there was one."""
+        self.trainer_seen_at = time.monotonic()
+        """When the thread that trains last reported that it is alive."""
+        self._options = options
+        self._database = database
+        self._work = work
+        self._address, self._token = address
+        self._num_rounds = 0
+        self._unsure: _SyncRound | None = None
+        """A round whose commit was not confirmed: it may have happened or not."""
+        self._hurry = threading.Event()
+        self._is_draining = False
+        self._has_left = False
+        self._claims = Claims(database, blobs, work, engine, wake=wake, on_ready=self._hurry.set)
+        # A daemon thread: a process that must end does not wait for a database that is away.
+        self._thread = threading.Thread(target=self._run, name="weft-database-sync", daemon=True)
+
+    def start(self) -> None:
+        """Registers the worker and starts to claim jobs."""
+        clean_up_after_dead_workers(self._database, self._work)
+        self._thread.start()
+        self._claims.preparer.start()
+
+    def add_notice(self, name: str, notice: EngineNotice, *, hurry: bool = False) -> None:
+        """Queues a notice for the next transaction; with `hurry` that one comes at once. This never waits."""
+        self._claims.add_notice(name, notice)
+        if hurry:
+            self._hurry.set()
+
+    @property
+    def num_claims(self) -> int:
+        """How many jobs the worker has claimed so far."""
+        return self._claims.num_claimed
+
+    def drain(self) -> None:
+        """Stops claiming jobs."""
+        self._is_draining = True
+
+    def leave(self) -> None:
+        """Returns all jobs to the queue, removes the worker's row and waits for both; the engine has stopped before."""
+        self._is_draining = self._has_left = True
+        self._hurry.set()
+        self._thread.join(self._options.grace_s)
+        self._claims.tracking.close(TRACKING_GRACE_S)
+
+    def abandon(self) -> None:
+        """Lets other workers have the jobs at once because this one crashes; each job's loss is counted."""
+        with contextlib.suppress(WeftError), self._database.begin() as tx:
+            give_up(tx, self._options.id)
+            remove_worker(tx, self._options.id)
+
+    def _run(self) -> None:
+        try:
+            due = 0.0
+            while True:
+                is_last = self._has_left
+                if time.monotonic() >= due or self._hurry.is_set() or is_last or self._is_work_waiting():
+                    self._hurry.clear()
+                    due = time.monotonic() + self._options.pulse_s
+                    if self._try_pulse(is_last) and is_last:
+                        return
+                self._hurry.wait(min(LOOK_S, self._options.pulse_s))
+        except BaseException as error:
+            self.crash = error
+
+    def _try_pulse(self, is_last: bool) -> bool:
+        try:
+            self._pulse(is_last)
+            return True
+        except Busy as error:
+            LOG.warning("the database does not answer: %s", error)
+        except StorageError as error:
+            LOG.warning("the file store does not answer: %s", error)
+        return False
+
+    def _is_work_waiting(self) -> bool:
+        """Looks cheaply whether there is work, so that an idle worker starts soon without writing all the time."""
+        if self._claims.preparer.has_ready:
+            return True
+        if self._is_draining or self._num_free_places() < 1 or not self._claims.may_claim:
+            return False
+        try:
+            with self._database.read() as tx:
+                return not self._claims.by_name and has_free(tx, self._options.base_model)
+        except Busy:
+            return False
+
+    def _num_free_places(self) -> int:
+        return self._options.max_jobs - len(self._claims.by_name)
+
+    def _pulse(self, is_last: bool) -> None:
+        if time.monotonic() - self.trainer_seen_at > self._options.stuck_s:
+            self._exit_stuck()
+        if self._unsure is not None and self._was_committed(self._unsure):
+            sync_round, self._unsure = self._unsure, None
+            self._carry_out(sync_round)
+            if sync_round.is_last:
+                return
+        self._unsure = None
+        self._claims.sort_notices()
+        self._claims.submit_prepared()
+        self._claims.upload()
+        self._num_rounds += 1
+        rounds: list[_SyncRound] = []
+        try:
+            self._database.run(lambda tx: rounds.append(self._write(tx, is_last)))
+        except Unsure:
+            self._unsure = rounds[-1]
+            raise
+        self._carry_out(rounds[-1])
+
+    def _write(self, tx: Tx, is_last: bool) -> _SyncRound:
+        """Writes everything this worker has to report in one transaction; nothing outside the database changes yet."""
+        sync_round = _SyncRound(self._num_rounds, is_last)
+        sync_round.rows = {row["id"]: row for row in renew(tx, self._options.id, lease_s=self._options.lease_s)}
+        at = now(tx)
+        for claim in self._claims.by_name.values():
+            row = sync_round.rows.get(claim.id)
+            if row is None or row["fence"] != claim.fence:
+                sync_round.lost.append(claim)
+            elif is_last or not claim.is_unstored:
+                sync_round.journals.append(self._journal(tx, claim, row, at, is_last))
+        if not is_last:
+            sync_round.claimed = self._claim_jobs(tx, sync_round.rows)
+        self._update_worker_row(tx, is_last)
+        return sync_round
+
+    def _claim_jobs(self, tx: Tx, rows: dict[str, DbRow]) -> list[DbRow]:
+        """Claims new jobs, and takes up any that the database says are ours but we do not know: nobody else would."""
+        known = {(claim.id, claim.fence) for claim in self._claims.by_name.values()}
+        strays = [row for row in rows.values() if (row["id"], row["fence"]) not in known]
+        if self._is_draining or not self._claims.may_claim:
+            return strays
+        options, room = self._options, self._num_free_places() - len(strays)
+        return [*strays, *claim_jobs(tx, options.id, options.base_model, room, lease_s=options.lease_s)]
+
+    def _carry_out(self, sync_round: _SyncRound) -> None:
+        """Carries out what a committed transaction means for the engine and the directory."""
+        for claim in sync_round.lost:
+            self._claims.drop_lost(claim)
+        for journal in sync_round.journals:
+            self._claims.settle(journal)
+        for job in sync_round.claimed:
+            self._claims.add(job)
+        if not sync_round.is_last:
+            self._claims.pass_on_requests(sync_round.rows)
+
+    def _was_committed(self, sync_round: _SyncRound) -> bool:
+        """Whether a transaction whose commit was not confirmed did happen."""
+        mine = sa.select(WORKERS.c.info).where(WORKERS.c.id == self._options.id)
+        # Locking the row waits for a commit that is still under way.
+        with self._database.begin() as tx:
+            info = tx.execute(mine.with_for_update()).scalar_one_or_none()
+        # The last round removes the row.
+        return info is None if sync_round.is_last else info is not None and info.get("turn") == sync_round.number
+
+    def _exit_stuck(self) -> None:
+        """Gives the jobs to others and ends the process, because training hangs where nothing can interrupt it."""
+        LOG.error("training hangs; the worker ends", extra={"fields": {"worker": self._options.id}})
+        self.abandon()
+        os._exit(STUCK)
+
+    def _journal(self, tx: Tx, claim: Claim, row: DbRow, at: float, is_last: bool) -> Journal:
+        journal = Journal(tx, claim, row, at)
+        if not claim.is_unstored:
+            journal.write()
+        if journal.fate is Fate.ENDED or journal.fate is Fate.PAUSED:
+            return journal
+        if (is_last or not claim.is_training) and row["wanted"] in ("cancel", "pause"):
+            to = {"cancel": "cancelled", "pause": "paused"}[row["wanted"]]
+            move(tx, claim.tenant, claim.id, to, fence=claim.fence)
+            journal.fate = Fate.ENDED if to == "cancelled" else Fate.PAUSED
+        elif is_last or claim.is_put_back:
+            # Its durable tokens were counted with its last checkpoint.
+            release(tx, claim.tenant, claim.id, fence=claim.fence)
+            journal.fate = Fate.RELEASED
+        return journal
+
+    def _update_worker_row(self, tx: Tx, is_last: bool) -> None:
+        if is_last:
+            remove_worker(tx, self._options.id)
+            return
+        put_worker(
+            tx,
+            self._options.id,
+            base_model=self._options.base_model,
+            address=self._address,
+            token=self._token,
+            info={**self.info, "turn": self._num_rounds},
+            is_draining=self._is_draining,
+        )

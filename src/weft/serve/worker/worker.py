@@ -1,0 +1,242 @@
+"""A worker: it loads one backbone, trains every job that is claimed on one engine, and answers prompts in between.
+
+The thread that calls `run` trains and answers. It touches neither the database nor the file store, so neither can hold
+it up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft.engine.capacity import load_within, start_capacity
+from weft.engine.engine import Engine
+from weft.engine.events import (
+    CheckpointSaved,
+    Event,
+    JobEnded,
+    JobEvent,
+    JobPaused,
+    JobStarted,
+    JobWarning,
+    MicrobatchDone,
+)
+from weft.errors import StorageError
+from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
+from weft.plan.pack import planner_named
+from weft.serve.blobs import Blobs
+from weft.serve.db.engine import Database
+from weft.serve.worker.claim import EngineNotice
+from weft.serve.worker.database_sync import DatabaseSync
+from weft.serve.worker.directory import WorkDirectory
+from weft.serve.worker.options import WorkerOptions
+from weft.serve.worker.prompts.prompt_scheduler import PromptScheduler
+from weft.serve.worker.prompts.prompt_server import PromptServer
+
+LOG = logging.getLogger("weft.serve.worker")
+IDLE_S = 0.02
+"""How long an idle worker waits before it looks for work again."""
+PROGRAM_SPANS = 60
+"""How many spans of the current program the dashboard shows."""
+RATE_S = 5.0
+"""The seconds over which tokens per second are averaged."""
+
+
+class Worker:
+    """A worker that has loaded its backbone."""
+
+    def __init__(self, options: WorkerOptions, database: Database, blobs: Blobs) -> None:
+        self._options = options
+        backbone, notes = load_within(options.backbone, options.memory_limit)
+        for note in notes:
+            LOG.warning("%s", note)
+        # A number from here on: which jobs are taken must not depend on who came first.
+        capacity = start_capacity(backbone, options.capacity)
+        self.engine = Engine(
+            backbone,
+            capacity=capacity,
+            planner=planner_named("auto"),
+            max_jobs=options.max_jobs,
+            job_memory=options.job_memory,
+        )
+        self._work = WorkDirectory(options.data_dir, options.id, options.base_model)
+        self.engine.keep_in(self._work.run)
+        self.scheduler = PromptScheduler(backbone, capacity)
+        self._server = PromptServer(self.scheduler, blobs, self._work.run.path / "adapters", options)
+        self._has_work = threading.Event()
+        address = (self._server.address, self._server.token)
+        self.sync = DatabaseSync(
+            options, database, blobs, self._work, self.engine, address=address, wake=self._has_work.set
+        )
+        self._is_stopping = False
+        self._rate: deque[tuple[float, int]] = deque()
+        self._info_due = 0.0
+
+    @property
+    def address(self) -> str:
+        """The URL at which the worker answers prompts."""
+        return self._server.address
+
+    def stop(self) -> None:
+        """Asks `run` to finish the step, save everything, give the jobs back and return; fit for signal handlers."""
+        self._is_stopping = True
+
+    def run(self) -> None:
+        """Trains and answers until asked to stop."""
+        self._update_info()
+        self._server.start()
+        fields = {"worker": self._options.id, "base_model": self._options.base_model, "address": self.address}
+        fields["capacity"] = str(self.engine.limits.capacity)
+        LOG.info("ready", extra={"fields": fields})
+        try:
+            self.sync.start()
+            while not self._is_stopping:
+                self._has_work.clear()
+                for event in self.engine.events():
+                    self._pass_on(event)
+                    self._after(event)
+                while not self._is_stopping and not self._has_work.is_set():
+                    self._idle()
+            self._server.close()
+            self.sync.drain()
+            for event in self._last_events():
+                self._pass_on(event)
+            self.sync.leave()
+        except BaseException:
+            self.sync.abandon()
+            raise
+        finally:
+            self._server.close()
+            self._work.close()
+
+    def _last_events(self) -> list[Event]:
+        """Stops the engine, which saves every job at its last step boundary, and returns the events of that."""
+        self.engine.stop()
+        return list(self.engine.events())
+
+    def _pass_on(self, event: Event) -> None:
+        """Passes an event on; the engine forgets a job that has ended."""
+        if isinstance(event, MicrobatchDone):
+            self._rate.append((time.monotonic(), event.tokens))
+            return
+        if isinstance(event, JobWarning):
+            for name in event.jobs:
+                self.sync.add_notice(name, EngineNotice(event))
+            LOG.warning("%s", ": ".join(filter(None, (", ".join(event.jobs), event.message))))
+            return
+        if not isinstance(event, JobEvent):
+            return
+        job = self.engine.jobs.get(event.job)
+        tokens = job.num_tokens if job is not None else 0
+        export = self._export(event) if isinstance(event, CheckpointSaved) else None
+        is_end = isinstance(event, JobEnded)
+        is_news = is_end or isinstance(event, JobStarted | JobPaused)
+        self.sync.add_notice(event.job, EngineNotice(event, tokens, export), hurry=is_news)
+        if is_end and job is not None:
+            self.engine.forget(event.job)
+
+    def _export(self, event: CheckpointSaved) -> Path | None:
+        """Exports the adapter at a checkpoint for the file store, except while leaving, when time is short."""
+        if self._is_stopping:
+            return None
+        directory = self._work.run.job_dir(event.job) / f"export-{event.step}"
+        try:
+            self.engine.export_adapter(event.job, directory)
+        except StorageError as error:
+            # The checkpoint itself is safe, but nobody can prompt it.
+            LOG.warning("no adapter of step %d of %s: %s", event.step, event.job, error)
+            return None
+        return directory
+
+    def _after(self, event: Event) -> None:
+        """After each event, gives prompts their turn, checks the database thread and passes a stop on."""
+        if self._is_stopping:
+            self.engine.stop()
+        elif isinstance(event, MicrobatchDone):
+            self.scheduler.take_turn(event.seconds)
+        self._check_sync()
+
+    def _idle(self) -> None:
+        """Gives prompts all the time while there is nothing to train."""
+        if not self.scheduler.take_turn(None):
+            self._has_work.wait(IDLE_S)
+        self._check_sync()
+
+    def _check_sync(self) -> None:
+        self.sync.trainer_seen_at = time.monotonic()
+        if self.sync.crash is not None:
+            raise self.sync.crash
+        if time.monotonic() >= self._info_due:
+            self._info_due = time.monotonic() + 1.0
+            self._update_info()
+
+    def _update_info(self) -> None:
+        """Updates what the worker's row says about the worker, for the dashboard and the metrics page."""
+        engine, backbone = self.engine, self.engine.backbone
+        spans = list(itertools.islice(reversed(engine.timeline.spans), PROGRAM_SPANS))
+        self.sync.info = {
+            "version": weft.__version__,
+            "pid": os.getpid(),
+            "kernels": backbone.kernels,
+            "capacity": engine.limits.capacity,
+            "max_jobs": self._options.max_jobs,
+            **_device_info(backbone.device),
+            "tokens_per_s": round(self._tokens_per_s(), 1),
+            "jobs": [
+                {
+                    "id": name.rpartition(".")[0],
+                    "tenant": job.spec.tenant,
+                    "state": str(job.state),
+                    "step": job.step,
+                    "total_steps": job.num_steps,
+                    "trained_tokens": job.num_tokens,
+                    "priority": job.spec.priority,
+                }
+                for name, job in list(engine.jobs.items())
+            ],
+            "prompts": {"waiting": self.scheduler.num_waiting, "answered": self.scheduler.num_answered},
+            "program": [
+                {
+                    "name": span.name,
+                    "start_s": round(span.start_s, 4),
+                    "duration_s": round(span.duration_s, 4),
+                    "jobs": {name.rpartition(".")[0]: tokens for name, tokens in span.args.get("jobs", {}).items()},
+                }
+                for span in reversed(spans)
+            ],
+        }
+
+    def _tokens_per_s(self) -> float:
+        at = time.monotonic()
+        while self._rate and self._rate[0][0] < at - RATE_S:
+            self._rate.popleft()
+        return sum(tokens for _, tokens in self._rate) / RATE_S
+
+
+def run_worker(options: WorkerOptions, database: Database, blobs: Blobs) -> None:
+    """Loads the backbone and trains until the process is asked to stop."""
+    Worker(options, database, blobs).run()
+
+
+def _device_info(device: torch.device) -> dict[str, Any]:
+    if is_gpu(device):
+        free, total = free_and_total_bytes(device)
+        return {
+            "device": str(device),
+            "device_name": device_name(device),
+            "memory_bytes": total - free,
+            "memory_total_bytes": total,
+        }
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    return {"device": "cpu", "device_name": "CPU", "memory_bytes": pages * page, "memory_total_bytes": total}

@@ -1,0 +1,40 @@
+"""A process that answers requests ends when it is told to, whenever that is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import uvicorn
+from service_home import Home
+
+from weft.serve.api.server import listen, run_app
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_run_when_told_to_stop_before_it_serves_then_does_not_begin(
+    home: Home, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+):
+    """A service that is stopped while it starts would else leave a process behind that holds its port."""
+    serve, stops = uvicorn.Server.run, []
+
+    def told(self: uvicorn.Server, sockets: Any = None) -> None:
+        signal.raise_signal(number)
+        serve(self, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", told)
+    rescue = threading.Timer(5, os.kill, (os.getpid(), signal.SIGTERM))
+    started = time.monotonic()
+    handlers = [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)]
+    with listen("127.0.0.1", 0) as sock:
+        rescue.start()
+        try:
+            run_app(home.app, sock, lambda: stops.append(number))
+        finally:
+            rescue.cancel()
+    assert stops and time.monotonic() - started < 4
+    assert [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)] == handlers

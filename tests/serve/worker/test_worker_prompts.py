@@ -1,0 +1,355 @@
+"""Prompts are answered while jobs train: by any adapter, in one batch, without a bit of difference to the training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+import zipfile
+from dataclasses import replace
+
+import httpx
+import pytest
+from tiny_models import random_backbone
+from worker_bench import Bench
+
+from weft.data.prompts import prompt_of_chat
+from weft.errors import WeftError
+from weft.inference.attach import StoredAdapter, attach_adapter
+from weft.inference.generate import Decoding, Request, generate
+from weft.serve.errors import Busy
+from weft.serve.worker.prompts import prompt_scheduler as scheduler_module
+from weft.serve.worker.prompts.adapter_cache import AdapterCache
+from weft.serve.worker.prompts.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
+from weft.serve.worker.prompts.prompt_server import _safe_length
+from weft.spec import AdapterSpec
+from weft.store.peft_files import read_adapter
+
+CHAT = [{"role": "user", "content": "heddle"}]
+
+
+def ask(worker, **question):
+    headers = {"X-Weft-Token": question.pop("token", worker._server.token)}
+    return httpx.post(f"{worker.address}/generate", json=question, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A bench with three adapters of some effect, their blobs, and a worker that has nothing else to do."""
+    bench = Bench.at(tmp_path_factory.mktemp("prompts"))
+    ids = [bench.submit(tenant, seed=seed, learning_rate=0.05) for seed, tenant in enumerate(("ash", "birch", "cedar"))]
+    with bench.worker() as worker:
+        bench.wait(*ids)
+        yield bench, ids, [blob_of(bench, id) for id in ids], worker
+    bench.database.close()
+
+
+def blob_of(bench, id):
+    from weft.serve.records.models import get_model
+
+    job = bench.job(id)
+    with bench.database.read() as tx:
+        return get_model(tx, job["tenant"], job["fine_tuned_model"])["blob"]
+
+
+def expected(bench, blob, tokens, decoding):
+    """What the adapter writes on a backbone of its own."""
+    from weft.backbone.load import load_backbone
+    from weft.spec import BackboneSpec
+
+    backbone = load_backbone(BackboneSpec("tiny", device="cpu"))
+    place = bench.place / f"expected-{blob.replace('/', '-')}"
+    if not place.exists():
+        with bench.blobs.open(blob) as stream, zipfile.ZipFile(stream) as archive:
+            archive.extractall(place)
+    slot = attach_adapter(backbone, StoredAdapter("a", place, *read_adapter(place)[:2], None))
+    return generate(backbone, [Request(tokens, slot)], decoding)[0]
+
+
+def test_prompt_when_the_token_is_wrong_then_is_refused(trained):
+    *_, worker = trained
+    assert ask(worker, prompt="x", token="guess").status_code == 401
+    assert ask(worker, prompt="x", token="").status_code == 401
+
+
+def test_prompts_when_asked_together_then_each_adapter_answers_as_if_alone(trained):
+    bench, _, blobs, worker = trained
+    answers: dict[str | None, dict] = {}
+
+    def one(blob):
+        answers[blob] = ask(worker, model_blob=blob, messages=CHAT, max_tokens=12, temperature=0).json()
+
+    threads = [threading.Thread(target=one, args=(blob,)) for blob in [None, *blobs]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tokenizer = worker.engine.backbone.tokenizer
+    prompt = prompt_of_chat(CHAT, tokenizer).tokens.tolist()
+    for blob in blobs:
+        tokens = expected(bench, blob, prompt, Decoding(12))
+        answer = answers[blob]
+        assert answer["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert (answer["prompt_tokens"], answer["completion_tokens"]) == (len(prompt), len(tokens))
+        assert answer["finish_reason"] == ("length" if len(tokens) == 12 else "stop")
+    assert len({answer["text"] for answer in answers.values()}) > 1, "the adapters have no effect"
+
+
+def test_prompt_when_streamed_then_the_pieces_are_the_answer(trained):
+    _, _, blobs, worker = trained
+    question = {"model_blob": blobs[0], "prompt": "warp\n", "max_tokens": 10, "temperature": 0.9, "seed": 3}
+    whole = ask(worker, **question).json()
+    pieces = []
+    headers = {"X-Weft-Token": worker._server.token}
+    with httpx.stream(
+        "POST", f"{worker.address}/generate", json={**question, "stream": True}, headers=headers
+    ) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        for line in reply.iter_lines():
+            if line:
+                pieces.append(json.loads(line.removeprefix("data: ")))
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1]["completion_tokens"] == whole["completion_tokens"]
+    assert len(pieces) > 2
+    assert ask(worker, **{**question, "seed": 4}).json()["text"] != whole["text"]
+
+
+def test_prompt_when_a_stop_sequence_comes_then_ends_before_it(trained):
+    _, _, blobs, worker = trained
+    question = {"model_blob": blobs[1], "prompt": "warp\n", "max_tokens": 16, "temperature": 0}
+    text = ask(worker, **question).json()["text"]
+    stop = text[4:6]
+    assert len(stop) == 2
+    answer = ask(worker, **question, stop=[stop, "never there"]).json()
+    assert answer["text"] == text[: text.index(stop)]
+    assert answer["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("question", "status", "words"),
+    [
+        ({}, 400, "messages or prompt"),
+        ({"prompt": "a", "messages": CHAT}, 400, "not both"),
+        ({"messages": []}, 400, "empty"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "roles are system"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "greater than or equal to 1"),
+        ({"prompt": "a", "top_p": 2}, 400, "less than or equal to 1"),
+        ({"prompt": "word " * 3000}, 400, "positions"),
+        ({"prompt": "a", "model_blob": "../../etc/passwd"}, 404, "not the name of a blob"),
+        ({"prompt": "a", "model_blob": "ab/" + "0" * 32}, 404, "not in the file store"),
+    ],
+)
+def test_prompt_when_it_cannot_be_answered_then_says_why(trained, question, status, words):
+    *_, worker = trained
+    reply = ask(worker, **question)
+    assert reply.status_code == status, reply.text
+    assert words in reply.json()["error"]["message"]
+
+
+def test_prompts_when_jobs_train_then_both_go_on_and_the_adapter_is_the_same(trained):
+    bench, _, blobs, worker = trained
+    id = bench.submit("ash", seed=11, max_steps=20)
+    bench.wait_for_step(id, 1)
+    answered = 0
+    while bench.job(id)["status"] == "running":
+        reply = ask(worker, model_blob=blobs[answered % 3], prompt="warp\n", max_tokens=4, temperature=0)
+        assert reply.status_code == 200
+        answered += 1
+    bench.wait(id)
+    assert answered > 2
+    assert bench.adapter(id) == bench.twin(id)[0]
+
+
+class Clock:
+    """Time that passes only when a pass of the backbone takes it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    made = random_backbone("llama")
+    made.model.generation_config.eos_token_id = None
+    return made
+
+
+def written(request):
+    tokens = []
+    while not isinstance(got := request.answer.get(timeout=1), AnswerEnd):
+        tokens.append(got)
+    return tokens, got.reason
+
+
+def test_turn_when_something_trains_then_takes_its_share_and_at_least_one_pass(backbone, monkeypatch):
+    clock, advance = Clock(), scheduler_module.advance
+    passes = []
+
+    def slow(*arguments):
+        clock.now += 2**-7  # times here are sums of powers of two, so that none is rounded
+        passes.append(len(arguments[1]))
+        return advance(*arguments)
+
+    monkeypatch.setattr(scheduler_module, "advance", slow)
+    monkeypatch.setattr(scheduler_module, "time", clock)
+    # What was started of the training before the turn takes longer than the turn, and is none of it.
+    monkeypatch.setattr(backbone, "wait", lambda: setattr(clock, "now", clock.now + 5.0))
+    scheduler = PromptScheduler(backbone, 64)
+    assert not scheduler.take_turn(0.1)
+    assert clock.now == 0.0, "nobody waits where nothing is asked"
+    scheduler.submit(PromptRequest([5, 6], None, Decoding(50)))
+    scheduler.take_turn(0.001)
+    assert passes == [1], "one pass, however short training was"
+    scheduler.submit(PromptRequest([5], None, Decoding(50)))
+    scheduler.take_turn(20 * 2**-7)
+    assert passes == [1, 2, 2, 2, 2, 2], "a quarter of that"
+
+
+def test_turn_when_a_request_is_longer_than_the_capacity_then_it_is_read_in_parts(backbone):
+    tokens = [3 + i % 40 for i in range(21)]
+    (whole,) = generate(backbone, [Request(tokens)], Decoding(6))
+    scheduler = PromptScheduler(backbone, 8)
+    short, long = PromptRequest([5, 9], None, Decoding(6)), PromptRequest(tokens, None, Decoding(6))
+    for request in (long, short):
+        scheduler.submit(request)
+    while scheduler.take_turn(None):
+        pass
+    assert written(long) == (whole, "length")
+    assert written(short) == (generate(backbone, [Request([5, 9])], Decoding(6))[0], "length")
+
+
+def stored(backbone, name, seed):
+    spec = AdapterSpec(r=2, init_lora_weights=False)
+    adapter = backbone.new_adapter(spec, seed)
+    return StoredAdapter(name, None, spec, dict(adapter.tensors()), None)
+
+
+def test_turn_when_there_are_more_adapters_than_slots_then_all_are_answered_and_slots_stay_bounded(backbone):
+    adapters = [stored(backbone, f"v{i}", i) for i in range(MAX_ADAPTERS + 3)]
+    scheduler = PromptScheduler(backbone, 64)
+    before = slots(backbone)
+    questions = [PromptRequest([7, 8, 9], adapter, Decoding(3)) for adapter in adapters]
+    for request in questions:
+        scheduler.submit(request)
+    while scheduler.take_turn(None):
+        assert len(slots(backbone) - before) <= MAX_ADAPTERS
+    for request, adapter in zip(questions, adapters, strict=True):
+        slot = attach_adapter(backbone, replace(adapter, path="-"))
+        assert written(request)[0] == generate(backbone, [Request([7, 8, 9], slot)], Decoding(3))[0]
+        backbone.detach(slot)
+
+
+def slots(backbone):
+    return {slot for linear in backbone.linears.values() for slot in linear.slots}
+
+
+def test_turn_when_nobody_listens_any_more_then_nothing_more_is_written(backbone):
+    scheduler = PromptScheduler(backbone, 64)
+    request = PromptRequest([5, 6], None, Decoding(50))
+    scheduler.submit(request)
+    scheduler.take_turn(0.0)
+    request.is_cancelled = True
+    assert not scheduler.take_turn(0.0)
+    assert scheduler.num_waiting == 0
+
+
+def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answered(backbone, monkeypatch):
+    scheduler = PromptScheduler(backbone, 64)
+    first, second = PromptRequest([5, 6], None, Decoding(2)), PromptRequest([5, 6], None, Decoding(2))
+    scheduler.submit(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler_module, "advance", lambda *_: 1 / 0)
+        scheduler.take_turn(0.0)
+    assert isinstance(first.answer.get(timeout=1), ZeroDivisionError)
+    scheduler.submit(second)
+    while scheduler.take_turn(None):
+        pass
+    assert len(written(second)[0]) == 2
+
+
+def test_turn_when_the_driver_has_no_memory_then_its_prompts_hear_that_they_may_try_again(backbone, monkeypatch):
+    def end(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    scheduler = PromptScheduler(backbone, 64)
+    request = PromptRequest([5, 6], None, Decoding(2))
+    scheduler.submit(request)
+    monkeypatch.setattr(scheduler_module, "advance", end)
+    scheduler.take_turn(0.0)
+    assert isinstance(request.answer.get(timeout=1), Busy)
+
+
+def test_scheduler_when_closed_then_those_who_wait_hear_it(backbone):
+    scheduler = PromptScheduler(backbone, 64)
+    active, waiting = PromptRequest([5], None, Decoding(9)), PromptRequest([6], None, Decoding(9))
+    scheduler.submit(active)
+    scheduler.take_turn(0.0)
+    scheduler.submit(waiting)
+    scheduler.close()
+    active.answer.get()
+    assert isinstance(active.answer.get(timeout=1), Busy)
+    assert isinstance(waiting.answer.get(timeout=1), Busy)
+    with pytest.raises(Busy):
+        scheduler.submit(PromptRequest([5], None, Decoding(1)))
+
+
+def test_scheduler_when_too_many_wait_then_refuses_more(backbone):
+    scheduler = PromptScheduler(backbone, 64)
+    for _ in range(scheduler_module.MAX_WAITING):
+        scheduler.submit(PromptRequest([5], None, Decoding(1)))
+    with pytest.raises(Busy):
+        scheduler.submit(PromptRequest([5], None, Decoding(1)))
+
+
+def test_adapter_cache_when_an_archive_is_damaged_then_says_so_and_leaves_nothing(trained, tmp_path):
+    bench, *_ = trained
+    adapters = AdapterCache(bench.blobs, tmp_path / "adapters")
+    with pytest.raises(WeftError):
+        adapters.get(bench.blobs.put(b"no archive", ".zip"))
+    assert not list((tmp_path / "adapters").iterdir())
+    shutil.rmtree(tmp_path / "adapters")
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "said"),
+    [("hello", [], 5), ("war\ufffd", [], 3), ("hello ST", ["STOP"], 6), ("aaa", ["ab"], 2), ("abc", ["x"], 3)],
+)
+def test_text_when_it_may_be_the_start_of_a_stop_then_is_held_back(text, stops, said):
+    assert _safe_length(text, stops) == said
+
+
+def test_worker_when_it_trains_with_prompts_waiting_then_is_held_up_by_its_share_only(trained):
+    bench, _, blobs, worker = trained
+    id = bench.submit("ash", seed=12, max_steps=100_000, save_steps=100_000)
+    bench.wait_for_step(id, 3)
+    time.sleep(0.5)
+
+    def steps_in(seconds):
+        (job,) = worker.engine.jobs.values()
+        before, at = job.step, time.monotonic()
+        time.sleep(seconds)
+        return (job.step - before) / (time.monotonic() - at)
+
+    quiet = steps_in(1.5)
+    is_over = threading.Event()
+
+    def chatter():
+        while not is_over.is_set():
+            ask(worker, model_blob=blobs[0], prompt="warp\n", max_tokens=64, temperature=1.0)
+
+    threads = [threading.Thread(target=chatter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    loud = steps_in(1.5)
+    is_over.set()
+    bench.ask(id, "cancel")
+    bench.wait(id)
+    for thread in threads:
+        thread.join()
+    print(f"steps/s {quiet:.1f} quiet, {loud:.1f} with prompts: {loud / quiet:.2f}")
+    assert loud > 0.3 * quiet
