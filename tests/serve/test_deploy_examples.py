@@ -1,4 +1,4 @@
-"""The examples of docs/service.md are what systemd, Docker and Kubernetes read, and call Weft with options it has."""
+"""The examples of docs/operating.md are what systemd, Docker and Kubernetes read, and call Weft with options it has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 from weft.cli.main import app
 
-TEXT = (Path(__file__).parents[2] / "docs" / "service.md").read_text("utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "operating.md").read_text("utf-8")
 INSTRUCTIONS = {"COPY", "FROM", "RUN", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT"}
 
 
