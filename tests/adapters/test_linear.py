@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from tiny_models import random_sample
 from torch import nn
 
+from weft.adapters.adapter import Adapter
 from weft.adapters.linear import SlotLinear, tiled_mm
-from weft.adapters.lora import Adapter
 from weft.adapters.routing import Routing
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.kernels.dropout import keep_mask, row_keys
@@ -137,8 +137,8 @@ def test_linear_when_a_neighbour_is_nan_then_my_output_and_gradients_keep_every_
         x_TD, dy_TO = x_TD.clone(), dy_TO.clone()
         x_TD[~mine], dy_TO[~mine] = float("nan"), float("nan")
     else:
-        damaged.adapters[1].params_a.fill_(float("nan"))
-        damaged.adapters[1].params_b.fill_(float("inf"))
+        damaged.adapters[1].groups["a"].params.fill_(float("nan"))
+        damaged.adapters[1].groups["b"].params.fill_(float("inf"))
     y_damaged, dx_damaged = damaged.run(batch, x_TD, dy_TO)
     assert torch.equal(y_damaged[mine], y_TO[mine])
     assert torch.equal(dx_damaged[mine], dx_TD[mine])

@@ -2,7 +2,7 @@ import peft
 import pytest
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from weft.adapters.targets import choose_modules, leaf_names
+from weft.adapters.targets import choose_modules, is_target, leaf_names
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
 
@@ -96,3 +96,19 @@ def test_choose_when_layers_are_called_otherwise_then_they_are_found(pattern):
 def test_leaf_names_when_they_say_it_all_then_given():
     assert leaf_names(ending("q_proj", "up_proj"), PATHS) == ["q_proj", "up_proj"]
     assert leaf_names(ending("q_proj")[1:], PATHS) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "expected"),
+    [
+        (("q_proj",), "model.layers.0.self_attn.q_proj", True),
+        (("q_proj",), "model.layers.0.self_attn.xq_proj", False),
+        (("self_attn.q_proj",), "model.layers.0.self_attn.q_proj", True),
+        (("q_proj",), "q_proj", True),
+        (r".*\.1\..*", "model.layers.1.mlp.up_proj", True),
+        (r"layers", "model.layers.1.mlp.up_proj", False),
+        ("all-linear", "anything", True),
+    ],
+)
+def test_is_target_when_names_end_a_path_at_a_dot_then_they_match(target, path, expected):
+    assert is_target(AdapterSpec(target_modules=target), path) is expected

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tiny_models import FAMILIES, POSITIONS, VOCABULARY, attending_eagerly, random_backbone, random_model, random_sample
 from torch import nn
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.backbone.selfcheck import check_packing, packing_error

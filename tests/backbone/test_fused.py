@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import random_backbone, random_sample
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.path import FusedPath
@@ -32,7 +32,7 @@ def attached(backbone: Backbone) -> tuple[list[Adapter], list[int]]:
     adapters = [backbone.new_adapter(spec, seed) for seed, spec in enumerate(SPECS)]
     for seed, adapter in enumerate(adapters):
         generator = torch.Generator().manual_seed(seed)
-        adapter.params_b.copy_(torch.randn(adapter.params_b.shape, generator=generator) * 0.1)
+        adapter.groups["b"].params.copy_(torch.randn(adapter.groups["b"].params.shape, generator=generator) * 0.1)
         adapter.changed()
     return adapters, [backbone.attach(adapter) for adapter in adapters]
 
@@ -51,7 +51,11 @@ def run(backbone: Backbone) -> tuple[list[Score], list[Score], list[torch.Tensor
     adapters, slots = attached(backbone)
     scores = backbone.launch(packed(slots), 128).scores()
     plain = backbone.scores(packed(slots, drops=False), 128)
-    return scores, plain, [grad for adapter in adapters for grad in (adapter.grad_a, adapter.grad_b)]
+    return (
+        scores,
+        plain,
+        [grad for adapter in adapters for grad in (adapter.groups["a"].grad, adapter.groups["b"].grad)],
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -80,14 +84,14 @@ def test_fused_step_when_a_neighbour_is_nan_then_nobody_else_notices():
     backbone = random_backbone("llama", kernels="fused")
     adapters, slots = attached(backbone)
     clean_losses = backbone.forward_backward(packed(slots), 128)
-    clean = [adapter.grad_b.clone() for adapter in adapters]
+    clean = [adapter.groups["b"].grad.clone() for adapter in adapters]
     for adapter in adapters:
         adapter.zero_grad()
-    adapters[1].params_b[7] = float("nan")
+    adapters[1].groups["b"].params[7] = float("nan")
     adapters[1].changed()
     losses = backbone.forward_backward(packed(slots), 128)
     for i, (adapter, before) in enumerate(zip(adapters, clean, strict=True)):
-        assert torch.equal(adapter.grad_b, before) == (i != 1)
+        assert torch.equal(adapter.groups["b"].grad, before) == (i != 1)
     for (_, owner), now, before in zip(LENGTHS, losses, clean_losses, strict=True):
         assert (now == before) == (owner != 1)
 

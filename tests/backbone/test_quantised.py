@@ -133,7 +133,7 @@ def gradients(kind: str, kernels: str) -> torch.Tensor:
     rng = np.random.default_rng(3)
     placed = [Placed(random_sample(rng, 40), backbone.attach(adapter), 1e-2) for adapter in adapters]
     backbone.forward_backward(pack_samples(placed, 128, backbone.device), 128)
-    return torch.cat([part for adapter in adapters for part in (adapter.grad_a, adapter.grad_b)])
+    return torch.cat([part for adapter in adapters for part in (adapter.groups["a"].grad, adapter.groups["b"].grad)])
 
 
 @every_kind
@@ -150,7 +150,7 @@ def test_neighbours_when_a_job_turns_nan_on_a_quantised_backbone_then_unharmed_a
 
     def damage(engine: Engine, event: Event) -> None:
         if isinstance(event, StepDone) and (event.job, event.step) == ("job1", 1):
-            engine.jobs["job1"].adapter.params_b[5] = math.nan
+            engine.jobs["job1"].adapter.groups["b"].params[5] = math.nan
 
     outcomes = train(backbone, jobs(), on_event=damage)
     assert outcomes["job1"].state == "failed"

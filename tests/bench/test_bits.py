@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.bench import bits
@@ -54,7 +54,7 @@ def test_bits_when_the_planted_nan_is_not_used_then_there_is_no_figure(backbone,
 
     def stale(self: Backbone, spec: AdapterSpec, seed: int) -> Adapter:
         adapter = new(self, spec, seed)
-        adapter.params_b = adapter.params_b.clone()  # the modules read another buffer
+        adapter.groups["b"].params = adapter.groups["b"].params.clone()  # the modules read another buffer
         return adapter
 
     monkeypatch.setattr(Backbone, "new_adapter", stale)

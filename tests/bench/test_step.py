@@ -50,17 +50,17 @@ def test_backbone_when_quantised_then_is_near_the_plain_one(quantize):
 
 def test_step_when_taken_then_moves_every_adapter_and_clears_gradients(backbone):
     jobs = Jobs(backbone, FEW)
-    before = [adapter.params_b.clone() for adapter in jobs.adapters]
+    before = [adapter.groups["b"].params.clone() for adapter in jobs.adapters]
     jobs.step()
     for adapter, old in zip(jobs.adapters, before, strict=True):
-        assert not torch.equal(adapter.params_b, old)
-        assert not adapter.grad_b.any()
+        assert not torch.equal(adapter.groups["b"].params, old)
+        assert not adapter.groups["b"].grad.any()
 
 
 def test_step_when_a_loss_is_not_finite_then_there_is_no_figure(backbone):
     jobs = Jobs(backbone, FEW)
-    jobs.adapters[0].params_a.fill_(float("nan"))
-    jobs.adapters[0].params_b.fill_(1.0)
+    jobs.adapters[0].groups["a"].params.fill_(float("nan"))
+    jobs.adapters[0].groups["b"].params.fill_(1.0)
     jobs.adapters[0].changed()
     jobs.step()
     with pytest.raises(JobError, match="losses or gradients are not finite"):

@@ -210,7 +210,7 @@ def test_evaluation_when_memory_runs_out_for_the_best_weights_then_they_are_kept
     job, clone, scores = engine.jobs["a"], torch.Tensor.clone, backbone.scores
 
     def clone_once_there_is_room(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor is job.adapter.params_b and job.step == 3 and not failed:
+        if tensor is job.adapter.groups["b"].params and job.step == 3 and not failed:
             failed.append(job.step)
             raise torch.OutOfMemoryError("no room")
         return clone(tensor)

@@ -83,28 +83,28 @@ def assert_failed(outcome: Outcome, events: list[Event], backbone) -> None:
 
 
 def nan_in_a(job: LiveJob) -> None:
-    job.adapter.params_a[5] = math.nan
+    job.adapter.groups["a"].params[5] = math.nan
 
 
 def nan_in_b(job: LiveJob) -> None:
-    job.adapter.params_b[5] = math.nan
+    job.adapter.groups["b"].params[5] = math.nan
 
 
 def infinite_b(job: LiveJob) -> None:
-    job.adapter.params_b[5] = math.inf
+    job.adapter.groups["b"].params[5] = math.inf
 
 
-def nan_in_optimizer(side: int, moment: str) -> Damage:
+def nan_in_optimizer(group: str, moment: str) -> Damage:
     def damage(job: LiveJob) -> None:
-        state = job.optimizer.states[side]
+        state = job.optimizer.states[group]
         if moment in state:
             state[moment][7] = math.nan
 
-    damage.__name__ = f"nan_in_{moment}_of_{'ab'[side]}"
+    damage.__name__ = f"nan_in_{moment}_of_{group}"
     return damage
 
 
-DAMAGES = [nan_in_a, nan_in_b, infinite_b, *(nan_in_optimizer(s, m) for s in (0, 1) for m in ("exp_avg", "exp_avg_sq"))]
+DAMAGES = [nan_in_a, nan_in_b, infinite_b, *(nan_in_optimizer(s, m) for s in "ab" for m in ("exp_avg", "exp_avg_sq"))]
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -157,16 +157,16 @@ def spoiled(monkeypatch):
 
 
 def nan_gradient(job: LiveJob) -> None:
-    job.adapter.grad_a[3] = math.nan
+    job.adapter.groups["a"].grad[3] = math.nan
 
 
 def infinite_gradient(job: LiveJob) -> None:
-    job.adapter.grad_b[3] = math.inf
+    job.adapter.groups["b"].grad[3] = math.inf
 
 
 def huge_gradient(job: LiveJob) -> None:
-    job.adapter.grad_a.mul_(1e6)
-    job.adapter.grad_b.mul_(1e6)
+    job.adapter.groups["a"].grad.mul_(1e6)
+    job.adapter.groups["b"].grad.mul_(1e6)
 
 
 @pytest.mark.parametrize("step", [0, 2, STEPS - 1])

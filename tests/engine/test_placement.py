@@ -25,7 +25,7 @@ from tiny_models import (
     train,
 )
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, StepDone
@@ -373,8 +373,9 @@ def test_start_when_a_job_gets_its_place_then_it_holds_all_that_admission_counts
     def act(engine: Engine, event: Event) -> None:
         if isinstance(event, JobStarted | StepDone) and job.slot is not None:
             adapter = job.adapter
-            held = [adapter.params_a, adapter.params_b, adapter.grad_a, adapter.grad_b, *(job.best_params or ())]
-            held += [state[name] for state in job.optimizer.states for name in ("exp_avg", "exp_avg_sq")]
+            held = [tensor for group in adapter.groups.values() for tensor in (group.params, group.grad)]
+            held += (job.best_params or {}).values()
+            held += [state[name] for state in job.optimizer.states.values() for name in ("exp_avg", "exp_avg_sq")]
             seen.append(event.kind)
             assert sum(tensor.nbytes for tensor in held) == engine._places._allocated_bytes()
 
@@ -410,11 +411,11 @@ def test_move_when_a_job_is_taken_off_then_its_tensors_are_its_own_and_unchanged
         if isinstance(event, StepDone) and event.step == 3:
             break
     job = engine.jobs["a"]
-    before, slotted = job.tensors(), job.adapter.params_a
+    before, slotted = job.tensors(), job.adapter.groups["a"].params
     engine._places.take(job)
-    assert job.slot is None and job.adapter.params_a is not slotted
+    assert job.slot is None and job.adapter.groups["a"].params is not slotted
     after = job.tensors()
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
     slotted.zero_()
     assert all(x.equal(y) for x, y in zip(flat(job.adapter.tensors()), flat(engine.adapter_of("a")), strict=True))
-    assert job.adapter.params_a.abs().sum() > 0 and not job.adapter.grad_a.any()
+    assert job.adapter.groups["a"].params.abs().sum() > 0 and not job.adapter.groups["a"].grad.any()

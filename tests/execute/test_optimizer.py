@@ -31,7 +31,7 @@ def optimizers(backbone: Any, num: int = 3) -> list[Optimizer]:
 def set_gradients(given: list[Optimizer], seed: int) -> None:
     for i, optimizer in enumerate(given):
         generator = torch.Generator().manual_seed(97 * i + seed)
-        for grad in (optimizer.adapter.grad_a, optimizer.adapter.grad_b):
+        for grad in (optimizer.adapter.groups["a"].grad, optimizer.adapter.groups["b"].grad):
             grad.copy_(torch.randn(grad.shape, generator=generator))
 
 
@@ -54,7 +54,7 @@ def test_step_fused_when_memory_ends_among_the_first_moments_then_can_be_taken_a
     step_fused(failed, [True] * 3)()
     step_fused(smooth, [True] * 3)()
     for one, other in zip(failed, smooth, strict=True):
-        assert one.adapter.params_b.equal(other.adapter.params_b)
+        assert one.adapter.groups["b"].params.equal(other.adapter.groups["b"].params)
         assert all(tensor.equal(other.tensors()[name]) for name, tensor in one.tensors().items())
 
 
@@ -75,9 +75,11 @@ def test_step_fused_when_taken_twenty_times_then_equals_torch(backbone):
         assert x.tensors().keys() == y.tensors().keys()
         for name, tensor in x.tensors().items():
             assert (tensor - y.tensors()[name]).norm() <= 1e-6 * tensor.norm(), name
-        assert (x.adapter.params_b - y.adapter.params_b).norm() <= 1e-6 * y.adapter.params_b.norm()
-        assert not x.adapter.grad_a.any() and not x.adapter.grad_b.any()
-    assert float(fused[1].states[0]["step"]) == 19
+        assert (x.adapter.groups["b"].params - y.adapter.groups["b"].params).norm() <= 1e-6 * y.adapter.groups[
+            "b"
+        ].params.norm()
+        assert not x.adapter.groups["a"].grad.any() and not x.adapter.groups["b"].grad.any()
+    assert float(fused[1].states["a"]["step"]) == 19
 
 
 def test_restore_when_a_checkpoint_is_taken_up_then_both_ways_go_on_from_it(backbone):
@@ -89,12 +91,12 @@ def test_restore_when_a_checkpoint_is_taken_up_then_both_ways_go_on_from_it(back
     ends = []
     for step in (step_fused, step_together):
         again = optimizers(backbone, 1)
-        again[0].adapter.params_a.copy_(first[0].adapter.params_a)
+        again[0].adapter.groups["a"].params.copy_(first[0].adapter.groups["a"].params)
         again[0].restore(saved)
         set_gradients(again, 1)
         step(again, [True])()
-        ends.append(again[0].adapter.params_a)
-        assert float(again[0].states[1]["step"]) == 2
+        ends.append(again[0].adapter.groups["a"].params)
+        assert float(again[0].states["b"]["step"]) == 2
     assert (ends[0] - ends[1]).norm() <= 1e-6 * ends[1].norm()
     assert float(saved["optimizer_a.step"]) == 1, "the checkpoint itself stays as it is"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import attending_eagerly, job_spec, random_backbone, random_data, random_model, train
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.inference.generate import BATCH, Decoding, Request, end_tokens, generate

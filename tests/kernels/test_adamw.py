@@ -111,6 +111,28 @@ def test_kernel_when_jobs_of_any_size_step_then_equals_the_reference(number):
             assert (x - y).norm() <= 1e-6 * y.norm()
 
 
+@pytest.mark.parametrize("counts", [(1,), (2, 1), (1, 2, 1), (3, 1, 2)])
+def test_kernel_when_jobs_have_other_numbers_of_lanes_then_equals_the_reference(counts):
+    """A method may have one group of parameters or many; two lanes have the bits they have among jobs like them."""
+
+    def jobs() -> list[Update]:
+        made = [make(seed, SIZES[2], number=3) for seed, _ in enumerate(counts)]
+        return [
+            replace(job, lanes=(*job.lanes, *make(9, (50, 1), number=3).lanes)[:n])
+            for job, n in zip(made, counts, strict=True)
+        ]
+
+    mine, twins, alone = jobs(), jobs(), jobs()
+    for result, expected in zip(by_kernel(mine), by_reference(twins), strict=True):
+        assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+        assert result.largest == pytest.approx(expected.largest, rel=1e-6)
+    for job, twin, single in zip(mine, twins, alone, strict=True):
+        for x, y in zip(tensors(job), tensors(twin), strict=True):
+            assert (x - y).norm() <= 1e-6 * y.norm()
+        by_kernel([single])
+        assert same_bits(tensors(job), tensors(single))
+
+
 def test_kernel_when_a_lane_has_more_blocks_than_a_chunk_then_all_count(monkeypatch):
     """The sums of many blocks are added in several chunks."""
     monkeypatch.setattr(module, "BLOCK", 16)

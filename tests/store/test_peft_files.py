@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from weft import faults
+from weft.adapters.methods.lora.files import DEFAULTS
 from weft.errors import AdapterFileError, StorageError
 from weft.faults import FaultPlan
 from weft.spec import AdapterSpec
 from weft.store.atomic import remove_leftovers
-from weft.store.peft_config import DEFAULTS, is_target
 from weft.store.peft_files import (
     CARD_FILE,
     CONFIG_FILE,
@@ -334,22 +334,6 @@ def test_read_adapter_when_the_config_is_mutated_then_it_is_read_or_refused_and_
         except AdapterFileError:
             refused += 1
     assert 50 < refused < 300
-
-
-@pytest.mark.parametrize(
-    ("target", "path", "expected"),
-    [
-        (("q_proj",), "model.layers.0.self_attn.q_proj", True),
-        (("q_proj",), "model.layers.0.self_attn.xq_proj", False),
-        (("self_attn.q_proj",), "model.layers.0.self_attn.q_proj", True),
-        (("q_proj",), "q_proj", True),
-        (r".*\.1\..*", "model.layers.1.mlp.up_proj", True),
-        (r"layers", "model.layers.1.mlp.up_proj", False),
-        ("all-linear", "anything", True),
-    ],
-)
-def test_is_target_when_names_end_a_path_at_a_dot_then_they_match(target, path, expected):
-    assert is_target(AdapterSpec(target_modules=target), path) is expected
 
 
 @pytest.mark.faults

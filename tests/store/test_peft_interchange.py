@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
+from weft.adapters.methods.lora.files import DEFAULTS
 from weft.adapters.targets import leaf_names
 from weft.spec import AdapterSpec
-from weft.store.peft_config import DEFAULTS
 from weft.store.peft_files import CONFIG_FILE, read_adapter, write_adapter
 
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

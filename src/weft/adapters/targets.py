@@ -37,6 +37,27 @@ def choose_modules(spec: AdapterSpec, paths: Sequence[str]) -> list[str]:
     return chosen
 
 
+def is_target(spec: AdapterSpec, path: str) -> bool:
+    """Whether PEFT, given a config with this spec, puts an adapter on a module path (`all-linear` is taken as all).
+
+    Unlike `choose_modules`, it finds layers by their number wherever that is in the path, and a module that is named by
+    its whole path is a target in any layer.
+    """
+    if spec.exclude_modules is not None and _answers(spec.exclude_modules, path):
+        return False
+    names = spec.target_modules
+    if isinstance(names, str):
+        return names == ALL_LINEAR[0] or _answers(names, path)
+    if path in names:
+        return True
+    if not _answers(names, path):
+        return False
+    if not spec.layers_to_transform:
+        return True
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
+    return match is not None and int(match[1]) in spec.layers_to_transform
+
+
 def _nothing_chosen(spec: AdapterSpec, paths: Sequence[str]) -> ConfigError:
     found = "no linear module of the backbone matches"
     if isinstance(spec.target_modules, str) and not any(_matches(spec.target_modules, p) for p in paths):
@@ -58,9 +79,14 @@ def leaf_names(chosen: Iterable[str], paths: Iterable[str]) -> list[str] | None:
 
 
 def _matches(targets: str | tuple[str, ...], path: str) -> bool:
+    return targets in ALL_LINEAR or _answers(targets, path)
+
+
+def _answers(targets: str | tuple[str, ...], path: str) -> bool:
+    """Whether a path is one of the names, or all of it matches the one regular expression."""
     if isinstance(targets, tuple):
         return any(_named(name, path) for name in targets)
-    return targets in ALL_LINEAR or re.fullmatch(targets, path) is not None
+    return re.fullmatch(targets, path) is not None
 
 
 def _named(name: str, path: str) -> bool:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import Fp8, quantisation
 from weft.adapters.linear import SlotLinear
-from weft.adapters.lora import Adapter, LinearShape, check_ranks
+from weft.adapters.method import LinearShape
+from weft.adapters.methods import method_of
 from weft.adapters.routing import Routing
 from weft.adapters.targets import choose_modules
 from weft.backbone.fused.memory import Memory
@@ -120,7 +122,7 @@ class Backbone:
 
     def check_adapter(self, spec: AdapterSpec) -> None:
         """ConfigError if an adapter does not fit this backbone; makes none."""
-        check_ranks(spec, self._targets(spec))
+        method_of(spec).check(spec, self._targets(spec))
 
     def _targets(self, spec: AdapterSpec) -> dict[str, LinearShape]:
         chosen = choose_modules(spec, list(self.linears))

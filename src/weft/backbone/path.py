@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.backbone.fused.memory import Memory
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from weft.adapters.adapter import Adapter
 from weft.adapters.linear import SlotLinear
-from weft.adapters.lora import Adapter
 from weft.adapters.routing import Routing
 from weft.backbone.fused.memory import Memory
 from weft.backbone.loss import cross_entropy, head_of

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.bench.clock import release
@@ -70,7 +70,7 @@ def _gradients(
         for i, sample in enumerate(own)
     ]
     backbone.forward_backward(pack_samples(placed, row_tile, device), row_tile)
-    return [gradient.clone() for adapter in adapters for gradient in (adapter.grad_a, adapter.grad_b)]
+    return [group.grad.clone() for adapter in adapters for group in adapter.groups.values()]
 
 
 def _adapter(backbone: Backbone, workload: Workload, job: int) -> Adapter:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.bench.clock import Measured, peak_gb, release
@@ -73,7 +73,7 @@ def _gradients(
         for job in reversed(range(num_neighbours + 1)):
             adapter = _adapter(backbone, workload, job, DROPOUT if job else own_dropout)
             if poison and job:
-                adapter.params_b.fill_(torch.nan)
+                adapter.groups["b"].params.fill_(torch.nan)
                 adapter.changed()
             slots.append(backbone.attach(adapter))
             own = [s.cut(s.length - s.length // 7) if shortened and job else s for s in samples[job]]
@@ -82,7 +82,7 @@ def _gradients(
         losses = backbone.forward_backward(batch, row_tile)
         if poison and math.isfinite(losses[0]):
             raise ModelError("the planted NaN did not reach its own job's loss.", where="bench step")
-        return torch.cat([adapter.grad_a, adapter.grad_b]), batch.num_tokens
+        return torch.cat([group.grad for group in adapter.groups.values()]), batch.num_tokens
     finally:
         for slot in slots:
             backbone.detach(slot)

@@ -49,7 +49,7 @@ class Curves:
     eval_losses: dict[str, float]
     adapters: dict[str, list[torch.Tensor]]
     jobs: dict[str, LiveJob]
-    starts: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]
+    starts: dict[str, dict[str, tuple[torch.Tensor, ...]]]
 
 
 def measure_curves(device: torch.device, steps: int, kernels: str, say: Callable[[str], None]) -> list[Figure]:
@@ -149,7 +149,7 @@ def _gap(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _peft_losses(
-    spec: BackboneSpec, job: LiveJob, start: dict[str, tuple[torch.Tensor, torch.Tensor]], *, in_fp32: bool = False
+    spec: BackboneSpec, job: LiveJob, start: dict[str, tuple[torch.Tensor, ...]], *, in_fp32: bool = False
 ) -> list[float]:
     """The job alone, as its owner would train it with PEFT: fp32 adapters, bf16 products by autocast."""
     from peft import LoraConfig, get_peft_model

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import quantise
-from weft.adapters.lora import Adapter
 from weft.backbone import attention
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory

@@ -108,6 +108,7 @@ def _copy(directory: Path, out: Path) -> None:
 
 def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     """What to type next."""
+    from weft.adapters.methods import cost_ranks
     from weft.store.peft_files import TEMPLATE_FILE
     from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
 
@@ -128,7 +129,7 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
             f"  python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths {adapter}{chats}\n"
             f"Requests name it as {stored.name} in lora_path."
         )
-    top = max([stored.spec.r, *stored.spec.rank_pattern.values()])
+    top = cost_ranks(stored.spec).widest
     rank = next(rank for rank in VLLM_RANKS if rank >= max(top, VLLM_DEFAULT_RANK))
     load = json.dumps({"lora_name": stored.name, "lora_path": str(directory)})
     return (

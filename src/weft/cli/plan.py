@@ -78,6 +78,7 @@ def _outlines(spec: RunSpec, base_dir: Path, num_planned: int) -> list[JobOutlin
 
 
 def _outline(job: JobSpec, data: JobData, num_planned: int) -> JobOutline:
+    from weft.adapters.methods import cost_ranks
     from weft.data.order import BatchSchedule
     from weft.plan.types import Batch, JobQueue
     from weft.simulate.forecast import JobOutline
@@ -95,7 +96,7 @@ def _outline(job: JobSpec, data: JobData, num_planned: int) -> JobOutline:
     batches = tuple(Batch(step, 0, tuple(lengths[i] for i in order.batch(step))) for step in range(planned))
     queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority)
     evals = 0 if data.eval is None else data.eval.summary.num_tokens * order.num_evals(job.eval_steps)
-    return JobOutline(queue, order.num_steps, order.num_tokens(lengths), job.adapter.widest, evals)
+    return JobOutline(queue, order.num_steps, order.num_tokens(lengths), cost_ranks(job.adapter).widest, evals)
 
 
 def _hardware(spec: RunSpec, device: str) -> Hardware:

@@ -192,8 +192,8 @@ class Engine:
         except StorageError as error:
             yield JobWarning((), f"timeline: {error}")
 
-    def adapter_of(self, name: str) -> dict[str, tuple[object, object]]:
-        """(A, B) of a job by module path, as they are now."""
+    def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
+        """The adapter's tensors of a job by module path, as they are now; LoRA's are (A, B)."""
         return dict(self._job(name).adapter.tensors())
 
     def export_adapter(self, name: str, directory: Path | str) -> None:

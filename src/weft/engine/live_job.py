@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import Placed
 from weft.backbone.scores import Score
@@ -101,7 +101,8 @@ class LiveJob:
         self.skipped_in_a_row = 0
         self.best_eval: float | None = None
         self.evals_since_best = 0
-        self.best_params: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.best_params: dict[str, torch.Tensor] | None = None
+        """The weights of the best evaluation, by group, if early stopping asks for them."""
         self.stopped_early = False
         self.diverged: Reason | None = None
         """Why the job cannot go on, once it cannot."""
@@ -191,8 +192,7 @@ class LiveJob:
         self.adapter.move_to(device)
         self.optimizer = Optimizer(self.adapter, self.spec)
         self.optimizer.restore(tensors)
-        if self.best_params is not None:
-            self.best_params = (tensors["best_a"].to(device), tensors["best_b"].to(device))
+        self._take_best(tensors)
 
     @property
     def is_finite(self) -> bool:
@@ -257,7 +257,7 @@ class LiveJob:
         patience = self.spec.early_stopping_patience
         if is_best and patience is not None:
             # First: without the memory for it nothing has changed, and the evaluation is noted again.
-            self.best_params = (self.adapter.params_a.clone(), self.adapter.params_b.clone())
+            self.best_params = {name: params.clone() for name, params in self.adapter.flat().items()}
         self.evaluated_step = self.step
         if is_best:
             self.best_eval, self.evals_since_best = eval_loss, 0
@@ -270,15 +270,13 @@ class LiveJob:
     def use_best(self) -> None:
         """Puts the best evaluated weights into the adapter, if early stopping kept any."""
         if self.best_params is not None:
-            self.adapter.params_a.copy_(self.best_params[0])
-            self.adapter.params_b.copy_(self.best_params[1])
-            self.adapter.changed()
+            self.adapter.put(self.best_params)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything of the job that is a tensor."""
-        named = {"params_a": self.adapter.params_a, "params_b": self.adapter.params_b, **self.optimizer.tensors()}
-        if self.best_params is not None:
-            named["best_a"], named["best_b"] = self.best_params
+        named = {f"params_{group}": params for group, params in self.adapter.flat().items()}
+        named |= self.optimizer.tensors()
+        named |= {f"best_{group}": params for group, params in (self.best_params or {}).items()}
         return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
 
     def counters(self) -> dict[str, Any]:
@@ -299,19 +297,21 @@ class LiveJob:
         self.evaluated_step = self.saved_step = self.settled_step = step
         self.looked = None
         self.rewind()
-        self.adapter.params_a.copy_(tensors["params_a"])
-        self.adapter.params_b.copy_(tensors["params_b"])
-        self.adapter.changed()
+        self.adapter.put({group: tensors[f"params_{group}"] for group in self.adapter.groups})
         self.optimizer.restore(tensors)
-        if "best_a" in tensors:
-            device = self.adapter.params_a.device
-            self.best_params = (tensors["best_a"].to(device), tensors["best_b"].to(device))
+        self._take_best(tensors)
         self.num_tokens = counters["num_tokens"]
         self.num_skipped = counters["num_skipped"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         self.best_eval = counters["best_eval"]
         self.evals_since_best = counters["evals_since_best"]
         self.stopped_early = counters["stopped_early"]
+
+    def _take_best(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the best weights that `tensors` hold, if any, to where the adapter is."""
+        found = {group: tensors.get(f"best_{group}") for group in self.adapter.groups}
+        best = {group: params.to(self.adapter.device) for group, params in found.items() if params is not None}
+        self.best_params = best or self.best_params
 
     def _queue(self, first_step: int, first_index: int, num_tokens: int) -> JobQueue:
         last = min(self.num_steps, first_step + PLANNED_BATCHES)

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from weft.adapters.methods import cost_ranks
 from weft.backbone.backbone import Backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.engine.live_job import LiveJob
@@ -206,7 +207,7 @@ class Placement:
         if self._measured_bytes is not None:
             return at_most, self._measured_bytes
         at_rest = allocated_bytes(device) - self._allocated_bytes()
-        widest = max((job.spec.adapter.widest for job in list(self._jobs.values())), default=1)
+        widest = max((cost_ranks(job.spec.adapter).widest for job in list(self._jobs.values())), default=1)
         return at_most, at_rest + self._backbone.path.activation_bytes(capacity, widest)
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:

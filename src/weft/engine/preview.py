@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.adapters.methods import cost_ranks
 from weft.backbone.backbone import Backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.engine.capacity import release_memory
@@ -81,7 +82,7 @@ def preview(engine: Engine) -> Preview:
     microbatches, fullest, (seconds, held_bytes) = _plan_that_fits(engine)
     is_measured = engine.backbone.path.name == "reference" or engine.backbone.works_on
     if not is_measured:
-        widest = max(job.spec.adapter.widest for job in jobs)
+        widest = max(cost_ranks(job.spec.adapter).widest for job in jobs)
         held_bytes = engine.backbone.path.activation_bytes(fullest.num_tokens, widest)
     num_tokens = sum(share.num_tokens for share in shares)
     # A long run goes on as it begins.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weft.adapters.methods import cost_ranks
 from weft.backbone.backbone import Backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import PackedBatch
@@ -146,7 +147,7 @@ class ProgramRun:
         self._limits = limits
         self._row_tile = row_tile
         self._timeline = timeline
-        plans.pace.ranks = {job.spec.name: job.spec.adapter.r for job in running}
+        plans.pace.ranks = {job.spec.name: cost_ranks(job.spec.adapter).usual for job in running}
         plans.pace.row_tile = row_tile
         self._has_foreseen = False
         self._rest = deque(plans.program([job.queue() for job in running], limits).turns)

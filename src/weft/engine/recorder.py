@@ -58,7 +58,7 @@ class RunRecorder:
             return
         check_data(checkpoint, job.data, name)
         shapes = {name: tensor.shape for name, tensor in job.tensors().items() if name.startswith("params")}
-        if any(checkpoint.tensors[name].shape != shape for name, shape in shapes.items()):
+        if {n: t.shape for n, t in checkpoint.tensors.items() if n.startswith("params")} != shapes:
             raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)
         # A checkpoint that does not say so was trained on weights as they are, and with the first masks.
         before = {"quantize": "none", "masks": 1, **checkpoint.environment}

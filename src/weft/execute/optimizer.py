@@ -12,22 +12,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
 from weft.kernels.adamw import ParameterLane, Update, Updated, adamw
 from weft.spec import JobSpec
 
 
 class Optimizer:
-    """The optimizer of one adapter: its two flat buffers, each with a learning rate of its own."""
+    """The optimizer of one adapter: its flat buffers, one per group, each with a learning rate of its own."""
 
     def __init__(self, adapter: Adapter, spec: JobSpec) -> None:
         self.adapter = adapter
         self.spec = spec
         groups = []
-        for params, grad in ((adapter.params_a, adapter.grad_a), (adapter.params_b, adapter.grad_b)):
+        for group in adapter.groups.values():
             # The optimizer's parameter is the flat buffer itself, so its steps show in every module's view.
-            parameter = torch.nn.Parameter(params, requires_grad=True)
-            parameter.grad = grad
+            parameter = torch.nn.Parameter(group.params, requires_grad=True)
+            parameter.grad = group.grad
             groups.append({"params": [parameter]})
         self._torch = torch.optim.AdamW(
             groups,
@@ -40,61 +40,64 @@ class Optimizer:
         )
 
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the next step; B's is higher with LoRA+."""
-        group_a, group_b = self._torch.param_groups
-        group_a["lr"], group_b["lr"] = rate, rate * (self.spec.loraplus_lr_ratio or 1.0)
+        """The learning rate of the next step; a group of the method may have another."""
+        factors = self.adapter.method.rate_factors(self.spec)
+        for group, factor in zip(self._torch.param_groups, factors, strict=True):
+            group["lr"] = rate * factor
 
     @property
-    def states(self) -> list[dict[str, torch.Tensor]]:
-        """What torch keeps of A and of B: exp_avg, exp_avg_sq and step, on the CPU; empty before the first step."""
-        return [self._torch.state[group["params"][0]] for group in self._torch.param_groups]
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What torch keeps of each group: exp_avg, exp_avg_sq and step, on the CPU; empty before the first step."""
+        states = (self._torch.state[group["params"][0]] for group in self._torch.param_groups)
+        return dict(zip(self.adapter.groups, states, strict=True))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The states by name, for a checkpoint."""
-        return {f"optimizer_{s}.{k}": v for s, state in zip("ab", self.states, strict=True) for k, v in state.items()}
+        return {f"optimizer_{name}.{key}": v for name, state in self.states.items() for key, v in state.items()}
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Takes the states that `tensors` described."""
-        for side, state in zip("ab", self.states, strict=True):
+        for group, state in self.states.items():
             state.clear()
-            prefix = f"optimizer_{side}."
+            prefix = f"optimizer_{group}."
             for name, tensor in tensors.items():
                 if name.startswith(prefix):
                     key = name.removeprefix(prefix)
-                    state[key] = tensor.clone() if key == "step" else tensor.to(self.adapter.params_a.device, copy=True)
+                    state[key] = tensor.clone() if key == "step" else tensor.to(self.adapter.device, copy=True)
 
     def make_moments(self) -> None:
         """Takes the memory for moments that are not there yet, as the first step would."""
-        for state, params in zip(self.states, (self.adapter.params_a, self.adapter.params_b), strict=True):
+        for name, state in self.states.items():
             if not state:
                 # All or nothing: memory may end between the two, and this is then tried again.
+                params = self.adapter.groups[name].params
                 moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
                 state.update(step=torch.tensor(0.0), **moments)
 
     def step(self, is_finite: bool) -> Updated:
         """Clips and applies the gradients with torch, unless they or the loss are not finite; then forgets them."""
-        adapter = self.adapter
-        norm = float(torch.stack([adapter.grad_a.norm(), adapter.grad_b.norm()]).norm())
+        groups = self.adapter.groups.values()
+        norm = float(torch.stack([group.grad.norm() for group in groups]).norm())
         skipped = not (is_finite and math.isfinite(norm))
         if not skipped:
             self._clip(norm)
             self._torch.step()
-        adapter.zero_grad()
-        largest = float(torch.stack([adapter.params_a.abs().max(), adapter.params_b.abs().max()]).max())
+        self.adapter.zero_grad()
+        largest = float(torch.stack([group.params.abs().max() for group in groups]).max())
         return Updated(norm, largest, skipped)
 
     def update(self, is_finite: bool) -> Update:
         """The same step, for the fused kernel."""
-        adapter, spec = self.adapter, self.spec
-        buffers = ((adapter.params_a, adapter.grad_a), (adapter.params_b, adapter.grad_b))
+        spec = self.spec
         self.make_moments()
-        lane_a, lane_b = (
-            ParameterLane(params, grad, state["exp_avg"], state["exp_avg_sq"], group["lr"])
-            for state, (params, grad), group in zip(self.states, buffers, self._torch.param_groups, strict=True)
+        states, groups = self.states.values(), self.adapter.groups.values()
+        lanes = tuple(
+            ParameterLane(group.params, group.grad, state["exp_avg"], state["exp_avg_sq"], torch_group["lr"])
+            for state, group, torch_group in zip(states, groups, self._torch.param_groups, strict=True)
         )
         return Update(
-            (lane_a, lane_b),
-            int(self.states[0]["step"]) + 1,
+            lanes,
+            int(next(iter(states))["step"]) + 1,
             (spec.adam_beta1, spec.adam_beta2),
             spec.adam_epsilon,
             spec.weight_decay,
@@ -107,8 +110,8 @@ class Optimizer:
             return
         factor = self.spec.max_grad_norm / (norm + 1e-6)
         if factor < 1:
-            self.adapter.grad_a.mul_(factor)
-            self.adapter.grad_b.mul_(factor)
+            for group in self.adapter.groups.values():
+                group.grad.mul_(factor)
 
 
 Results = Callable[[], list[Updated]]
@@ -120,7 +123,7 @@ def step_together(
 ) -> Results:
     """Starts the step of every job given, each as if alone; one is left out if the loss of its global batch is not
     finite, as the host knows (`finite`) or the device alone (`finite_J`)."""
-    start = step_fused if optimizers[0].adapter.params_a.is_cuda else _step_each
+    start = step_fused if optimizers[0].adapter.device.type == "cuda" else _step_each
     results = start(optimizers, finite, finite_J)
     for optimizer in optimizers:
         optimizer.adapter.changed()
@@ -147,7 +150,7 @@ def step_fused(
     def results() -> list[Updated]:
         found = wait()
         for optimizer, updated in zip(optimizers, found, strict=True):
-            for state in optimizer.states:
+            for state in optimizer.states.values():
                 state["step"] += not updated.skipped
         return found
 

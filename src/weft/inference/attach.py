@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from weft.adapters.lora import Adapter, LinearShape
+from weft.adapters.adapter import Adapter
+from weft.adapters.method import LinearShape, ModuleTensors
+from weft.adapters.methods import method_of
+from weft.adapters.targets import is_target
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.data.template import check_template
 from weft.errors import AdapterFileError, ConfigError, ModelError
 from weft.spec import AdapterSpec, BackboneSpec
-from weft.store.peft_config import is_target
-from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, Pair, read_adapter, read_chat_template
+from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, read_adapter, read_chat_template
 
 T = TypeVar("T")
 BASE = "base"
@@ -28,7 +30,7 @@ class StoredAdapter:
     name: str
     path: Path
     spec: AdapterSpec
-    tensors: dict[str, Pair]
+    tensors: dict[str, ModuleTensors]
     base_model: str | None
     """What it was trained on, as its config says."""
     chat_template: str | None = None
@@ -84,13 +86,15 @@ def read_named(text: str) -> StoredAdapter:
 
 def check_fit(stored: StoredAdapter, linears: Mapping[str, LinearShape], base_model: str) -> None:
     """AdapterFileError says why an adapter does not fit a model with these linear modules (path to out and in)."""
-    where = str(stored.path)
-    for path, (a_RD, b_OR) in stored.tensors.items():
+    where, files = str(stored.path), method_of(stored.spec).files
+    for path, tensors in stored.tensors.items():
         if path not in linears:
             raise AdapterFileError(f"{path} is not a linear module of base_model {base_model}.", where=where)
-        if (b_OR.shape[0], a_RD.shape[1]) != linears[path]:
+        given = files.linear_shape(tensors)
+        if any(size not in (None, real) for size, real in zip(given, linears[path], strict=True)):
+            found = " x ".join("any" if size is None else str(size) for size in given)
             raise AdapterFileError(
-                f"{path} is for a module of {b_OR.shape[0]} x {a_RD.shape[1]}; in base_model {base_model} it is "
+                f"{path} is for a module of {found}; in base_model {base_model} it is "
                 f"{linears[path][0]} x {linears[path][1]}.",
                 where=where,
             )

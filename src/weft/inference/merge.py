@@ -1,4 +1,4 @@
-"""Merges an adapter into its base weights: W + scale · B A, written as an ordinary model directory."""
+"""Merges an adapter into its base weights and writes them as an ordinary model directory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from weft.adapters.methods import method_of
 from weft.backbone.load import load_plain_model, load_tokenizer
 from weft.errors import StorageError
 from weft.inference.attach import StoredAdapter, check_fit
@@ -26,10 +27,9 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     head = model.get_output_embeddings()
     linears = {path: m for path, m in model.named_modules() if type(m) is nn.Linear and m is not head}
     check_fit(stored, {path: (m.out_features, m.in_features) for path, m in linears.items()}, spec.base_model)
-    for path, (a_RD, b_OR) in stored.tensors.items():
-        weight_OD = linears[path].weight
-        update_OD = stored.spec.scale_for(path) * (b_OR.float() @ a_RD.float())
-        weight_OD.copy_((weight_OD.float() + update_OD.to(weight_OD.device)).to(weight_OD.dtype))
+    method = method_of(stored.spec)
+    for path, tensors in stored.tensors.items():
+        method.merge(stored.spec, path, tensors, linears[path])
     if stored.chat_template is not None:
         tokenizer.chat_template = stored.chat_template
     _write(model, tokenizer, out)

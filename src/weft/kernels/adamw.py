@@ -1,17 +1,18 @@
 """AdamW for every job that steps now, in one go: clipped, checked and stepped job by job.
 
-    norm   = ‖(grad_a, grad_b)‖                           per job
+    norm   = ‖(grad of every lane)‖                       per job
     factor = min(1, max_grad_norm / (norm + 1e-6))        1 without a limit; no update if loss or norm is not finite
     g = factor · grad;  m ← β₁ m + (1-β₁) g;  v ← β₂ v + (1-β₂) g²
     w ← (1 - rate · decay) w - rate / (1-β₁ᵗ) · m / (√v / √(1-β₂ᵗ) + ε)
     grad ← 0;  largest = max |w|                          per job
 
-This is torch.optim.AdamW after torch's clip_grad_norm_. A job is two lanes: its flat buffers A and B, each of P numbers
-with gradient and moments, all fp32 and changed in place. Three launches serve all jobs: squares (a sum per block of
-`BLOCK` numbers), norms (a job's blocks in their order), update. A lane's blocks begin at its own start and nothing is
-summed over two jobs, so a job's bits depend neither on who steps with it nor on the order; a NaN in another job does
-nothing. What all jobs' steps did comes back in one read, and nobody has to wait for it: other work may be asked of the
-device first. Sizes: J jobs, L = 2 J lanes, P numbers of a lane.
+This is torch.optim.AdamW after torch's clip_grad_norm_. A job is one or more lanes: its flat buffers (LoRA: A and
+B), each of P numbers with gradient and moments, all fp32 and changed in place. Three launches serve all jobs: squares
+(a sum per block of `BLOCK` numbers), norms (a job's blocks in their order), update. A lane's blocks begin at its own
+start and nothing is summed over two jobs, so a job's bits depend neither on who steps with it nor on the order; a NaN
+in another job does nothing. What all jobs' steps did comes back in one read, and nobody has to wait for it: other work
+may be asked of the device first. Every job has as many lanes in the tables as the one with most, at least two; those it
+does not need are empty and have no blocks. Sizes: J jobs, S lanes of a job, L = S J lanes, P numbers of a lane.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ParameterLane:
 class Update:
     """One job's step: what to change, and how."""
 
-    lanes: tuple[ParameterLane, ParameterLane]
+    lanes: tuple[ParameterLane, ...]
     number: int
     """Which update of the job this is, counted from 1."""
     betas: tuple[float, float]
@@ -146,13 +147,21 @@ def _squares_kernel(lanes_ptr, sums_ptr, num_lanes, BLOCK: tl.constexpr, LANES: 
 
 @jit
 def _norms_kernel(  # type: ignore[no-untyped-def]
-    lanes_ptr, numbers_ptr, finite_ptr, sums_ptr, norms_ptr, factors_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    lanes_ptr,
+    numbers_ptr,
+    finite_ptr,
+    sums_ptr,
+    norms_ptr,
+    factors_ptr,
+    SIDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """A job's gradient norm, and what its gradient is multiplied by: negative if the step is left out."""
     job = tl.program_id(0)
     total = 0.0
-    for side in tl.static_range(2):
-        lane = 2 * job + side
+    for side in tl.static_range(SIDES):
+        lane = SIDES * job + side
         num_blocks = (tl.load(lanes_ptr + lane * 6 + 4) + BLOCK - 1) // BLOCK
         own = sums_ptr + tl.load(lanes_ptr + lane * 6 + 5)
         sums = tl.zeros([CHUNK], tl.float32)
@@ -161,22 +170,31 @@ def _norms_kernel(  # type: ignore[no-untyped-def]
             sums += tl.load(own + places, mask=places < num_blocks, other=0.0)
         total += tl.sum(sums, 0)
     norm = tl.sqrt_rn(total)
-    limit = tl.load(numbers_ptr + job * 20 + 8)
+    limit = tl.load(numbers_ptr + job * SIDES * 10 + 8)
     factor = tl.div_rn(limit, norm + 1e-6)
     factor = tl.where((limit > 0) & (factor < 1), factor, 1.0)
-    is_finite = (tl.load(numbers_ptr + job * 20 + 9) > 0) & (tl.load(finite_ptr + job) > 0)
+    is_finite = (tl.load(numbers_ptr + job * SIDES * 10 + 9) > 0) & (tl.load(finite_ptr + job) > 0)
     tl.store(norms_ptr + job, norm)
     tl.store(factors_ptr + job, tl.where(is_finite & (norm < float("inf")), factor, -1.0))
 
 
 @jit
 def _update_block(  # type: ignore[no-untyped-def]
-    lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr
+    lanes_ptr,
+    numbers_ptr,
+    factors_ptr,
+    largest_ptr,
+    lane,
+    start,
+    left,
+    SIDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_FULL: tl.constexpr,
 ):
     params_ptr = _pointers(lanes_ptr, lane, 0, start, BLOCK)
     grad_ptr = _pointers(lanes_ptr, lane, 1, start, BLOCK)
     params = _load(params_ptr, left, BLOCK, IS_FULL)
-    factor = tl.load(factors_ptr + lane // 2)
+    factor = tl.load(factors_ptr + lane // SIDES)
     if factor >= 0:
         numbers = numbers_ptr + lane * 10
         exp_avg_ptr = _pointers(lanes_ptr, lane, 2, start, BLOCK)
@@ -198,25 +216,34 @@ def _update_block(  # type: ignore[no-untyped-def]
         params = tl.where(tl.arange(0, BLOCK) < left, params, 0.0)
     # Sizes of floats order as their bits do, with NaN above all, and the order of a maximum does not matter.
     sizes = tl.abs(params).to(tl.int32, bitcast=True)
-    tl.atomic_max(largest_ptr + lane // 2, tl.max(sizes, 0), sem="relaxed")
+    tl.atomic_max(largest_ptr + lane // SIDES, tl.max(sizes, 0), sem="relaxed")
 
 
 @jit
 def _update_kernel(  # type: ignore[no-untyped-def]
-    lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr
+    lanes_ptr,
+    numbers_ptr,
+    factors_ptr,
+    largest_ptr,
+    num_lanes,
+    SIDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     lane, start, left = _place(lanes_ptr, num_lanes, BLOCK, LANES)
     if left >= BLOCK:
-        _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK, True)
+        _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, SIDES, BLOCK, True)
     else:
-        _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, BLOCK, False)
+        _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, SIDES, BLOCK, False)
 
 
 def adamw_kernel(updates: Sequence[Update], finite_J: torch.Tensor) -> Callable[[], list[Updated]]:
     """The same by three launches and one read, whatever the number of jobs."""
-    lanes = [lane for update in updates for lane in update.lanes]
-    device = lanes[0].params_P.device
-    numbers = [_numbers(update, lane) for update in updates for lane in update.lanes]
+    device = updates[0].lanes[0].params_P.device
+    sides = max(2, *(len(update.lanes) for update in updates))
+    filled = [(update, lane) for update in updates for lane in _filled_up(update.lanes, sides)]
+    lanes = [lane for _, lane in filled]
+    numbers = [_numbers(update, lane) for update, lane in filled]
     *firsts, num_blocks = itertools.accumulate((cdiv(lane.params_P.numel(), BLOCK) for lane in lanes), initial=0)
     table = [[*_addresses(lane), first] for lane, first in zip(lanes, firsts, strict=True)]
     lanes_L6 = sent(torch.tensor(table), device)
@@ -227,8 +254,8 @@ def adamw_kernel(updates: Sequence[Update], finite_J: torch.Tensor) -> Callable[
     norms_J, largest_J, factors_J = results_3J[0], results_3J.view(torch.int32)[1], results_3J[2]
     shared = {"BLOCK": BLOCK, "LANES": max(FEWEST_LANES, next_power_of_2(len(lanes))), "num_warps": NUM_WARPS}
     _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
-    _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, finite_J, sums, norms_J, factors_J, BLOCK, CHUNK)
-    _update_kernel[(num_blocks,)](lanes_L6, numbers_L10, factors_J, largest_J, len(lanes), **shared)
+    _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, finite_J, sums, norms_J, factors_J, sides, BLOCK, CHUNK)
+    _update_kernel[(num_blocks,)](lanes_L6, numbers_L10, factors_J, largest_J, len(lanes), sides, **shared)
     arrival.begin()
     return lambda: [Updated(norm, size, factor < 0) for norm, size, factor in arrival.get().t().tolist()]
 
@@ -266,6 +293,12 @@ def _numbers(update: Update, lane: ParameterLane) -> tuple[float, ...]:
         update.max_grad_norm,
         float(update.is_finite),
     )
+
+
+def _filled_up(lanes: tuple[ParameterLane, ...], sides: int) -> list[ParameterLane]:
+    """As many lanes as every job has in the tables, the last ones empty."""
+    none = lanes[0].params_P.new_empty(0)
+    return [*lanes, *[ParameterLane(none, none, none, none, 0.0)] * (sides - len(lanes))]
 
 
 def _addresses(lane: ParameterLane) -> list[int]:

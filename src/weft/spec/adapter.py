@@ -61,9 +61,9 @@ class AdapterSpec:
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
 
     @property
-    def widest(self) -> int:
-        """No module has a higher rank."""
-        return max([self.r, *self.rank_pattern.values()])
+    def default_alpha(self) -> float:
+        """The alpha of modules that no pattern names."""
+        return 2.0 * self.r if self.lora_alpha is None else self.lora_alpha
 
     def rank_for(self, module: str) -> int:
         """The rank on one module path."""
@@ -71,8 +71,7 @@ class AdapterSpec:
 
     def alpha_for(self, module: str) -> float:
         """The alpha on one module path."""
-        default = 2.0 * self.r if self.lora_alpha is None else self.lora_alpha
-        return _first_match(self.alpha_pattern, module, default)
+        return _first_match(self.alpha_pattern, module, self.default_alpha)
 
     def scale_for(self, module: str) -> float:
         """What the update on one module path is multiplied with."""

@@ -1,7 +1,7 @@
 """PEFT adapter directories: what Weft writes loads in PEFT and servers, what PEFT wrote can be trained on here.
 
-    adapter_config.json         the LoraConfig, see peft_config
-    adapter_model.safetensors   base_model.model.<module path>.lora_A.weight (r, in) and .lora_B.weight (out, r)
+    adapter_config.json         PEFT's config of the method, see peft_config
+    adapter_model.safetensors   base_model.model.<module path>.lora_A.weight (r, in) and the like, as the method says
     chat_template.jinja         the job's own chat template, if it had one
     README.md                   a short model card
 
@@ -21,11 +21,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from weft.adapters.method import ModuleTensors, PeftFormat
+from weft.adapters.methods import METHODS, method_of
+from weft.adapters.targets import is_target
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
-from weft.store.peft_config import config_of, default_alpha, is_target, spec_of
+from weft.store.peft_config import config_of, method_named, spec_of
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -36,10 +39,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 MAX_HEADER_BYTES = 1 << 20
 """Longest safetensors header, config and template that is read. A LoRA on all linears of 80 layers takes 150 KB."""
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""A (r, in) and B (out, r) of one module."""
-
-_KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight", re.DOTALL)
+_PREFIX = "base_model.model."
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
@@ -56,7 +56,7 @@ class AdapterFiles:
 def write_adapter(
     directory: Path,
     spec: AdapterSpec,
-    tensors: Mapping[str, Pair],
+    tensors: Mapping[str, ModuleTensors],
     *,
     base_model: str,
     target_names: list[str],
@@ -64,8 +64,9 @@ def write_adapter(
 ) -> None:
     """The directory holds the whole adapter once this returns; an adapter that was there before is replaced.
 
-    `tensors` maps module paths to (A, B). `target_names` becomes target_modules: full paths, or leaf names where these
-    mean no other module of the backbone. `chat_template` is what the adapter was trained with instead of the base's.
+    `tensors` are those of every module, by path. `target_names` becomes target_modules: full paths, or leaf names where
+    these mean no other module of the backbone. `chat_template` is what the adapter was trained with instead of the
+    base's.
     """
     files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names)
     with staged_directory(directory) as staged:
@@ -76,14 +77,20 @@ def write_adapter(
             write_unsynced(staged / TEMPLATE_FILE, chat_template)
 
 
-def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, Pair], dict[str, Any]]:
-    """The adapter's spec, its (A, B) by module path, and its config; AdapterFileError says why it cannot be read."""
-    files = _read_files(directory)
-    pairs = _pairs(files.tensors, where=str(directory / TENSORS_FILE))
-    spec = spec_of(files.config, pairs, where=str(directory / CONFIG_FILE))
-    for path, (a_RD, b_OR) in pairs.items():
-        _check_pair(spec, path, a_RD, b_OR, where=str(directory / TENSORS_FILE))
-    return spec, pairs, files.config
+def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors], dict[str, Any]]:
+    """The adapter's spec, its tensors by module path, and its config; AdapterFileError says why it cannot be read."""
+    read = _read_files(directory)
+    where = str(directory / TENSORS_FILE)
+    files = METHODS[method_named(read.config, str(directory / CONFIG_FILE))].files
+    modules = _modules(read.tensors, files, where)
+    spec = spec_of(read.config, modules, where=str(directory / CONFIG_FILE))
+    for path, tensors in modules.items():
+        if not is_target(spec, path):
+            raise AdapterFileError(f"holds weights of {path}, which {CONFIG_FILE} does not target.", where=where)
+        files.check_tensors(spec, path, tensors, where)
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            raise AdapterFileError(f"{path} holds a NaN or an infinity.", where=where)
+    return spec, modules, read.config
 
 
 def read_chat_template(directory: Path) -> str | None:
@@ -101,26 +108,26 @@ def read_chat_template(directory: Path) -> str | None:
 
 
 def adapter_files(
-    spec: AdapterSpec, tensors: Mapping[str, Pair], *, base_model: str, target_names: list[str]
+    spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], *, base_model: str, target_names: list[str]
 ) -> AdapterFiles:
     """The files of an adapter, not yet on disk."""
     named: dict[str, torch.Tensor] = {}
+    files = method_of(spec).files
     written = dataclasses.replace(spec, target_modules=tuple(target_names))
-    for path, (a_RD, b_OR) in tensors.items():
-        assert a_RD.shape[0] == b_OR.shape[1] == spec.rank_for(path), f"{path} does not have the rank of its spec"
+    for path, own in tensors.items():
         assert is_target(written, path), f"no reader would find {path} by {target_names}"
-        for side, tensor in (("A", a_RD), ("B", b_OR)):
+        for suffix, tensor in zip(files.suffixes.values(), own, strict=True):
             copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            named[f"base_model.model.{path}.lora_{side}.weight"] = copy
-    return AdapterFiles(config_of(spec, base_model=base_model, target_names=target_names), named)
+            named[f"{_PREFIX}{path}.{suffix}"] = copy
+    return AdapterFiles(config_of(spec, base_model=base_model, target_names=target_names, paths=tensors), named)
 
 
 def _model_card(spec: AdapterSpec, base_model: str) -> str:
+    files = method_of(spec).files
     return (
-        "---\nlibrary_name: peft\npipeline_tag: text-generation\ntags:\n- lora\n- weft\n---\n\n"
-        "# LoRA adapter\n\n"
-        f"Trained with Weft on `{base_model}`: rank {spec.r}, alpha {default_alpha(spec):g}"
-        f"{', rank-stabilised scaling' if spec.use_rslora else ''}.\n\n"
+        f"---\nlibrary_name: peft\npipeline_tag: text-generation\ntags:\n- {spec.method}\n- weft\n---\n\n"
+        f"# {files.title} adapter\n\n"
+        f"Trained with Weft on `{base_model}`: {files.summary(spec)}.\n\n"
         "```python\nfrom peft import PeftModel\n\n"
         "model = PeftModel.from_pretrained(base_model, adapter_directory)\n```\n"
     )
@@ -179,45 +186,20 @@ def _load_tensors(data: bytes, where: str) -> dict[str, torch.Tensor]:
         raise AdapterFileError(f"is not a sound safetensors file ({error}).", where=where) from None
 
 
-def _pairs(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Pair]:
-    """The tensors as (A, B) by module path; every name must be half of such a pair."""
-    sides: dict[str, dict[str, torch.Tensor]] = {}
+def _modules(tensors: Mapping[str, torch.Tensor], files: PeftFormat, where: str) -> dict[str, ModuleTensors]:
+    """The tensors by module path; every one must be of the method, and none of a module may be missing."""
+    suffixes = "|".join(re.escape(suffix) for suffix in files.suffixes.values())
+    pattern = re.compile(rf"{re.escape(_PREFIX)}(.+)\.({suffixes})", re.DOTALL)
+    found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        match = _KEY.fullmatch(name)
+        match = pattern.fullmatch(name)
         if match is None:
-            raise AdapterFileError(f"holds {name!r}, {_what_it_is(name)}.", where=where)
-        sides.setdefault(match["path"], {})[match["side"]] = tensor
-    if not sides:
-        raise AdapterFileError("holds no LoRA weights.", where=where)
-    for path, found in sides.items():
-        for side in "AB":
-            if side not in found:
-                raise AdapterFileError(f"lora_{side} of {path} is missing.", where=where)
-    return {path: (found["A"], found["B"]) for path, found in sorted(sides.items())}
-
-
-def _what_it_is(name: str) -> str:
-    """Why a tensor that is no lora_A or lora_B weight cannot be read."""
-    if "lora_embedding_" in name:
-        return "an adapter on an embedding; only linear layers can be adapted"
-    if "lora_magnitude_vector" in name:
-        return "which is DoRA's; DoRA is not supported yet"
-    if name.endswith(".lora_B.bias"):
-        return "a LoRA bias, which is not supported yet"
-    return "which is neither a lora_A nor a lora_B weight"
-
-
-def _check_pair(spec: AdapterSpec, path: str, a_RD: torch.Tensor, b_OR: torch.Tensor, where: str) -> None:
-    if not is_target(spec, path):
-        raise AdapterFileError(f"holds weights of {path}, which {CONFIG_FILE} does not target.", where=where)
-    shapes = f"lora_A {tuple(a_RD.shape)} and lora_B {tuple(b_OR.shape)}"
-    if a_RD.ndim != 2 or b_OR.ndim != 2 or not a_RD.numel() or not b_OR.numel():
-        raise AdapterFileError(f"{path} has {shapes}; expected two matrices (r, in) and (out, r).", where=where)
-    if a_RD.shape[0] != b_OR.shape[1]:
-        raise AdapterFileError(f"{path} has {shapes}; their ranks differ.", where=where)
-    if a_RD.shape[0] != spec.rank_for(path):
-        raise AdapterFileError(
-            f"{path} has rank {a_RD.shape[0]}, but {CONFIG_FILE} says {spec.rank_for(path)}.", where=where
-        )
-    if not (a_RD.isfinite().all() and b_OR.isfinite().all()):
-        raise AdapterFileError(f"{path} holds a NaN or an infinity.", where=where)
+            raise AdapterFileError(f"holds {name!r}, {files.what_it_is(name)}.", where=where)
+        found.setdefault(match[1], {})[match[2]] = tensor
+    if not found:
+        raise AdapterFileError(f"holds no {files.title} weights.", where=where)
+    for path, own in found.items():
+        for kind, suffix in files.suffixes.items():
+            if suffix not in own:
+                raise AdapterFileError(f"{kind} of {path} is missing.", where=where)
+    return {path: tuple(own[suffix] for suffix in files.suffixes.values()) for path, own in sorted(found.items())}

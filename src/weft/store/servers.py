@@ -9,9 +9,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from weft.adapters.methods import cost_ranks
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
-from weft.store.peft_config import default_alpha
 
 SERVERS = ("vllm", "sglang", "peft")
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -46,7 +46,7 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
         return []
     remarks = _outside(module_paths, server)
     # Servers look at every pattern, also at those that match no module of this backbone.
-    top = max([spec.r, *spec.rank_pattern.values()])
+    top = cost_ranks(spec).widest
     return remarks + (_vllm_remarks(top) if server == "vllm" else _sglang_remarks(spec))
 
 
@@ -68,7 +68,7 @@ def _vllm_remarks(top: int) -> list[ServingRemark]:
 
 def _sglang_remarks(spec: AdapterSpec) -> list[ServingRemark]:
     remarks = []
-    alpha = default_alpha(spec)
+    alpha = spec.default_alpha
     if any(rank != spec.r for rank in spec.rank_pattern.values()):
         remarks.append(ServingRemark("SGLang takes one rank per adapter; this one has a rank_pattern.", refused=True))
     if any(other != alpha for other in spec.alpha_pattern.values()):

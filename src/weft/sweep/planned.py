@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from weft.adapters.methods import cost_ranks
 from weft.adapters.targets import choose_modules
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import find_source, load_config, load_skeleton
@@ -87,7 +88,8 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
     targets = _targets(job.adapter, configurations.backbone)
     steps = configurations.num_steps(job)
     evals = configurations.eval_tokens(job)
-    return Configuration(name, job.adapter.widest, job.batch_size, steps, mean, max(lengths), targets, evals)
+    rank = cost_ranks(job.adapter).widest
+    return Configuration(name, rank, job.batch_size, steps, mean, max(lengths), targets, evals)
 
 
 def _targets(adapter: AdapterSpec, backbone: Backbone) -> str | tuple[str, ...]:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from weft.adapters.compute_copy import ComputeCopy
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
+from weft.adapters.method import KernelCopy
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.graph import Captured, capture
 from weft.backbone.fused.inputs import Inputs, InputShape, input_array, input_shape, spans_of
@@ -48,7 +48,7 @@ class FusedPath:
         self._memory_model = memory_model
         self._head = head
         self._modules = {path: index for index, path in enumerate(modules)}
-        self._copies: dict[int, ComputeCopy] = {}
+        self._copies: dict[int, KernelCopy] = {}
         self._graphs: dict[tuple[InputShape, int | None, Needs | None, int], Captured] = {}
         self._pool: Any = None
         self._tiles: dict[tuple[int, int | None], int | None] = {}
@@ -61,7 +61,7 @@ class FusedPath:
 
     def take_slot(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot of the table and returns the slot."""
-        copy = ComputeCopy(adapter, self._model.embedding_VD.dtype)
+        copy = adapter.method.kernel_copy(adapter, self._model.embedding_VD.dtype)
         slot = self.table.put({self._modules[path]: entry for path, entry in copy.entries.items()})
         self._copies[slot] = copy
         return slot

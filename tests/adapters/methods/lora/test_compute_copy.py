@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.adapters.compute_copy import ComputeCopy
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
+from weft.adapters.methods.lora.compute_copy import ComputeCopy
 from weft.spec import AdapterSpec
 
 
@@ -16,8 +16,8 @@ def test_copy_when_memory_ends_in_the_middle_then_the_next_call_copies_again(ran
     spec = AdapterSpec(r=rank, init_lora_weights=False)
     adapter = Adapter(spec, {"m.q": (64, 32), "m.v": (64, 32)}, 0, torch.device("cpu"))
     copy = ComputeCopy(adapter, torch.bfloat16)
-    adapter.params_a.mul_(3)
-    adapter.params_b.mul_(3)
+    adapter.groups["a"].params.mul_(3)
+    adapter.groups["b"].params.mul_(3)
     adapter.changed()
 
     def end(*_args: object, **_options: object) -> None:

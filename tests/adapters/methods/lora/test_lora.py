@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.adapters.lora import Adapter
+from weft.adapters.adapter import Adapter
+from weft.adapters.methods import cost_ranks
 from weft.errors import AdapterFileError, ConfigError
 from weft.spec import AdapterSpec
 
@@ -73,8 +74,10 @@ def test_start_when_false_then_the_update_is_not_zero():
 @pytest.mark.parametrize("init", INITS)
 def test_start_when_seed_or_module_differs_then_other_numbers(init):
     first, again, other = (adapter(seed, init_lora_weights=init) for seed in (1, 1, 2))
-    assert torch.equal(first.params_a, again.params_a) and torch.equal(first.params_b, again.params_b)
-    assert not torch.equal(first.params_a, other.params_a)
+    assert torch.equal(first.groups["a"].params, again.groups["a"].params) and torch.equal(
+        first.groups["b"].params, again.groups["b"].params
+    )
+    assert not torch.equal(first.groups["a"].params, other.groups["a"].params)
     assert not torch.equal(first.modules["a.x"].a_RD, first.modules["b.x"].a_RD)
 
 
@@ -97,12 +100,12 @@ def test_buffers_when_a_view_changes_then_the_flat_parameters_do():
     made.modules["b.x"].a_RD.fill_(7.0)
     made.modules["a.x"].b_OR.fill_(8.0)
     made.modules["b.x"].grad_b_OR.fill_(9.0)
-    assert (made.params_a == 7).sum() == 5 * D
-    assert (made.params_b == 8).sum() == R * O
-    assert (made.grad_b == 9).sum() == 5 * O
+    assert (made.groups["a"].params == 7).sum() == 5 * D
+    assert (made.groups["b"].params == 8).sum() == R * O
+    assert (made.groups["b"].grad == 9).sum() == 5 * O
     assert made.num_parameters == (R + 5) * (D + O)
     made.zero_grad()
-    assert not made.grad_b.any()
+    assert not made.groups["b"].grad.any()
 
 
 def test_scale_when_rslora_or_patterns_then_as_peft():
@@ -125,7 +128,9 @@ def test_rank_when_as_large_as_the_smaller_side_then_accepted():
 def test_load_when_given_back_its_own_tensors_then_every_bit_returns():
     made, fresh = adapter(1, init_lora_weights=False), adapter(2)
     fresh.load(made.tensors(), "here")
-    assert torch.equal(fresh.params_a, made.params_a) and torch.equal(fresh.params_b, made.params_b)
+    assert torch.equal(fresh.groups["a"].params, made.groups["a"].params) and torch.equal(
+        fresh.groups["b"].params, made.groups["b"].params
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,15 +144,21 @@ def test_load_when_given_back_its_own_tensors_then_every_bit_returns():
 )
 def test_load_when_tensors_do_not_fit_then_says_which_and_changes_nothing(change, reason):
     made = adapter()
-    before = made.params_a.clone()
+    before = made.groups["a"].params.clone()
     tensors = adapter(5, init_lora_weights=False).tensors()
     change(tensors)
     with pytest.raises(AdapterFileError, match=reason):
         made.load(tensors, "some/adapter")
-    assert torch.equal(made.params_a, before)
+    assert torch.equal(made.groups["a"].params, before)
 
 
 def test_tensors_when_read_then_they_are_copies():
     made = adapter()
     made.tensors()["a.x"][0].fill_(5)
-    assert not (made.params_a == 5).any()
+    assert not (made.groups["a"].params == 5).any()
+
+
+def test_cost_ranks_when_a_pattern_has_a_higher_rank_then_it_is_the_widest():
+    """Times are counted with the rank of most modules, memory with the highest."""
+    ranks = cost_ranks(AdapterSpec(r=8, rank_pattern={"q_proj": 32, "k_proj": 2}))
+    assert (ranks.usual, ranks.widest) == (8, 32)

@@ -5,10 +5,15 @@ The fp32 masters stay in the adapter; this copy follows them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 
-from weft.adapters.lora import Adapter
+from weft.adapters.methods.lora.weights import LoraWeights
 from weft.kernels.lora.tables import Entry, padded
+
+if TYPE_CHECKING:
+    from weft.adapters.adapter import Adapter
 
 
 class ComputeCopy:
@@ -17,17 +22,14 @@ class ComputeCopy:
     def __init__(self, adapter: Adapter, dtype: torch.dtype) -> None:
         self._adapter = adapter
         self._version = -1
-        modules = adapter.modules.values()
-        sizes_a = [padded(w.a_RD.shape[0]) * w.a_RD.shape[1] for w in modules]
-        sizes_b = [padded(w.a_RD.shape[0]) * w.b_OR.shape[0] for w in modules]
-        device = adapter.params_a.device
-        self._a = torch.zeros(sum(sizes_a), dtype=dtype, device=device)
-        self._b = torch.zeros(sum(sizes_b), dtype=dtype, device=device)
+        self._modules = cast(dict[str, LoraWeights], adapter.modules)
+        sizes_a = [padded(w.a_RD.shape[0]) * w.a_RD.shape[1] for w in self._modules.values()]
+        sizes_b = [padded(w.a_RD.shape[0]) * w.b_OR.shape[0] for w in self._modules.values()]
+        self._a = torch.zeros(sum(sizes_a), dtype=dtype, device=adapter.device)
+        self._b = torch.zeros(sum(sizes_b), dtype=dtype, device=adapter.device)
         self.entries: dict[str, Entry] = {}
         """By module path."""
-        for (path, w), a, b in zip(
-            adapter.modules.items(), self._a.split(sizes_a), self._b.split(sizes_b), strict=True
-        ):
+        for (path, w), a, b in zip(self._modules.items(), self._a.split(sizes_a), self._b.split(sizes_b), strict=True):
             rank = w.a_RD.shape[0]
             self.entries[path] = Entry(
                 rank,
@@ -50,10 +52,10 @@ class ComputeCopy:
         if self._version == self._adapter.version:
             return
         if self._scale is not None:
-            self._a.copy_(self._adapter.params_a)
-            torch.mul(self._adapter.params_b, self._scale, out=self._b)
+            self._a.copy_(self._adapter.groups["a"].params)
+            torch.mul(self._adapter.groups["b"].params, self._scale, out=self._b)
         else:
-            for path, w in self._adapter.modules.items():
+            for path, w in self._modules.items():
                 entry = self.entries[path]
                 entry.a_PD[: entry.rank].copy_(w.a_RD)
                 entry.b_OP[:, : entry.rank].copy_(w.b_OR * w.scale)

@@ -1,0 +1,126 @@
+"""One job's adapter: fp32 masters and gradients in one flat buffer per group, viewed module by module.
+
+A method has one or more groups of parameters (LoRA: all A, all B), so that one optimizer call steps a whole group, and
+each group can have a learning rate of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weft.adapters.method import LinearShape, ModuleTensors, SlotWeights
+from weft.adapters.methods import method_of
+from weft.errors import AdapterFileError
+from weft.kernels.dropout import mix, module_key
+from weft.spec import AdapterSpec
+
+
+@dataclass
+class ParameterGroup:
+    """One flat buffer of an adapter and its gradient."""
+
+    params: torch.Tensor
+    grad: torch.Tensor
+
+
+class Adapter:
+    """The trainable parameters of one job on one backbone."""
+
+    def __init__(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], seed: int, device: torch.device) -> None:
+        """Modules: path and (out, in) of every adapted linear, in the backbone's order."""
+        self.spec = spec
+        self.method = method_of(spec)
+        self.method.check(spec, modules)
+        self._shapes = {path: tuple(self.method.shapes(spec, path, shape)) for path, shape in modules.items()}
+        self.groups: dict[str, ParameterGroup] = {}
+        self.modules: dict[str, SlotWeights] = {}
+        """What a slot of each module holds."""
+        self._views: dict[str, ModuleTensors] = {}
+        self._take({name: torch.zeros(sum(self._sizes(i)), device=device) for i, name in enumerate(self.method.groups)})
+        self.version = 0
+        """Counts the changes of the weights, for those who keep a copy."""
+        self._initialise(seed)
+
+    def changed(self) -> None:
+        """To be called after the weights were written to."""
+        self.version += 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.groups.values())).params.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable numbers."""
+        return sum(group.params.numel() for group in self.groups.values())
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for group in self.groups.values():
+            group.grad.zero_()
+
+    def flat(self) -> dict[str, torch.Tensor]:
+        """The buffers themselves, by group."""
+        return {name: group.params for name, group in self.groups.items()}
+
+    def put(self, flat: Mapping[str, torch.Tensor]) -> None:
+        """Copies all weights from buffers by group."""
+        for name, group in self.groups.items():
+            group.params.copy_(flat[name])
+        self.changed()
+
+    def tensors(self) -> dict[str, ModuleTensors]:
+        """Copies of the weights on the CPU, by module path."""
+        return {path: tuple(view.cpu().clone() for view in views) for path, views in self._views.items()}
+
+    def load(self, tensors: Mapping[str, ModuleTensors], where: str) -> None:
+        """Takes the weights of every module; modules and shapes must be this adapter's."""
+        for path in sorted(self.modules.keys() ^ tensors.keys()):
+            side = "is not in the file" if path in self.modules else "is not a module of this adapter"
+            raise AdapterFileError(f"{path} {side}; target_modules must be those it was trained with.", where=where)
+        for path, given in tensors.items():
+            mine = self._views[path]
+            if [x.shape for x in given] != [view.shape for view in mine]:
+                names = [name.upper() for name in self.method.groups]
+                found = " and ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, given, strict=True))
+                expected = " and ".join(str(tuple(view.shape)) for view in mine)
+                raise AdapterFileError(f"{path} has {found}; expected {expected}.", where=where)
+            for view, x in zip(mine, given, strict=True):
+                view.copy_(x)
+        self.changed()
+
+    def move_to(self, device: torch.device) -> None:
+        """Takes the weights to a device, bit by bit, and forgets the gradients; no slot may hold the adapter."""
+        self._take({name: params.to(device, copy=True) for name, params in self.flat().items()})
+        self.changed()
+
+    def _take(self, flat: Mapping[str, torch.Tensor]) -> None:
+        """Makes these the weights, with fresh gradients beside them; without the memory for it, nothing changes."""
+        self.groups = {name: ParameterGroup(params, torch.zeros_like(params)) for name, params in flat.items()}
+        params = self._split([group.params for group in self.groups.values()])
+        grads = self._split([group.grad for group in self.groups.values()])
+        self._views = params
+        for path in self._shapes:
+            self.modules[path] = self.method.weights(self.spec, path, params[path], grads[path])
+
+    def _split(self, buffers: list[torch.Tensor]) -> dict[str, ModuleTensors]:
+        """Views of the buffers, one per group, by module path."""
+        pieces = zip(*(buffer.split(self._sizes(i)) for i, buffer in enumerate(buffers)), strict=True)
+        return {
+            path: tuple(piece.view(shape) for piece, shape in zip(own, shapes, strict=True))
+            for (path, shapes), own in zip(self._shapes.items(), pieces, strict=True)
+        }
+
+    def _sizes(self, group: int) -> list[int]:
+        return [torch.Size(shapes[group]).numel() for shapes in self._shapes.values()]
+
+    def _initialise(self, seed: int) -> None:
+        """Starting values, drawn per module from the job's seed: no module's depends on the others."""
+        for path, views in self._views.items():
+            generator = torch.Generator().manual_seed(mix(seed, module_key(path), 0x1417))
+            for view, value in zip(views, self.method.initial(self.spec, self._shapes[path], generator), strict=True):
+                view.copy_(value)

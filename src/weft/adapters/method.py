@@ -1,0 +1,170 @@
+"""What a PEFT method is: all that the rest of the house asks of a way to adapt a frozen model.
+
+A method is a folder `adapters/methods/<name>/` with one `Method`, and a line in `adapters/methods/__init__.py`. Its
+settings are fields of `spec/adapter.py` that carry its name. Nothing else knows it: the engine steps, checkpoints and
+moves named groups of parameters (`adapters/adapter.py`), the reference path calls the hooks of `SlotWeights` on each
+slot's own rows (`adapters/linear.py`), files are written as the method's `PeftFormat` says, and planners count its cost
+in ranks. `tests/adapters/test_methods.py` runs for every entry of the registry.
+
+A method without kernels costs its neighbours nothing: on a fused backbone its jobs have microbatches of their own,
+which run on the reference path over the same weights.
+
+A method for the outputs of blocks says `Attachment.BLOCK_OUTPUT`. The backbone offers no such places yet: the first
+such method wraps the blocks in `Backbone._install`, as linears are wrapped in `SlotLinear`, and lists them in
+`Backbone.places`; from there on they are attached and freed like linears.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from weft.adapters.routing import Routing, SlotRows
+from weft.kernels.lora.tables import Entry
+from weft.spec import AdapterSpec, JobSpec
+
+if TYPE_CHECKING:
+    from weft.adapters.adapter import Adapter
+
+LinearShape = tuple[int, int]
+"""(out, in) of a linear module."""
+ModuleTensors = tuple[torch.Tensor, ...]
+"""An adapter's tensors on one module, in the order of its method's groups."""
+
+
+class Attachment(enum.Enum):
+    """What of a backbone an adapter sits on."""
+
+    LINEAR = "linear"
+    BLOCK_OUTPUT = "block output"
+
+
+class SlotWeights(ABC):
+    """A method's weights on one linear, which a slot holds: views into the adapter's flat buffers.
+
+    All hooks get the buffers of the whole microbatch and change the rows of their own slot alone. Rows of others may be
+    NaN: they are left out by slicing, never masked by a product. Gradients are added in fp32, sample by sample in the
+    job's order, so that no cut into microbatches changes them.
+    """
+
+    changes_input: ClassVar[bool] = False
+    """Whether the frozen product sees other inputs than x on these rows."""
+    changes_gradient: ClassVar[bool] = False
+    """Whether the frozen product has another gradient than y on these rows."""
+
+    def change_input(self, x_TD: torch.Tensor, rows: SlotRows) -> None:
+        """Turns a copy of x into what the frozen product sees; asked only of those that say `changes_input`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> Any:
+        """Changes y, which holds the frozen product; returns what `backward` needs besides x."""
+
+    def change_gradient(self, dy_TO: torch.Tensor, rows: SlotRows) -> None:
+        """Turns a copy of dy into the gradient of the frozen product; asked only of those that `changes_gradient`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def backward(
+        self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: Any
+    ) -> None:
+        """Adds to the gradients, and to dx, which holds what came through the frozen product; None: nobody needs dx."""
+
+
+class KernelCopy(Protocol):
+    """An adapter's weights as the fused path's kernels read them."""
+
+    entries: dict[str, Entry]
+    """By module path."""
+
+    def follow(self) -> None:
+        """Copies the weights if they have changed."""
+
+
+@dataclass(frozen=True)
+class CostRanks:
+    """What an adapter costs in the unit of the cost models: the rank of a LoRA that costs no less."""
+
+    usual: int
+    """Of most modules, for times."""
+    widest: int
+    """Of the most expensive module, for memory."""
+
+
+class PeftFormat(Protocol):
+    """The files of a method's adapters as PEFT writes and reads them."""
+
+    peft_type: str
+    """What adapter_config.json calls the method."""
+    title: str
+    """What people call it."""
+    suffixes: Mapping[str, str]
+    """What PEFT calls a group's tensors, and how their names end: lora_A and `lora_A.weight`; in the groups' order."""
+    defaults: Mapping[str, Any]
+    """Every key PEFT writes and its default, except peft_version, which PEFT fills in where a file has none."""
+    refused: Mapping[str, str]
+    """Keys that must be off, and why."""
+
+    def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
+        """The keys that are not as by default for an adapter on the modules `paths`."""
+
+    def check_config(self, config: Mapping[str, Any], where: str) -> None:
+        """AdapterFileError if the config asks for what we do not implement."""
+
+    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The method's own settings of an AdapterSpec; the config holds no null."""
+
+    def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
+        """AdapterFileError if the tensors of a module are not those of the spec."""
+
+    def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, int | None]:
+        """(out, in) of the module that tensors are for; None where they do not tell."""
+
+    def what_it_is(self, name: str) -> str:
+        """Why a tensor that is none of the method's cannot be read."""
+
+    def summary(self, spec: AdapterSpec) -> str:
+        """The settings that matter, for the model card."""
+
+
+class Method(Protocol):
+    """One PEFT method."""
+
+    attachment: Attachment
+    groups: tuple[str, ...]
+    """Names of its groups of parameters; checkpoints know them by these."""
+    has_kernels: bool
+    """Whether the fused path can run it."""
+    files: PeftFormat
+
+    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
+        """ConfigError if an adapter cannot sit on these modules."""
+
+    def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
+        """Of the tensors on one module, one for each group."""
+
+    def initial(
+        self, spec: AdapterSpec, shapes: Sequence[tuple[int, ...]], generator: torch.Generator
+    ) -> ModuleTensors:
+        """PEFT's starting values on one module."""
+
+    def weights(self, spec: AdapterSpec, path: str, params: ModuleTensors, grads: ModuleTensors) -> SlotWeights:
+        """What a slot of one module holds; views of the flat buffers."""
+
+    def rate_factors(self, job: JobSpec) -> Sequence[float]:
+        """What multiplies the job's learning rate, for each group."""
+
+    def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
+        """What the fused path's kernels read; asked only of those that say `has_kernels`."""
+
+    def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
+        """Puts an adapter's effect on one module into the module itself."""
+
+    def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
+        """What such an adapter costs."""

@@ -1,0 +1,21 @@
+"""The PEFT methods, by the name that `method` of an adapter's settings has."""
+
+from __future__ import annotations
+
+from weft.adapters.method import CostRanks, Method
+from weft.adapters.methods.lora.method import Lora
+from weft.spec import AdapterSpec
+
+METHODS: dict[str, Method] = {
+    "lora": Lora(),
+}
+
+
+def method_of(spec: AdapterSpec) -> Method:
+    """The method of an adapter."""
+    return METHODS[spec.method]
+
+
+def cost_ranks(spec: AdapterSpec) -> CostRanks:
+    """What an adapter costs, in the unit of the cost models."""
+    return method_of(spec).cost_ranks(spec)

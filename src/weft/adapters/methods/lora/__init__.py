@@ -1,0 +1,1 @@
+"""LoRA: a low-rank update beside a frozen linear."""

@@ -1,0 +1,111 @@
+"""LoRA on the rows of one slot, in plain torch.
+
+Forward, for the rows x of one slot with adapter (A, B, scale, p):
+    S = drop(x) Aᵀ                        (L, R)
+    y += scale · S Bᵀ                     (L, O)
+Backward, with dy the gradient of y:
+    dS = scale · dy B                     (L, R)
+    dB += scale · dyᵀ S                   (O, R), fp32, sample by sample in the job's order
+    dA += dSᵀ drop(x)                     (R, D), fp32, likewise
+    dx += drop(dS A)                      (L, D)
+Only x, S and the dropout mask are kept. Products over rows run in windows of a fixed size (adapters/routing.py), which
+may reach over the neighbours' rows, whose results are left unused, never masked by a product. Products over tokens (dA,
+dB) touch one sample's rows alone. So a NaN in another segment or another slot changes nothing here.
+
+Shape suffixes: T rows of the microbatch, L rows of a slot or of a sample, D in, O out, R rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.adapters.method import SlotWeights
+from weft.adapters.routing import Routing, SlotRows, Window
+from weft.kernels.dropout import drop, keep_mask
+
+Kept = list[tuple[torch.Tensor, torch.Tensor | None]]
+"""S and the dropout mask of every window."""
+
+
+@dataclass
+class LoraWeights(SlotWeights):
+    """The adapter on one module: views into its flat buffers."""
+
+    a_RD: torch.Tensor
+    b_OR: torch.Tensor
+    grad_a_RD: torch.Tensor
+    grad_b_OR: torch.Tensor
+    scale: float
+    dropout: float
+    key: int
+    """Stable number of the module, part of every dropout key."""
+
+    def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> Kept:
+        """y += scale · drop(x) Aᵀ Bᵀ."""
+        a_RD, b_OR = self._compute(x_TD.dtype)
+        a_DR, b_RO = a_RD.t(), b_OR.t()
+        kept: Kept = []
+        for window in rows.windows:
+            keep_LD = self._keep(window, routing, x_TD.shape[1])
+            s_LR = self._dropped(x_TD[window.computed], keep_LD).mm(a_DR)
+            y_TO[window.own].add_(s_LR.mm(b_RO)[window.inside], alpha=self.scale)
+            kept.append((s_LR[window.inside], keep_LD))
+        return kept
+
+    def backward(
+        self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: Kept
+    ) -> None:
+        """Adds to dA, dB and dx."""
+        a_RD, b_OR = self._compute(dy_TO.dtype)
+        inputs, gradients = [], []
+        for window, (_, keep_LD) in zip(rows.windows, kept, strict=True):
+            ds_LR = dy_TO[window.computed].mm(b_OR).mul_(self.scale)
+            inputs.append(self._dropped(x_TD[window.computed], keep_LD)[window.inside])
+            gradients.append(ds_LR[window.inside])
+            if dx_TD is not None:
+                dx_TD[window.own].add_(self._dropped(ds_LR.mm(a_RD), keep_LD)[window.inside])
+        shrunk = [s_LR for s_LR, _ in kept]
+        self._accumulate(rows, _joined(inputs), _joined(shrunk), _joined(gradients), dy_TO)
+
+    def _accumulate(
+        self, rows: SlotRows, x_LD: torch.Tensor, s_LR: torch.Tensor, ds_LR: torch.Tensor, dy_TO: torch.Tensor
+    ) -> None:
+        """Adds dA and dB sample by sample: a sum whose order no microbatch cut can change."""
+        for sample in rows.samples:
+            dy_LO, own = dy_TO[sample.buffer], sample.slot
+            if dy_TO.dtype is torch.float32:
+                self.grad_b_OR.addmm_(dy_LO.t(), s_LR[own], alpha=self.scale)
+                self.grad_a_RD.addmm_(ds_LR[own].t(), x_LD[own])
+            else:
+                _add_product(self.grad_b_OR, dy_LO, s_LR[own], self.scale)
+                _add_product(self.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
+
+    def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B in the type of the activations."""
+        if dtype is torch.float32:
+            return self.a_RD, self.b_OR
+        return self.a_RD.to(dtype), self.b_OR.to(dtype)
+
+    def _keep(self, window: Window, routing: Routing, num_features: int) -> torch.Tensor | None:
+        """The dropout mask of a window on this module; None where nothing is dropped."""
+        if self.dropout == 0 or routing.dropout_keys_T is None:
+            return None
+        return keep_mask(routing.dropout_keys_T[window.computed], self.key, num_features, self.dropout)
+
+    def _dropped(self, x_LD: torch.Tensor, keep_LD: torch.Tensor | None) -> torch.Tensor:
+        return x_LD if keep_LD is None else drop(x_LD, keep_LD, self.dropout)
+
+
+def _add_product(grad: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float) -> None:
+    """grad (M, N, fp32) += scale · leftᵀ right of half-precision factors, summed in fp32."""
+    if left_LM.is_cuda:
+        grad.add_(torch.mm(left_LM.t(), right_LN, out_dtype=torch.float32), alpha=scale)
+    else:
+        grad.addmm_(left_LM.t().float(), right_LN.float(), alpha=scale)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """All windows of a slot in one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
