@@ -6,7 +6,8 @@ and before the job's next forward; memory never above the limit. Between stages:
 the same order, and a run of all lists together comes to its end.
 
 Against the queues it was made for: every sample is known and has its length, each job's samples come, and go backward,
-in its own order with none skipped, and no microbatch is above the capacity. A global batch that the program leaves
+in its own order with none skipped, no microbatch holds samples of two lanes or a part of a group, and none is above the
+capacity. A global batch that the program leaves
 unfinished has no step. Without queues every global batch counts as whole. O(segments + instructions).
 """
 
@@ -40,7 +41,7 @@ def violations(
     each stage's bytes are.
     """
     found = [*_unknown(program), *_overfull(program, limits)]
-    found += _repeated(program) if queues is None else _out_of_order(program, queues)
+    found += _repeated(program) if queues is None else [*_out_of_order(program, queues), *_misplaced(program, queues)]
     if found:
         return found
     batches = _Batches(program, queues)
@@ -87,6 +88,29 @@ def _out_of_order(program: Program, queues: Sequence[JobQueue]) -> Iterator[str]
             samples = waiting.get(segment.job, [])
             if not samples or samples.pop() != (segment.step, segment.index, segment.length):
                 yield f"microbatch {place}: {segment} is not the next sample of {segment.job}"
+
+
+def _misplaced(program: Program, queues: Sequence[JobQueue]) -> Iterator[str]:
+    """Samples of several lanes in one microbatch, and groups that are not in one microbatch as a whole."""
+    lane_of = {q.job: q.lane for q in queues}
+    group_of: dict[tuple[str, int, int], int] = {}
+    sizes: list[int] = []
+    for queue in queues:
+        for batch in queue.batches:
+            index = batch.first
+            for size in batch.groups:
+                group_of |= {(queue.job, batch.step, index + i): len(sizes) for i in range(size)}
+                sizes.append(size)
+                index += size
+    if not sizes and len(set(lane_of.values())) < 2:
+        return
+    for place, microbatch in enumerate(program.microbatches):
+        if len({lane_of.get(s.job) for s in microbatch.segments}) > 1:
+            yield f"microbatch {place}: its jobs are of different lanes"
+        held = Counter(group_of.get((s.job, s.step, s.index)) for s in microbatch.segments)
+        for group, count in held.items():
+            if group is not None and count != sizes[group]:
+                yield f"microbatch {place}: {count} of {sizes[group]} samples that belong together"
 
 
 class _Batches:

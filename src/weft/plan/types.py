@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.errors import PlanError
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -52,6 +54,12 @@ class Batch:
     step: int
     first: int
     lengths: tuple[int, ...]
+    groups: tuple[int, ...] = ()
+    """How many samples in a row belong together and share a microbatch; empty: every sample is by itself."""
+
+    def __post_init__(self) -> None:
+        if self.groups and (min(self.groups) < 1 or sum(self.groups) != len(self.lengths)):
+            raise PlanError(f"groups of {self.groups} samples do not divide {len(self.lengths)} samples.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,8 @@ class JobQueue:
     priority: int = 0
     served_tokens: int = 0
     """Tokens the job has had so far; among equals, who had least goes first."""
+    lane: str = ""
+    """Jobs of different lanes never share a microbatch; most are in the common one."""
 
 
 @dataclass(frozen=True, slots=True)

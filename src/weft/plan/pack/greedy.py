@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from weft.plan.pack.lanes import plan_lanes
 from weft.plan.program import Program, Step, Turn
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 
@@ -64,6 +65,11 @@ class _Cursor:
 
 def pack(queues: Sequence[JobQueue], limits: Limits) -> Program:
     """The next microbatches and steps; stops where a job's listed batches end but the job does not."""
+    return plan_lanes(pack_lane, queues, limits)
+
+
+def pack_lane(queues: Sequence[JobQueue], limits: Limits) -> Program:
+    """The same for jobs of one lane whose samples stand by themselves."""
     cursors = [_Cursor(q, q.served_tokens) for q in queues]
     # A global batch whose samples have all run, but whose step has not, is due at once.
     turns = [Turn(Microbatch(()), _finish(cursors))]

@@ -22,7 +22,8 @@ from itertools import pairwise
 
 from weft.errors import PlanError
 from weft.plan.pack.bounds import fewest_bins
-from weft.plan.pack.greedy import pack
+from weft.plan.pack.greedy import pack, pack_lane
+from weft.plan.pack.lanes import plan_lanes
 from weft.plan.pack.types import RoundLimits
 from weft.plan.program import Planner, Program, Step, Turn
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
@@ -44,8 +45,12 @@ class ExactPlanner:
     """Most seconds for searching; with none, or with nothing found in time, the program is the greedy one."""
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
-        """The next program."""
-        program = pack(queues, limits)
+        """The next program; lanes share the time for searching."""
+        num_lanes = len({queue.lane for queue in queues})
+        return plan_lanes(self.within(self.budget_s / max(num_lanes, 1))._plan_lane, queues, limits)
+
+    def _plan_lane(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        program = pack_lane(queues, limits)
         chains = _chains(program) if self.budget_s > 0 and len({q.priority for q in queues}) == 1 else []
         fewest = lower_bound(chains, limits.capacity) if chains else len(program.microbatches)
         until = time.perf_counter() + self.budget_s

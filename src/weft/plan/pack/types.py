@@ -155,6 +155,8 @@ def rounds_of(jobs: Sequence[JobQueue], limits: RoundLimits) -> list[tuple[Segme
         twice = next(n for n in names if names.count(n) > 1)
         raise PlanError(f"job {twice} is listed twice; every job needs a name of its own.")
     for queue in jobs:
+        if queue.lane or any(batch.groups for batch in queue.batches):
+            raise PlanError("has a lane or groups of samples; pipelines are planned without.", where=f"job {queue.job}")
         for batch in queue.batches:
             if not batch.lengths:
                 raise PlanError("holds no sample; it needs at least one.", where=f"job {queue.job} step {batch.step}")
