@@ -171,7 +171,7 @@ def test_segment_when_a_neighbour_is_nan_then_every_bit_stays():
 
     def losses(*others: Sample) -> float:
         placed = [Placed(others[0]), Placed(mine), Placed(others[1])]
-        return backbone.scores(pack_samples(placed, 128, backbone.device), 128)[1].loss_sum
+        return backbone.scores(pack_samples(placed, 128, backbone.device), 128)[1]["loss"].total
 
     spoiled = [dataclasses.replace(s, tokens=np.full(s.length, 2)) for s in (first, last)]
     assert losses(*spoiled) == losses(first, last)

@@ -12,8 +12,8 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.backbone.scores import Score
 from weft.errors import ModelError
+from weft.objectives.metrics import ACCURACY, LOSS, Score
 from weft.spec import AdapterSpec
 
 FAMILIES = ["llama", "llama_bias", "llama_tied", "llama_odd", "llama_llama3", "llama_yarn", "llama_linear"]
@@ -62,8 +62,8 @@ def run(backbone: Backbone) -> tuple[list[Score], list[Score], list[torch.Tensor
 def test_fused_step_when_jobs_are_mixed_then_equals_the_reference(name):
     expected, mine = (run(random_backbone(name, kernels=kernels)) for kernels in ("reference", "fused"))
     for ours, theirs in zip(mine[:2], expected[:2], strict=True):
-        assert [s.loss_sum for s in ours] == pytest.approx([s.loss_sum for s in theirs], rel=1e-5)
-        assert [s.num_hits for s in ours] == [s.num_hits for s in theirs]
+        assert [s[LOSS].total for s in ours] == pytest.approx([s[LOSS].total for s in theirs], rel=1e-5)
+        assert [s[ACCURACY] for s in ours] == [s[ACCURACY] for s in theirs]
     assert expected[0] != expected[1], "dropout changed nothing"
     for one, other in zip(mine[2], expected[2], strict=True):
         assert other.norm() > 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.backbone.loss import BLOCK, Head, cross_entropy
+from weft.backbone.loss import BLOCK, BlockedLoss, Head
 
 D, V = 128, 83
 HEADS = {"plain": (False, None), "bias": (True, None), "cap": (False, 2.5), "bias and cap": (True, 1.5)}
@@ -40,7 +40,7 @@ def reference(hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch
 def test_loss_and_gradient_when_any_head_then_those_of_autograd(kind, number):
     hidden_ND, targets_N, weights_N = rows(number, torch.float32)
     single = head(kind, torch.float32)
-    (losses_N, _), grad_ND = cross_entropy(hidden_ND, targets_N, weights_N, single)
+    (losses_N, _), grad_ND = BlockedLoss(single)(hidden_ND, targets_N, weights_N)
     expected_N, expected_ND = reference(hidden_ND, targets_N, weights_N, single)
     torch.testing.assert_close(losses_N.double(), expected_N, rtol=5e-6, atol=5e-6)
     torch.testing.assert_close(grad_ND.double(), expected_ND, rtol=1e-5, atol=5e-5)
@@ -55,7 +55,7 @@ def test_hits_when_every_other_target_is_the_largest_then_those_rows_are_hit(kin
     bias_V = 0 if single.bias_V is None else single.bias_V.double()
     largest_N = (hidden_ND.double() @ single.weight_VD.double().t() + bias_V).argmax(dim=1)
     targets_N[::2] = largest_N[::2]
-    (_, hits_N), _ = cross_entropy(hidden_ND, targets_N, weights_N, single)
+    (_, hits_N), _ = BlockedLoss(single)(hidden_ND, targets_N, weights_N)
     assert hits_N.tolist() == (targets_N == largest_N).tolist()
 
 
@@ -65,7 +65,7 @@ def test_hits_when_the_loss_is_no_number_then_none():
     wild = head("bias", torch.float32)
     wild.bias_V[5] = torch.inf
     targets_N[:3] = 5
-    (losses_N, hits_N), _ = cross_entropy(hidden_ND, targets_N, weights_N, wild)
+    (losses_N, hits_N), _ = BlockedLoss(wild)(hidden_ND, targets_N, weights_N)
     assert losses_N[:3].isnan().all() and not hits_N.any()
 
 
@@ -73,9 +73,9 @@ def test_hits_when_the_loss_is_no_number_then_none():
 def test_loss_when_no_weights_then_the_same_bits_without_a_gradient(kind):
     hidden_ND, targets_N, weights_N = rows(150, torch.float32)
     single = head(kind, torch.float32)
-    results_2N, grad_ND = cross_entropy(hidden_ND, targets_N, None, single)
+    results_2N, grad_ND = BlockedLoss(single)(hidden_ND, targets_N)
     assert grad_ND is None
-    assert torch.equal(results_2N, cross_entropy(hidden_ND, targets_N, weights_N, single)[0])
+    assert torch.equal(results_2N, BlockedLoss(single)(hidden_ND, targets_N, weights_N)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,12 +85,12 @@ def test_row_when_others_come_before_and_after_then_the_same_bits(kind, dtype, n
     """Wherever a row falls among the blocks, and however few there are, its loss, hit and gradient stay."""
     hidden_ND, targets_N, weights_N = rows(number, dtype)
     small = head(kind, dtype)
-    targets_N[::2] = small.raw_logits(hidden_ND[::2]).argmax(dim=1)
-    results_2N, grad_ND = cross_entropy(hidden_ND, targets_N, weights_N, small)
+    targets_N[::2] = small.linear(hidden_ND[::2]).argmax(dim=1)
+    results_2N, grad_ND = BlockedLoss(small)(hidden_ND, targets_N, weights_N)
     for before, after in ((1, 0), (100, 0), (0, 200), (BLOCK + 3, 17)):
         more = [rows(n, dtype) for n in (before, after)] if after else [rows(before, dtype)]
         parts = [more[0], (hidden_ND, targets_N, weights_N), *more[1:]]
-        together = cross_entropy(*(torch.cat(column) for column in zip(*parts, strict=True)), small)
+        together = BlockedLoss(small)(*(torch.cat(column) for column in zip(*parts, strict=True)))
         assert torch.equal(together[0][:, before : before + number], results_2N)
         assert torch.equal(together[1][before : before + number], grad_ND)
 
@@ -99,12 +99,12 @@ def test_row_when_others_come_before_and_after_then_the_same_bits(kind, dtype, n
 def test_row_when_another_is_nan_then_the_same_bits(kind):
     hidden_ND, targets_N, weights_N = rows(20, torch.float32)
     small = head(kind, torch.float32)
-    targets_N[:] = small.raw_logits(hidden_ND).argmax(dim=1)
-    results_2N, grad_ND = cross_entropy(hidden_ND, targets_N, weights_N, small)
+    targets_N[:] = small.linear(hidden_ND).argmax(dim=1)
+    results_2N, grad_ND = BlockedLoss(small)(hidden_ND, targets_N, weights_N)
     spoiled_ND = hidden_ND.clone()
     spoiled_ND[7] = float("nan")
     others = [i for i in range(20) if i != 7]
-    spoiled = cross_entropy(spoiled_ND, targets_N, weights_N, small)
+    spoiled = BlockedLoss(small)(spoiled_ND, targets_N, weights_N)
     assert torch.equal(spoiled[0][:, others], results_2N[:, others]) and results_2N[1].all()
     assert torch.equal(spoiled[1][others], grad_ND[others])
     assert spoiled[0][0, 7].isnan() and spoiled[0][1, 7] == 0 and spoiled[1][7].isnan().all()
@@ -112,5 +112,5 @@ def test_row_when_another_is_nan_then_the_same_bits(kind):
 
 def test_loss_when_logits_are_huge_then_finite():
     hidden_ND, targets_N, weights_N = rows(3, torch.float32)
-    results_2N, grad_ND = cross_entropy(hidden_ND * 1e4, targets_N, weights_N, head("plain", torch.float32))
+    results_2N, grad_ND = BlockedLoss(head("plain", torch.float32))(hidden_ND * 1e4, targets_N, weights_N)
     assert results_2N.isfinite().all() and grad_ND.isfinite().all()

@@ -26,7 +26,6 @@ from tiny_models import (
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone, load_skeleton
 from weft.backbone.packed import PackedBatch
-from weft.backbone.scores import Score
 from weft.data.dataset import JobData
 from weft.engine.capacity import load_within, start_capacity
 from weft.engine.engine import Engine
@@ -34,6 +33,7 @@ from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, Ste
 from weft.engine.preview import preview
 from weft.errors import ConfigError
 from weft.job_state import JobState
+from weft.objectives.metrics import Score
 from weft.spec import BackboneSpec
 from weft.store.run_dir import RunDirectory, RunRecord
 

@@ -25,13 +25,13 @@ from tiny_models import (
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch
-from weft.backbone.scores import Score
 from weft.cost.fit import Fit, MicrobatchLoad
 from weft.engine import program_run
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.engine.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
+from weft.objectives.metrics import Score
 from weft.plan.pack import pack, planner_named
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.program import Program, Turn

@@ -14,9 +14,9 @@ import weft
 from weft.backbone.load import load_backbone
 from weft.data.dataset import load_dataset
 from weft.demo.skills import SKILLS
-from weft.engine.evaluate import MeanScores
 from weft.errors import ConfigError, DataError
 from weft.inference.answers import Answer
+from weft.objectives.metrics import MeanScores
 from weft.spec import BackboneSpec
 from weft.spec.sweep import ObjectiveSpec
 from weft.sweep.objective import Objective

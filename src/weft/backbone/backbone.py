@@ -22,13 +22,14 @@ from weft.backbone.loss import Head, head_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.path import Path
 from weft.backbone.reference import ReferencePath
-from weft.backbone.scores import PendingScores, Score
+from weft.backbone.scores import PendingScores
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ModelError
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
+from weft.objectives.metrics import Score
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from weft.adapters.adapter import Adapter
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
 from weft.backbone.fused.memory import Memory
-from weft.backbone.loss import cross_entropy, head_of
+from weft.backbone.loss import BlockedLoss, head_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
 from weft.cost.rows import CPU_ROW_TILE
@@ -49,7 +49,7 @@ class ReferencePath:
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile, through=through)
         rows_ND = hidden_TD.detach()[batch.supervised_N]
-        results_2N, grad_ND = cross_entropy(rows_ND, batch.targets_N, batch.weights_N, head_of(self._model))
+        results_2N, grad_ND = self._loss(rows_ND, batch.targets_N, batch.weights_N)
         assert grad_ND is not None
         grad_TD = torch.zeros_like(hidden_TD)
         grad_TD[batch.supervised_N] = grad_ND
@@ -62,7 +62,7 @@ class ReferencePath:
         """Starts a microbatch forward only."""
         begun = DeviceEvent(self._model.device)
         rows_ND = self.hidden(batch, row_tile)[batch.supervised_N]
-        results_2N, _ = cross_entropy(rows_ND, batch.targets_N, None, head_of(self._model))
+        results_2N, _ = self._loss(rows_ND, batch.targets_N)
         return PendingScores(results_2N, batch.counts, begun)
 
     def hidden(
@@ -91,6 +91,10 @@ class ReferencePath:
         """The input and output of every linear, once: an upper estimate."""
         width = sum(linear.in_features + linear.out_features for linear in self._linears.values())
         return capacity * self._model.dtype.itemsize * width
+
+    @property
+    def _loss(self) -> BlockedLoss:
+        return BlockedLoss(head_of(self._model))
 
     def forget(self) -> None:
         """Has nothing to give back."""

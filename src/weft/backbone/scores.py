@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What one segment's own supervised rows came to."""
-
-    loss_sum: float
-    num_hits: int
-    """Rows whose target had the largest logit; ties count, rows that are not a number do not."""
+from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Score
 
 
 class PendingScores:
@@ -33,13 +24,16 @@ class PendingScores:
     def scores(self) -> list[Score]:
         """Each segment's score, over its own rows only; waits for the device."""
         losses, hits = self._arrival.get().double().numpy()
-        ends = np.cumsum(self._counts).tolist()
-        spans = [slice(end - count, end) for count, end in zip(self._counts, ends, strict=True)]
-        return [Score(float(losses[span].sum()), int(hits[span].sum())) for span in spans]
+        found: list[Score] = []
+        for end, count in zip(np.cumsum(self._counts).tolist(), self._counts, strict=True):
+            own = slice(end - count, end)
+            loss, accuracy = (MetricSum(float(rows[own].sum()), count) for rows in (losses, hits))
+            found.append({LOSS: loss, ACCURACY: accuracy})
+        return found
 
     def losses(self) -> list[float]:
         """Each segment's summed loss, over its own rows only; waits for the device."""
-        return [score.loss_sum for score in self.scores()]
+        return [score[LOSS].total for score in self.scores()]
 
     def wait(self) -> float:
         """Until the device has done it; returns when that was first known, by `time.perf_counter`."""

@@ -319,10 +319,10 @@ class Engine:
             evaluate_due(self.backbone, [job, *due], self.limits.capacity, self.row_tile, self.timeline)
         looked = job.looked
         assert looked is not None
-        is_best = job.record_eval(looked.eval_loss)
+        is_best = job.record_eval(looked.means.loss)
         job.looked = None
         now_s = self.timeline.now()
-        told = (looked.eval_loss, looked.accuracy, looked.seconds)
+        told = (looked.means.loss, looked.means.accuracy, looked.seconds)
         event = EvalDone(job.spec.name, job.step, job.epoch, *told, is_best, now_s)
         self._keeper.note_eval(job, event)
         return event

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
 from weft.engine.live_job import EvalResult, LiveJob
 from weft.engine.timeline import TimelineRecorder
+from weft.objectives.metrics import MeanScores, Tally
 
 ScoreRequest = tuple[int | None, Sequence[Sample]]
 """A slot (None: the bare backbone) and what it is evaluated on."""
 
 
-@dataclass(frozen=True)
-class MeanScores:
-    """Over the supervised tokens of some samples; NaN if there are none."""
-
-    loss: float
-    accuracy: float
-    """The share of the tokens that had the largest logit."""
-
-
 def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int) -> list[MeanScores]:
-    """Per request its means, summed sample by sample in the given order."""
+    """Per request its means, summed sample by sample in the given order; NaN if nothing is supervised."""
     placed = [(which, Placed(s, slot)) for which, (slot, samples) in enumerate(requests) for s in samples]
-    sums, hits, counts = [0.0] * len(requests), [0] * len(requests), [0] * len(requests)
+    tallies = [Tally() for _ in requests]
     start = 0
     while start < len(placed):
         end, tokens = start, 0
@@ -35,14 +26,10 @@ def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: 
             tokens += placed[end][1].sample.length
             end += 1
         batch = pack_samples([p for _, p in placed[start:end]], row_tile, backbone.device)
-        for (which, item), score in zip(placed[start:end], backbone.scores(batch, row_tile), strict=True):
-            sums[which] += score.loss_sum
-            hits[which] += score.num_hits
-            counts[which] += item.sample.num_supervised
+        for (which, _), score in zip(placed[start:end], backbone.scores(batch, row_tile), strict=True):
+            tallies[which].add(score)
         start = end
-    nothing = MeanScores(float("nan"), float("nan"))
-    totals = zip(sums, hits, counts, strict=True)
-    return [MeanScores(total / count, hit / count) if count else nothing for total, hit, count in totals]
+    return [tally.means() for tally in tallies]
 
 
 def evaluate_due(
@@ -56,4 +43,4 @@ def evaluate_due(
         found = mean_scores(backbone, requests, capacity, row_tile)
     whole_s, total = timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
     for job, means in zip(jobs, found, strict=True):
-        job.looked = EvalResult(job.step, means.loss, means.accuracy, whole_s * tokens[job.spec.name] / total)
+        job.looked = EvalResult(job.step, means, whole_s * tokens[job.spec.name] / total)

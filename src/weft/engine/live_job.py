@@ -12,7 +12,6 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import Placed
-from weft.backbone.scores import Score
 from weft.data.dataset import JobData
 from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
@@ -21,6 +20,7 @@ from weft.execute.optimizer import Optimizer, step_together
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.kernels.adamw import Updated
 from weft.kernels.dropout import mix
+from weft.objectives.metrics import MeanScores, Score, Tally
 from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Segment
 from weft.spec import JobSpec
@@ -37,9 +37,7 @@ MAX_SKIPPED = 3
 class StepResult:
     """What one optimizer step did."""
 
-    loss: float
-    accuracy: float
-    """Of the supervised tokens."""
+    means: MeanScores
     grad_norm: float
     learning_rate: float
     tokens: int
@@ -51,9 +49,7 @@ class EvalResult:
     """An evaluation that is done and not yet told."""
 
     step: int
-    eval_loss: float
-    accuracy: float
-    """Of the supervised tokens."""
+    means: MeanScores
     seconds: float
     """Its share of the time."""
 
@@ -114,7 +110,7 @@ class LiveJob:
         self.saved_step = 0
         self._batches: dict[int, GlobalBatch] = {}
         """Global batches at hand, by step: the current one, and the next if it has been asked for."""
-        self._loss_sum, self._num_hits = 0.0, 0
+        self._scores = Tally()
         self.num_rewinds = 0
         """Times that what had run of a global batch was forgotten; what still runs of it then counts no more."""
         self.optimizer = Optimizer(adapter, spec)
@@ -158,8 +154,7 @@ class LiveJob:
         """Counts one sample, which has run, and its score towards the current global batch."""
         assert (segment.step, segment.index) == (self.step, self.index), "samples run in the job's own order"
         self.index += 1
-        self._loss_sum += score.loss_sum
-        self._num_hits += score.num_hits
+        self._scores.add(score)
 
     def rewind(self) -> None:
         """Goes back to the last step boundary: forgets what has run of the current global batch."""
@@ -171,7 +166,7 @@ class LiveJob:
         self.num_rewinds += 1
 
     def _begin_batch(self) -> None:
-        self.index, self._loss_sum, self._num_hits = 0, 0.0, 0
+        self.index, self._scores = 0, Tally()
 
     def move_to(self, device: torch.device) -> None:
         """Takes the whole state of the last step boundary to a device, bit by bit; only while no slot is held.
@@ -197,7 +192,7 @@ class LiveJob:
     @property
     def is_finite(self) -> bool:
         """Whether the loss of what has run of the global batch is finite."""
-        return math.isfinite(self._loss_sum)
+        return self._scores.is_finite
 
     def begin_step(self) -> float:
         """Sets the learning rate of the step that is due."""
@@ -211,14 +206,13 @@ class LiveJob:
         batch = self._batch(self.step)
         assert self.index == len(batch.samples), "a step needs its whole global batch"
         del self._batches[self.step]
-        loss = self._loss_sum / batch.num_supervised
+        means = self._scores.means()
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if updated.skipped else 0
         self.num_skipped += updated.skipped
-        accuracy = self._num_hits / batch.num_supervised
         self.step += 1
         self._begin_batch()
         self.num_tokens += batch.num_tokens
-        result = StepResult(loss, accuracy, updated.grad_norm, rate, batch.num_tokens, updated.skipped)
+        result = StepResult(means, updated.grad_norm, rate, batch.num_tokens, updated.skipped)
         self.diverged = self._divergence(result, updated.largest)
         return result
 
@@ -227,7 +221,8 @@ class LiveJob:
         advice = f"(step {self.step}, learning rate {result.learning_rate:g}); try a lower learning_rate."
         if self.skipped_in_a_row >= MAX_SKIPPED:
             found = (
-                f"loss {result.loss:g} and gradient norm {result.grad_norm:g}, not finite {MAX_SKIPPED} steps in a row"
+                f"loss {result.means.loss:g} and gradient norm {result.grad_norm:g}, not finite {MAX_SKIPPED} steps in "
+                "a row"
             )
         elif largest <= LARGEST_WEIGHT:
             return None

@@ -21,12 +21,13 @@ from weft.backbone.backbone import Backbone
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
-from weft.engine.evaluate import MeanScores, mean_scores
+from weft.engine.evaluate import mean_scores
 from weft.engine.live_job import LiveJob
 from weft.engine.placement import WAITING
 from weft.errors import ConfigError, DataError, JobError
 from weft.inference.answers import Answer, answers
 from weft.inference.generate import Decoding
+from weft.objectives.metrics import MeanScores
 from weft.spec.sweep import COMMAND, ObjectiveSpec
 
 SPARE_TOKENS = 8

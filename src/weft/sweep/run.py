@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 
 from weft.backbone.out_of_memory import memory_errors
-from weft.engine.evaluate import MeanScores
 from weft.engine.events import (
     EvalDone,
     Event,
@@ -29,6 +28,7 @@ from weft.engine.events import (
 )
 from weft.engine.train import job_settings
 from weft.errors import StorageError, WeftError
+from weft.objectives.metrics import MeanScores
 from weft.spec.space import params_of
 from weft.sweep.configure import configuration_error
 from weft.sweep.early_stop import EarlyStop

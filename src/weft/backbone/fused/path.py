@@ -18,15 +18,16 @@ from weft.backbone.fused.graph import Captured, capture
 from weft.backbone.fused.inputs import Inputs, InputShape, input_array, input_shape, spans_of
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
-from weft.backbone.fused.step import LOSS_ROWS, Passed, run_backward, run_forward, run_loss
+from weft.backbone.fused.step import Passed, run_backward, run_forward
 from weft.backbone.fused.tiles import tile_for
-from weft.backbone.loss import BLOCK, Head
+from weft.backbone.loss import BLOCK, BlockedLoss, Head
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
-from weft.cost.memory import MemoryModel
+from weft.cost.memory import LOSS_ROWS, MemoryModel
 from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
 from weft.kernels.device import empty_cache, graph_pool, is_gpu, synchronise
 from weft.kernels.device_event import DeviceEvent, sent
+from weft.kernels.layers.cross_entropy import cross_entropy_rows
 from weft.kernels.lora.tables import Needs, SlotTable
 
 MAX_GRAPHS = 8
@@ -46,13 +47,14 @@ class FusedPath:
         self._model = model
         self.memory = memory
         self._memory_model = memory_model
-        self._head = head
         self._modules = {path: index for index, path in enumerate(modules)}
         self._copies: dict[int, KernelCopy] = {}
         self._graphs: dict[tuple[InputShape, int | None, Needs | None, int], Captured] = {}
         self._pool: Any = None
         self._tiles: dict[tuple[int, int | None], int | None] = {}
         self._device = model.embedding_VD.device
+        block = LOSS_ROWS if is_gpu(self._device) else BLOCK
+        self._loss = BlockedLoss(head, block, cross_entropy_rows)
 
     @property
     def copy_bytes(self) -> int:
@@ -84,11 +86,13 @@ class FusedPath:
             passed = self._pass(batch, shape, row_tile, needs_grad=goes_back)
             results_2N, grad_ND = self._loss(passed.hidden_TD[rows_N], targets_N, weights_N)
             if goes_back:
+                assert grad_ND is not None
                 run_backward(passed, torch.zeros_like(passed.hidden_TD).index_copy_(0, rows_N, grad_ND))
             return PendingScores(results_2N, batch.counts, begun)
         captured = self._replay(batch, shape, row_tile)
         results_2N, grad_ND = self._loss(captured.hidden_TD[rows_N], targets_N, weights_N)
         if goes_back:
+            assert grad_ND is not None
             captured.grad_TD.zero_().index_copy_(0, rows_N, grad_ND)
             captured.backward.replay()
         return PendingScores(results_2N, batch.counts, begun)
@@ -102,8 +106,7 @@ class FusedPath:
             hidden_TD = self._replay(batch, shape, row_tile).hidden_TD
         else:
             hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
-        block = LOSS_ROWS if is_gpu(self._device) else BLOCK
-        return PendingScores(run_loss(hidden_TD[rows_N], targets_N, None, self._head, block)[0], batch.counts, begun)
+        return PendingScores(self._loss(hidden_TD[rows_N], targets_N)[0], batch.counts, begun)
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in: whole tiles make up a capacity."""
@@ -192,11 +195,3 @@ class FusedPath:
         numbers = np.stack([batch.supervised, batch.targets, batch.weights.view(np.int32)]).astype(np.int32)
         found = sent(torch.from_numpy(numbers), self._device)
         return found[0].long(), found[1].long(), found[2].view(torch.float32)
-
-    def _loss(
-        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        block = LOSS_ROWS if is_gpu(self._device) else BLOCK
-        results_2N, grad_ND = run_loss(hidden_ND, targets_N, weights_N, self._head, block)
-        assert grad_ND is not None
-        return results_2N, grad_ND

@@ -1,7 +1,7 @@
 """The fused step: a whole microbatch forward and back, adding to every adapter's gradients.
 
 The same lines run on a GPU over Triton kernels and on a CPU over their plain twins. Shape suffixes: T rows, D hidden
-size, N supervised rows, B rows of a block of the loss; 2: losses, then hits.
+size, F rotary frequencies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from weft.backbone.fused.layer import Context, Kept, ResidualStream, backward, f
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.offload import Offload, Parked
-from weft.backbone.loss import Head
-from weft.kernels.layers.cross_entropy import cross_entropy_rows
 from weft.kernels.layers.rms_norm import add_norm, norm_grad
 from weft.kernels.lora.tables import SlotTable
-
-LOSS_ROWS = 1024
-"""Rows of logits that exist at once on a GPU; fixed, so that a row's result does not depend on how many there are."""
 
 
 @dataclass
@@ -78,27 +73,3 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> None:
         before = backward(model.layers[index], passed.take_last(), dx_TD, passed.context, is_first=index == 0)
         if before is not None:
             dx_TD = before
-
-
-@torch.no_grad()
-def run_loss(
-    hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None, head: Head, block: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss (fp32, unweighted) and hit of every supervised row and, given weights, the weighted sum's gradient."""
-    num_rows = hidden_ND.shape[0]
-    results_2N = torch.empty(2, num_rows, device=hidden_ND.device)
-    grad_ND = None if weights_N is None else torch.empty_like(hidden_ND)
-    for start in range(0, num_rows, block):
-        end = min(start + block, num_rows)
-        fill = block - (end - start)
-        rows_BD = F.pad(hidden_ND[start:end], (0, 0, 0, fill))
-        logits_BV = rows_BD @ head.weight_VD.t()
-        if head.bias_V is not None:
-            logits_BV += head.bias_V
-        weights_B = None if weights_N is None else F.pad(weights_N[start:end], (0, fill))
-        targets_B = F.pad(targets_N[start:end], (0, fill))
-        results_2B = cross_entropy_rows(logits_BV, targets_B, weights_B, head.softcap)
-        results_2N[:, start:end] = results_2B[:, : end - start]
-        if grad_ND is not None:
-            grad_ND[start:end] = (logits_BV @ head.weight_VD)[: end - start]
-    return results_2N, grad_ND

@@ -36,7 +36,7 @@ def cross_entropy_rows_reference(
         dz_BV.scatter_add_(1, targets_B[:, None], dz_BV.new_full((len(dz_BV), 1), -1.0))
         if softcap is not None:
             dz_BV *= 1 - (z_BV / softcap) ** 2
-        logits_BV.copy_(dz_BV * weights_B[:, None])
+        logits_BV.copy_(dz_BV.mul_(weights_B[:, None]))
     return torch.stack((losses_B, (is_top_B & ~losses_B.isnan()).float()))
 
 

@@ -1,0 +1,56 @@
+"""What samples came to, by the names of metrics: sums that add up over samples, and what their means are taken over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+LOSS = "loss"
+ACCURACY = "mean_token_accuracy"
+"""The share of supervised tokens that had the largest logit; ties count, rows that are not a number do not."""
+
+
+class MetricSum(NamedTuple):
+    """One metric of one sample."""
+
+    total: float
+    divisor: float
+    """What the mean divides the totals by, added up as they are: tokens, the sum of their weights, or groups."""
+
+
+Score: TypeAlias = Mapping[str, MetricSum]
+"""What one sample came to."""
+
+
+class Tally:
+    """Scores added up, sample by sample in the order they come."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, MetricSum] = {}
+
+    def add(self, score: Score) -> None:
+        """Counts one sample."""
+        for name, (total, divisor) in score.items():
+            before = self._sums.get(name, MetricSum(0.0, 0.0))
+            self._sums[name] = MetricSum(before.total + total, before.divisor + divisor)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss is a finite number so far."""
+        return LOSS not in self._sums or math.isfinite(self._sums[LOSS].total)
+
+    def means(self) -> MeanScores:
+        """The mean of every metric; NaN for loss and accuracy of nothing."""
+        found = {name: total / divisor if divisor else math.nan for name, (total, divisor) in self._sums.items()}
+        return MeanScores(found.pop(LOSS, math.nan), found.pop(ACCURACY, math.nan), found)
+
+
+class MeanScores(NamedTuple):
+    """Mean metrics of some samples."""
+
+    loss: float
+    accuracy: float
+    """Of the supervised tokens."""
+    further: Mapping[str, float] = {}
+    """What else the objective measures, by name."""
