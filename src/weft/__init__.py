@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from weft.job_state import JobState, Reason, ReasonCode
     from weft.spec import AdapterSpec as Adapter
     from weft.spec import JobSpec as Job
-    from weft.sweep.api import sweep
+    from weft.sweeps.api import sweep
 
 __version__ = "0.1.0"
 __all__ = [
@@ -75,6 +75,7 @@ _HOMES = {
     "Reason": ("weft.job_state", "Reason"),
     "ReasonCode": ("weft.job_state", "ReasonCode"),
     "WeftError": ("weft.errors", "WeftError"),
+    "sweep": ("weft.sweeps.api", "sweep"),
 }
 """Where the public names are defined; those that are not here are events."""
 
@@ -83,8 +84,5 @@ def __getattr__(name: str) -> Any:
     # torch is imported with the engine, so that `import weft` and the planners stay quick.
     if name not in __all__:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    if name == "sweep":
-        # The package is callable: importing it makes it this module's attribute, whoever does so first.
-        return importlib.import_module("weft.sweep")
     module, attribute = _HOMES.get(name, ("weft.engine.events", name))
     return getattr(importlib.import_module(module), attribute)

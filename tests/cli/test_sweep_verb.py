@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weft.demo.skills import SKILLS
-from weft.sweep.live import LiveBoard
+from weft.sweeps.live_board import LiveBoard
 
 FILE = """\
 base_model: tiny

@@ -9,7 +9,7 @@ from synthetic_run import write_json, write_run
 
 from weft.errors import MissingExtraError, StorageError
 from weft.report.document import json_for_script
-from weft.report.page import ReportExtra, Skill, render, write_report
+from weft.report.page import ReportExtra, SkillGain, render, write_report
 from weft.report.run_data import ReportSpan, read_run
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -76,7 +76,7 @@ def test_write_report_when_names_and_reasons_hold_html_then_it_is_text(tmp_path:
     write_json(tmp_path / EVIL / "job.json", {EVIL: EVIL, "adapter": {"r": EVIL}})
     line = json.dumps({"step": 1, "loss": 1.0, "time": 1.0, "num_tokens": 5})
     (tmp_path / EVIL / "metrics.jsonl").write_text(line)
-    extra = ReportExtra(EVIL, EVIL, [Skill(EVIL, 0.0, 1.0)], [(EVIL, EVIL)], [(EVIL, 1.0)], EVIL)
+    extra = ReportExtra(EVIL, EVIL, [SkillGain(EVIL, 0.0, 1.0)], [(EVIL, EVIL)], [(EVIL, 1.0)], EVIL)
     page = render(read_run(tmp_path), extra)
     assert "<img" not in without_plotly(page)
     assert page.count("</script>") == render(read_run(tmp_path)).count("</script>") == 3
@@ -112,7 +112,7 @@ def test_write_report_when_only_the_end_was_recorded_then_shares_are_of_that(run
 
 
 def test_write_report_when_extra_is_given_then_its_section_is_there(run_dir: Path) -> None:
-    skills = [Skill("capitals", 0.03, 0.97)]
+    skills = [SkillGain("capitals", 0.03, 0.97)]
     extra = ReportExtra(
         "What they learned", "A paragraph.", skills, [("speed-up", "3.1x")], [("alone", 5.0), ("all", 20.0)]
     )

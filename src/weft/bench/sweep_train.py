@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.demo.skills import SKILLS
-from weft.sweep.api import SweepResult, sweep
+from weft.sweeps.api import SweepResult, sweep
 
 SPACE16: dict[str, list[Any]] = {"learning_rate": [5e-4, 1e-3, 2e-3, 4e-3], "r": [4, 8, 16, 32]}
 STEPS16 = {1: 60, 4: 20}

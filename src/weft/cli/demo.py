@@ -25,7 +25,7 @@ def demo(
     from weft.cli.watch import conclude, follow
     from weft.demo import run as steps
     from weft.engine.train import prepare_run
-    from weft.report.page import ReportExtra, Skill
+    from weft.report.page import ReportExtra, SkillGain
 
     if model not in steps.MODELS:
         raise ConfigError(f"got {model!r}; accepted are {' and '.join(steps.MODELS)}.", where="--model")
@@ -50,7 +50,7 @@ def demo(
     extra = ReportExtra(
         title="What the adapters learnt",
         paragraph="Exact match on prompts held out from training, of the bare backbone and of each adapter.",
-        skills=[Skill(name, before[name], after[name]) for name in before],
+        skills=[SkillGain(name, before[name], after[name]) for name in before],
         facts=[("speed-up over one by one", f"{speed.factor:.1f}x")],
         speeds=[("together", speed.together), ("one by one", speed.one_by_one)],
     )

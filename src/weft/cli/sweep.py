@@ -24,8 +24,8 @@ from weft.spec.load_sweep import in_its_words, load_sweep, space_of
 from weft.spec.sweep import SweepSpec
 
 if TYPE_CHECKING:
-    from weft.sweep.api import PreparedSweep, SweepResult
-    from weft.sweep.run import SweepRun
+    from weft.sweeps.api import PreparedSweep, SweepResult
+    from weft.sweeps.trial_loop import SweepRun
 
 SHOWN = 40
 """Trials of the table at the end; all of them are in leaderboard.csv."""
@@ -101,8 +101,8 @@ def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftErr
 
 def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, resume: bool, dry_run: bool) -> int:
     from weft.cli.watch import StopRequest, stop_signals
-    from weft.sweep.api import check_folder, conclude, open_run, prepare_sweep
-    from weft.sweep.live import LiveBoard
+    from weft.sweeps.api import check_folder, conclude, open_run, prepare_sweep
+    from weft.sweeps.live_board import LiveBoard
 
     folder = out or Path(spec.output_dir)
     spec = check_folder(spec, folder, resume=resume)
@@ -137,7 +137,7 @@ def _check_device(device: str) -> None:
 
 def _plan_elsewhere(spec: SweepSpec, file: Path, console: Console, device: str | None, gpus: int) -> None:
     """Plans for hardware that is not here, without the model's weights."""
-    from weft.sweep.planned import device_here, plan_elsewhere
+    from weft.sweeps.cost_preview import device_here, plan_elsewhere
 
     with console.status("reading the data and planning"):
         plan = plan_elsewhere(spec, file.parent, device or device_here(), gpus)
@@ -148,7 +148,7 @@ def _plan_elsewhere(spec: SweepSpec, file: Path, console: Console, device: str |
 def _show_plan(prepared: PreparedSweep, console: Console) -> None:
     """The plan for the device that is here, or why there is none; the sweep does not depend on it."""
     from weft.kernels.device import is_cpu
-    from weft.sweep.planned import device_here, plan_configurations
+    from weft.sweeps.cost_preview import device_here, plan_configurations
 
     here = "cpu" if is_cpu(prepared.engine.backbone.device) else device_here()
     try:
@@ -173,7 +173,7 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
         f"capacity  {spec.capacity:,} tokens a microbatch",
         *(f"note      {note}" for note in prepared.notes),
         f"space     {', '.join(p.name for p in prepared.space.parameters)}: {count}",
-        f"sampler   {prepared.sampler}{f', at most {limits}' if limits else ''}",
+        f"sampler   {prepared.sampler_name}{f', at most {limits}' if limits else ''}",
         f"objective {objective.name} ({objective.mode}), early stopping: {spec.early_stop.rule}",
     ]
     for data in prepared.configurations.loaded()[:4]:
@@ -185,9 +185,9 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
 def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
     from weft.report import readable
     from weft.report.sweep.live import leaderboard_table
-    from weft.sweep.live import params_text
+    from weft.sweeps.live_board import params_text
 
-    metric, trials, best = run.parts.objective.metric, run.trials, result.best
+    metric, trials, best = run.context.objective.metric, run.trials, result.best
     console.print(leaderboard_table(run.ledger.board(with_curves=False), limit=SHOWN))
     console.print()
     if best is not None:

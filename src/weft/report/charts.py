@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.report.figure import Figure, bare_figure, graph_objects, label
+from weft.report.figure import PlotlyFigure, bare_figure, graph_objects, label
 from weft.report.palette import faint, job_colours
 from weft.report.run_data import RunData
 from weft.report.series import Points, rounded, smooth, thin
@@ -24,7 +24,7 @@ SMOOTHED_FROM = 20
 """Shorter curves are drawn as they are."""
 
 
-def draw_charts(run: RunData) -> dict[str, Figure]:
+def draw_charts(run: RunData) -> dict[str, PlotlyFigure]:
     """All figures the run has data for, by chart id."""
     drawn = {
         "loss": _loss(run),
@@ -39,7 +39,7 @@ def draw_charts(run: RunData) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _loss(run: RunData) -> Figure | None:
+def _loss(run: RunData) -> PlotlyFigure | None:
     """The loss of every job, and a cross where one failed."""
     curves: list[Points] = [[(p.step, p.loss) for p in job.train] for job in run.jobs]
     traces = _noisy(run, curves, hover="%{y:.4f}", width=2.2)
@@ -49,7 +49,7 @@ def _loss(run: RunData) -> Figure | None:
     return _over_steps(run, traces)
 
 
-def _eval_loss(run: RunData) -> Figure | None:
+def _eval_loss(run: RunData) -> PlotlyFigure | None:
     traces = []
     for index, job in enumerate(run.jobs):
         points: Points = [(p.step, p.eval_loss) for p in job.evals]
@@ -59,7 +59,7 @@ def _eval_loss(run: RunData) -> Figure | None:
     return _over_steps(run, traces)
 
 
-def _token_accuracy(run: RunData) -> Figure | None:
+def _token_accuracy(run: RunData) -> PlotlyFigure | None:
     """Of every job: in training as smoothed lines, in evaluations as dots."""
     curves: list[Points] = [[(p.step, p.accuracy) for p in job.train] for job in run.jobs]
     drawable = [(i, points) for i, points in enumerate(curves) if any(y is not None for _, y in points)]
@@ -74,13 +74,13 @@ def _token_accuracy(run: RunData) -> Figure | None:
     return figure.update_yaxes(tickformat=".2~%") if figure is not None else None
 
 
-def _grad_norm(run: RunData) -> Figure | None:
+def _grad_norm(run: RunData) -> PlotlyFigure | None:
     curves: list[Points] = [[(p.step, p.grad_norm) for p in job.train] for job in run.jobs]
     traces = _noisy(run, curves, hover="%{y:.3g}", width=1.8)
     return _over_steps(run, traces)
 
 
-def _learning_rate(run: RunData) -> Figure | None:
+def _learning_rate(run: RunData) -> PlotlyFigure | None:
     traces = []
     for index, job in enumerate(run.jobs):
         points: Points = [(p.step, p.learning_rate) for p in job.train]
@@ -91,7 +91,7 @@ def _learning_rate(run: RunData) -> Figure | None:
     return figure.update_yaxes(rangemode="tozero") if figure is not None else None
 
 
-def _over_steps(run: RunData, traces: list[Any]) -> Figure | None:
+def _over_steps(run: RunData, traces: list[Any]) -> PlotlyFigure | None:
     if not traces:
         return None
     figure = bare_figure(run, traces, x_title="step")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jinja2
 from markupsafe import Markup
 
-from weft.report.figure import Figure
+from weft.report.figure import PlotlyFigure
 
 Cell = tuple[str, str, float | None]
 """Label, text and sort key of one number in a table."""
@@ -24,7 +24,7 @@ def templates() -> jinja2.Environment:
     )
 
 
-def json_for_script(charts: Mapping[str, Figure]) -> Markup:
+def json_for_script(charts: Mapping[str, PlotlyFigure]) -> Markup:
     """The figures as JSON that no text inside can break out of a script element with."""
     text = "{" + ",".join(f'"{name}":{figure.to_json()}' for name, figure in charts.items()) + "}"
     for character in "<>&\u2028\u2029":

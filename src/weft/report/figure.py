@@ -15,7 +15,7 @@ from weft.report.run_data import RunData
 UNIFIED_HOVER_JOBS = 8
 """Up to here one box can name the values of all jobs."""
 
-Figure = Any
+PlotlyFigure = Any
 """A plotly.graph_objects.Figure; plotly is imported only when a figure is drawn."""
 
 
@@ -28,7 +28,7 @@ def graph_objects() -> Any:
     return go
 
 
-def bare_figure(run: RunData, traces: list[Any], *, x_title: str) -> Figure:
+def bare_figure(run: RunData, traces: list[Any], *, x_title: str) -> PlotlyFigure:
     """A figure without legend, title or colours of its own; the page adds those."""
     go = graph_objects()
     unified = len(run.jobs) <= UNIFIED_HOVER_JOBS

@@ -37,7 +37,7 @@ SPAN_NAMES = {
 
 
 @dataclass(frozen=True)
-class Skill:
+class SkillGain:
     """How well one adapter does its task without and with its training."""
 
     name: str
@@ -53,7 +53,7 @@ class ReportExtra:
 
     title: str
     paragraph: str = ""
-    skills: Sequence[Skill] = ()
+    skills: Sequence[SkillGain] = ()
     facts: Sequence[tuple[str, str]] = ()
     """Label and value, in words, e.g. `("speed-up", "3.1x")`."""
     speeds: Sequence[tuple[str, float]] = ()

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from weft.report import readable
-from weft.report.figure import Figure, bare_figure, graph_objects, label
+from weft.report.figure import PlotlyFigure, bare_figure, graph_objects, label
 from weft.report.palette import faint, job_colours
 from weft.report.run_data import JobReport, ReportSpan, RunData
 from weft.report.series import in_chunks, rate_in_bins, rounded
@@ -22,7 +22,7 @@ LANE_HEIGHT = 0.075
 GREY = "#8a93a3"
 
 
-def throughput(run: RunData) -> Figure | None:
+def throughput(run: RunData) -> PlotlyFigure | None:
     """Trained tokens per second in equal stretches of time, one layer per job."""
     end = run.seconds
     if not end:
@@ -40,7 +40,7 @@ def throughput(run: RunData) -> Figure | None:
     return figure.update_yaxes(rangemode="tozero", tickformat="~s")
 
 
-def fill(run: RunData) -> Figure | None:
+def fill(run: RunData) -> PlotlyFigure | None:
     """How many of the microbatches' rows held tokens, over time."""
     spans = [span for span in run.microbatches if span.rows]
     if not spans:
@@ -60,7 +60,7 @@ def fill(run: RunData) -> Figure | None:
     return figure.update_yaxes(range=[0, 102], ticksuffix=" %")
 
 
-def timeline(run: RunData) -> Figure | None:
+def timeline(run: RunData) -> PlotlyFigure | None:
     """The first microbatches as columns, coloured by the share of each job, and the other work below them."""
     shown = drawn_microbatches(run)
     if not shown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.report import readable
-from weft.report.figure import Figure, label
+from weft.report.figure import PlotlyFigure, label
 from weft.report.series import Points, thin
 from weft.report.sweep.board import Board
 from weft.report.sweep.figure import in_view, lines, marks, sweep_figure
@@ -19,7 +19,7 @@ MOST_NAMED = 40
 """Bars of that many trials leave room for their names beside them."""
 
 
-def draw_sweep_charts(board: Board) -> dict[str, Figure]:
+def draw_sweep_charts(board: Board) -> dict[str, PlotlyFigure]:
     """All figures the board has data for, by chart id."""
     drawn = {
         "by_step": _objective(board, "step"),
@@ -32,7 +32,7 @@ def draw_sweep_charts(board: Board) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _objective(board: Board, over: str) -> Figure | None:
+def _objective(board: Board, over: str) -> PlotlyFigure | None:
     """The objective of every trial as it trained, its end marked."""
     curves: dict[int, Points] = {}
     for index, trial in enumerate(board.trials):
@@ -54,7 +54,7 @@ def _objective(board: Board, over: str) -> Figure | None:
     return in_view(figure, [[p.value for p in trial.points] for trial in board.trials if trial.points], board.mode)
 
 
-def _train_loss(board: Board) -> Figure | None:
+def _train_loss(board: Board) -> PlotlyFigure | None:
     curves: dict[int, Points] = {
         index: _capped(list(trial.losses), len(board.trials))
         for index, trial in enumerate(board.trials)
@@ -67,7 +67,7 @@ def _train_loss(board: Board) -> Figure | None:
     return in_view(figure, [[loss for _, loss in trial.losses] for trial in board.trials if trial.losses], "min")
 
 
-def _trial_times(board: Board) -> Figure | None:
+def _trial_times(board: Board) -> PlotlyFigure | None:
     """A bar for every trial from its start to its end, in order of start."""
     spans = sorted(trial_spans(board), key=lambda span: (span[1], span[0]))
     if not spans:

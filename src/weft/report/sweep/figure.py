@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.report.figure import Figure, graph_objects, label
+from weft.report.figure import PlotlyFigure, graph_objects, label
 from weft.report.palette import faint
 from weft.report.series import Points, rounded
 from weft.report.sweep.board import Board, BoardTrial
@@ -119,7 +119,7 @@ def marks(board: Board, points: Mapping[int, tuple[float, float]], *, size: floa
     return traces
 
 
-def sweep_figure(board: Board, traces: Sequence[Any], *, x_title: str = "", y_title: str = "") -> Figure:
+def sweep_figure(board: Board, traces: Sequence[Any], *, x_title: str = "", y_title: str = "") -> PlotlyFigure:
     """A figure of the traces and an empty one on top, in which the page draws the trial a reader picks."""
     go = graph_objects()
     picked = go.Scatter(x=[], y=[], mode="lines+markers", meta={"picked": True}, hoverinfo="skip", cliponaxis=False)
@@ -145,7 +145,7 @@ def described(board: Board, trial: BoardTrial) -> str:
     return "<br>".join(label(line) for line in (f"{trial.name} ({trial.state})", value, *params))
 
 
-def in_view(figure: Figure, curves: Sequence[Sequence[float]], mode: str) -> Figure:
+def in_view(figure: PlotlyFigure, curves: Sequence[Sequence[float]], mode: str) -> PlotlyFigure:
     """The figure with an upright axis that shows the sweep although a few trials went astray.
 
     `curves` are the values of each trial. Only the bad side is ever cut; `layout.meta` says how many trials leave the

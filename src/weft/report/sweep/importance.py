@@ -29,7 +29,7 @@ MAX_GROUPS = 5
 NUM_SHUFFLES = 400
 CHANCE = 0.95
 
-Places = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _importance(board: Board, axis: Axis) -> Importance | None:
     return Importance(axis.label, float(share), float(by_chance), len(pairs), labels[int(np.argmin(means))])
 
 
-def _explained(orders: Places, groups: NDArray[np.int64], num_groups: int) -> Places:
+def _explained(orders: FloatArray, groups: NDArray[np.int64], num_groups: int) -> FloatArray:
     """The corrected share for every row of places."""
     n = orders.shape[1]
     membership = np.eye(num_groups)[groups]
@@ -93,11 +93,11 @@ def _explained(orders: Places, groups: NDArray[np.int64], num_groups: int) -> Pl
     centred = orders - orders.mean(axis=1, keepdims=True)
     means = centred @ membership / sizes
     eta2 = (sizes * means**2).sum(axis=1) / (centred**2).sum(axis=1)
-    corrected: Places = 1.0 - (1.0 - eta2) * (n - 1) / (n - num_groups)
+    corrected: FloatArray = 1.0 - (1.0 - eta2) * (n - 1) / (n - num_groups)
     return np.maximum(corrected, 0.0)
 
 
-def _groups(axis: Axis, params: Places) -> tuple[NDArray[np.int64], list[str]]:
+def _groups(axis: Axis, params: FloatArray) -> tuple[NDArray[np.int64], list[str]]:
     """The group of every trial, and what the groups are called."""
     if axis.kind == "choice":
         used, groups = np.unique(params, return_inverse=True)
@@ -118,9 +118,9 @@ def _centres(axis: Axis) -> Sequence[float]:
     return [place for place, _ in axis.ticks()]
 
 
-def _order(values: Places) -> Places:
+def _order(values: FloatArray) -> FloatArray:
     """The place of every value, from 0 for the smallest; equal values share the mean of their places."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    means: Places = last - (counts + 1) / 2
+    means: FloatArray = last - (counts + 1) / 2
     return means[inverse]

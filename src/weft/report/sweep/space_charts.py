@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from weft.report.figure import Figure, label
+from weft.report.figure import PlotlyFigure, label
 from weft.report.palette import faint
 from weft.report.series import Points
 from weft.report.sweep.board import Board
@@ -27,7 +27,7 @@ CROWDED_FROM = 7
 """With more axes than this the labels between them get shorter."""
 
 
-def parallel(board: Board) -> Figure | None:
+def parallel(board: Board) -> PlotlyFigure | None:
     """Every trial as a line through its parameters to its objective, the best at the top."""
     axes = varied_axes(board)
     shown = [i for i, trial in enumerate(board.trials) if trial.value is not None or trial.state == "failed"]
@@ -50,10 +50,10 @@ def parallel(board: Board) -> Figure | None:
     return _with_axes(figure, [axis.label for axis in axes] + [board.metric], ticks)
 
 
-def scatters(board: Board) -> dict[str, Figure]:
+def scatters(board: Board) -> dict[str, PlotlyFigure]:
     """The objective against each parameter, by chart id."""
     valued = [i for i in range(len(board.trials)) if _value(board, i) is not None]
-    drawn: dict[str, Figure] = {}
+    drawn: dict[str, PlotlyFigure] = {}
     for place, axis in enumerate(varied_axes(board)):
         columns = _spread(board, axis, valued, in_order=False)
         points = {
@@ -68,7 +68,7 @@ def scatters(board: Board) -> dict[str, Figure]:
     return drawn
 
 
-def _scaled(figure: Figure, axis: Axis) -> Figure:
+def _scaled(figure: PlotlyFigure, axis: Axis) -> PlotlyFigure:
     figure.update_xaxes(automargin=True).update_layout(margin={"b": 28})
     if axis.kind == "choice":
         num = len(axis.choices)
@@ -112,7 +112,9 @@ def _spread(board: Board, axis: Axis, shown: Sequence[int], *, in_order: bool) -
     return spread
 
 
-def _with_axes(figure: Figure, names: Sequence[str], ticks: Sequence[Sequence[tuple[float, str]]]) -> Figure:
+def _with_axes(
+    figure: PlotlyFigure, names: Sequence[str], ticks: Sequence[Sequence[tuple[float, str]]]
+) -> PlotlyFigure:
     """Upright axes with their labels beside them and their names above."""
     upright: dict[str, Any] = {"type": "line", "y0": 0, "y1": 1, "layer": "below"}
     figure.update_layout(

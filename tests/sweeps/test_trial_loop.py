@@ -17,9 +17,9 @@ from weft.errors import ConfigError, StorageError
 from weft.spec import load_run
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
-from weft.sweep.api import open_run, prepare_sweep
-from weft.sweep.objective import Objective
-from weft.sweep.trial import TrialState
+from weft.sweeps.api import open_run, prepare_sweep
+from weft.sweeps.record.trial import TrialState
+from weft.sweeps.search.objective import Objective
 
 
 def states(result) -> list[str]:
@@ -87,7 +87,7 @@ def test_sweep_when_slots_are_few_then_a_trial_that_ends_makes_room_for_the_next
 
 
 def test_trials_when_they_share_data_then_it_is_tokenised_once(settings, monkeypatch):
-    from weft.sweep import configure
+    from weft.sweeps import configure
 
     read = []
     load = configure.load_job_data

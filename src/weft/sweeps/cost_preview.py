@@ -27,9 +27,9 @@ from weft.spec import AdapterSpec
 from weft.spec.load_sweep import longest_of, space_of
 from weft.spec.space import params_of, value_key
 from weft.spec.sweep import SweepSpec
-from weft.sweep.configure import Configurations
-from weft.sweep.samplers import make_sampler, num_planned, sampler_name
-from weft.sweep.trial import trial_name
+from weft.sweeps.configure import Configurations
+from weft.sweeps.record.trial import trial_name
+from weft.sweeps.search.samplers import make_sampler, num_planned, sampler_name
 
 MOST_PLANNED = 1000
 """Configurations of a plan; larger sweeps go on likewise."""

@@ -13,16 +13,16 @@ from weft.spec import JobSpec
 from weft.spec.sweep import SweepSpec
 from weft.store import json_text
 from weft.store.atomic import storage_errors
-from weft.sweep.board import read_board
-from weft.sweep.record import FILE, Record
-from weft.sweep.trial import Trial, TrialState
+from weft.sweeps.record.leaderboard import read_board
+from weft.sweeps.record.trial import Trial, TrialState
+from weft.sweeps.record.trials_file import FILE, TrialsFile
 
 _CADENCE = ("name", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "priority", "tenant")
 """Settings that change nothing in what a job learns."""
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PreviousSweep:
     """An earlier sweep's trials, and where each was trained."""
 
     trials: tuple[Trial, ...]
@@ -36,7 +36,7 @@ class Earlier:
         return None if home is None else (home, self.by_home[home])
 
 
-def read_earlier(spec: SweepSpec, folder: Path) -> Earlier:
+def read_previous(spec: SweepSpec, folder: Path) -> PreviousSweep:
     """Reads the folder that `start_from` names; a ConfigError says why its values mean nothing here."""
     if not (folder / FILE).is_file():
         raise ConfigError(f"{folder} holds no sweep.", where="start_from")
@@ -48,7 +48,7 @@ def read_earlier(spec: SweepSpec, folder: Path) -> Earlier:
             f"({spec.objective.mode}).",
             where="start_from",
         )
-    trials = [trial for trial in Record(folder).read() if trial.state.is_final]
+    trials = [trial for trial in TrialsFile(folder).read() if trial.state.is_final]
     homes: dict[str, Path] = {}
     by_home: dict[Path, Trial] = {}
     run = _read(folder / "trials" / "run.json")
@@ -58,7 +58,7 @@ def read_earlier(spec: SweepSpec, folder: Path) -> Earlier:
         if is_same_run and trial.state is TrialState.DONE and (home / "job.json").is_file():
             homes.setdefault(_key(_read(home / "job.json")), home)
             by_home[home] = trial
-    return Earlier(tuple(trials), homes, by_home)
+    return PreviousSweep(tuple(trials), homes, by_home)
 
 
 def _key(settings: dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from weft.spec.sweep import EarlyStopSpec
-from weft.sweep.early_stop import EarlyStop
-from weft.sweep.trial import Point, Trial, TrialState
+from weft.sweeps.record.trial import Observation, Trial, TrialState
+from weft.sweeps.search.early_stop import EarlyStop
 
 TOTAL = 90
 
@@ -21,7 +21,7 @@ def rules(*, is_max: bool = False, **settings: Any) -> EarlyStop:
 
 def trial(number: int, *points: tuple[int, float], state: TrialState = TrialState.TRAINING, steps: int = 0) -> Trial:
     """A trial of 90 steps of 10 tokens that was seen at some steps."""
-    seen = [Point(step, 10 * step, value, 0.0) for step, value in points]
+    seen = [Observation(step, 10 * step, value, 0.0) for step, value in points]
     last = steps or (points[-1][0] if points else 0)
     return Trial(number, f"t{number}", {}, state, points=seen, steps=last, tokens=10 * last, total_steps=TOTAL)
 
@@ -160,7 +160,7 @@ def test_halving_when_others_are_still_to_come_then_holds_and_then_releases_the_
     verdict = halving.judge([first, second, third])
     assert verdict.hold == (first, second) and not verdict.stop and not verdict.release
     assert halving.judge([first, second, third], {"t0", "t1"}).hold == ()
-    third.points.append(Point(10, 100, 3.0, 0.0))
+    third.points.append(Observation(10, 100, 3.0, 0.0))
     verdict = halving.judge([first, second, third], {"t0", "t1"})
     assert stopped(verdict) == ["t2"] and verdict.release == (first, second) and not verdict.hold
     third.state = TrialState.STOPPED

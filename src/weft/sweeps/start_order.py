@@ -6,10 +6,11 @@ from collections import deque
 
 from weft.errors import WeftError
 from weft.spec.space import params_of, value_key
-from weft.sweep.configure import Configurations
-from weft.sweep.ledger import Ledger, Parts
-from weft.sweep.samplers import num_planned
-from weft.sweep.trial import Trial, trial_name
+from weft.sweeps.configure import Configurations
+from weft.sweeps.context import SweepContext
+from weft.sweeps.ledger import Ledger
+from weft.sweeps.record.trial import Trial, trial_name
+from weft.sweeps.search.samplers import num_planned
 
 BLIND = ("grid", "random")
 """Samplers whose points depend on nothing that is seen."""
@@ -17,21 +18,21 @@ MOST_AHEAD = 1000
 """Trials of a sweep up to which all are looked at before the first one starts."""
 
 
-def longest_first(parts: Parts, ledger: Ledger) -> deque[Trial] | None:
+def longest_first(context: SweepContext, ledger: Ledger) -> deque[Trial] | None:
     """All trials to come, those with the most steps first, so that no long one is left to train alone at the end.
 
     None where they cannot be known now: a sampler learns, or tokens or time run out before all have been tried.
     """
-    planned = num_planned(parts.spec, parts.space)
-    is_cut = parts.spec.max_tokens is not None or parts.spec.max_seconds is not None
-    if parts.sampler_name not in BLIND or planned is None or planned > MOST_AHEAD or is_cut:
+    planned = num_planned(context.spec, context.space)
+    is_cut = context.spec.max_tokens is not None or context.spec.max_seconds is not None
+    if context.sampler_name not in BLIND or planned is None or planned > MOST_AHEAD or is_cut:
         return None
     tried, chosen = {trial.number for trial in ledger.trials}, set[str]()
     upcoming: list[Trial] = []
     for number in range(planned):
         if number in tried:
             continue
-        point = parts.sampler.ask(
+        point = context.sampler.ask(
             number, lambda point: ledger.is_new(point) and value_key(params_of(point)) not in chosen
         )
         if point is None:
@@ -39,7 +40,7 @@ def longest_first(parts: Parts, ledger: Ledger) -> deque[Trial] | None:
         params = params_of(point)
         chosen.add(value_key(params))
         upcoming.append(Trial(number, trial_name(number), params))
-    return deque(sorted(upcoming, key=lambda trial: (-_num_steps(trial, parts.configurations), trial.number)))
+    return deque(sorted(upcoming, key=lambda trial: (-_num_steps(trial, context.configurations), trial.number)))
 
 
 def _num_steps(trial: Trial, configurations: Configurations) -> int:

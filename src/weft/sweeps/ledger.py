@@ -8,22 +8,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.engine.engine import Engine
-from weft.report.trackers import Trackers
-from weft.spec.space import Space, params_of, value_key
-from weft.spec.sweep import SweepSpec
-from weft.store.run_dir import RunDirectory
-from weft.sweep.board import Totals, best_of, board_of, read_board, read_losses, write_best, write_board
-from weft.sweep.configure import Configurations
-from weft.sweep.earlier import Earlier
-from weft.sweep.objective import Objective
-from weft.sweep.record import Record
-from weft.sweep.samplers import Sampler
-from weft.sweep.trial import Point, Trial, TrialState
+from weft.spec.space import params_of, value_key
+from weft.sweeps.context import SweepContext
+from weft.sweeps.record.leaderboard import Totals, best_of, board_of, read_board, read_losses, write_best, write_board
+from weft.sweeps.record.trial import Observation, Trial, TrialState
+from weft.sweeps.record.trials_file import TrialsFile
 
 WRITE_EVERY_S = 1.0
 """The leaderboard's files are at most this old while trials go on; ends are written at once."""
@@ -32,32 +24,12 @@ OnNews = Callable[[str, Trial | None, str], None]
 """Hears what happens: started, step, point, held, done, stopped, failed or warning; the trial; a sentence."""
 
 
-@dataclass
-class Parts:
-    """What a sweep is made of."""
-
-    spec: SweepSpec
-    space: Space
-    sampler: Sampler
-    sampler_name: str
-    objective: Objective
-    engine: Engine
-    configurations: Configurations
-    folder: Path
-    directory: RunDirectory
-    base_dir: Path
-    trackers: Trackers
-    earlier: Earlier | None = None
-    copy_trial: Callable[[Mapping[str, Any], Trial], None] = lambda point, trial: None
-    """Takes a trial that has ended elsewhere, such as to an Optuna storage."""
-
-
 class Ledger:
     """The trials of a sweep."""
 
-    def __init__(self, parts: Parts, on_news: OnNews) -> None:
-        self._parts = parts
-        self._record = Record(parts.folder)
+    def __init__(self, context: SweepContext, on_news: OnNews) -> None:
+        self._context = context
+        self._record = TrialsFile(context.folder)
         self.tell_news = on_news
         self.trials: list[Trial] = []
         """In the order they were tried."""
@@ -86,7 +58,7 @@ class Ledger:
     @property
     def best(self) -> Trial | None:
         """The best trial that has ended and left an adapter."""
-        return best_of(self.trials, self._parts.spec.objective.is_max, self._parts.folder)
+        return best_of(self.trials, self._context.spec.objective.is_max, self._context.folder)
 
     def stop_clock(self) -> None:
         """What comes now is no longer part of the sweep."""
@@ -99,18 +71,18 @@ class Ledger:
     def restore(self) -> None:
         """Takes up what is on disk, and starts the clock; trials without an end are the caller's to go on with."""
         self._start = time.perf_counter()
-        for trial in self._parts.earlier.trials if self._parts.earlier is not None else ():
-            point = self._parts.space.point_of(trial.params)
+        for trial in self._context.previous.trials if self._context.previous is not None else ():
+            point = self._context.space.point_of(trial.params)
             if point is not None:
-                self._parts.sampler.tell(point, trial)
+                self._context.sampler.tell(point, trial)
         for trial in self._record.read():
             self._enter(trial)
             if not trial.origin:
-                trial.losses = read_losses(self._parts.directory, trial.name)
+                trial.losses = read_losses(self._context.directory, trial.name)
             if trial.state.is_final:
                 self._tell_end(trial)
         self._before_s = self._record.seconds
-        self.one_by_one_seconds = read_board(self._parts.folder).get("one_by_one_seconds")
+        self.one_by_one_seconds = read_board(self._context.folder).get("one_by_one_seconds")
         self.keep_best()
 
     def add(self, trial: Trial) -> None:
@@ -131,7 +103,7 @@ class Ledger:
     def see(self, trial: Trial, step: int, tokens: int, value: float) -> None:
         """The objective of a trial was seen."""
         trial.points = [point for point in trial.points if point.step < step]
-        trial.points.append(Point(step, tokens, value, self.seconds))
+        trial.points.append(Observation(step, tokens, value, self.seconds))
         self._record.add_point(trial, -1)
         self.tell_news("point", trial, "")
 
@@ -145,21 +117,21 @@ class Ledger:
 
     def board(self, *, with_curves: bool = True) -> dict[str, Any]:
         """The leaderboard as plain data, with or without all that was seen on the way."""
-        totals = Totals(self._parts.sampler_name, self.seconds, self.tokens, self.one_by_one_seconds)
-        return board_of(self._parts.spec, list(self.trials), totals, with_curves=with_curves)
+        totals = Totals(self._context.sampler_name, self.seconds, self.tokens, self.one_by_one_seconds)
+        return board_of(self._context.spec, list(self.trials), totals, with_curves=with_curves)
 
     def write(self, *, at_once: bool) -> None:
         """Brings the leaderboard's files up to date, at once or if they are old."""
         if at_once or time.perf_counter() - self._written_s >= WRITE_EVERY_S:
             self._written_s = time.perf_counter()
-            write_board(self._parts.folder, self.board())
+            write_board(self._context.folder, self.board())
 
     def keep_best(self) -> None:
         """Makes `best/` the adapter of the best trial."""
         best = self.best
         if best is not None and best.name != self._best:
-            job = self._parts.configurations.job(best.name, best.params)
-            write_best(self._parts.folder, best, job, self._parts.spec, self._parts.base_dir)
+            job = self._context.configurations.job(best.name, best.params)
+            write_best(self._context.folder, best, job, self._context.spec, self._context.base_dir)
             self._best = best.name
 
     def _enter(self, trial: Trial) -> None:
@@ -168,7 +140,7 @@ class Ledger:
         self._known.add(value_key(trial.params))
 
     def _tell_end(self, trial: Trial) -> None:
-        point = self._parts.space.point_of(trial.params)
+        point = self._context.space.point_of(trial.params)
         if point is not None:
-            self._parts.sampler.tell(point, trial)
-            self._parts.copy_trial(point, trial)
+            self._context.sampler.tell(point, trial)
+            self._context.copy_trial(point, trial)

@@ -7,14 +7,14 @@ import time
 import pytest
 
 from weft.engine.timeline import TimelineRecorder
-from weft.sweep.shares import Shares
-from weft.sweep.trial import Trial
+from weft.sweeps.record.trial import Trial
+from weft.sweeps.trial_time import TrialTime
 
 
 def test_shares_when_a_microbatch_is_recorded_after_what_began_later_then_counts_once():
     """A microbatch that was started ahead is recorded when it is counted: after a checkpoint that began later."""
     timeline, trials = TimelineRecorder(), {name: Trial(i, name, {}) for i, name in enumerate("ab")}
-    shares = Shares(timeline)
+    shares = TrialTime(timeline)
     now_s = time.perf_counter()
     timeline.add("forward_backward", 2.0, now_s, jobs={"a": 30, "b": 10})
     shares.catch_up(trials)

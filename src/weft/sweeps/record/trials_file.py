@@ -21,12 +21,12 @@ from typing import Any
 from weft.errors import StorageError
 from weft.store import json_text
 from weft.store.atomic import append_line, storage_errors, write_file
-from weft.sweep.trial import Point, Trial, TrialState
+from weft.sweeps.record.trial import Observation, Trial, TrialState
 
 FILE = "trials.jsonl"
 
 
-class Record:
+class TrialsFile:
     """An open trials.jsonl."""
 
     def __init__(self, folder: Path) -> None:
@@ -73,7 +73,7 @@ class Record:
         if line["kind"] == "point":
             # A trial that went on from an earlier checkpoint sees the same again.
             trial.points = [point for point in trial.points if point.step < line["step"]]
-            trial.points.append(Point(line["step"], line["tokens"], line["value"], line["at_s"]))
+            trial.points.append(Observation(line["step"], line["tokens"], line["value"], line["at_s"]))
             trial.state = TrialState.TRAINING
         elif line["kind"] == "end":
             trial.state, trial.reason = TrialState(line["state"]), line["reason"]

@@ -19,8 +19,8 @@ from weft.inference.answers import Answer
 from weft.objectives.metrics import MeanScores
 from weft.spec import BackboneSpec
 from weft.spec.sweep import ObjectiveSpec
-from weft.sweep.objective import Objective
-from weft.sweep.trial import TrialState
+from weft.sweeps.record.trial import TrialState
+from weft.sweeps.search.objective import Objective
 
 SCORE = "def length(rows):\n    assert set(rows[0]) == {'prompt', 'answer', 'reference'}\n    return len(rows)\n"
 

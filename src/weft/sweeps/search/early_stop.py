@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.spec.sweep import EarlyStopSpec
-from weft.sweep.trial import Point, Trial, TrialState
+from weft.sweeps.record.trial import Observation, Trial, TrialState
 
 NEAR = 0.5
 """How much of the way to a rung makes a trial one that is waited for."""
@@ -57,7 +57,7 @@ class EarlyStop:
         training = [t for t in trials if t.state is TrialState.TRAINING and t.steps < t.total_steps]
         return Verdict(tuple(found for trial in training for found in rule(trial, trials)))
 
-    def place(self, trial: Trial, point: Point | None = None) -> float:
+    def place(self, trial: Trial, point: Observation | None = None) -> float:
         """How far a trial is, or was at a point."""
         steps, tokens = (trial.steps, trial.tokens) if point is None else (point.step, point.tokens)
         if self._spec.unit == "tokens":
@@ -153,12 +153,12 @@ class EarlyStop:
     def _rung_at(self, rung: int) -> float:
         return self._spec.first_rung * self._spec.factor**rung
 
-    def _at_rung(self, trial: Trial, rung: int) -> Point | None:
+    def _at_rung(self, trial: Trial, rung: int) -> Observation | None:
         """The first value of a trial at or past a rung."""
         place = self._rung_at(rung) * (1 - 1e-9)
         return next((point for point in trial.points if self.place(trial, point) >= place), None)
 
-    def _best_until(self, trial: Trial, point: Point) -> float:
+    def _best_until(self, trial: Trial, point: Observation) -> float:
         """The best value of a trial up to a point; the smaller the better, whatever the metric."""
         return min(self._sign * p.value for p in trial.points if p.step <= point.step)
 

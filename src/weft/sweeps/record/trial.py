@@ -26,7 +26,7 @@ class TrialState(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Point:
+class Observation:
     """The objective as seen once."""
 
     step: int
@@ -49,7 +49,7 @@ class Trial:
     state: TrialState = TrialState.WAITING
     reason: str = ""
     """Why it stopped or failed, in one sentence."""
-    points: list[Point] = field(default_factory=list)
+    points: list[Observation] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)
     """Training loss by step."""
     steps: int = 0

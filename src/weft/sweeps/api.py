@@ -24,14 +24,15 @@ from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec, resolved_sweep
 from weft.store.atomic import remove_leftovers, write_file
 from weft.store.run_dir import RunDirectory
-from weft.sweep.configure import Configurations
-from weft.sweep.earlier import Earlier, read_earlier
-from weft.sweep.ledger import OnNews, Parts
-from weft.sweep.objective import Objective
-from weft.sweep.run import SweepRun
-from weft.sweep.samplers import make_sampler, sampler_name
-from weft.sweep.speed import one_by_one_seconds
-from weft.sweep.trial import Trial
+from weft.sweeps.configure import Configurations
+from weft.sweeps.context import SweepContext
+from weft.sweeps.ledger import OnNews
+from weft.sweeps.record.previous_sweep import PreviousSweep, read_previous
+from weft.sweeps.record.trial import Trial
+from weft.sweeps.search.objective import Objective
+from weft.sweeps.search.samplers import make_sampler, sampler_name
+from weft.sweeps.solo_baseline import one_by_one_seconds
+from weft.sweeps.trial_loop import SweepRun
 
 TRIALS, SETTINGS, REPORT = "trials", "sweep.yaml", "report.html"
 KEPT = ("base_model", "defaults", "space", "objective", "sampler", "seed", "capacity", "quantize", "dtype")
@@ -61,11 +62,11 @@ class PreparedSweep:
     """Its capacity is a number."""
     base_dir: Path
     space: Space
-    sampler: str
+    sampler_name: str
     engine: Engine
     configurations: Configurations
     objective: Objective
-    earlier: Earlier | None
+    previous: PreviousSweep | None
     notes: tuple[str, ...]
 
 
@@ -125,11 +126,11 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
     make_sampler(spec, space)
     open_trackers(spec.report_to, Path(), "")
     if spec.storage is not None:
-        from weft.sweep.optuna_study import import_optuna
+        from weft.sweeps.search.optuna_study import import_optuna
 
         import_optuna()
     objective = Objective(spec.objective, base_dir)
-    earlier = None if spec.start_from is None else read_earlier(spec, base_dir / spec.start_from)
+    previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
     spec, engine, notes = load_engine(spec, longest_of(spec))
     backbone = engine.backbone
     configurations = Configurations(spec, backbone, base_dir)
@@ -137,7 +138,17 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
     for data in configurations.loaded():
         if data.eval is not None:
             objective.check(data.eval.samples, backbone)
-    return PreparedSweep(spec, base_dir, space, name, engine, configurations, objective, earlier, notes)
+    return PreparedSweep(
+        spec=spec,
+        base_dir=base_dir,
+        space=space,
+        sampler_name=name,
+        engine=engine,
+        configurations=configurations,
+        objective=objective,
+        previous=previous,
+        notes=notes,
+    )
 
 
 @contextmanager
@@ -157,44 +168,44 @@ def open_run(
         )
         directory.write_run(run_record(spec, engine.backbone, name))
         engine.keep_in(directory)
-        parts = Parts(
-            spec,
-            prepared.space,
-            make_sampler(spec, prepared.space),
-            prepared.sampler,
-            prepared.objective,
-            engine,
-            prepared.configurations,
-            folder,
-            directory,
-            prepared.base_dir,
-            trackers,
-            prepared.earlier,
-            copy_trial,
+        context = SweepContext(
+            spec=spec,
+            space=prepared.space,
+            sampler=make_sampler(spec, prepared.space),
+            sampler_name=prepared.sampler_name,
+            objective=prepared.objective,
+            engine=engine,
+            configurations=prepared.configurations,
+            folder=folder,
+            directory=directory,
+            base_dir=prepared.base_dir,
+            trackers=trackers,
+            previous=prepared.previous,
+            copy_trial=copy_trial,
         )
-        yield SweepRun(parts, on_news)
+        yield SweepRun(context, on_news)
 
 
 def conclude(run: SweepRun) -> SweepResult:
     """Measures what one by one would have taken, writes the report, and returns what was found."""
     ledger = run.ledger
     ledger.stop_clock()
-    if run.parts.spec.compare_speed:
+    if run.context.spec.compare_speed:
         # A sweep that only had to be looked at again keeps what was measured then.
         ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
     ledger.write(at_once=True)
     board, no_report = ledger.board(), ""
     try:
-        write_sweep_report(run.parts.folder / REPORT, board)
+        write_sweep_report(run.context.folder / REPORT, board)
     except MissingExtraError as error:
         no_report = str(error)
-    return SweepResult(ledger.best, ledger.trials, board["trials"], run.parts.folder, no_report)
+    return SweepResult(ledger.best, ledger.trials, board["trials"], run.context.folder, no_report)
 
 
 def _storage(prepared: PreparedSweep, name: str) -> Callable[[Mapping[str, Any], Trial], None]:
     spec = prepared.spec
     if spec.storage is None:
         return lambda point, trial: None
-    from weft.sweep.optuna_study import Storage
+    from weft.sweeps.search.optuna_study import OptunaStorage
 
-    return Storage(spec.storage, name, prepared.space, spec.objective.is_max).add
+    return OptunaStorage(spec.storage, name, prepared.space, spec.objective.is_max).add

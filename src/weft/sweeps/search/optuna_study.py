@@ -14,8 +14,8 @@ from typing import Any
 
 from weft.errors import ConfigError, MissingExtraError
 from weft.spec.space import Choices, Parameter, Space, same
-from weft.sweep.samplers import MAX_DRAWS, IsNew
-from weft.sweep.trial import Trial, TrialState
+from weft.sweeps.record.trial import Trial, TrialState
+from weft.sweeps.search.samplers import MAX_DRAWS, IsNew
 
 NAME = "weft_trial"
 """The user attribute under which a stored trial says which one of the sweep it is."""
@@ -61,7 +61,7 @@ class OptunaSampler:
         self._study.add_trial(frozen_trial(self._optuna, self._space, point, trial))
 
 
-class Storage:
+class OptunaStorage:
     """A study in an Optuna storage that gets every trial of a sweep once."""
 
     def __init__(self, url: str, study_name: str, space: Space, is_max: bool) -> None:

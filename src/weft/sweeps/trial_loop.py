@@ -30,13 +30,14 @@ from weft.engine.train import job_settings
 from weft.errors import StorageError, WeftError
 from weft.objectives.metrics import MeanScores
 from weft.spec.space import params_of
-from weft.sweep.configure import configuration_error
-from weft.sweep.early_stop import EarlyStop
-from weft.sweep.ledger import Ledger, OnNews, Parts
-from weft.sweep.samplers import num_planned
-from weft.sweep.shares import Shares
-from weft.sweep.trial import Trial, TrialState, trial_name
-from weft.sweep.upcoming import BLIND, longest_first
+from weft.sweeps.configure import configuration_error
+from weft.sweeps.context import SweepContext
+from weft.sweeps.ledger import Ledger, OnNews
+from weft.sweeps.record.trial import Trial, TrialState, trial_name
+from weft.sweeps.search.early_stop import EarlyStop
+from weft.sweeps.search.samplers import num_planned
+from weft.sweeps.start_order import BLIND, longest_first
+from weft.sweeps.trial_time import TrialTime
 
 AT_A_TIME = 32
 """Trials that train together unless max_jobs says otherwise."""
@@ -47,12 +48,12 @@ AT_A_TIME_ADAPTIVE = 8
 class SweepRun:
     """A sweep while it trains."""
 
-    def __init__(self, parts: Parts, on_news: OnNews = lambda kind, trial, text: None) -> None:
-        self.parts = parts
-        self.ledger = Ledger(parts, on_news)
-        self.shares = Shares(parts.engine.timeline)
+    def __init__(self, context: SweepContext, on_news: OnNews = lambda kind, trial, text: None) -> None:
+        self.context = context
+        self.ledger = Ledger(context, on_news)
+        self.trial_time = TrialTime(context.engine.timeline)
         """Whose time it was."""
-        self._rules = EarlyStop(parts.spec.early_stop, parts.objective.metric, parts.objective.is_max)
+        self._rules = EarlyStop(context.spec.early_stop, context.objective.metric, context.objective.is_max)
         self._held: set[str] = set()
         """Trials that wait at a rung."""
         self._is_closed = False
@@ -72,7 +73,7 @@ class SweepRun:
     @property
     def num_planned(self) -> int | None:
         """Trials there will be, as far as that is known."""
-        return num_planned(self.parts.spec, self.parts.space)
+        return num_planned(self.context.spec, self.context.space)
 
     def train(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Trains until the space or the budget is used up, or until asked to stop; then every trial is saved."""
@@ -80,20 +81,20 @@ class SweepRun:
         for trial in self.trials:
             if not trial.state.is_final:
                 self._begin(trial)
-        self._upcoming = longest_first(self.parts, self.ledger)
+        self._upcoming = longest_first(self.context, self.ledger)
         self._refill()
-        for event in self.parts.engine.events():
+        for event in self.context.engine.events():
             self._hear(event)
             if should_stop():
-                self.parts.engine.stop()
+                self.context.engine.stop()
         self.ledger.write(at_once=True)
         if self._obstacle is not None:
             raise StorageError(f"{self._obstacle} Free some space and go on with --resume.")
 
     def _refill(self) -> None:
         """Starts new trials while there are slots and points for them."""
-        blind = self.parts.sampler_name in (*BLIND, "qmc")
-        slots = self.parts.spec.max_jobs or (AT_A_TIME if blind else AT_A_TIME_ADAPTIVE)
+        blind = self.context.sampler_name in (*BLIND, "qmc")
+        slots = self.context.spec.max_jobs or (AT_A_TIME if blind else AT_A_TIME_ADAPTIVE)
         while not self._is_closed and self._num_active() < slots:
             trial = self._next()
             if trial is None:
@@ -107,7 +108,7 @@ class SweepRun:
             return self._upcoming.popleft() if self._upcoming else None
         number, planned = len(self.trials), self.num_planned
         is_over = planned is not None and number >= planned
-        point = None if is_over else self.parts.sampler.ask(number, self.ledger.is_new)
+        point = None if is_over else self.context.sampler.ask(number, self.ledger.is_new)
         return None if point is None else Trial(number, trial_name(number), params_of(point))
 
     def _num_active(self) -> int:
@@ -115,7 +116,7 @@ class SweepRun:
 
     def _begin(self, trial: Trial) -> None:
         """Hands a trial to the engine, unless it cannot be trained or an earlier sweep has trained it."""
-        configurations = self.parts.configurations
+        configurations = self.context.configurations
         try:
             job = configurations.job(trial.name, trial.params)
             trial.total_steps = configurations.num_steps(job)
@@ -124,13 +125,13 @@ class SweepRun:
             self.ledger.end(trial, TrialState.FAILED, configuration_error(error, trial.params))
             return
         self.ledger.add(trial)
-        found = self.parts.earlier.same_as(job) if self.parts.earlier is not None else None
+        found = self.context.previous.same_as(job) if self.context.previous is not None else None
         if found is not None:
             self.ledger.take_over(trial, *found)
             return
         try:
-            self.parts.directory.write_job(trial.name, job_settings(job))
-            self.parts.engine.submit(job, configurations.data(job), base_dir=self.parts.base_dir)
+            self.context.directory.write_job(trial.name, job_settings(job))
+            self.context.engine.submit(job, configurations.data(job), base_dir=self.context.base_dir)
         except StorageError:
             raise
         except WeftError as error:
@@ -138,8 +139,8 @@ class SweepRun:
 
     def _hear(self, event: Event) -> None:
         """Takes note of what the engine did, and does what follows from it."""
-        self.shares.catch_up(self.ledger.by_name)
-        self.parts.trackers.hear(event)
+        self.trial_time.catch_up(self.ledger.by_name)
+        self.context.trackers.hear(event)
         if isinstance(event, JobWarning):
             self._hear_warning(event)
             return
@@ -178,14 +179,14 @@ class SweepRun:
         trial.state, trial.steps, trial.total_steps = TrialState.TRAINING, event.step, event.num_steps
         trial.points = [point for point in trial.points if point.step <= event.step]
         trial.losses = [pair for pair in trial.losses if pair[0] <= event.step]
-        trial.tokens = self.parts.engine.jobs[trial.name].num_tokens
+        trial.tokens = self.context.engine.jobs[trial.name].num_tokens
         if trial.started_s is None:
             trial.started_s = self.ledger.seconds
         self.ledger.tell_news("started", trial, "")
         self._after(trial)
 
     def _hear_end(self, trial: Trial, event: JobEnded) -> None:
-        job = self.parts.engine.jobs[trial.name]
+        job = self.context.engine.jobs[trial.name]
         if trial.state.is_final:
             pass
         elif isinstance(event, JobFailed):
@@ -197,18 +198,18 @@ class SweepRun:
             if not trial.state.is_final:
                 self.ledger.end(trial, TrialState.DONE, "")
                 self.ledger.keep_best()
-        self.parts.engine.forget(trial.name)
+        self.context.engine.forget(trial.name)
         self._after(trial)
 
     def _see(self, trial: Trial, looked: MeanScores | None) -> None:
         """Looks at the objective of a trial; one that has no value fails. Without an evaluation, it is made."""
-        parts = self.parts
-        job = parts.engine.jobs[trial.name]
-        judged = parts.directory.job_dir(trial.name) / "judged"
+        context = self.context
+        job = context.engine.jobs[trial.name]
+        judged = context.directory.job_dir(trial.name) / "judged"
         try:
             with memory_errors():
-                value = parts.objective.value(parts.engine, job, looked, judged)
-            reason = f"its {parts.objective.metric} at step {job.step} is {value}"
+                value = context.objective.value(context.engine, job, looked, judged)
+            reason = f"its {context.objective.metric} at step {job.step} is {value}"
         except StorageError:
             raise
         except torch.OutOfMemoryError:
@@ -220,11 +221,11 @@ class SweepRun:
             return
         self.ledger.end(trial, TrialState.FAILED, reason)
         if not job.state.is_final:
-            parts.engine.cancel(trial.name)
+            context.engine.cancel(trial.name)
 
     def _after(self, trial: Trial) -> None:
         """Early stopping, new trials and fresh files, now that something is known."""
-        engine, planned = self.parts.engine, self.num_planned
+        engine, planned = self.context.engine, self.num_planned
         to_come = 0 if self._is_closed or planned is None else planned - len(self.trials)
         verdict = self._rules.judge(self.trials, self._held, to_come)
         for loser, reason in verdict.stop:
@@ -244,7 +245,7 @@ class SweepRun:
 
     def _check_budget(self) -> None:
         """Stops everything once tokens or time are used up."""
-        spec, spent = self.parts.spec, ""
+        spec, spent = self.context.spec, ""
         if spec.max_tokens is not None and self.ledger.tokens >= spec.max_tokens:
             spent = f"the budget of {spec.max_tokens:,} tokens was used up"
         elif spec.max_seconds is not None and self.ledger.seconds >= spec.max_seconds:
@@ -259,7 +260,7 @@ class SweepRun:
 
     def _cut_short(self, trial: Trial, spent: str) -> None:
         """Stops a trial that others did not beat: it may be the best, so it is looked at and its adapter is kept."""
-        engine = self.parts.engine
+        engine = self.context.engine
         if trial.name in engine.jobs:
             # Its last step may be done and not yet told; what is judged and kept has it.
             job = engine.jobs[trial.name]
@@ -267,7 +268,7 @@ class SweepRun:
         if trial.steps:
             if not trial.points or trial.points[-1].step < trial.steps:
                 self._see(trial, None)
-            engine.export_adapter(trial.name, self.parts.directory.adapter_dir(trial.name))
+            engine.export_adapter(trial.name, self.context.directory.adapter_dir(trial.name))
         if not trial.state.is_final:
             self.ledger.end(trial, TrialState.STOPPED, f"at step {trial.steps} {spent}")
             engine.cancel(trial.name)

@@ -13,9 +13,9 @@ import pytest
 from weft.errors import ConfigError, MissingExtraError
 from weft.spec.load_sweep import space_of, sweep_from_mapping
 from weft.spec.space import Space, params_of, read_space, value_key
-from weft.sweep.optuna_study import NAME, OptunaSampler, Storage, import_optuna
-from weft.sweep.samplers import Grid, RandomDraws, Sampler, make_sampler, sampler_name
-from weft.sweep.trial import Point, Trial, TrialState
+from weft.sweeps.record.trial import Observation, Trial, TrialState
+from weft.sweeps.search.optuna_study import NAME, OptunaSampler, OptunaStorage, import_optuna
+from weft.sweeps.search.samplers import Grid, RandomDraws, Sampler, make_sampler, sampler_name
 
 SPACE = read_space({"lr": {"min": 1e-4, "max": 1e-2, "log": True}, "r": [4, 8, 16]})
 COUNTABLE = read_space({"lr": [1, 2, 3], "r": [4, 8]})
@@ -26,7 +26,7 @@ def always(point: Any) -> bool:
 
 
 def trial_of(number: int, point: dict[str, Any], value: float, state: TrialState = TrialState.DONE) -> Trial:
-    return Trial(number, f"t{number:03d}", params_of(point), state, points=[Point(1, 10, value, 0.0)])
+    return Trial(number, f"t{number:03d}", params_of(point), state, points=[Observation(1, 10, value, 0.0)])
 
 
 def ask_and_tell(sampler: Sampler, number: int, value: Callable[[dict[str, Any]], float], at_a_time: int = 3) -> list:
@@ -128,7 +128,7 @@ def test_storage_when_given_trials_then_a_study_can_read_them_and_has_each_once(
     point = {"lr": 1e-3, "r": 8}
     done, failed = trial_of(0, point, 0.5), trial_of(1, {"lr": 2e-3, "r": 4}, 0.0, TrialState.FAILED)
     for _ in range(2):
-        storage = Storage(url, "mine", SPACE, is_max=False)
+        storage = OptunaStorage(url, "mine", SPACE, is_max=False)
         storage.add(point, done)
         storage.add({"lr": 2e-3, "r": 4}, failed)
     study = import_optuna().load_study(study_name="mine", storage=url)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from weft import faults
-from weft.sweep import api
+from weft.sweeps import api
 
 MAX_CHILDREN = 60
 LATE_IMPORTS = (

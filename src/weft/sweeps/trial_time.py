@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from weft.engine.timeline import TimelineRecorder
 from weft.simulate.timeline import Span
-from weft.sweep.trial import Trial
+from weft.sweeps.record.trial import Trial
 
 _SHARED = ("forward_backward", "step", "eval", "checkpoint")
 
 
-class Shares:
+class TrialTime:
     """Reads an engine's timeline as it grows."""
 
     def __init__(self, timeline: TimelineRecorder) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.errors import WeftError
-from weft.sweep.run import SweepRun
-from weft.sweep.trial import Trial
+from weft.sweeps.record.trial import Trial
+from weft.sweeps.trial_loop import SweepRun
 
 NUM_MEASURED = 4
 """Trials that are measured alone, from the one with the fewest tokens per step to the one with the most."""
@@ -29,8 +29,8 @@ MOST_OF_THE_TIME, LEAST_S = 0.05, 2.0
 def one_by_one_seconds(run: SweepRun) -> float | None:
     """Seconds the sweep would have taken with one trial at a time; None if nothing was trained here."""
     trained = [trial for trial in run.trials if trial.steps and trial.tokens and not trial.origin]
-    shares = run.shares
-    if not trained or not shares.training_tokens:
+    spent = run.trial_time
+    if not trained or not spent.training_tokens:
         return None
     until = time.perf_counter() + max(LEAST_S, MOST_OF_THE_TIME * run.ledger.seconds)
     measured: list[tuple[float, float]] = []
@@ -45,7 +45,7 @@ def one_by_one_seconds(run: SweepRun) -> float | None:
     sizes, costs = zip(*sorted(measured), strict=True)
     alone = sum(t.steps * float(np.interp(t.tokens / t.steps, sizes, costs)) for t in trained)
     # A resumed sweep knows the speed of this session only, so that of the earlier ones is taken to be the same.
-    together = run.ledger.tokens * shares.training_s / shares.training_tokens
+    together = run.ledger.tokens * spent.training_s / spent.training_tokens
     return max(run.ledger.seconds - together, 0.0) + alone
 
 
@@ -56,14 +56,14 @@ def _spread(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _seconds_per_step(run: SweepRun, trial: Trial) -> float | None:
-    parts = run.parts
-    job = parts.configurations.job(trial.name, trial.params)
+    context = run.context
+    job = context.configurations.job(trial.name, trial.params)
     # Evaluations would be measured as training.
     job = replace(job, eval_data=None, early_stopping_patience=None)
-    engine = Engine(parts.engine.backbone, capacity=parts.spec.capacity)
+    engine = Engine(context.engine.backbone, capacity=context.spec.capacity)
     try:
-        data = replace(parts.configurations.data(parts.configurations.job(trial.name, trial.params)), eval=None)
-        engine.submit(job, data, base_dir=parts.base_dir)
+        data = replace(context.configurations.data(context.configurations.job(trial.name, trial.params)), eval=None)
+        engine.submit(job, data, base_dir=context.base_dir)
     except WeftError:
         return None
     times = [time.perf_counter()]

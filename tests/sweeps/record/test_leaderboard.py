@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.sweep.board import MAX_LOSSES, Totals, best_of, board_of, ranked, read_board, write_board
-from weft.sweep.trial import Point, Trial, TrialState
+from weft.sweeps.record.leaderboard import MAX_LOSSES, Totals, best_of, board_of, ranked, read_board, write_board
+from weft.sweeps.record.trial import Observation, Trial, TrialState
 
 
 def trial(number: int, value: float | None, state: TrialState = TrialState.DONE) -> Trial:
-    points = [] if value is None else [Point(1, 10, value, 0.0)]
+    points = [] if value is None else [Observation(1, 10, value, 0.0)]
     return Trial(number, f"t{number}", {"target_modules": ["q_proj"], "r": number}, state, points=points)
 
 

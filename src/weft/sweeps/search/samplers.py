@@ -18,11 +18,11 @@ from weft.data.order import permutation
 from weft.errors import ConfigError
 from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec
-from weft.sweep.trial import Trial
+from weft.sweeps.record.trial import Trial
 
-Point = Mapping[str, Any]
+SpacePoint = Mapping[str, Any]
 """A value for each parameter of a space."""
-IsNew = Callable[[Point], bool]
+IsNew = Callable[[SpacePoint], bool]
 LARGEST_GRID = 1000
 """Points of a grid that are trained without being asked twice."""
 MAX_DRAWS = 100
@@ -37,7 +37,7 @@ class Sampler(Protocol):
     def ask(self, number: int, is_new: IsNew) -> dict[str, Any] | None:
         """The point of the n-th trial, one that is new; None once there are no more."""
 
-    def tell(self, point: Point, trial: Trial) -> None:
+    def tell(self, point: SpacePoint, trial: Trial) -> None:
         """How the trial of a point ended."""
 
 
@@ -66,7 +66,7 @@ class Grid:
         # Too many to put in order; equal steps through all of them meet none twice.
         return place * (total // self.trials) % total
 
-    def tell(self, point: Point, trial: Trial) -> None:
+    def tell(self, point: SpacePoint, trial: Trial) -> None:
         """Nothing depends on it."""
 
 
@@ -87,7 +87,7 @@ class RandomDraws:
                 return point
         return None
 
-    def tell(self, point: Point, trial: Trial) -> None:
+    def tell(self, point: SpacePoint, trial: Trial) -> None:
         """Nothing depends on it."""
 
 
@@ -138,6 +138,6 @@ def make_sampler(spec: SweepSpec, space: Space) -> Sampler:
         return Grid(space, spec.trials, spec.seed)
     if name == "random":
         return RandomDraws(space, spec.seed)
-    from weft.sweep.optuna_study import OptunaSampler
+    from weft.sweeps.search.optuna_study import OptunaSampler
 
     return OptunaSampler(name, space, spec.seed, spec.objective.is_max)

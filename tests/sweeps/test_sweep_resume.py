@@ -18,9 +18,9 @@ from weft.cost.rows import capacities
 from weft.engine.engine import Engine
 from weft.errors import ConfigError, StorageError
 from weft.spec.load_sweep import sweep_from_mapping
-from weft.sweep.api import open_run, prepare_sweep
-from weft.sweep.record import Record
-from weft.sweep.trial import Point, Trial, TrialState
+from weft.sweeps.api import open_run, prepare_sweep
+from weft.sweeps.record.trial import Observation, Trial, TrialState
+from weft.sweeps.record.trials_file import TrialsFile
 
 SCRIPT = Path(__file__).parent / "killed_sweep.py"
 
@@ -152,28 +152,28 @@ def test_sweep_when_the_disk_is_full_then_says_so_and_goes_on_later(settings, pl
 
 
 def test_record_when_written_then_is_read_back_and_a_torn_line_is_dropped(tmp_path):
-    record = Record(tmp_path)
+    record = TrialsFile(tmp_path)
     trial = Trial(3, "t003", {"lr": 1e-3, "target_modules": ["q_proj"]}, total_steps=9)
     record.add_trial(trial, 0.25)
-    assert Record(tmp_path).read()[0].started_s == 0.25, "one that was killed is known to have started"
-    trial.points = [Point(2, 20, 0.5, 1.0)]
+    assert TrialsFile(tmp_path).read()[0].started_s == 0.25, "one that was killed is known to have started"
+    trial.points = [Observation(2, 20, 0.5, 1.0)]
     record.add_point(trial, -1)
     trial.started_s, trial.ended_s = 0.5, 7.5
     trial.state, trial.reason, trial.steps, trial.tokens = TrialState.STOPPED, "because", 2, 20
     record.add_end(trial, 7.5)
     whole = record.path.read_bytes()
     record.path.write_bytes(whole + b'{"kind": "poi')
-    again = Record(tmp_path)
+    again = TrialsFile(tmp_path)
     assert again.read() == [trial] and again.seconds == 7.5
     assert record.path.read_bytes() == whole
 
 
 def test_record_when_a_point_is_seen_again_then_the_later_line_counts(tmp_path):
-    record = Record(tmp_path)
+    record = TrialsFile(tmp_path)
     trial = Trial(0, "t000", {})
     record.add_trial(trial, 0.0)
     for step in (2, 4, 2):
-        trial.points.append(Point(step, 10 * step, 1.0 / step, float(step)))
+        trial.points.append(Observation(step, 10 * step, 1.0 / step, float(step)))
         record.add_point(trial, -1)
     (read,) = record.read()
     assert [point.step for point in read.points] == [2] and read.state is TrialState.TRAINING
@@ -181,28 +181,28 @@ def test_record_when_a_point_is_seen_again_then_the_later_line_counts(tmp_path):
 
 def test_record_when_a_trial_never_trained_then_it_has_neither_a_start_nor_an_end(tmp_path):
     """Reports draw trials from start to end; one that failed at once, or was taken over, takes no time."""
-    record = Record(tmp_path)
+    record = TrialsFile(tmp_path)
     trial = Trial(0, "t000", {"r": 4}, TrialState.FAILED, "too large", total_steps=9)
     record.add_trial(trial, 5.0)
     record.add_end(trial, 7.0)
-    assert Record(tmp_path).read() == [trial]
+    assert TrialsFile(tmp_path).read() == [trial]
 
 
 def test_record_when_taken_over_points_are_older_than_the_sweep_then_its_clock_does_not_go_back(tmp_path):
     """What an earlier sweep saw keeps its own times; the sweep's is the latest of all."""
-    record = Record(tmp_path)
-    trial = Trial(0, "t000", {"r": 4}, points=[Point(2, 20, 0.5, 1.0)], total_steps=9)
+    record = TrialsFile(tmp_path)
+    trial = Trial(0, "t000", {"r": 4}, points=[Observation(2, 20, 0.5, 1.0)], total_steps=9)
     record.add_trial(trial, 5.0)
     record.add_point(trial, -1)
-    again = Record(tmp_path)
+    again = TrialsFile(tmp_path)
     again.read()
     assert again.seconds == 5.0
 
 
 def test_record_when_a_line_means_nothing_then_it_is_named(tmp_path):
-    Record(tmp_path).path.write_text('{"kind": "end", "name": "nobody"}\n')
+    TrialsFile(tmp_path).path.write_text('{"kind": "end", "name": "nobody"}\n')
     with pytest.raises(StorageError, match=r"trials.jsonl line 1: is not a line of a sweep's record"):
-        Record(tmp_path).read()
+        TrialsFile(tmp_path).read()
 
 
 def test_sweep_when_capacity_is_auto_then_it_is_chosen_once_and_kept_on_resume(settings, monkeypatch):

@@ -11,8 +11,8 @@ from rich.text import Text
 from weft.report import readable
 from weft.report.screen import Screen
 from weft.report.sweep.live import leaderboard_table, status_line
-from weft.sweep.run import SweepRun
-from weft.sweep.trial import Trial
+from weft.sweeps.record.trial import Trial
+from weft.sweeps.trial_loop import SweepRun
 
 FRAME_LINES = 6
 """Lines of the table that are not trials, and one to spare."""
@@ -60,7 +60,7 @@ class LiveBoard:
 
     def _say_plainly(self, kind: str, trial: Trial, text: str) -> None:
         """The lines a log gets: the start, the values, and the end of each trial."""
-        metric = "" if self._run is None else self._run.parts.objective.metric
+        metric = "" if self._run is None else self._run.context.objective.metric
         value = f"{metric} {readable.loss(trial.value)}"
         if kind == "started":
             place = f" at step {trial.steps}" if trial.steps else ""

@@ -12,8 +12,8 @@ from weft.cost.hardware import DEVICES
 from weft.errors import ConfigError, PlanError
 from weft.plan.sweep import violations
 from weft.spec.load_sweep import sweep_from_mapping
-from weft.sweep.configure import Configurations
-from weft.sweep.planned import plan_elsewhere, sampled
+from weft.sweeps.configure import Configurations
+from weft.sweeps.cost_preview import plan_elsewhere, sampled
 
 
 def planned(given):

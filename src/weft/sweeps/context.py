@@ -1,0 +1,40 @@
+"""What the parts of a running sweep share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.engine.engine import Engine
+from weft.report.trackers import Trackers
+from weft.spec.space import Space
+from weft.spec.sweep import SweepSpec
+from weft.store.run_dir import RunDirectory
+from weft.sweeps.configure import Configurations
+from weft.sweeps.record.previous_sweep import PreviousSweep
+from weft.sweeps.record.trial import Trial
+from weft.sweeps.search.objective import Objective
+from weft.sweeps.search.samplers import Sampler
+
+
+@dataclass(kw_only=True)
+class SweepContext:
+    """What a sweep works with: what was asked for, what was loaded for it, and where its results go."""
+
+    spec: SweepSpec
+    space: Space
+    sampler: Sampler
+    sampler_name: str
+    objective: Objective
+    engine: Engine
+    configurations: Configurations
+    folder: Path
+    directory: RunDirectory
+    base_dir: Path
+    trackers: Trackers
+    previous: PreviousSweep | None = None
+    """The sweep that this one starts from."""
+    copy_trial: Callable[[Mapping[str, Any], Trial], None] = lambda point, trial: None
+    """Tells others of a trial that has ended, such as an Optuna storage."""
