@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from weft.data.order import BatchSchedule, epoch_order
+from weft.spec import JobSpec
 
 
 def schedule(**values: object) -> BatchSchedule:
@@ -84,3 +85,17 @@ def test_schedule_when_steps_between_evaluations_are_given_or_not_then_counts_th
     eval_steps: int | None, num_evals: int
 ):
     assert schedule(num_epochs=2.4).num_evals(eval_steps) == num_evals
+
+
+@pytest.mark.parametrize(("epochs", "max_steps"), [(1.0, None), (2.5, None), (0.3, None), (1.0, 1), (1.0, 7)])
+def test_schedule_when_its_samples_are_counted_then_as_many_as_its_steps_hold(epochs: float, max_steps: int | None):
+    """Counted without going through the steps, last small batch of an epoch and unfinished epoch included."""
+    order = schedule(num_samples=11, batch_size=4, num_epochs=epochs, max_steps=max_steps)
+    assert order.num_trained_samples == sum(len(order.batch(step)) for step in range(order.num_steps))
+
+
+def test_schedule_when_made_for_a_job_then_follows_its_settings():
+    job = JobSpec("j", ("t",), global_batch_size=3, num_train_epochs=2, max_steps=9, seed=4, shuffle=False)
+    assert BatchSchedule.of(job, 10) == BatchSchedule(
+        num_samples=10, batch_size=3, num_epochs=2, max_steps=9, seed=4, shuffle=False
+    )

@@ -84,14 +84,7 @@ def _outline(job: JobSpec, data: JobData, num_planned: int) -> JobOutline:
     from weft.simulate.forecast import JobOutline
 
     lengths = [sample.length for sample in data.train.samples]
-    order = BatchSchedule(
-        num_samples=len(lengths),
-        batch_size=job.batch_size,
-        num_epochs=job.num_train_epochs,
-        max_steps=job.max_steps,
-        seed=job.seed,
-        shuffle=job.shuffle,
-    )
+    order = BatchSchedule.of(job, len(lengths))
     planned = min(order.num_steps, num_planned)
     batches = tuple(Batch(step, 0, tuple(lengths[i] for i in order.batch(step))) for step in range(planned))
     queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from weft.spec import JobSpec
+
 
 def permutation(num_items: int, entropy: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """The numbers 0 to num_items - 1 in an order drawn from `entropy`.
@@ -43,6 +45,18 @@ class BatchSchedule:
     seed: int
     shuffle: bool
 
+    @classmethod
+    def of(cls, job: JobSpec, num_samples: int) -> BatchSchedule:
+        """The schedule of a job with so many training samples."""
+        return cls(
+            num_samples=num_samples,
+            batch_size=job.batch_size,
+            num_epochs=job.num_train_epochs,
+            max_steps=job.max_steps,
+            seed=job.seed,
+            shuffle=job.shuffle,
+        )
+
     @property
     def steps_per_epoch(self) -> int:
         """Batches it takes to meet every sample once."""
@@ -55,6 +69,12 @@ class BatchSchedule:
             return self.max_steps
         # 0.3 epochs of 10 steps are 3 steps, though in floating point the product can come out a hair above.
         return math.ceil(round(self.num_epochs * self.steps_per_epoch, 6))
+
+    @property
+    def num_trained_samples(self) -> int:
+        """Samples of all steps together; one counts as often as it is met."""
+        num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
+        return num_epochs * self.num_samples + min(self.num_samples, rest * self.batch_size)
 
     def num_tokens(self, lengths: Sequence[int]) -> int:
         """Tokens of the whole job, whose samples have these lengths."""

@@ -77,14 +77,7 @@ class LiveJob:
         """It has had a slot in this engine, so its state is the one in memory."""
         self.has_heard = False
         """Its owner has been told that it waits."""
-        self.order = BatchSchedule(
-            num_samples=len(data.train.samples),
-            batch_size=spec.batch_size,
-            num_epochs=spec.num_train_epochs,
-            max_steps=spec.max_steps,
-            seed=spec.seed,
-            shuffle=spec.shuffle,
-        )
+        self.order = BatchSchedule.of(spec, len(data.train.samples))
         self.longest = max(s.length for s in [*data.train.samples, *(data.eval.samples if data.eval else ())])
         """Tokens of the longest sample, evaluation included."""
         self.step = 0

@@ -83,20 +83,20 @@ class Configurations:
 
     def num_steps(self, job: JobSpec) -> int:
         """Optimizer steps of a whole job."""
-        return _schedule(job, self.data(job)).num_steps
+        return BatchSchedule.of(job, len(self.data(job).train.samples)).num_steps
 
     def eval_tokens(self, job: JobSpec) -> int:
         """Tokens of all evaluations of a whole job."""
         data = self.data(job)
         each = 0 if data.eval is None else data.eval.summary.num_tokens
-        return each * _schedule(job, data).num_evals(job.eval_steps)
+        return each * BatchSchedule.of(job, len(data.train.samples)).num_evals(job.eval_steps)
 
     def _eval_steps(self, job: JobSpec, data: JobData) -> int | None:
         """How often a trial is evaluated: as it says itself, or as often as there may be a rung."""
         rule = self._spec.early_stop
         if job.eval_steps is not None or data.eval is None or rule.rule == "none":
             return job.eval_steps
-        schedule = _schedule(job, data)
+        schedule = BatchSchedule.of(job, len(data.train.samples))
         steps = rule.first_rung
         if rule.unit == "progress":
             steps = schedule.num_steps * rule.first_rung
@@ -114,8 +114,3 @@ def configuration_error(error: WeftError, params: Mapping[str, Any]) -> str:
     """Why a configuration that only showed up while sampling cannot be trained."""
     chosen = ", ".join(f"{name} {value}" for name, value in params.items())
     return f"cannot be trained with {chosen}: {error}"
-
-
-def _schedule(job: JobSpec, data: JobData) -> BatchSchedule:
-    num_samples = len(data.train.samples)
-    return BatchSchedule(num_samples, job.batch_size, job.num_train_epochs, job.max_steps, job.seed, job.shuffle)

@@ -85,11 +85,16 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
     job = configurations.job(name, params)
     lengths = [sample.length for sample in configurations.data(job).train.samples]
     mean = max(1, round(sum(lengths) / len(lengths)))
-    targets = _targets(job.adapter, configurations.backbone)
-    steps = configurations.num_steps(job)
-    evals = configurations.eval_tokens(job)
-    rank = cost_ranks(job.adapter).widest
-    return Configuration(name, rank, job.batch_size, steps, mean, max(lengths), targets, evals)
+    return Configuration(
+        name=name,
+        rank=cost_ranks(job.adapter).widest,
+        batch_size=job.batch_size,
+        num_steps=configurations.num_steps(job),
+        sample_tokens=mean,
+        longest_tokens=max(lengths),
+        targets=_targets(job.adapter, configurations.backbone),
+        eval_tokens=configurations.eval_tokens(job),
+    )
 
 
 def _targets(adapter: AdapterSpec, backbone: Backbone) -> str | tuple[str, ...]:

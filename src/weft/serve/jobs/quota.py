@@ -70,30 +70,13 @@ def reserve(tx: Tx, job: DbRow, tokens: int) -> None:
 
 def guess_tokens(spec: JobSpec, num_samples: int, num_bytes: int) -> int:
     """Estimates how many tokens a job trains from the length of its file."""
-    schedule = _schedule(spec, num_samples)
     length = min(spec.max_length, max(1, num_bytes // max(1, num_samples * BYTES_PER_TOKEN)))
-    whole, rest = divmod(schedule.num_steps, schedule.steps_per_epoch)
-    return length * (whole * num_samples + min(num_samples, rest * spec.batch_size))
+    return length * BatchSchedule.of(spec, num_samples).num_trained_samples
 
 
 def count_tokens(spec: JobSpec, lengths: Sequence[int]) -> int:
     """Counts the tokens a job trains, from the lengths of its samples; if it stops early, they are fewer."""
-    schedule = _schedule(spec, len(lengths))
-    whole, rest = divmod(schedule.num_steps, schedule.steps_per_epoch)
-    first = schedule.num_steps - rest
-    partial = sum(int(lengths[i]) for step in range(first, schedule.num_steps) for i in schedule.batch(step))
-    return whole * sum(lengths) + partial
-
-
-def _schedule(spec: JobSpec, num_samples: int) -> BatchSchedule:
-    return BatchSchedule(
-        num_samples=num_samples,
-        batch_size=spec.batch_size,
-        num_epochs=spec.num_train_epochs,
-        max_steps=spec.max_steps,
-        seed=spec.seed,
-        shuffle=spec.shuffle,
-    )
+    return BatchSchedule.of(spec, len(lengths)).num_tokens(lengths)
 
 
 def lock_tenant(tx: Tx, tenant: str) -> int | None:
