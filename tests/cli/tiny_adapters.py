@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from weft.adapters.method import ModuleTensors
 from weft.backbone.load import load_plain_model
 from weft.spec import BackboneSpec
-from weft.store.peft_files import Pair
 
 LEAVES = ["q_proj", "v_proj"]
 LAYERS = 6
@@ -17,7 +17,7 @@ SHOUTING = (
 """A chat template that is not the embedded backbone's."""
 
 
-def tiny_tensors(strength: float, *, rank: int = 4) -> dict[str, Pair]:
+def tiny_tensors(strength: float, *, rank: int = 4) -> dict[str, ModuleTensors]:
     """Random A and B that fit the embedded backbone; with strength 0 the adapter has no effect."""
     generator = torch.Generator().manual_seed(1)
     num_out = {"q_proj": 192, "v_proj": 64}

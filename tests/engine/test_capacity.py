@@ -254,7 +254,7 @@ def test_resume_when_memory_had_run_out_then_goes_on_with_the_capacity_it_was_le
 
 
 def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has_a_place(monkeypatch):
-    """So no memory can run out while a job is made ready; `Places.give` is where it may."""
+    """So no memory can run out while a job is made ready; `Placement.give` is where it may."""
     engine, made = Engine(SmallGpu(10**6), capacity=48), []
     new_adapter = engine.backbone.new_adapter
 
