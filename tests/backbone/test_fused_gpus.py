@@ -70,7 +70,7 @@ def test_fp8_copies_when_a_gpu_multiplies_no_fp8_then_there_is_one(gpu, capabili
 def test_fused_kernels_when_attention_does_not_take_the_model_then_says_why(gpu, capability, size, dtype, reason):
     gpu(*capability)
     backbone = random_backbone("llama")
-    backbone.model.base_model.layers[0].self_attn.head_dim = size
+    backbone.model.config.head_dim = size
     found = why_not(backbone.model, backbone.linears, GPU, dtype)
     assert found is None if reason is None else reason in str(found)
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.backbone.fused.inputs import input_shape
-from weft.backbone.fused.offload import OFFLOADED
 from weft.backbone.fused.step import Passed
 from weft.backbone.packed import Placed, pack_samples
 from weft.bench.regimes import Storage
@@ -147,7 +146,7 @@ def test_kept_when_compared_with_the_fused_step_then_equal_to_the_byte(mode, nam
     model = MemoryModel(ModelShape.from_config(shape.config().to_dict()), recompute=mode, activation_bytes=4)
     assert backbone.path.table.rank_class == rank_class([20]) == 32
     assert sum(kept_storages(passed).values()) == model.kept_bytes(128, 20)
-    large = [getattr(kept, name) for kept in passed.kept[OFFLOAD_LAYERS:] for name in OFFLOADED]
+    large = [getattr(kept, name) for kept in passed.kept[OFFLOAD_LAYERS:] for name in passed.context.model.moved]
     assert sum(t.nbytes for t in large if t is not None) == model.offloaded_bytes(128) > 0
 
 

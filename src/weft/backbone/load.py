@@ -21,12 +21,13 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
 from weft.backbone.selfcheck import check_packing
 from weft.errors import MissingExtraError, ModelError
+from weft.families.registry import FAMILIES
 from weft.kernels.device import has_gpu, is_cpu, is_gpu, total_bytes
 from weft.kernels.storage.fp8 import has_fp8
 from weft.spec import BackboneSpec
 
 TINY = Path(__file__).parent / "tiny"
-TESTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt_neox")
+TESTED_FAMILIES = (*FAMILIES, "gemma2", "gemma3_text", "phi3", "opt", "gpt_neox")
 """Model types whose packed results are tested; any other is checked against its own attention when loaded."""
 _REFUSED_SETTINGS = {
     "logits_scaling": "scales its logits",

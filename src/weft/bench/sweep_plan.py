@@ -11,6 +11,7 @@ import time
 
 from weft.cost.hardware import find_hardware
 from weft.cost.shape import ModelShape
+from weft.families.layer_form import LayerForm
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep, violations
 from weft.plan.sweep.cost import SweepSetting
 from weft.plan.sweep.published import plan_published
@@ -21,10 +22,10 @@ NUM_SAMPLES = 4096
 """Trained by every configuration; all times are proportional to it."""
 DEVICE, NUM_GPUS = "a100-40", 8
 QWEN25 = {
-    "3b": ModelShape("qwen2.5-3b", 2048, 11008, 36, 16, 2, 128, 151936, tied=True, has_qkv_bias=True),
-    "7b": ModelShape("qwen2.5-7b", 3584, 18944, 28, 28, 4, 128, 152064, has_qkv_bias=True),
-    "14b": ModelShape("qwen2.5-14b", 5120, 13824, 48, 40, 8, 128, 152064, has_qkv_bias=True),
-    "32b": ModelShape("qwen2.5-32b", 5120, 27648, 64, 40, 8, 128, 152064, has_qkv_bias=True),
+    "3b": ModelShape("qwen2.5-3b", 2048, 11008, 36, 16, 2, 128, 151936, tied=True, form=LayerForm(has_qkv_bias=True)),
+    "7b": ModelShape("qwen2.5-7b", 3584, 18944, 28, 28, 4, 128, 152064, form=LayerForm(has_qkv_bias=True)),
+    "14b": ModelShape("qwen2.5-14b", 5120, 13824, 48, 40, 8, 128, 152064, form=LayerForm(has_qkv_bias=True)),
+    "32b": ModelShape("qwen2.5-32b", 5120, 27648, 64, 40, 8, 128, 152064, form=LayerForm(has_qkv_bias=True)),
 }
 LENGTHS = {"": (1024, 1024), "_gsm8k": (152, 434), "_rte": (76, 298), "_sst2": (23, 66)}
 """Mean and longest sample: every sample of 1,024 tokens; real ones of GSM8K, one of PLoRA's four tasks; of RTE, a pair

@@ -131,7 +131,7 @@ def _kernels() -> Finding:
     import torch
 
     from weft.backbone.backbone import why_slow
-    from weft.backbone.fused.model import FAMILIES
+    from weft.families.registry import FAMILIES
     from weft.kernels.device import default_device, is_gpu
     from weft.kernels.tuning import table_of
 

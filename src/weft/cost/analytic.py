@@ -3,7 +3,7 @@
 Of one layer over T rows in samples of n tokens, forward (F) and backward (B):
     products   2·weights·T FLOP each way, at the rate products reach inside a step; never less than reading the weights
     attention  4·width·Σ n(n+1)/2 FLOP forward, 2.5 times that backward (it makes the scores again)
-    passes     norms, rotation, SwiGLU: bytes read and written
+    passes     norms, rotation, gated activation: bytes read and written
     adapters   bytes of shrink, expand and their gradients over every row, 12·rank·(in + out) FLOP per token in all, and
                each job's gradients read and written once per microbatch
     fixed      launches
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from weft.cost.hardware import Hardware
 from weft.cost.memory import MemoryModel
-from weft.cost.shape import ALL_LINEAR, SITES, ModelShape, chosen_linears
+from weft.cost.shape import ALL_LINEAR, ModelShape
 
 PRODUCT_IN_STEP = 0.92
 """What a layer's products reach of the rate of one large square product."""
@@ -32,7 +32,6 @@ KERNELS_PER_LAYER = 14
 OPTIMIZER_BYTES = 42
 """Moved per parameter and step: gradient twice, master and moments read and written, the 16-bit copy, zeroing."""
 OPTIMIZER_S = 5e-5
-GATES, DOWN = SITES[2], SITES[3]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class AnalyticCost:
     """Layers of every stage; None: as equal as can be."""
 
     def __post_init__(self) -> None:
-        chosen_linears(self.targets)
+        self.shape.chosen(self.targets)
         assert self.memory.num_stages == self.num_stages
 
     @property
@@ -140,7 +139,7 @@ class AnalyticCost:
         if not self.rank:
             return 0.0
         numbers = self._adapter_numbers(is_forward=is_forward)
-        names = chosen_linears(self.targets)
+        names = self.shape.chosen(self.targets)
         each = sum(sum(self.shape.linears[name]) for name in names)
         rate = self.hardware.product_flop * RANK_SHARE * self.tensor_parallel
         arithmetic = (4 if is_forward else 8) * self.rank * each * sum(lengths) / rate
@@ -154,13 +153,14 @@ class AnalyticCost:
         Forward: read x, add to y. Backward: read dy twice and x once, add to dx. The widest (gate and up forward, the
         input of down backward) are counted as added inside their products.
         """
-        chosen, linears = chosen_linears(self.targets), self.shape.linears
-        adapted = [site for site in SITES if set(site) & set(chosen)]
+        chosen, linears = self.shape.chosen(self.targets), self.shape.linears
+        _, _, gates, down = self.shape.sites
+        adapted = [site for site in self.shape.sites if set(site) & set(chosen)]
         read = {site: linears[site[0]][1] for site in adapted}
         made = {site: sum(linears[name][0] for name in site) for site in adapted}
         if is_forward:
-            return sum(read.values()) + 2 * sum(size for site, size in made.items() if site != GATES)
-        added = sum(size for site, size in read.items() if site != DOWN)
+            return sum(read.values()) + 2 * sum(size for site, size in made.items() if site != gates)
+        added = sum(size for site, size in read.items() if site != down)
         return 2 * sum(made.values()) + sum(read.values()) + 2 * added
 
     def _reduces_s(self, lengths: Sequence[int]) -> float:

@@ -3,9 +3,8 @@
 Per device of stage s with tensor-parallel degree t, for one microbatch of T rows in the fused step:
     weights       linears by their storage / t, norms and biases; embedding on the first stage, head on the last
     adapters      18 bytes per parameter: fp32 master, gradient and two moments, 16-bit copy
-    kept          per row and layer: x, q/k/v, o, x', gate-up, the S of four sites, the attention's log-sums;
-                  without gate-up for `recompute` mlp, x alone for full; with `offload` x, x', gate-up and what head
-                  norms take are elsewhere, but for two layers
+    kept          per row and layer what `families/kept` lists; with `offload` the large ones are elsewhere, but for
+                  two layers
     workspace     the widest moment of one layer's way back, and what surrounds the layers
     loss          one block of logits
 LoRA's parts follow PLoRA's appendix A (an indicator per linear, parameters, optimizer, activations b·s·r), with what
@@ -19,13 +18,13 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.cost.shape import ALL_LINEAR, SITES, ModelShape, chosen_linears, stage_layers
+from weft.cost.shape import ALL_LINEAR, ModelShape, stage_layers
 from weft.errors import ConfigError
+from weft.families.kept import RECOMPUTE, KeptTensor, kept_tensors
 
 STORED_BITS = {"none": 16.0, "fp8": 8.0, "int8": 8.0, "nf4": 4.5}
 """Per weight of a frozen linear; fp8 may be held twice."""
 MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
-RECOMPUTE = ("none", "mlp", "full")
 LOSS_ROWS = 1024
 """Rows of logits that exist at once."""
 MIN_RANK_CLASS = 16
@@ -96,14 +95,14 @@ class MemoryModel:
 
     def row_bytes(self, widest_rank: int = MIN_RANK_CLASS, recompute: str | None = None) -> float:
         """Kept of one row in one layer between forward and backward."""
-        shape, parts = self.shape, self.tensor_parallel
         mode = self.recompute if recompute is None else recompute
-        if mode == "full":
-            return float(shape.hidden * self.activation_bytes)
-        wide = shape.qkv_width * (2 if shape.has_head_norms else 1) + shape.attention_width
-        wide += 0 if mode == "mlp" else 2 * shape.ffn
-        ranks = sum(len(site) for site in SITES) * rank_class([widest_rank])
-        return (2 * shape.hidden + wide / parts + ranks) * self.activation_bytes + 4 * shape.num_heads / parts
+        kept = kept_tensors(self.shape, rank_class([widest_rank]))
+        return sum(self._bytes(tensor) for tensor in kept if tensor.is_kept(mode))
+
+    def _bytes(self, tensor: KeptTensor) -> float:
+        """Of one row of a tensor on one device."""
+        each = self.activation_bytes if tensor.num_bytes is None else tensor.num_bytes
+        return tensor.width * each / (self.tensor_parallel if tensor.is_split else 1)
 
     def kept_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS, stage: int = 0) -> int:
         """Kept of one microbatch by a stage."""
@@ -111,11 +110,9 @@ class MemoryModel:
 
     def offloaded_bytes(self, num_rows: int, stage: int = 0) -> int:
         """Of what is kept, elsewhere with `offload`; on the way back two layers at a time are here."""
-        shape = self.shape
-        wide = shape.qkv_width if shape.has_head_norms and self.recompute != "full" else 0
-        wide += 2 * shape.ffn if self.recompute == "none" else 0
-        row = shape.hidden * (1 if self.recompute == "full" else 2) + wide / self.tensor_parallel
-        return round(num_rows * max(self.layers(stage) - OFFLOAD_LAYERS, 0) * row * self.activation_bytes)
+        kept = kept_tensors(self.shape, MIN_RANK_CLASS)
+        row = sum(self._bytes(tensor) for tensor in kept if tensor.is_moved and tensor.is_kept(self.recompute))
+        return round(num_rows * max(self.layers(stage) - OFFLOAD_LAYERS, 0) * row)
 
     def workspace_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS) -> int:
         """At the widest moment of a layer's way back; made once, however many microbatches are under way."""
@@ -146,7 +143,7 @@ class MemoryModel:
         num_held: int = 1,
     ) -> int:
         """All of it, with one adapter per rank and `num_held` microbatches between forward and backward."""
-        chosen_linears(targets)
+        self.shape.chosen(targets)
         widest = max(ranks, default=1)
         adapters = sum(self.adapter_bytes(rank, targets, stage) for rank in ranks)
         kept = num_held * self.kept_bytes(num_rows, widest, stage)

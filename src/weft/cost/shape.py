@@ -1,94 +1,28 @@
-"""The sizes of a backbone, and what follows from them: parameters, FLOPs, bytes.
+"""What follows from the sizes of a backbone: parameters, FLOPs, bytes.
 
-Of a decoder whose layers are norm, attention, norm, gated MLP. Per layer and token, forward: 2 FLOP per weight of its
-seven linears; attention 4 · heads · head size FLOP per (query, key) pair, of which a causal sample of n tokens has
-n (n + 1) / 2. Nothing here knows a device.
+Per layer and token, forward: 2 FLOP per weight of its linears; attention 4 · heads · head size FLOP per (query, key)
+pair, of which a causal sample of n tokens has n (n + 1) / 2. Nothing here knows a device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from weft.errors import ConfigError, ModelError, closest
+from weft.errors import ConfigError, closest
+from weft.families.description import Config, DecoderSizes
+from weft.families.registry import LINEARS, describe
 
-SITES: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("o_proj",),
-    ("gate_proj", "up_proj"),
-    ("down_proj",),
-)
-"""Linears that read the same input, in the order of a layer."""
-LINEARS = tuple(name for site in SITES for name in site)
 ALL_LINEAR = "all-linear"
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of one decoder."""
-
-    name: str
-    hidden: int
-    ffn: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocabulary: int
-    tied: bool = False
-    """The output head is the embedding."""
-    has_qkv_bias: bool = False
-    has_head_norms: bool = False
-    """q and k are normed head by head; their raw values are then kept for the way back."""
+class ModelShape(DecoderSizes):
+    """The sizes of one decoder, with all that is counted of them."""
 
     @staticmethod
-    def from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
+    def from_config(config: Config, name: str = "") -> ModelShape:
         """The shape in a transformers configuration, as its `to_dict()` or config.json gives it."""
-        # Models that also see or hear keep their decoder's sizes one level down.
-        config = config.get("text_config") or config
-        where = name or str(config.get("model_type") or "config")
-        heads = _size(config, "num_attention_heads", where)
-        hidden = _size(config, "hidden_size", where)
-        family = str(config.get("model_type", ""))
-        return ModelShape(
-            name or str(config.get("_name_or_path") or family),
-            hidden,
-            _size(config, "intermediate_size", where),
-            _size(config, "num_hidden_layers", where),
-            heads,
-            _size(config, "num_key_value_heads", where, heads),
-            _size(config, "head_dim", where, hidden // heads),
-            _size(config, "vocab_size", where),
-            bool(config.get("tie_word_embeddings", False)),
-            bool(config.get("attention_bias", family == "qwen2")),
-            family in ("qwen3", "gemma3_text"),
-        )
-
-    @property
-    def attention_width(self) -> int:
-        """Features of the attention's output."""
-        return self.num_heads * self.head_size
-
-    @property
-    def qkv_width(self) -> int:
-        """Features of q, k and v together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's linears."""
-        kv = self.num_kv_heads * self.head_size
-        return {
-            "q_proj": (self.attention_width, self.hidden),
-            "k_proj": (kv, self.hidden),
-            "v_proj": (kv, self.hidden),
-            "o_proj": (self.hidden, self.attention_width),
-            "gate_proj": (self.ffn, self.hidden),
-            "up_proj": (self.ffn, self.hidden),
-            "down_proj": (self.hidden, self.ffn),
-        }
+        return ModelShape(**vars(describe(config, name).sizes))
 
     @property
     def layer_weights(self) -> int:
@@ -98,8 +32,9 @@ class ModelShape:
     @property
     def layer_extras(self) -> int:
         """A layer's norms and biases: never quantised."""
-        biases = self.qkv_width if self.has_qkv_bias else 0
-        return 2 * self.hidden + biases + (2 * self.head_size if self.has_head_norms else 0)
+        biases = self.qkv_width if self.form.has_qkv_bias else 0
+        head_norms = 2 * self.head_size if self.form.has_head_norms else 0
+        return len(self.form.norms.names) * self.hidden + biases + head_norms
 
     @property
     def head_weights(self) -> int:
@@ -114,8 +49,12 @@ class ModelShape:
 
     def adapter_parameters(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR) -> int:
         """Trainable numbers of a LoRA adapter on the named linears of every layer."""
-        names = chosen_linears(targets)
+        names = self.chosen(targets)
         return self.num_layers * rank * sum(sum(self.linears[name]) for name in names)
+
+    def chosen(self, targets: str | Sequence[str]) -> tuple[str, ...]:
+        """The linears of a layer that `target_modules` names, in the layer's order."""
+        return chosen_linears(targets, tuple(self.linears))
 
     def attention_flop(self, lengths: Sequence[int]) -> float:
         """Of one layer, forward, over causal samples of these lengths."""
@@ -127,21 +66,21 @@ def causal_pairs(lengths: Sequence[int]) -> float:
     return sum(n * (n + 1) for n in lengths) / 2
 
 
-def chosen_linears(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """The linears of a layer that `target_modules` names, in the layer's order."""
+def chosen_linears(targets: str | Sequence[str], known: Sequence[str] = LINEARS) -> tuple[str, ...]:
+    """The linears that `target_modules` names among those known, in their order; by default those of any family."""
     if isinstance(targets, str):
         if targets in (ALL_LINEAR, "all"):
-            return LINEARS
+            return tuple(known)
         targets = (targets,)
     for name in targets:
-        if name not in LINEARS:
-            guess = closest(name, list(LINEARS))
+        if name not in known:
+            guess = closest(name, list(known))
             raise ConfigError(
-                f"a layer has no linear {name!r}; it has {', '.join(LINEARS)}.",
+                f"a layer has no linear {name!r}; it has {', '.join(known)}.",
                 where="target_modules",
                 hint=f"Did you mean {guess}?" if guess else None,
             )
-    return tuple(name for name in LINEARS if name in targets)
+    return tuple(name for name in known if name in targets)
 
 
 def stage_layers(num_layers: int, num_stages: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -157,13 +96,3 @@ def stage_layers(num_layers: int, num_stages: int, chosen: Sequence[int] | None 
             where="split",
         )
     return tuple(chosen)
-
-
-def _size(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        found = "is missing" if value is None else f"is {value!r}"
-        raise ModelError(f"{key} {found}; a decoder's configuration has it as a positive whole number.", where=where)
-    return value

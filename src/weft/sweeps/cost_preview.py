@@ -19,7 +19,7 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.load import find_source, load_config, load_skeleton
 from weft.cost.hardware import find_hardware
 from weft.cost.rows import capacities
-from weft.cost.shape import ALL_LINEAR, LINEARS, ModelShape
+from weft.cost.shape import ALL_LINEAR, ModelShape
 from weft.errors import ConfigError, PlanError
 from weft.kernels.device import default_device, device_name
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
@@ -100,8 +100,9 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
 def _targets(adapter: AdapterSpec, backbone: Backbone) -> str | tuple[str, ...]:
     """The adapted linears in the planner's words; all of them where a model has other words for its own."""
     leaves = {path.rpartition(".")[2] for path in choose_modules(adapter, list(backbone.linears))}
-    names = tuple(name for name in LINEARS if name in leaves)
-    return names if names and len(names) == len(leaves) < len(LINEARS) else ALL_LINEAR
+    known = ModelShape.from_config(backbone.model.config.to_dict()).linears
+    names = tuple(name for name in known if name in leaves)
+    return names if names and len(names) == len(leaves) < len(known) else ALL_LINEAR
 
 
 def device_here() -> str:

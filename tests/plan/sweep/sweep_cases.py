@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from weft.cost.hardware import DEVICES, Hardware
 from weft.cost.shape import ModelShape
+from weft.families.layer_form import LayerForm
 from weft.plan.sweep import Configuration
 from weft.plan.sweep.cost import PackCost, SweepSetting
 
 SHAPE = ModelShape("small", 64, 128, 2, 4, 2, 16, 256)
 MIB = 2**20
-PEER = ModelShape("qwen2.5-7b", 3584, 18944, 28, 28, 4, 128, 152064, has_qkv_bias=True)
+PEER = ModelShape("qwen2.5-7b", 3584, 18944, 28, 28, 4, 128, 152064, form=LayerForm(has_qkv_bias=True))
 
 
 def device(memory_mib: float) -> Hardware:

@@ -15,15 +15,17 @@ import torch
 from weft.adapters.frozen import FrozenWeight, join
 from weft.adapters.linear import SlotLinear
 from weft.backbone.fused.attention import needs_bounds
+from weft.families.description import Decoder
+from weft.families.kept import moved_names
+from weft.families.registry import FAMILIES, describe
 from weft.kernels.device import is_gpu
 from weft.kernels.layers.rotary import Heads, Norms
 from weft.kernels.lora.tables import Site
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers are: norm, attention with rotary positions, norm, SwiGLU."""
-_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATES = ("mlp.gate_proj", "mlp.up_proj")
-_SITES = (_ATTENTION, ("self_attn.o_proj",), _GATES, ("mlp.down_proj",))
+ACTIVATIONS = ("silu",)
+"""Gated activations there are kernels for."""
+ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn")
+"""Rotary positions that do not depend on how long a sample is."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class FusedLayer:
 
 @dataclass(frozen=True, eq=False)
 class FusedModel:
-    """A whole llama-like model."""
+    """A whole model."""
 
     embedding_VD: torch.Tensor
     layers: tuple[FusedLayer, ...]
@@ -63,6 +65,8 @@ class FusedModel:
     """Rotary frequencies, half a head of them."""
     rotary_scale: float
     attention_scale: float
+    moved: tuple[str, ...]
+    """What `offload` moves of what a layer keeps."""
 
     @property
     def sites(self) -> list[Site]:
@@ -77,14 +81,15 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device,
         return "some of its weights could not be quantised"
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not among {', '.join(FAMILIES)}"
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
-        return f"its rotary positions are {rope['rope_type']}"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "its rotary positions cover a part of each head"
-    size = model.base_model.layers[0].self_attn.head_dim
+    decoder = describe(config.to_dict())
+    size = decoder.sizes.head_size
+    if decoder.sizes.form.activation not in ACTIVATIONS:
+        return f"its activation is {decoder.sizes.form.activation}, not {' or '.join(ACTIVATIONS)}"
+    for rotary in decoder.rotaries:
+        if rotary.scaling not in ROTARY_SCALINGS:
+            return f"its rotary positions are {rotary.scaling}"
+        if rotary.share != 1.0:
+            return "its rotary positions cover a part of each head"
     if is_gpu(device) and dtype == torch.float32:
         return "its weights are float32, and a GPU's kernels take bfloat16 or float16"
     if is_gpu(device) and (size > 256 or (needs_bounds(device) and size % 8)):
@@ -94,35 +99,42 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device,
 
 def fuse(model: Any, linears: Mapping[str, SlotLinear]) -> FusedModel:
     """The model's layers with joined weights; its own linears become parts of them."""
-    config, decoder = model.config, model.base_model
-    paths = list(linears)
-    layers = tuple(_layer(i, block, linears, paths, config) for i, block in enumerate(decoder.layers))
-    rotary = decoder.rotary_emb
-    size = decoder.layers[0].self_attn.head_dim
+    decoder, modules = describe(model.config.to_dict()), model.base_model
+    sizes = decoder.sizes
+    layers = tuple(_layer(i, block, decoder, linears) for i, block in enumerate(modules.layers))
+    rotary = modules.rotary_emb
     return FusedModel(
-        model.get_input_embeddings().weight,
-        layers,
-        decoder.norm.weight,
-        decoder.norm.variance_epsilon,
-        Heads(config.num_attention_heads, config.num_key_value_heads, size),
-        rotary.inv_freq.float(),
-        float(rotary.attention_scaling),
-        float(decoder.layers[0].self_attn.scaling),
+        embedding_VD=model.get_input_embeddings().weight,
+        layers=layers,
+        norm_D=modules.norm.weight,
+        eps=modules.norm.variance_epsilon,
+        heads=Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_size),
+        frequencies_F=rotary.inv_freq.float(),
+        rotary_scale=float(rotary.attention_scaling),
+        attention_scale=decoder.attention_scale,
+        moved=moved_names(sizes),
     )
 
 
-def _layer(index: int, block: Any, linears: Mapping[str, SlotLinear], paths: list[str], config: Any) -> FusedLayer:
+def _layer(index: int, block: Any, decoder: Decoder, linears: Mapping[str, SlotLinear]) -> FusedLayer:
+    form, paths = decoder.sizes.form, list(linears)
     prefix = next(path for path in paths if f"layers.{index}." in path).partition(f"layers.{index}.")[0]
-    named = ([f"{prefix}layers.{index}.{name}" for name in names] for names in _SITES)
+    named = ([f"{prefix}layers.{index}.{name}" for name in names] for names in form.sites)
     qkv, out, gate_up, down = (_product(names, linears, paths) for names in named)
-    attention = block.self_attn
-    norms = None
-    if hasattr(attention, "q_norm"):
-        norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-    # Mistral has one window for all layers, Qwen one per layer.
-    window = getattr(attention, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
-    weights = block.input_layernorm.weight, block.post_attention_layernorm.weight
-    return FusedLayer(qkv, out, gate_up, down, *weights, norms, window)
+    head_norms = None
+    if form.has_head_norms:
+        q_norm, k_norm = block.self_attn.q_norm, block.self_attn.k_norm
+        head_norms = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+    return FusedLayer(
+        qkv=qkv,
+        out=out,
+        gate_up=gate_up,
+        down=down,
+        norm_in_D=getattr(block, form.norms.before_attention).weight,
+        norm_mid_D=getattr(block, form.norms.before_mlp).weight,
+        head_norms=head_norms,
+        window=decoder.layers[index].window,
+    )
 
 
 def _product(names: list[str], linears: Mapping[str, SlotLinear], paths: list[str]) -> Product:

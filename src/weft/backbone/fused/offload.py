@@ -6,15 +6,13 @@ CPU there is nothing to move.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft.backbone.fused.layer import Kept
 from weft.kernels.device import Stream, current_stream, is_gpu, on_stream
-
-OFFLOADED = ("x_TD", "raw_qkv_TE", "mid_TD", "gu_TJ")
-"""The large tensors nothing else refers to; attention keeps its own."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,9 @@ class Parked:
 class Offload:
     """The traffic of one microbatch."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, names: Sequence[str]) -> None:
+        """`names`: the fields of `Kept` that are moved."""
+        self._names = names
         self._stream = Stream(device) if is_gpu(device) else None
 
     def store(self, kept: Kept) -> Parked:
@@ -45,8 +45,10 @@ class Offload:
         self._stream.wait_stream(current_stream(self._stream.device))
         host = {}
         with on_stream(self._stream):
-            for name in _large(kept):
-                tensor = getattr(kept, name)
+            large = {name: getattr(kept, name) for name in self._names}
+            for name, tensor in large.items():
+                if tensor is None:
+                    continue
                 host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 host[name].copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
@@ -74,7 +76,3 @@ class Offload:
         with on_stream(self._stream):
             for name, tensor in parked.host.items():
                 parked.device[name] = tensor.to(self._stream.device, non_blocking=True)
-
-
-def _large(kept: Kept) -> list[str]:
-    return [f.name for f in fields(kept) if f.name in OFFLOADED and getattr(kept, f.name) is not None]

@@ -51,7 +51,7 @@ def run_forward(
     cos_TF, sin_TF = angles_TF.cos() * model.rotary_scale, angles_TF.sin() * model.rotary_scale
     context = Context(model, inputs, table, cos_TF, sin_TF, row_tile, memory.recompute, needs_grad)
     stream = ResidualStream(F.embedding(inputs.part("ids"), model.embedding_VD))
-    offload = Offload(stream.x_TD.device) if memory.offload and needs_grad else None
+    offload = Offload(stream.x_TD.device, model.moved) if memory.offload and needs_grad else None
     kept: list[Kept] = []
     parked: list[Parked] = []
     for layer in model.layers:

@@ -27,9 +27,10 @@ import numpy.typing as npt
 
 from weft.cost.analytic import AnalyticCost
 from weft.cost.hardware import Hardware
-from weft.cost.memory import RECOMPUTE, MemoryModel, rank_class
+from weft.cost.memory import MemoryModel, rank_class
 from weft.cost.shape import ModelShape
 from weft.errors import PlanError
+from weft.families.kept import RECOMPUTE
 from weft.plan.admit import size
 from weft.plan.sweep.types import Configuration
 

@@ -1,0 +1,60 @@
+"""What the layers of a decoder are made of, its sizes apart.
+
+Every layer on the fast path is: norm, attention with rotary positions, norm, a gated feed-forward block; each block's
+result is added to the residual stream, where a family wants it after a norm of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+NormWeight = Literal["factor", "one_plus"]
+"""`factor`: the normed row is rounded, then multiplied by the weight. `one_plus`: it is multiplied by 1 + the weight in
+fp32 and rounded once."""
+
+Sites = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+SEPARATE: Sites = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""Linears that read the same input, in the order of a layer."""
+
+
+@dataclass(frozen=True)
+class NormModules:
+    """The modules that norm what a block reads and, in some families, what it adds to the residual stream."""
+
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    after_attention: str | None = None
+    after_mlp: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are there."""
+        found = (self.before_attention, self.before_mlp, self.after_attention, self.after_mlp)
+        return tuple(name for name in found if name is not None)
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """What a family's layers are made of; the defaults are Llama's."""
+
+    sites: Sites = SEPARATE
+    """Module paths within a layer: of q, k and v; of the attention's output; of gate and up; of down."""
+    norms: NormModules = NormModules()
+    norm_weight: NormWeight = "factor"
+    activation: Activation | str = "silu"
+    """Of the gate; one that is not an `Activation` has no kernel."""
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False
+    """q and k are normed head by head; their raw values are then kept for the way back."""
+
+    @property
+    def norms_results(self) -> bool:
+        """Whether a block's result is normed before it is added to the residual stream."""
+        return self.norms.after_mlp is not None

@@ -1,0 +1,28 @@
+"""The families that the fast path takes, and the description of any decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from weft.families.description import Config, Decoder
+from weft.families.layer_form import SEPARATE
+from weft.families.llama import llama
+from weft.families.mistral import mistral
+from weft.families.qwen import qwen2, qwen3
+
+FAMILIES: Mapping[str, Callable[[Config, str], Decoder]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+"""By transformers' model type."""
+LINEARS = tuple(path.rpartition(".")[2] for site in SEPARATE for path in site)
+"""What the linears of a layer are called in any family."""
+
+
+def describe(config: Config, name: str = "") -> Decoder:
+    """The decoder in a transformers configuration; one of no family here is taken for Llama's like, for estimates."""
+    # Models that also see or hear keep their decoder's settings one level down.
+    config = config.get("text_config") or config
+    return FAMILIES.get(str(config.get("model_type", "")), llama)(config, name)
