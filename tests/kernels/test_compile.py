@@ -24,13 +24,13 @@ from weft.kernels.tuning import SHARED_BYTES
 
 pytestmark = pytest.mark.slow
 
-FP8 = {"_quantise_rows", "fp8._dequantise", "_rounded_swiglu", "_rounded_swiglu_grad"}
+FP8 = {"_quantise_rows", "fp8._dequantise", "_rounded_gated", "_rounded_gated_grad"}
 """Kernels with 8-bit floats, which 8.0 has not."""
 RANKS = {80: (64,), 89: (64, 256), 90: (16, 64, 256)}
 """A rank of one block of rank space or more takes the most shared memory."""
-WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_swiglu", "_swiglu_grad",
-                 "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad", "_rounded_swiglu",
-                 "_rounded_swiglu_grad"}  # fmt: skip
+WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_gated", "_gated_grad",
+                 "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad", "_rounded_gated",
+                 "_rounded_gated_grad"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -110,30 +110,36 @@ def launch_bare() -> None:
         attention,
         attention_grad,
         cross_entropy,
+        gated,
         rms_norm,
         rotary,
-        rounded_swiglu,
-        swiglu,
+        rounded_gated,
     )
     from weft.kernels.storage import fp8, nf4
 
     heads = rotary.Heads(32, 8, 128)
     x, qkv_TE, gu, act = (zeros(NUM_ROWS, n) for n in (HIDDEN, sum(heads.sizes), 2 * INNER, INNER))
     weight, half, head = zeros(HIDDEN), zeros(NUM_ROWS, 64, dtype=torch.float32), zeros(128)
-    rms_norm.add_norm_kernel(x, x, weight, 1e-5)
-    rms_norm.add_norm_kernel(x, None, weight, 1e-5)
-    rms_norm.norm_grad_kernel(x, weight, 1e-5, x, x, True)
-    rotary.rotate_kernel(qkv_TE, half, half, heads, None, None)
-    rotary.rotate_kernel(qkv_TE, half, half, heads, (head, head, 1e-6), None)
+    norm, exact = rms_norm.RmsNorm(weight, 1e-5), rms_norm.RmsNorm(weight.float(), 1e-6, rounds_first=False)
+    rms_norm.add_norm_kernel(x, x, norm, None)
+    rms_norm.add_norm_kernel(x, None, norm, None)
+    rms_norm.add_norm_kernel(x, x, exact, exact)
+    rms_norm.norm_grad_kernel(x, norm, x, x, True, None)
+    rms_norm.norm_grad_kernel(x, exact, x, x, True, (x, exact))
+    head_norms = rotary.HeadNorms(head, head, 1e-6), rotary.HeadNorms(head.float(), head.float(), 1e-6, False)
     parts = [part.unflatten(1, (-1, 128)) for part in qkv_TE.split(heads.sizes, dim=1)]
-    rotary.rotate_grad_kernel(*parts, half, half, heads, None, None)
-    rotary.rotate_grad_kernel(*parts, half, half, heads, (head, head, 1e-6), qkv_TE)
-    swiglu.swiglu_kernel(gu)
-    swiglu.swiglu_grad_kernel(gu, act, False)
-    swiglu.swiglu_grad_kernel(gu, act, True)
-    rounded_swiglu.rounded_swiglu_kernel(gu)
-    for want_act in (False, True):
-        rounded_swiglu.rounded_swiglu_grad_kernel(gu, act, want_act, zeros(2 * INNER, dtype=torch.float32))
+    for norms in (None, *head_norms):
+        rotary.rotate_kernel(qkv_TE, half, half, heads, norms, None)
+        rotary.rotate_grad_kernel(*parts, half, half, heads, norms, qkv_TE)
+    rotary.rotate_kernel(qkv_TE, half[:, :48], half[:, :48], heads, None, None)
+    rotary.rotate_grad_kernel(*parts, half[:, :48], half[:, :48], heads, None, None)
+    for activation in ("silu", "gelu_tanh"):
+        gated.gated_kernel(gu, activation)
+        rounded_gated.rounded_gated_kernel(gu, activation)
+        for want_act in (False, True):
+            gated.gated_grad_kernel(gu, act, want_act, activation)
+            columns = zeros(2 * INNER, dtype=torch.float32)
+            rounded_gated.rounded_gated_grad_kernel(gu, act, want_act, columns, activation)
     logits, targets = zeros(2, 128256), zeros(2, dtype=torch.int64)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, zeros(2, dtype=torch.float32), None)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, None, 30.0)
@@ -141,10 +147,12 @@ def launch_bare() -> None:
     fp8.quantise_rows_kernel(zeros(2, 32768), zeros(32768, dtype=torch.float32))
     fp8.dequantise_kernel(q_TK, scale_T, torch.bfloat16)
     nf4.dequantise_nf4_kernel(nf4.quantise_nf4(zeros(2, HIDDEN)), torch.bfloat16)
-    for window in (None, 512):
+    # Of Gemma 3, then of Llama.
+    wide = [zeros(NUM_ROWS, number, 256) for number in (8, 4, 4)]
+    for window, qkv in ((None, wide), (1024, wide), (None, parts), (512, parts)):
         blocks = attention.AttentionBlocks(zeros(4, 4, dtype=torch.int32), ())
-        out_THC, lse_HT = attention.attend_kernel(*parts, blocks, 0.1, window)
-        attention_grad.attend_grad_kernel(out_THC, *parts, out_THC, lse_HT, blocks, 0.1, window)
+        out_THC, lse_HT = attention.attend_kernel(*qkv, blocks, 0.1, window)
+        attention_grad.attend_grad_kernel(out_THC, *qkv, out_THC, lse_HT, blocks, 0.1, window)
     lane = adamw.ParameterLane(*(zeros(64, dtype=torch.float32) for _ in range(4)), 1e-3)
     updates = [adamw.Update((lane, lane), 1, (0.9, 0.999), 1e-8, 0.0, 1.0, True)]
     adamw.adamw_kernel(updates, zeros(1, dtype=torch.float32))

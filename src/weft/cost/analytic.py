@@ -133,7 +133,9 @@ class AnalyticCost:
     def _passes_s(self, lengths: Sequence[int]) -> float:
         shape = self.shape
         wide = 3 * shape.qkv_width + shape.attention_width + 3 * shape.ffn
-        return self._moved_s(self.rows(lengths) * (8 * shape.hidden + wide / self.tensor_parallel))
+        # Two more norms on the way back read what they normed and write its gradient.
+        narrow = (10 if shape.form.norms_results else 8) * shape.hidden
+        return self._moved_s(self.rows(lengths) * (narrow + wide / self.tensor_parallel))
 
     def _adapters_s(self, lengths: Sequence[int], *, is_forward: bool) -> float:
         if not self.rank:

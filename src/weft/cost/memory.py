@@ -117,10 +117,11 @@ class MemoryModel:
     def workspace_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS) -> int:
         """At the widest moment of a layer's way back; made once, however many microbatches are under way."""
         shape = self.shape
-        # The gradient and the MLP's two tensors beside gate and up, whose gradients are written over them; the last two
-        # norms' inputs and the gradient of the hidden states. Where FP8 products go back too, the gradients of gate and
-        # up are there in 8 bits as well.
-        row = shape.hidden + 2 * shape.ffn / self.tensor_parallel + 3 * shape.hidden
+        # The gradient (also before the norm of a block's result) and the MLP's two tensors beside gate and up, whose
+        # gradients are written over them; the last two norms' inputs and the gradient of the hidden states. Where FP8
+        # products go back too, the gradients of gate and up are there in 8 bits as well.
+        grads = 2 if shape.form.norms_results else 1
+        row = grads * shape.hidden + 2 * shape.ffn / self.tensor_parallel + 3 * shape.hidden
         again = self.row_bytes(widest_rank, "none") - self.row_bytes(widest_rank)
         again += 2 * shape.ffn / self.tensor_parallel if self.quantize == "fp8" and self.fp8_copies == 2 else 0
         dense = 0.0

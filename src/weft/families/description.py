@@ -91,7 +91,6 @@ class Decoder:
     rotaries: tuple[Rotary, ...] = (Rotary(),)
     embedding_scale: float | None = None
     """What the embeddings are multiplied by, in their own type."""
-    attention_softcap: float | None = None
 
 
 def read_sizes(config: Config, name: str, form: LayerForm) -> DecoderSizes:

@@ -41,6 +41,10 @@ def kept_tensors(sizes: DecoderSizes, rank_class: int) -> Iterator[KeptTensor]:
     """Everything that a layer may keep; `rank_class` is the room of one linear's adapter in S."""
     form, hidden, qkv = sizes.form, sizes.hidden, sizes.qkv_width
     yield KeptTensor("x_TD", hidden, "full", is_moved=True)
+    if form.norms_results:
+        # The first layer has nothing added before it, but behind the last there is one more norm.
+        yield KeptTensor("y_TD", hidden, "full", is_moved=True)
+        yield KeptTensor("y_mid_TD", hidden, is_moved=True)
     if form.has_head_norms:
         yield KeptTensor("raw_qkv_TE", qkv, is_split=True, is_moved=True)
     yield KeptTensor("attended.qkv_TE", qkv, is_split=True)

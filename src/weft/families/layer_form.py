@@ -6,10 +6,13 @@ result is added to the residual stream, where a family wants it after a norm of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By transformers' names."""
 NormWeight = Literal["factor", "one_plus"]
 """`factor`: the normed row is rounded, then multiplied by the weight. `one_plus`: it is multiplied by 1 + the weight in
 fp32 and rounded once."""
@@ -48,8 +51,8 @@ class LayerForm:
     """Module paths within a layer: of q, k and v; of the attention's output; of gate and up; of down."""
     norms: NormModules = NormModules()
     norm_weight: NormWeight = "factor"
-    activation: Activation | str = "silu"
-    """Of the gate; one that is not an `Activation` has no kernel."""
+    activation: Activation | None = "silu"
+    """Of the gate; None: one that has no kernel."""
     has_qkv_bias: bool = False
     has_head_norms: bool = False
     """q and k are normed head by head; their raw values are then kept for the way back."""

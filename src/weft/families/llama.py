@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.families.description import Config, Decoder, LayerKind, read_rotary, read_sizes
-from weft.families.layer_form import LayerForm
+from weft.families.layer_form import ACTIVATIONS, LayerForm
 
 
 def llama(config: Config, name: str, form: LayerForm | None = None) -> Decoder:
     """The decoder in a configuration; families that differ in the form of their layers alone give theirs."""
-    bias, activation = bool(config.get("attention_bias", False)), str(config.get("hidden_act", "silu"))
-    sizes = read_sizes(config, name, form or LayerForm(activation=activation, has_qkv_bias=bias))
+    if form is None:
+        form = LayerForm(has_qkv_bias=bool(config.get("attention_bias", False)))
+    activation = ACTIVATIONS.get(config.get("hidden_act", "silu"))
+    sizes = read_sizes(config, name, replace(form, activation=activation))
     return Decoder(
         family=str(config.get("model_type", "llama")),
         sizes=sizes,

@@ -11,13 +11,13 @@ from weft.families.llama import llama
 
 def qwen2(config: Config, name: str) -> Decoder:
     """The Qwen 2 or 2.5 decoder in a configuration."""
-    return _qwen(config, name, LayerForm(activation=_activation(config), has_qkv_bias=True))
+    return _qwen(config, name, LayerForm(has_qkv_bias=True))
 
 
 def qwen3(config: Config, name: str) -> Decoder:
     """The Qwen 3 decoder in a configuration."""
     bias = bool(config.get("attention_bias", False))
-    return _qwen(config, name, LayerForm(activation=_activation(config), has_qkv_bias=bias, has_head_norms=True))
+    return _qwen(config, name, LayerForm(has_qkv_bias=bias, has_head_norms=True))
 
 
 def _qwen(config: Config, name: str, form: LayerForm) -> Decoder:
@@ -25,7 +25,3 @@ def _qwen(config: Config, name: str, form: LayerForm) -> Decoder:
     kinds = config.get("layer_types") or ["full_attention"] * len(plain.layers)
     window = config.get("sliding_window")
     return replace(plain, layers=tuple(LayerKind(window if kind == "sliding_attention" else None) for kind in kinds))
-
-
-def _activation(config: Config) -> str:
-    return str(config.get("hidden_act", "silu"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from weft.kernels.layers.rotary import (
+    HeadNorms,
     Heads,
-    Norms,
     rotate_grad_kernel,
     rotate_grad_reference,
     rotate_kernel,
@@ -22,17 +22,22 @@ HEADS = Heads(num_q=4, num_kv=2, size=24)
 EPS = 1e-6
 
 
-def angles(num_rows: int, heads: Heads = HEADS) -> tuple[torch.Tensor, torch.Tensor]:
-    angles_TF = torch.rand(num_rows, heads.size // 2) * 6
+FORMS = ["plain", "partly", "normed", "normed, one plus"]
+"""Whole heads are turned, or three quarters of them; normed ones are rounded before the weight, or after it."""
+
+
+def angles(num_rows: int, form: str = "plain") -> tuple[torch.Tensor, torch.Tensor]:
+    angles_TF = torch.rand(num_rows, HEADS.size * (3 if form == "partly" else 4) // 8) * 6
     return angles_TF.cos(), angles_TF.sin()
 
 
-def head_norms(normed: bool) -> Norms | None:
-    return (torch.randn(HEADS.size), torch.randn(HEADS.size), EPS) if normed else None
+def head_norms(form: str) -> HeadNorms | None:
+    weights = torch.randn(HEADS.size), torch.randn(HEADS.size)
+    return HeadNorms(*weights, EPS, form == "normed") if form.startswith("normed") else None
 
 
-def plain(x_TE: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, norms: Norms | None) -> torch.Tensor:
-    """q, k and v after norms and positions, by Hugging Face's rotation, in fp64."""
+def plain(x_TE: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
+    """q, k and v after norms and positions, by Hugging Face's rotation of Phi, in fp64."""
     q, k, v = (part.unflatten(1, (-1, HEADS.size)) for part in x_TE.split(HEADS.sizes, dim=1))
     if norms is not None:
         q = q * torch.rsqrt(q.square().mean(2, keepdim=True) + EPS) * norms[0].double()
@@ -42,22 +47,23 @@ def plain(x_TE: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, norms:
     return torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("run", FORWARD)
-def test_rotate_when_run_then_equals_hugging_face(run, normed):
+def test_rotate_when_run_then_equals_hugging_face(run, form):
     """q and k are turned, v is not; where heads are normed qkv keeps every bit."""
-    qkv_TE, norms, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), head_norms(normed), angles(37)
+    qkv_TE, norms, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), head_norms(form), angles(37, form)
     before_TE = qkv_TE.clone()
     out_TE = run(qkv_TE, cos_TF, sin_TF, HEADS, norms, None)
     torch.testing.assert_close(out_TE.double(), plain(before_TE.double(), cos_TF, sin_TF, norms), rtol=1e-5, atol=1e-5)
-    assert (out_TE is qkv_TE) == (not normed)
-    assert qkv_TE.equal(before_TE) == normed
+    assert (out_TE is qkv_TE) == (norms is None)
+    assert qkv_TE.equal(before_TE) == (norms is not None)
 
 
+@pytest.mark.parametrize("form", ["plain", "partly"])
 @pytest.mark.parametrize("run", FORWARD)
-def test_rotate_when_given_a_place_then_writes_there_and_nowhere_else(run):
+def test_rotate_when_given_a_place_then_writes_there_and_nowhere_else(run, form):
     """With `out_TE` and no norms qkv keeps every bit."""
-    qkv_TE, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), angles(37)
+    qkv_TE, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), angles(37, form)
     before_TE, place_TE = qkv_TE.clone(), torch.empty_like(qkv_TE)
     assert run(qkv_TE, cos_TF, sin_TF, HEADS, None, place_TE) is place_TE
     assert qkv_TE.equal(before_TE)
@@ -65,25 +71,25 @@ def test_rotate_when_given_a_place_then_writes_there_and_nowhere_else(run):
     torch.testing.assert_close(place_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("run", BACKWARD)
-def test_rotate_grad_when_run_then_equals_autograd(run, normed):
+def test_rotate_grad_when_run_then_equals_autograd(run, form):
     """The gradients of q, k and v come back side by side, through positions and norms; strides are free."""
-    norms, (cos_TF, sin_TF) = head_norms(normed), angles(37)
+    norms, (cos_TF, sin_TF) = head_norms(form), angles(37, form)
     qkv_TE = torch.randn(37, sum(HEADS.sizes))
     dq_THC = torch.randn(HEADS.num_q, 37, HEADS.size).transpose(0, 1)
     dk_TKC, dv_TKC = (torch.randn(37, HEADS.num_kv, HEADS.size) for _ in range(2))
-    out_TE = run(dq_THC, dk_TKC, dv_TKC, cos_TF, sin_TF, HEADS, norms, qkv_TE if normed else None)
+    out_TE = run(dq_THC, dk_TKC, dv_TKC, cos_TF, sin_TF, HEADS, norms, qkv_TE if norms else None)
     leaf_TE = qkv_TE.double().requires_grad_()
     grad_TE = torch.cat([d.flatten(1) for d in (dq_THC, dk_TKC, dv_TKC)], dim=1).double()
     (expected_TE,) = torch.autograd.grad(plain(leaf_TE, cos_TF, sin_TF, norms), leaf_TE, grad_TE)
     torch.testing.assert_close(out_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
-def test_rotate_kernels_when_fp16_then_round_as_their_twins(normed):
+@pytest.mark.parametrize("form", FORMS)
+def test_rotate_kernels_when_fp16_then_round_as_their_twins(form):
     """In half precision kernel and twin agree to the last digit or so, forward and backward."""
-    norms, (cos_TF, sin_TF) = head_norms(normed), angles(37)
+    norms, (cos_TF, sin_TF) = head_norms(form), angles(37, form)
     qkv_TE = torch.randn(37, sum(HEADS.sizes)).half()
     outs = [run(qkv_TE.clone(), cos_TF, sin_TF, HEADS, norms, None) for run in FORWARD]
     torch.testing.assert_close(outs[1], outs[0], rtol=3e-3, atol=3e-3)
@@ -95,7 +101,7 @@ def test_rotate_kernels_when_fp16_then_round_as_their_twins(normed):
 @pytest.mark.parametrize("run", FORWARD)
 def test_rotate_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
     """NaN rows stay by themselves."""
-    qkv_TE, norms, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), head_norms(True), angles(37)
+    qkv_TE, norms, (cos_TF, sin_TF) = torch.randn(37, sum(HEADS.sizes)), head_norms("normed"), angles(37)
     clean_TE = run(qkv_TE, cos_TF, sin_TF, HEADS, norms, None)
     qkv_TE[5] = torch.nan
     out_TE = run(qkv_TE, cos_TF, sin_TF, HEADS, norms, None)

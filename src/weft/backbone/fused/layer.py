@@ -4,10 +4,11 @@ Forward, from the residual stream x and what the layer before still has to add t
     x = x + y;             h = norm(x)
     qkv = h Wᵀ + S₁ Bᵀ;    S₁ = shrink(h);   q, k, v = rotate(qkv);   o = attention(q, k, v)
     y = o Wᵀ + S₂ Bᵀ;      S₂ = shrink(o);   x' = x + y;   h' = norm(x')
-    gu = h' Wᵀ + S₃ Bᵀ;    S₃ = shrink(h');  act = swiglu(gu)
+    gu = h' Wᵀ + S₃ Bᵀ;    S₃ = shrink(h');  act = gated(gu)
     y' = act Wᵀ + S₄ Bᵀ;   S₄ = shrink(act); handed to the next layer with x'
-Kept: x, q/k/v, o, x', gu and the S; norms and act are made again on the way back. With `recompute` "mlp" gu is made
-again too, from the S that was kept, and with "full" everything but x.
+In some families y and y' are normed before they are added. Kept is what `families/kept` lists: x, q/k/v, o, x', gu, the
+S, and y where it is normed; norms and act are made again on the way back. With `recompute` "mlp" gu is made again too,
+from the S that was kept, and with "full" everything but x and the y that went into it.
 
 Backward, from dx' (of what this layer handed on), runs the same lines from the last to the first; the gradient of a
 site's input is dy W + drop(dS A). The frozen product adds the adapters' part itself where `kernels/product` fits the
@@ -25,10 +26,10 @@ from weft.backbone.fused.attention import Attended, attention
 from weft.backbone.fused.inputs import Inputs
 from weft.backbone.fused.memory import Recompute
 from weft.backbone.fused.model import FusedLayer, FusedModel, Product
-from weft.kernels.layers.rms_norm import add_norm, norm_grad
+from weft.kernels.layers.gated import gated, gated_grad
+from weft.kernels.layers.rms_norm import Added, RmsNorm, add_norm, norm_grad
 from weft.kernels.layers.rotary import rotate, rotate_grad
-from weft.kernels.layers.rounded_swiglu import rounded_swiglu, rounded_swiglu_grad
-from weft.kernels.layers.swiglu import swiglu, swiglu_grad
+from weft.kernels.layers.rounded_gated import rounded_gated, rounded_gated_grad
 from weft.kernels.lora.expand import expand, expand_grad
 from weft.kernels.lora.product import fits, product_grad_kernel, product_kernel
 from weft.kernels.lora.shrink import shrink, shrink_grad
@@ -46,15 +47,28 @@ class ResidualStream:
 
 
 @dataclass(frozen=True)
+class ResidualGrad:
+    """The gradient between two layers: that of the residual stream, and that of what was added to it last."""
+
+    dx_TD: torch.Tensor
+    dy_TD: torch.Tensor
+    """dx itself, unless what was added had been normed."""
+
+
+@dataclass(frozen=True)
 class Kept:
-    """What a layer's backward needs of its forward; None: to be made again."""
+    """What a layer's backward needs of its forward; None: to be made again, or nothing this family needs."""
 
     x_TD: torch.Tensor
+    y_TD: torch.Tensor | None = None
+    """What the layer before added, where that is normed."""
     s_qkv: Delta | None = None
     raw_qkv_TE: torch.Tensor | None = None
     """Before head norms, where a model has them."""
     attended: Attended | None = None
     s_out: Delta | None = None
+    y_mid_TD: torch.Tensor | None = None
+    """What attention added, where that is normed."""
     mid_TD: torch.Tensor | None = None
     s_gate_up: Delta | None = None
     gu_TJ: torch.Tensor | None = None
@@ -68,8 +82,8 @@ class Context:
     model: FusedModel
     inputs: Inputs
     table: SlotTable
-    cos_TF: torch.Tensor
-    sin_TF: torch.Tensor
+    turns: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """cos_TF and sin_TF of every kind of layer."""
     row_tile: int | None
     recompute: Recompute
     needs_grad: bool
@@ -140,97 +154,113 @@ def _biased(y_TO: torch.Tensor, product: Product) -> torch.Tensor:
     return y_TO if product.bias_O is None else y_TO.add_(product.bias_O)
 
 
+def added(y_TD: torch.Tensor | None, post: RmsNorm | None) -> Added | None:
+    """What was added to the residual stream with its norm, where it has one."""
+    return None if y_TD is None or post is None else (y_TD, post)
+
+
 def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tuple[ResidualStream, Kept]:
     """The stream after the layer, and what its backward needs."""
-    eps = context.model.eps
-    x_TD, h_TD = add_norm(stream.x_TD, stream.y_TD, layer.norm_in_D, eps)
+    model = context.model
+    x_TD, h_TD = add_norm(stream.x_TD, stream.y_TD, layer.norm_in, layer.post_in)
+    y_in_TD = stream.y_TD if layer.post_in is not None else None
     raw_TE, s_qkv = context.linear(layer.qkv, h_TD)
     del h_TD
-    qkv_TE = rotate(raw_TE, context.cos_TF, context.sin_TF, context.model.heads, layer.head_norms)
+    qkv_TE = rotate(raw_TE, *context.turns[layer.rotary], model.heads, layer.head_norms)
     attended = attention(
-        qkv_TE,
-        context.model.heads,
-        context.inputs,
-        context.model.attention_scale,
-        layer.window,
-        needs_grad=context.needs_grad,
+        qkv_TE, model.heads, context.inputs, model.attention_scale, layer.window, needs_grad=context.needs_grad
     )
     y_TD, s_out = context.linear(layer.out, attended.output_THC.flatten(1))
-    mid_TD, h_TD = add_norm(x_TD, y_TD, layer.norm_mid_D, eps)
+    mid_TD, h_TD = add_norm(x_TD, y_TD, layer.norm_mid, layer.post_mid)
+    y_mid_TD = y_TD if layer.post_mid is not None else None
     del y_TD
     gu_TJ, s_gate_up = context.linear(layer.gate_up, h_TD)
     del h_TD
-    act_TI, act8 = rounded_swiglu(gu_TJ) if layer.down.weight.rounds_inputs else (swiglu(gu_TJ), None)
+    rounds = layer.down.weight.rounds_inputs
+    act_TI, act8 = rounded_gated(gu_TJ, model.activation) if rounds else (gated(gu_TJ, model.activation), None)
     y_TD, s_down = context.linear(layer.down, act_TI, act8)
     after = ResidualStream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
-        return after, Kept(x_TD)
-    raw = raw_TE if layer.head_norms is not None else None
-    gu = None if context.recompute == "mlp" else gu_TJ
-    return after, Kept(x_TD, s_qkv, raw, attended, s_out, mid_TD, s_gate_up, gu, s_down)
+        return after, Kept(x_TD, y_in_TD)
+    return after, Kept(
+        x_TD=x_TD,
+        y_TD=y_in_TD,
+        s_qkv=s_qkv,
+        raw_qkv_TE=raw_TE if layer.head_norms is not None else None,
+        attended=attended,
+        s_out=s_out,
+        y_mid_TD=y_mid_TD,
+        mid_TD=mid_TD,
+        s_gate_up=s_gate_up,
+        gu_TJ=None if context.recompute == "mlp" else gu_TJ,
+        s_down=s_down,
+    )
 
 
 def backward(
-    layer: FusedLayer, kept: Kept, dx_TD: torch.Tensor, context: Context, *, is_first: bool
-) -> torch.Tensor | None:
-    """The gradient of the stream before the layer (None before the first); adds to all adapters' gradients."""
+    layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Context, *, is_first: bool
+) -> ResidualGrad | None:
+    """The gradient before the layer (None before the first); adds to all adapters' gradients."""
     if kept.attended is None:
         everything = replace(context, recompute="none")
-        _, kept = forward(layer, ResidualStream(kept.x_TD), everything)
-    dmid_TD = _backward_mlp(layer, kept, dx_TD, context)
-    return _backward_attention(layer, kept, dmid_TD, context, is_first=is_first)
+        _, again = forward(layer, ResidualStream(kept.x_TD), everything)
+        kept = replace(again, y_TD=kept.y_TD)
+    mid = _backward_mlp(layer, kept, grad, context)
+    return _backward_attention(layer, kept, mid, context, is_first=is_first)
 
 
-def _backward_mlp(layer: FusedLayer, kept: Kept, dx_TD: torch.Tensor, context: Context) -> torch.Tensor:
-    model, is_adapted = context.model, context.inputs.shape.is_adapted
+def _backward_mlp(layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Context) -> ResidualGrad:
+    activation, is_adapted = context.model.activation, context.inputs.shape.is_adapted
     assert kept.mid_TD is not None
     gu_TJ = kept.gu_TJ
     if gu_TJ is None:
-        _, again_TD = add_norm(kept.mid_TD, None, layer.norm_mid_D, model.eps)
+        _, again_TD = add_norm(kept.mid_TD, None, layer.norm_mid)
         gu_TJ = context.output(layer.gate_up, again_TD, kept.s_gate_up)
         del again_TD
-    ds_down = context.shrunk_grad(layer.down, dx_TD)
-    dact_TI = context.input_gradient(layer.down, dx_TD, ds_down)
+    ds_down = context.shrunk_grad(layer.down, grad.dy_TD)
+    dact_TI = context.input_gradient(layer.down, grad.dy_TD, ds_down)
     columns_J, dgu8 = layer.gate_up.weight.gradient_columns, None
     if columns_J is None:
-        dgu_TJ, act_TI = swiglu_grad(gu_TJ, dact_TI, is_adapted)
+        dgu_TJ, act_TI = gated_grad(gu_TJ, dact_TI, is_adapted, activation)
     else:
-        dgu_TJ, act_TI, dgu8 = rounded_swiglu_grad(gu_TJ, dact_TI, is_adapted, columns_J)
+        dgu_TJ, act_TI, dgu8 = rounded_gated_grad(gu_TJ, dact_TI, is_adapted, columns_J, activation)
     del gu_TJ, dact_TI
     if act_TI is not None:
-        context.weight_grad(act_TI, kept.s_down, dx_TD, ds_down)
+        context.weight_grad(act_TI, kept.s_down, grad.dy_TD, ds_down)
     del act_TI
     ds_gate_up = context.shrunk_grad(layer.gate_up, dgu_TJ)
     dh_TD = context.input_gradient(layer.gate_up, dgu_TJ, ds_gate_up, dgu8)
     del dgu8
-    dmid_TD, h_TD = norm_grad(kept.mid_TD, layer.norm_mid_D, model.eps, dh_TD, dx_TD, is_adapted)
-    if h_TD is not None:
-        context.weight_grad(h_TD, kept.s_gate_up, dgu_TJ, ds_gate_up)
-    return dmid_TD
+    attended = added(kept.y_mid_TD, layer.post_mid)
+    found = norm_grad(kept.mid_TD, layer.norm_mid, dh_TD, grad.dx_TD, is_adapted, attended)
+    if found.h_TD is not None:
+        context.weight_grad(found.h_TD, kept.s_gate_up, dgu_TJ, ds_gate_up)
+    return ResidualGrad(found.dx_TD, found.dy_TD)
 
 
 def _backward_attention(
-    layer: FusedLayer, kept: Kept, dmid_TD: torch.Tensor, context: Context, *, is_first: bool
-) -> torch.Tensor | None:
-    model, is_adapted = context.model, context.inputs.shape.is_adapted
+    layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Context, *, is_first: bool
+) -> ResidualGrad | None:
+    is_adapted = context.inputs.shape.is_adapted
     assert kept.attended is not None
     attended_TD = kept.attended.output_THC.flatten(1)
-    ds_out = context.shrunk_grad(layer.out, dmid_TD)
-    do_TD = context.input_gradient(layer.out, dmid_TD, ds_out)
-    context.weight_grad(attended_TD, kept.s_out, dmid_TD, ds_out)
+    ds_out = context.shrunk_grad(layer.out, grad.dy_TD)
+    do_TD = context.input_gradient(layer.out, grad.dy_TD, ds_out)
+    context.weight_grad(attended_TD, kept.s_out, grad.dy_TD, ds_out)
     dq, dk, dv = kept.attended.gradients(do_TD.view_as(kept.attended.output_THC))
     del do_TD
-    turns = (context.cos_TF, context.sin_TF, model.heads)
+    turns = (*context.turns[layer.rotary], context.model.heads)
     dqkv_TE = rotate_grad(dq, dk, dv, *turns, layer.head_norms, kept.raw_qkv_TE)
     del dq, dk, dv
     ds_qkv = context.shrunk_grad(layer.qkv, dqkv_TE)
     if is_first:
         # Nothing below trains: only the adapters here still need their gradients.
         if is_adapted:
-            context.weight_grad(add_norm(kept.x_TD, None, layer.norm_in_D, model.eps)[1], kept.s_qkv, dqkv_TE, ds_qkv)
+            context.weight_grad(add_norm(kept.x_TD, None, layer.norm_in)[1], kept.s_qkv, dqkv_TE, ds_qkv)
         return None
     dh_TD = context.input_gradient(layer.qkv, dqkv_TE, ds_qkv)
-    dx_TD, h_TD = norm_grad(kept.x_TD, layer.norm_in_D, model.eps, dh_TD, dmid_TD, is_adapted)
-    if h_TD is not None:
-        context.weight_grad(h_TD, kept.s_qkv, dqkv_TE, ds_qkv)
-    return dx_TD
+    before = added(kept.y_TD, layer.post_in)
+    found = norm_grad(kept.x_TD, layer.norm_in, dh_TD, grad.dx_TD, is_adapted, before)
+    if found.h_TD is not None:
+        context.weight_grad(found.h_TD, kept.s_qkv, dqkv_TE, ds_qkv)
+    return ResidualGrad(found.dx_TD, found.dy_TD)

@@ -1,14 +1,15 @@
 """What the fused step needs of a model: its layers as four products each, and the numbers around them.
 
 q, k, v share one frozen product, and so do gate and up: their weights are stored as one, of which the model's own
-linears then are parts. Nothing is held twice.
+linears then are parts. Nothing is held twice. Which modules those are, and what surrounds them, the family's
+description says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -17,13 +18,13 @@ from weft.adapters.linear import SlotLinear
 from weft.backbone.fused.attention import needs_bounds
 from weft.families.description import Decoder
 from weft.families.kept import moved_names
+from weft.families.layer_form import Activation, LayerForm
 from weft.families.registry import FAMILIES, describe
 from weft.kernels.device import is_gpu
-from weft.kernels.layers.rotary import Heads, Norms
+from weft.kernels.layers.rms_norm import RmsNorm
+from weft.kernels.layers.rotary import HeadNorms, Heads
 from weft.kernels.lora.tables import Site
 
-ACTIVATIONS = ("silu",)
-"""Gated activations there are kernels for."""
 ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn")
 """Rotary positions that do not depend on how long a sample is."""
 
@@ -45,11 +46,30 @@ class FusedLayer:
     out: Product
     gate_up: Product
     down: Product
-    norm_in_D: torch.Tensor
-    norm_mid_D: torch.Tensor
-    head_norms: Norms | None
+    norm_in: RmsNorm
+    norm_mid: RmsNorm
+    post_in: RmsNorm | None
+    """Of what the layer before adds to the residual stream, where a family norms that."""
+    post_mid: RmsNorm | None
+    """Of what attention adds."""
+    head_norms: HeadNorms | None
     window: int | None
     """Keys a query sees; None: all before it."""
+    rotary: int
+    """Which of the model's rotary tables turns its heads."""
+
+
+class RotaryTable(NamedTuple):
+    """The rotary positions of one kind of layer."""
+
+    frequencies_F: torch.Tensor
+    """Half as many as numbers of a head that are turned."""
+    scale: float
+
+    def turns(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos_TF and sin_TF, fp32."""
+        angles_TF = positions_T.float()[:, None] * self.frequencies_F
+        return angles_TF.cos() * self.scale, angles_TF.sin() * self.scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,14 +77,16 @@ class FusedModel:
     """A whole model."""
 
     embedding_VD: torch.Tensor
+    embedding_scale: float | None
+    """Rounded to the embedding's type."""
     layers: tuple[FusedLayer, ...]
-    norm_D: torch.Tensor
-    eps: float
+    norm: RmsNorm
+    post: RmsNorm | None
+    """Of what the last layer adds, where a family norms that."""
     heads: Heads
-    frequencies_F: torch.Tensor
-    """Rotary frequencies, half a head of them."""
-    rotary_scale: float
+    rotaries: tuple[RotaryTable, ...]
     attention_scale: float
+    activation: Activation
     moved: tuple[str, ...]
     """What `offload` moves of what a layer keeps."""
 
@@ -83,13 +105,11 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device,
         return f"{config.model_type} is not among {', '.join(FAMILIES)}"
     decoder = describe(config.to_dict())
     size = decoder.sizes.head_size
-    if decoder.sizes.form.activation not in ACTIVATIONS:
-        return f"its activation is {decoder.sizes.form.activation}, not {' or '.join(ACTIVATIONS)}"
+    if decoder.sizes.form.activation is None:
+        return f"its activation is not {' or '.join(get_args(Activation))}"
     for rotary in decoder.rotaries:
         if rotary.scaling not in ROTARY_SCALINGS:
             return f"its rotary positions are {rotary.scaling}"
-        if rotary.share != 1.0:
-            return "its rotary positions cover a part of each head"
     if is_gpu(device) and dtype == torch.float32:
         return "its weights are float32, and a GPU's kernels take bfloat16 or float16"
     if is_gpu(device) and (size > 256 or (needs_bounds(device) and size % 8)):
@@ -101,40 +121,63 @@ def fuse(model: Any, linears: Mapping[str, SlotLinear]) -> FusedModel:
     """The model's layers with joined weights; its own linears become parts of them."""
     decoder, modules = describe(model.config.to_dict()), model.base_model
     sizes = decoder.sizes
-    layers = tuple(_layer(i, block, decoder, linears) for i, block in enumerate(modules.layers))
-    rotary = modules.rotary_emb
+    assert sizes.form.activation is not None
+    layers = tuple(_layer(i, decoder, modules.layers, linears) for i in range(sizes.num_layers))
+    embedding_VD = model.get_input_embeddings().weight
+    scale = decoder.embedding_scale
     return FusedModel(
-        embedding_VD=model.get_input_embeddings().weight,
+        embedding_VD=embedding_VD,
+        embedding_scale=None if scale is None else float(torch.tensor(scale).to(embedding_VD.dtype)),
         layers=layers,
-        norm_D=modules.norm.weight,
-        eps=modules.norm.variance_epsilon,
+        norm=_norm(modules.norm, sizes.form),
+        post=_norm_of(modules.layers[-1], sizes.form.norms.after_mlp, sizes.form),
         heads=Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_size),
-        frequencies_F=rotary.inv_freq.float(),
-        rotary_scale=float(rotary.attention_scaling),
+        rotaries=tuple(_rotary_table(modules.rotary_emb, rotary.kind) for rotary in decoder.rotaries),
         attention_scale=decoder.attention_scale,
+        activation=sizes.form.activation,
         moved=moved_names(sizes),
     )
 
 
-def _layer(index: int, block: Any, decoder: Decoder, linears: Mapping[str, SlotLinear]) -> FusedLayer:
-    form, paths = decoder.sizes.form, list(linears)
+def _layer(index: int, decoder: Decoder, blocks: Any, linears: Mapping[str, SlotLinear]) -> FusedLayer:
+    block, form, paths = blocks[index], decoder.sizes.form, list(linears)
     prefix = next(path for path in paths if f"layers.{index}." in path).partition(f"layers.{index}.")[0]
     named = ([f"{prefix}layers.{index}.{name}" for name in names] for names in form.sites)
     qkv, out, gate_up, down = (_product(names, linears, paths) for names in named)
     head_norms = None
     if form.has_head_norms:
-        q_norm, k_norm = block.self_attn.q_norm, block.self_attn.k_norm
-        head_norms = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+        q_norm, k_norm = (_norm(norm, form) for norm in (block.self_attn.q_norm, block.self_attn.k_norm))
+        head_norms = HeadNorms(q_norm.weight_D, *k_norm)
     return FusedLayer(
         qkv=qkv,
         out=out,
         gate_up=gate_up,
         down=down,
-        norm_in_D=getattr(block, form.norms.before_attention).weight,
-        norm_mid_D=getattr(block, form.norms.before_mlp).weight,
+        norm_in=_norm(getattr(block, form.norms.before_attention), form),
+        norm_mid=_norm(getattr(block, form.norms.before_mlp), form),
+        post_in=_norm_of(blocks[index - 1], form.norms.after_mlp, form) if index else None,
+        post_mid=_norm_of(block, form.norms.after_attention, form),
         head_norms=head_norms,
         window=decoder.layers[index].window,
+        rotary=decoder.layers[index].rotary,
     )
+
+
+def _norm_of(block: Any, name: str | None, form: LayerForm) -> RmsNorm | None:
+    return None if name is None else _norm(getattr(block, name), form)
+
+
+def _norm(module: Any, form: LayerForm) -> RmsNorm:
+    eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+    if form.norm_weight == "factor":
+        return RmsNorm(module.weight, eps)
+    return RmsNorm(1.0 + module.weight.float(), eps, rounds_first=False)
+
+
+def _rotary_table(module: Any, kind: str) -> RotaryTable:
+    prefix = f"{kind}_" if kind else ""
+    frequencies_F = getattr(module, f"{prefix}inv_freq").float()
+    return RotaryTable(frequencies_F, float(getattr(module, f"{prefix}attention_scaling")))
 
 
 def _product(names: list[str], linears: Mapping[str, SlotLinear], paths: list[str]) -> Product:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.backbone.fused.inputs import Inputs
-from weft.backbone.fused.layer import Context, Kept, ResidualStream, backward, forward
+from weft.backbone.fused.layer import Context, Kept, ResidualGrad, ResidualStream, added, backward, forward
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.offload import Offload, Parked
@@ -29,6 +29,8 @@ class Passed:
     """After the last norm."""
     last_TD: torch.Tensor
     """Before the last norm."""
+    y_TD: torch.Tensor | None = None
+    """What the last layer added, where a family norms that."""
     kept: list[Kept] = field(default_factory=list)
     """Layer by layer; with `offload` they are in `parked` instead."""
     parked: list[Parked] = field(default_factory=list)
@@ -47,10 +49,12 @@ def run_forward(
     model: FusedModel, inputs: Inputs, table: SlotTable, row_tile: int | None, memory: Memory, *, needs_grad: bool
 ) -> Passed:
     """The hidden states of a microbatch, and with `needs_grad` what its backward needs."""
-    angles_TF = inputs.part("positions").float()[:, None] * model.frequencies_F
-    cos_TF, sin_TF = angles_TF.cos() * model.rotary_scale, angles_TF.sin() * model.rotary_scale
-    context = Context(model, inputs, table, cos_TF, sin_TF, row_tile, memory.recompute, needs_grad)
-    stream = ResidualStream(F.embedding(inputs.part("ids"), model.embedding_VD))
+    turns = tuple(rotary.turns(inputs.part("positions")) for rotary in model.rotaries)
+    context = Context(model, inputs, table, turns, row_tile, memory.recompute, needs_grad)
+    embedded_TD = F.embedding(inputs.part("ids"), model.embedding_VD)
+    if model.embedding_scale is not None:
+        embedded_TD *= model.embedding_scale
+    stream = ResidualStream(embedded_TD)
     offload = Offload(stream.x_TD.device, model.moved) if memory.offload and needs_grad else None
     kept: list[Kept] = []
     parked: list[Parked] = []
@@ -60,16 +64,20 @@ def run_forward(
             parked.append(offload.store(saved))
         elif needs_grad:
             kept.append(saved)
-    last_TD, hidden_TD = add_norm(stream.x_TD, stream.y_TD, model.norm_D, model.eps)
-    return Passed(context, hidden_TD, last_TD, kept, parked, offload)
+    last_TD, hidden_TD = add_norm(stream.x_TD, stream.y_TD, model.norm, model.post)
+    y_TD = stream.y_TD if model.post is not None and needs_grad else None
+    return Passed(context, hidden_TD, last_TD, y_TD, kept, parked, offload)
 
 
 @torch.no_grad()
 def run_backward(passed: Passed, grad_TD: torch.Tensor) -> None:
     """From the gradient of the hidden states back to the first layer; adds to every adapter's gradients."""
     model = passed.context.model
-    dx_TD, _ = norm_grad(passed.last_TD, model.norm_D, model.eps, grad_TD, None, False)
+    found = norm_grad(passed.last_TD, model.norm, grad_TD, None, False, added(passed.y_TD, model.post))
+    grad = ResidualGrad(found.dx_TD, found.dy_TD)
+    passed.y_TD = None
+    del found
     for index in reversed(range(len(model.layers))):
-        before = backward(model.layers[index], passed.take_last(), dx_TD, passed.context, is_first=index == 0)
+        before = backward(model.layers[index], passed.take_last(), grad, passed.context, is_first=index == 0)
         if before is not None:
-            dx_TD = before
+            grad = before

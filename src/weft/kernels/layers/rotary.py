@@ -1,29 +1,39 @@
 """Rotary positions on queries and keys, with the per-head norm of some models.
 
-Forward, for each row t and head, with x the head's C numbers of q or k, x1 and x2 their halves (v goes on as it is):
+Forward, for each row t and head of q or k, with x its C numbers, of which the first 2F are turned (v goes on as it is,
+and so do a head's numbers past 2F); n1 and n2 are the halves of what is turned:
     n  = x · rstd · w                             where the model norms its heads; otherwise n = x
-    o1 = n1 cos − n2 sin,  o2 = n2 cos + n1 sin   cos and sin (T, C/2)
+    o1 = n1 cos − n2 sin,  o2 = n2 cos + n1 sin   cos and sin (T, F)
 Backward:
     dn1 = do1 cos + do2 sin,  dn2 = do2 cos − do1 sin
     dx  = rstd · (dn w − x̂ · mean(dn w x̂))        x̂ = x · rstd; without norm dx = dn
 The norm's weights are frozen.
 
-fp32 inside, rounded once (twice more within a normed head, where Hugging Face rounds). The one reduction is over a
+fp32 inside, rounded once (within a normed head also where Hugging Face rounds). The one reduction is over a
 head. A row meets only itself: a NaN in another row changes nothing.
 
-Shape suffixes: T rows, E all heads' numbers side by side (q, k, v), H query heads, K key heads, C head size, F = C / 2.
+Shape suffixes: T rows, E all heads' numbers side by side (q, k, v), H query heads, K key heads, C head size,
+F half of what is turned of a head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 
-Norms = tuple[torch.Tensor, torch.Tensor, float]
-"""wq_C, wk_C and eps of the norms of a model that norms its query and key heads."""
+
+class HeadNorms(NamedTuple):
+    """The norms of a model that norms its query and key heads."""
+
+    wq_C: torch.Tensor
+    wk_C: torch.Tensor
+    eps: float
+    rounds_first: bool = True
+    """As in `RmsNorm`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ def rotate_reference(
     cos_TF: torch.Tensor,
     sin_TF: torch.Tensor,
     heads: Heads,
-    norms: Norms | None,
+    norms: HeadNorms | None,
     out_TE: torch.Tensor | None,
 ) -> torch.Tensor:
     """The plain torch twin of `rotate`."""
@@ -59,9 +69,9 @@ def rotate_reference(
     for i in range(2):
         x_THC = parts[i].unflatten(1, (-1, heads.size))
         if norms is not None:
-            x_THC = x_THC.to(qkv_TE.dtype).float()
-            x_THC = x_THC * torch.rsqrt(x_THC.square().mean(2, keepdim=True) + norms[2])
-            x_THC = (x_THC.to(qkv_TE.dtype).float() * norms[:2][i].float()).to(qkv_TE.dtype).float()
+            x_THC = x_THC * torch.rsqrt(x_THC.square().mean(2, keepdim=True) + norms.eps)
+            x_THC = x_THC.to(qkv_TE.dtype).float() if norms.rounds_first else x_THC
+            x_THC = (x_THC * norms[:2][i].float()).to(qkv_TE.dtype).float()
         parts[i] = _turn(x_THC, cos_TF, sin_TF).flatten(1)
     target_TE.copy_(torch.cat(parts, dim=1))
     return target_TE
@@ -74,7 +84,7 @@ def rotate_grad_reference(
     cos_TF: torch.Tensor,
     sin_TF: torch.Tensor,
     heads: Heads,
-    norms: Norms | None,
+    norms: HeadNorms | None,
     qkv_TE: torch.Tensor | None,
 ) -> torch.Tensor:
     """The plain torch twin of `rotate_grad`."""
@@ -84,7 +94,7 @@ def rotate_grad_reference(
         if norms is not None:
             assert qkv_TE is not None
             x_THC = qkv_TE.split(heads.sizes, dim=1)[i].unflatten(1, (-1, heads.size)).float()
-            rstd_TH1 = torch.rsqrt(x_THC.square().mean(2, keepdim=True) + norms[2])
+            rstd_TH1 = torch.rsqrt(x_THC.square().mean(2, keepdim=True) + norms.eps)
             dw_THC, xhat_THC = dx_THC * norms[:2][i].float(), x_THC * rstd_TH1
             dx_THC = rstd_TH1 * (dw_THC - xhat_THC * (dw_THC * xhat_THC).mean(2, keepdim=True))
         parts.append(dx_THC.to(dq_THC.dtype).flatten(1))
@@ -92,12 +102,13 @@ def rotate_grad_reference(
 
 
 def _turn(x_THC: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:
-    x1, x2 = x_THC.chunk(2, dim=2)
+    turned = 2 * cos_TF.shape[1]
+    x1, x2 = x_THC[..., :turned].chunk(2, dim=2)
     cos, sin = cos_TF[:, None], sin_TF[:, None]
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=2)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, x_THC[..., turned:]], dim=2)
 
 
-def _target(qkv_TE: torch.Tensor, norms: Norms | None, out_TE: torch.Tensor | None) -> torch.Tensor:
+def _target(qkv_TE: torch.Tensor, norms: HeadNorms | None, out_TE: torch.Tensor | None) -> torch.Tensor:
     if out_TE is not None:
         assert norms is None or out_TE.data_ptr() != qkv_TE.data_ptr(), "backward needs qkv as it was before the norms"
         return out_TE
@@ -111,13 +122,24 @@ TURN_HEADS = 4
 
 
 @jit
-def _normed(x1, x2, w1, w2, inside, size, eps, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _normed(x1, x2, w1, w2, inside, size, eps, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Both halves of a head after its norm, rounded where Hugging Face rounds."""
     squares = tl.sum(tl.where(inside, x1 * x1 + x2 * x2, 0.0), axis=1)
     rstd = tl.rsqrt(squares / size + eps)[:, None]
-    n1 = ((x1 * rstd).to(dtype).to(tl.float32) * w1[None, :]).to(dtype).to(tl.float32)
-    n2 = ((x2 * rstd).to(dtype).to(tl.float32) * w2[None, :]).to(dtype).to(tl.float32)
-    return n1, n2
+    x1, x2 = x1 * rstd, x2 * rstd
+    if ROUNDS_FIRST:
+        x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
+    return (x1 * w1[None, :]).to(dtype).to(tl.float32), (x2 * w2[None, :]).to(dtype).to(tl.float32)
+
+
+@jit
+def _copy_rest(  # type: ignore[no-untyped-def]
+    source, target, wide, stride_s, stride_t, rows, num_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, BR: tl.constexpr
+):
+    """The numbers of a head past what is turned."""
+    lanes = FIRST + tl.arange(0, BR)[None, :]
+    mask = (rows < num_rows)[:, None] & (lanes < SIZE)
+    tl.store(target + wide * stride_t + lanes, tl.load(source + wide * stride_s + lanes, mask=mask), mask=mask)
 
 
 @jit
@@ -147,10 +169,14 @@ def _rotate(  # type: ignore[no-untyped-def]
     num_heads,
     eps,
     HAS_NORMS: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    BR: tl.constexpr,
 ):
     dtype = qkv.dtype.element_ty
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -161,7 +187,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     z = tl.load(sin + wide * stride_c + lanes[None, :], mask=mask, other=0.0)
     first_head = tl.program_id(1) * HEADS
     for head in range(first_head, tl.minimum(first_head + HEADS, num_heads)):
-        column = head * (2 * HALF)
+        column = head * SIZE
         here = qkv + wide * stride_x + (column + lanes)[None, :]
         x1 = tl.load(here, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(here + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -170,11 +196,13 @@ def _rotate(  # type: ignore[no-untyped-def]
                 weight = weight_q if head < num_q else weight_k
                 w1 = tl.load(weight + lanes, mask=lanes < HALF, other=0.0).to(tl.float32)
                 w2 = tl.load(weight + HALF + lanes, mask=lanes < HALF, other=0.0).to(tl.float32)
-                x1, x2 = _normed(x1, x2, w1, w2, mask, 2 * HALF, eps, dtype)
+                x1, x2 = _normed(x1, x2, w1, w2, mask, SIZE, eps, dtype, ROUNDS_FIRST)
             x1, x2 = x1 * c - x2 * z, x2 * c + x1 * z
         there = out + wide * stride_o + (column + lanes)[None, :]
         tl.store(there, x1.to(dtype), mask=mask)
         tl.store(there + HALF, x2.to(dtype), mask=mask)
+        if 2 * HALF < SIZE and not IN_PLACE:
+            _copy_rest(qkv + column, out + column, wide, stride_x, stride_o, rows, num_rows, 2 * HALF, SIZE, BR)
 
 
 @jit
@@ -203,10 +231,12 @@ def _rotate_grad(  # type: ignore[no-untyped-def]
     num_heads,
     eps,
     HAS_NORMS: tl.constexpr,
+    SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    BR: tl.constexpr,
 ):
     dtype = out.dtype.element_ty
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -218,14 +248,14 @@ def _rotate_grad(  # type: ignore[no-untyped-def]
     first_head = tl.program_id(1) * HEADS
     for head in range(first_head, tl.minimum(first_head + HEADS, num_heads)):
         if head < num_q:
-            source = dq + head * stride_hq + wide * stride_tq + lanes[None, :]
+            source = dq + head * stride_hq + wide * stride_tq
         elif head < num_qk:
-            source = dk + (head - num_q) * stride_hk + wide * stride_tk + lanes[None, :]
+            source = dk + (head - num_q) * stride_hk + wide * stride_tk
         else:
-            source = dv + (head - num_qk) * stride_hv + wide * stride_tv + lanes[None, :]
-        d1 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        d2 = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        column = head * (2 * HALF)
+            source = dv + (head - num_qk) * stride_hv + wide * stride_tv
+        d1 = tl.load(source + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
+        d2 = tl.load(source + HALF + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
+        column = head * SIZE
         if head < num_qk:
             d1, d2 = d1 * c + d2 * z, d2 * c - d1 * z
             if HAS_NORMS:
@@ -235,15 +265,17 @@ def _rotate_grad(  # type: ignore[no-untyped-def]
                 weight = weight_q if head < num_q else weight_k
                 w1 = tl.load(weight + lanes, mask=lanes < HALF, other=0.0).to(tl.float32)
                 w2 = tl.load(weight + HALF + lanes, mask=lanes < HALF, other=0.0).to(tl.float32)
-                d1, d2 = _normed_grad(x1, x2, d1, d2, w1, w2, 2 * HALF, eps)
+                d1, d2 = _normed_grad(x1, x2, d1, d2, w1, w2, SIZE, eps)
         there = out + wide * stride_o + (column + lanes)[None, :]
         tl.store(there, d1.to(dtype), mask=mask)
         tl.store(there + HALF, d2.to(dtype), mask=mask)
+        if 2 * HALF < SIZE:
+            _copy_rest(source, out + column, wide, 0, stride_o, rows, num_rows, 2 * HALF, SIZE, BR)
 
 
-def _blocks(heads: Heads) -> dict[str, int]:
-    width = max(16, next_power_of_2(heads.size // 2))
-    return {"HALF": heads.size // 2, "HEADS": TURN_HEADS, "BM": TURN_ROWS, "BN": width, "num_warps": 4}
+def _blocks(heads: Heads, half: int) -> dict[str, int]:
+    widths = {"BN": max(16, next_power_of_2(half)), "BR": max(16, next_power_of_2(heads.size - 2 * half))}
+    return {"SIZE": heads.size, "HALF": half, "HEADS": TURN_HEADS, "BM": TURN_ROWS, **widths, "num_warps": 4}
 
 
 def rotate_kernel(
@@ -251,13 +283,13 @@ def rotate_kernel(
     cos_TF: torch.Tensor,
     sin_TF: torch.Tensor,
     heads: Heads,
-    norms: Norms | None,
+    norms: HeadNorms | None,
     out_TE: torch.Tensor | None,
 ) -> torch.Tensor:
     """`rotate` by its Triton kernel."""
     num_rows = qkv_TE.shape[0]
     target_TE = _target(qkv_TE, norms, out_TE)
-    wq_C, wk_C, eps = norms or (cos_TF, cos_TF, 0.0)
+    wq_C, wk_C, eps, rounds_first = norms or HeadNorms(cos_TF, cos_TF, 0.0)
     # In place there is nothing to do to v.
     num_heads = heads.num - (heads.num_kv if target_TE is qkv_TE else 0)
     _rotate[(cdiv(num_rows, TURN_ROWS), cdiv(num_heads, TURN_HEADS))](
@@ -276,7 +308,9 @@ def rotate_kernel(
         num_heads,
         eps,
         HAS_NORMS=norms is not None,
-        **_blocks(heads),
+        ROUNDS_FIRST=rounds_first,
+        IN_PLACE=target_TE is qkv_TE,
+        **_blocks(heads, cos_TF.shape[1]),
     )
     return target_TE
 
@@ -288,14 +322,14 @@ def rotate_grad_kernel(
     cos_TF: torch.Tensor,
     sin_TF: torch.Tensor,
     heads: Heads,
-    norms: Norms | None,
+    norms: HeadNorms | None,
     qkv_TE: torch.Tensor | None,
 ) -> torch.Tensor:
     """`rotate_grad` by its Triton kernel."""
     num_rows = dq_THC.shape[0]
     assert all(d.stride(2) == 1 for d in (dq_THC, dk_TKC, dv_TKC)) and (norms is None or qkv_TE is not None)
     out_TE = torch.empty((num_rows, sum(heads.sizes)), dtype=dq_THC.dtype, device=dq_THC.device)
-    wq_C, wk_C, eps = norms or (cos_TF, cos_TF, 0.0)
+    wq_C, wk_C, eps, _ = norms or HeadNorms(cos_TF, cos_TF, 0.0)
     raw_TE = out_TE if qkv_TE is None else qkv_TE
     strides = [d.stride(i) for d in (dq_THC, dk_TKC, dv_TKC) for i in (0, 1)]
     _rotate_grad[(cdiv(num_rows, TURN_ROWS), cdiv(heads.num, TURN_HEADS))](
@@ -318,7 +352,7 @@ def rotate_grad_kernel(
         heads.num,
         eps,
         HAS_NORMS=norms is not None,
-        **_blocks(heads),
+        **_blocks(heads, cos_TF.shape[1]),
     )
     return out_TE
 
@@ -328,15 +362,18 @@ def rotate(
     cos_TF: torch.Tensor,
     sin_TF: torch.Tensor,
     heads: Heads,
-    norms: Norms | None,
+    norms: HeadNorms | None,
     out_TE: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q, k and v, with q and k normed and turned by their positions.
 
     In place, unless `out_TE` is given or heads are normed: then the result is another tensor, and qkv_TE stays as it
-    is for the norms' backward. `cos_TF` and `sin_TF`: fp32, the first half of a head.
+    is for the norms' backward. `cos_TF` and `sin_TF`: fp32, for the first half of what is turned of a head; heads that
+    are normed are turned whole.
     """
-    assert cos_TF.shape == sin_TF.shape == (qkv_TE.shape[0], heads.size // 2) and heads.size % 2 == 0
+    turned = 2 * cos_TF.shape[1]
+    assert cos_TF.shape == sin_TF.shape and len(cos_TF) == len(qkv_TE)
+    assert turned == heads.size or (turned < heads.size and norms is None)
     run = rotate_kernel if runs_triton(qkv_TE) else rotate_reference
     return run(qkv_TE, cos_TF, sin_TF, heads, norms, out_TE)
 
@@ -348,7 +385,7 @@ def rotate_grad(
     cos_TF: torch.Tensor,
     sin_TF: torch.Tensor,
     heads: Heads,
-    norms: Norms | None,
+    norms: HeadNorms | None,
     qkv_TE: torch.Tensor | None,
 ) -> torch.Tensor:
     """The gradient of q, k and v side by side before `rotate`; normed heads need the `qkv_TE` it left."""

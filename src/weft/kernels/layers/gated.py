@@ -1,9 +1,9 @@
 """The gated activation of a feed-forward layer, and its gradient.
 
 Forward, with g and u the halves of gu, which has the adapters' part in it:
-    act = silu(g) · u                          silu(g) = g σ(g)
+    act = f(g) · u             f(g) = g σ(c(g)): SiLU with c(g) = g, GELU by tanh with c(g) = √(8/π) (g + 0.044715 g³)
 Backward, from dact:
-    dg = dact · u · σ(g) · (1 + g (1 − σ(g))),    du = dact · silu(g)
+    dg = dact · u · σ · (1 + g c'(g) (1 − σ)),    du = dact · f(g)
 The backward can make act again on the way, with the bits of the forward, for the gradients of A of the product that
 reads it. Its result takes gu's place in memory.
 
@@ -14,27 +14,42 @@ Shape suffixes: T rows, I inner size, J = 2 I.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from weft.families.layer_form import Activation
 from weft.kernels.launch import cdiv, jit, runs_triton, tl
 
+GELU_FACTOR, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715
 
-def swiglu_reference(gu_TJ: torch.Tensor) -> torch.Tensor:
-    """The plain torch twin of `swiglu`."""
+
+def gated_reference(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The plain torch twin of `gated`."""
     g_TI, u_TI = gu_TJ.float().chunk(2, dim=1)
-    return (g_TI * torch.sigmoid(g_TI) * u_TI).to(gu_TJ.dtype)
+    return (g_TI * torch.sigmoid(_curved(g_TI, activation)) * u_TI).to(gu_TJ.dtype)
 
 
-def swiglu_grad_reference(
-    gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool
+def gated_grad_reference(
+    gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The plain torch twin of `swiglu_grad`."""
-    act_TI = swiglu_reference(gu_TJ) if want_act else None
+    """The plain torch twin of `gated_grad`."""
+    act_TI = gated_reference(gu_TJ, activation) if want_act else None
     g_TI, u_TI = gu_TJ.float().chunk(2, dim=1)
-    d_TI, gate_TI = dact_TI.float(), torch.sigmoid(g_TI)
-    dg_TI = d_TI * u_TI * gate_TI * (1 + g_TI * (1 - gate_TI))
+    d_TI, gate_TI = dact_TI.float(), torch.sigmoid(_curved(g_TI, activation))
+    slope_TI = g_TI
+    if activation == "gelu_tanh":
+        slope_TI = g_TI * GELU_FACTOR * (1 + 3 * GELU_CUBE * g_TI * g_TI)
+    dg_TI = d_TI * u_TI * gate_TI * (1 + slope_TI * (1 - gate_TI))
     gu_TJ.copy_(torch.cat([dg_TI, d_TI * g_TI * gate_TI], dim=1))
     return gu_TJ, act_TI
+
+
+def _curved(g_TI: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """c(g), of which the gate is the sigmoid."""
+    if activation == "silu":
+        return g_TI
+    return GELU_FACTOR * (g_TI + GELU_CUBE * g_TI * g_TI * g_TI)
 
 
 BLOCK = {"BM": 64, "BN": 64, "SPAN": 512}
@@ -43,6 +58,25 @@ one while it works."""
 FORWARD_LAUNCH = {**BLOCK, "num_warps": 8, "num_stages": 3, "maxnreg": 80}
 """Registers decide how many programs run side by side."""
 BACKWARD_LAUNCH = {**BLOCK, "num_warps": 4, "num_stages": 3}
+
+
+@jit
+def gate(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """σ(c(g)): f(g) is g times it."""
+    if GELU:
+        return tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+    else:
+        return tl.sigmoid(g)
+
+
+@jit
+def gate_input_grad(d, g, u, gate_value, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """dg from dact."""
+    if GELU:
+        slope = g * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+        return d * u * gate_value * (1.0 + slope * (1.0 - gate_value))
+    else:
+        return d * u * gate_value * (1.0 + g * (1.0 - gate_value))
 
 
 @jit
@@ -55,12 +89,13 @@ def _block(x, wide, stride, offset, row_mask, first, edge, BN: tl.constexpr):  #
 
 
 @jit
-def _swiglu(  # type: ignore[no-untyped-def]
+def _gated(  # type: ignore[no-untyped-def]
     gu,
     act,
     stride_x,
     num_rows,
     num_inner,
+    GELU: tl.constexpr,
     SPAN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -78,12 +113,12 @@ def _swiglu(  # type: ignore[no-untyped-def]
         g, u = next_g.to(tl.float32), next_u.to(tl.float32)
         next_g = _block(gu, wide, stride_x, 0, row_mask, c + BN, edge, BN)
         next_u = _block(gu, wide, stride_x, num_inner, row_mask, c + BN, edge, BN)
-        value = g * tl.sigmoid(g) * u
+        value = g * gate(g, GELU) * u
         tl.store(act + wide * num_inner + columns[None, :], value.to(act.dtype.element_ty), mask=mask)
 
 
 @jit
-def _swiglu_grad(  # type: ignore[no-untyped-def]
+def _gated_grad(  # type: ignore[no-untyped-def]
     gu,
     dact,
     act,
@@ -92,6 +127,7 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
     num_rows,
     num_inner,
     WANT_ACT: tl.constexpr,
+    GELU: tl.constexpr,
     SPAN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -111,13 +147,13 @@ def _swiglu_grad(  # type: ignore[no-untyped-def]
         next_g = _block(gu, wide, stride_x, 0, row_mask, c + BN, edge, BN)
         next_u = _block(gu, wide, stride_x, num_inner, row_mask, c + BN, edge, BN)
         next_d = _block(dact, wide, stride_d, 0, row_mask, c + BN, edge, BN)
-        gate = tl.sigmoid(g)
-        silu = g * gate
+        gate_value = gate(g, GELU)
+        activated = g * gate_value
         out = gu + wide * stride_x + columns[None, :]
-        tl.store(out, (d * u * gate * (1.0 + g * (1.0 - gate))).to(gu.dtype.element_ty), mask=mask)
-        tl.store(out + num_inner, (d * silu).to(gu.dtype.element_ty), mask=mask)
+        tl.store(out, gate_input_grad(d, g, u, gate_value, GELU).to(gu.dtype.element_ty), mask=mask)
+        tl.store(out + num_inner, (d * activated).to(gu.dtype.element_ty), mask=mask)
         if WANT_ACT:
-            value = (silu * u).to(act.dtype.element_ty)
+            value = (activated * u).to(act.dtype.element_ty)
             tl.store(act + wide * num_inner + columns[None, :], value, mask=mask)
 
 
@@ -125,21 +161,23 @@ def _grid(num_rows: int, num_inner: int) -> tuple[int, int]:
     return cdiv(num_inner, BLOCK["SPAN"]), cdiv(num_rows, BLOCK["BM"])
 
 
-def swiglu_kernel(gu_TJ: torch.Tensor) -> torch.Tensor:
-    """`swiglu` by its Triton kernel."""
+def gated_kernel(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`gated` by its Triton kernel."""
     num_rows, num_inner = gu_TJ.shape[0], gu_TJ.shape[1] // 2
     act_TI = torch.empty((num_rows, num_inner), dtype=gu_TJ.dtype, device=gu_TJ.device)
-    _swiglu[_grid(num_rows, num_inner)](gu_TJ, act_TI, gu_TJ.stride(0), num_rows, num_inner, **FORWARD_LAUNCH)
+    _gated[_grid(num_rows, num_inner)](
+        gu_TJ, act_TI, gu_TJ.stride(0), num_rows, num_inner, GELU=activation == "gelu_tanh", **FORWARD_LAUNCH
+    )
     return act_TI
 
 
-def swiglu_grad_kernel(
-    gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool
+def gated_grad_kernel(
+    gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`swiglu_grad` by its Triton kernel."""
+    """`gated_grad` by its Triton kernel."""
     num_rows, num_inner = dact_TI.shape
     act_TI = torch.empty_like(dact_TI, memory_format=torch.contiguous_format) if want_act else None
-    _swiglu_grad[_grid(num_rows, num_inner)](
+    _gated_grad[_grid(num_rows, num_inner)](
         gu_TJ,
         dact_TI,
         gu_TJ if act_TI is None else act_TI,
@@ -148,16 +186,20 @@ def swiglu_grad_kernel(
         num_rows,
         num_inner,
         WANT_ACT=want_act,
+        GELU=activation == "gelu_tanh",
         **BACKWARD_LAUNCH,
     )
     return gu_TJ, act_TI
 
 
-def swiglu(gu_TJ: torch.Tensor) -> torch.Tensor:
-    """silu(g) · u of both halves."""
-    return (swiglu_kernel if runs_triton(gu_TJ) else swiglu_reference)(gu_TJ)
+def gated(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """f(g) · u of both halves."""
+    return (gated_kernel if runs_triton(gu_TJ) else gated_reference)(gu_TJ, activation)
 
 
-def swiglu_grad(gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def gated_grad(
+    gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, activation: Activation
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(dgu, act): the gradient of gu, written over gu; act again, where wanted."""
-    return (swiglu_grad_kernel if runs_triton(gu_TJ) else swiglu_grad_reference)(gu_TJ, dact_TI, want_act)
+    run = gated_grad_kernel if runs_triton(gu_TJ) else gated_grad_reference
+    return run(gu_TJ, dact_TI, want_act, activation)
