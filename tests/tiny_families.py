@@ -69,6 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SETTINGS, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "llama_dynamic": ("Llama", {**SETTINGS, "max_position_embeddings": 32, "rope_parameters": _DYNAMIC}),
+    "llama_relu": ("Llama", {**SETTINGS, "hidden_act": "relu"}),
     "mistral": ("Mistral", {**SETTINGS, "sliding_window": 4}),
     "qwen2": ("Qwen2", SETTINGS),
     "qwen2_sliding": ("Qwen2", {**SETTINGS, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),

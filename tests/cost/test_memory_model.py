@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.backbone.fused.inputs import input_shape
-from weft.backbone.fused.step import Passed
-from weft.backbone.packed import Placed, pack_samples
-from weft.bench.regimes import Storage
 from weft.bench.shapes import SHAPES
-from weft.bench.step import make_backbone
-from weft.cost.memory import LOSS_ROWS, OFFLOAD_LAYERS, MemoryModel, rank_class
+from weft.cost.memory import LOSS_ROWS, MemoryModel, rank_class
 from weft.cost.profile import Measurement, load_profile
 from weft.cost.shape import ModelShape
-from weft.data.sample import Sample
 from weft.errors import ConfigError
-from weft.spec import AdapterSpec
 
 LLAMA = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict(), "llama-3.1-8b")
 
@@ -116,38 +106,6 @@ def test_most_rows_when_asked_then_fits_and_one_tile_more_does_not(budget_gb, ra
 
 def test_rank_class_when_ranks_differ_then_a_power_of_two_above_all():
     assert [rank_class(ranks) for ranks in ([], [1], [16], [17], [8, 100])] == [16, 16, 16, 32, 128]
-
-
-def kept_storages(passed: Passed) -> dict[int, int]:
-    """Every storage that the layers keep, its bytes once."""
-    found = {}
-    for kept in passed.kept:
-        tensors = [getattr(kept, name) for name in ("x_TD", "raw_qkv_TE", "mid_TD", "gu_TJ")]
-        deltas = (kept.s_qkv, kept.s_out, kept.s_gate_up, kept.s_down)
-        tensors += [delta.s_TR for delta in deltas if delta is not None]
-        if kept.attended is not None:
-            cells = kept.attended.gradients.__closure__
-            tensors += [kept.attended.output_THC, *(cell.cell_contents for cell in cells)]
-        storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
-        found.update({storage.data_ptr(): storage.nbytes() for storage in storages})
-    return found
-
-
-@pytest.mark.parametrize("mode", ["none", "mlp", "full"])
-@pytest.mark.parametrize("name", ["tiny", "qwen3"])
-def test_kept_when_compared_with_the_fused_step_then_equal_to_the_byte(mode, name):
-    """Also with head norms, whose inputs are kept."""
-    shape = replace(SHAPES["tiny"], family="Qwen3" if name == "qwen3" else "Llama", layers=3)
-    backbone = make_backbone(shape, Storage(recompute=mode), torch.float32, torch.device("cpu"), "fused")
-    slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=20), 0))
-    sample = Sample(np.arange(100, dtype=np.int32), np.ones(100, dtype=np.bool_))
-    batch = pack_samples([Placed(sample, slot)], 128, backbone.device)
-    passed = backbone.path._pass(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)
-    model = MemoryModel(ModelShape.from_config(shape.config().to_dict()), recompute=mode, activation_bytes=4)
-    assert backbone.path.table.rank_class == rank_class([20]) == 32
-    assert sum(kept_storages(passed).values()) == model.kept_bytes(128, 20)
-    large = [getattr(kept, name) for kept in passed.kept[OFFLOAD_LAYERS:] for name in passed.context.model.moved]
-    assert sum(t.nbytes for t in large if t is not None) == model.offloaded_bytes(128) > 0
 
 
 @pytest.mark.parametrize(

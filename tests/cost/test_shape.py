@@ -34,7 +34,7 @@ CONFIG = {
     ],
 )
 def test_parameters_when_a_published_model_is_counted_then_equal_its_own_count(name, parameters):
-    """Tied heads, biases and head norms included."""
+    """Tied heads, biases, head norms, norms of results and joined linears included."""
     shape = ModelShape.from_config(SHAPES[name].config().to_dict(), name)
     assert shape.num_parameters == parameters
     assert shape.num_layers * shape.layer_weights + shape.head_weights == SHAPES[name].num_product_weights

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.errors import ConfigError, closest
+from weft.families.registry import describe
 
 WEIGHT_STD = 0.02
 LLAMA31_ROPE: Mapping[str, Any] = {
@@ -116,7 +117,7 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str
     """A transformers model of that shape with random weights; seconds for 8 B parameters on a GPU."""
     model = build_empty(shape, dtype, attention)
     for path, module in list(model.named_modules()):
-        fill(module, path, device)
+        fill(module, path, device, _norm_value(shape))
     model.tie_weights()
     return model.requires_grad_(False)
 
@@ -127,7 +128,7 @@ def build_outside_linears(shape: Shape, dtype: torch.dtype, device: torch.device
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         if type(module) is not nn.Linear or module is head:
-            fill(module, path, device)
+            fill(module, path, device, _norm_value(shape))
     model.tie_weights()
     return model.requires_grad_(False)
 
@@ -140,18 +141,27 @@ def build_empty(shape: Shape, dtype: torch.dtype, attention: str) -> Any:
         return AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=attention)
 
 
-def fill(module: nn.Module, path: str, device: torch.device) -> None:
+def _norm_value(shape: Shape) -> float:
+    """What a norm's weights are to be, so that it multiplies by one."""
+    return 0.0 if describe(shape.config().to_dict()).sizes.form.norm_weight == "one_plus" else 1.0
+
+
+def fill(module: nn.Module, path: str, device: torch.device, norm_value: float = 1.0) -> None:
     """Gives one module's own weights storage and values; submodules are left alone."""
-    if hasattr(module, "inv_freq"):
+    if any(name.endswith("inv_freq") for name in module._buffers):
         # Its table is computed by its constructor, so it is made again, where it belongs.
         with device:
             module.__init__(module.config)  # type: ignore[misc]
         return
+    if hasattr(module, "scalar_embed_scale"):
+        module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
     is_norm = "norm" in path.rpartition(".")[2]
     for name, parameter in module._parameters.items():
         if parameter is not None:
             weight = random_weight(parameter, f"{path}.{name}", device)
-            module._parameters[name] = nn.Parameter(weight.fill_(1.0) if is_norm else weight, requires_grad=False)
+            module._parameters[name] = nn.Parameter(
+                weight.fill_(norm_value) if is_norm else weight, requires_grad=False
+            )
 
 
 def random_weight(like: torch.Tensor, path: str, device: torch.device) -> torch.Tensor:

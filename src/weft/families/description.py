@@ -118,6 +118,12 @@ def read_rotary(config: Config, kind: str = "") -> Rotary:
     return Rotary(kind, str(rope.get("rope_type", "default")), float(rope.get("partial_rotary_factor", 1.0)))
 
 
+def read_window(config: Config) -> int | None:
+    """Keys a query sees where layers have a window; None where it is wider than any sample."""
+    window: int | None = config.get("sliding_window")
+    return None if window is None or window >= config.get("max_position_embeddings", 2**31) else window
+
+
 def _size(config: Config, key: str, where: str, default: int | None = None) -> int:
     value = config.get(key)
     if value is None and default is not None:

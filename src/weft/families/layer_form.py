@@ -25,6 +25,8 @@ SEPARATE: Sites = (
     ("mlp.down_proj",),
 )
 """Linears that read the same input, in the order of a layer."""
+JOINED: Sites = (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",))
+"""The same where one module has all outputs of a site."""
 
 
 @dataclass(frozen=True)

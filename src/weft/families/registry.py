@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from weft.families.description import Config, Decoder
-from weft.families.layer_form import SEPARATE
+from weft.families.layer_form import JOINED, SEPARATE
 from weft.families.llama import llama
 from weft.families.mistral import mistral
 from weft.families.qwen import qwen2, qwen3
@@ -17,7 +17,7 @@ FAMILIES: Mapping[str, Callable[[Config, str], Decoder]] = {
     "qwen3": qwen3,
 }
 """By transformers' model type."""
-LINEARS = tuple(path.rpartition(".")[2] for site in SEPARATE for path in site)
+LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED) for path in site))
 """What the linears of a layer are called in any family."""
 
 

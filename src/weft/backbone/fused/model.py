@@ -25,8 +25,9 @@ from weft.kernels.layers.rms_norm import RmsNorm
 from weft.kernels.layers.rotary import HeadNorms, Heads
 from weft.kernels.lora.tables import Site
 
-ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn")
-"""Rotary positions that do not depend on how long a sample is."""
+ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+"""Rotary positions that do not depend on how long a sample is; longrope's do beyond what `Backbone.max_positions`
+allows."""
 
 
 @dataclass(frozen=True)
