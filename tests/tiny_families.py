@@ -77,6 +77,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3_text": ("Gemma3Text", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": ("Phi3", SETTINGS),
+    "phi3_partial": (
+        "Phi3",
+        {**SETTINGS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
     "phi3_longrope": ("Phi3", {**SETTINGS, "original_max_position_embeddings": 32, "rope_parameters": _LONGROPE}),
     "opt": ("OPT", _OPT),
     "opt_projected": ("OPT", {**_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from weft.bench.shapes import SHAPES
+from weft.families.kept import kept_tensors
 from weft.families.layer_form import SEPARATE, LayerForm
 from weft.families.registry import FAMILIES, LINEARS, describe
 
@@ -51,10 +52,23 @@ def test_description_when_the_family_is_unknown_then_it_is_taken_for_llamas_like
         ("mistral", {"sliding_window": None}, [None, None]),
         ("qwen2", {"sliding_window": 8, "layer_types": SLIDING}, [8, None]),
         ("qwen3", {}, [None, None]),
+        ("phi3", {"sliding_window": 2047}, [2047, 2047]),
+        ("phi3", {"sliding_window": 262_144}, [None, None]),
     ],
 )
 def test_windows_when_a_family_has_them_then_on_its_layers_and_never_wider_than_a_sample(family, settings, windows):
     assert [layer.window for layer in described(family, **settings).layers] == windows
+
+
+def test_phi_when_described_then_one_module_is_a_whole_site():
+    sizes = described("phi3", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.75}).sizes
+    assert sizes.linears == {
+        "qkv_proj": (128, 64),
+        "o_proj": (64, 64),
+        "gate_up_proj": (256, 64),
+        "down_proj": (64, 128),
+    }
+    assert [tensor.width for tensor in kept_tensors(sizes, 16) if tensor.name == "s_qkv"] == [16]
 
 
 def test_shapes_of_the_bench_when_described_then_of_families_on_the_fast_path():

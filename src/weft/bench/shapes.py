@@ -78,6 +78,13 @@ class Shape:
         return self.layers * (attention + 3 * self.hidden * self.ffn) + self.hidden * self.vocabulary
 
 
+PHI = {"pad_token_id": 0}
+"""The default lies outside of smaller vocabularies."""
+PHI3 = {**PHI, "sliding_window": 2047}
+PHI4_MINI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+"""As far as samples of 4,096 tokens."""
+
+
 def _theta(base: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": base}
 
@@ -94,6 +101,11 @@ SHAPES = {
         Shape("qwen2.5-7b", "Qwen2", 3584, 18944, 28, 28, 4, 152064, _theta(1e6)),
         Shape("qwen3-8b", "Qwen3", 4096, 12288, 36, 32, 8, 151936, _theta(1e6)),
         Shape("mistral-7b", "Mistral", 4096, 14336, 32, 32, 8, 32768, _theta(1e6), extra={"sliding_window": None}),
+        Shape("phi-3-mini", "Phi3", 3072, 8192, 32, 32, 32, 32064, _theta(1e4), 96, 4096, extra=PHI3),
+        Shape(
+            "phi-4-mini", "Phi3", 3072, 8192, 32, 24, 8, 200064, PHI4_MINI_ROPE, positions=4096, tied=True, extra=PHI
+        ),
+        Shape("phi-4", "Phi3", 5120, 17920, 40, 40, 10, 100352, _theta(250000.0), positions=16384, extra=PHI),
         Shape("tinyllama-1.1b", "Llama", 2048, 5632, 22, 32, 4, 32000, head_size=64, positions=2048),
         Shape("tiny", "Llama", 64, 128, 2, 4, 2, 256, head_size=16, positions=2048),
     )

@@ -8,6 +8,7 @@ from weft.families.description import Config, Decoder
 from weft.families.layer_form import JOINED, SEPARATE
 from weft.families.llama import llama
 from weft.families.mistral import mistral
+from weft.families.phi3 import phi3
 from weft.families.qwen import qwen2, qwen3
 
 FAMILIES: Mapping[str, Callable[[Config, str], Decoder]] = {
@@ -15,6 +16,7 @@ FAMILIES: Mapping[str, Callable[[Config, str], Decoder]] = {
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "phi3": phi3,
 }
 """By transformers' model type."""
 LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED) for path in site))
