@@ -21,12 +21,13 @@ PUBLISHED = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
+    "gemma-3-4b": 3_880_263_168,
     "phi-3-mini": 3_821_079_552,
     "phi-4-mini": 3_836_021_760,
     "phi-4": 14_659_507_200,
     "tinyllama-1.1b": 1_100_048_384,
 }
-FAMILIES = ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b", "phi-4-mini"]
+FAMILIES = ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b", "gemma-3-4b", "phi-4-mini"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -38,7 +39,7 @@ def test_shape_when_built_then_has_the_published_number_of_parameters(name):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b", "phi-4-mini"]
+    "family", ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b", "gemma-3-4b", "phi-4-mini"]
 )
 def test_build_when_done_twice_then_models_are_equal_and_run(family):
     sizes = {"hidden": 32, "ffn": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "vocabulary": 50}

@@ -26,7 +26,7 @@ from weft.objectives.metrics import ACCURACY, LOSS, Score
 from weft.spec import AdapterSpec
 
 MODELS = ["llama", "llama_bias", "llama_tied", "llama_odd", "llama_llama3", "llama_yarn", "llama_linear"]
-MODELS += ["mistral", "qwen2", "qwen2_sliding", "qwen3", "phi3", "phi3_partial", "phi3_longrope"]
+MODELS += ["mistral", "qwen2", "qwen2_sliding", "qwen3", "gemma3_text", "phi3", "phi3_partial", "phi3_longrope"]
 """Tiny models, several of a family where their settings differ."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
 """Each has a tiny model of its own name."""

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from weft.bench.shapes import SHAPES
-from weft.families.kept import kept_tensors
+from weft.families.description import LayerKind, Rotary
+from weft.families.kept import kept_tensors, moved_names
 from weft.families.layer_form import SEPARATE, LayerForm
 from weft.families.registry import FAMILIES, LINEARS, describe
 
@@ -54,10 +55,21 @@ def test_description_when_the_family_is_unknown_then_it_is_taken_for_llamas_like
         ("qwen3", {}, [None, None]),
         ("phi3", {"sliding_window": 2047}, [2047, 2047]),
         ("phi3", {"sliding_window": 262_144}, [None, None]),
+        ("gemma3_text", {"sliding_window": 1024, "layer_types": SLIDING}, [1024, None]),
     ],
 )
 def test_windows_when_a_family_has_them_then_on_its_layers_and_never_wider_than_a_sample(family, settings, windows):
     assert [layer.window for layer in described(family, **settings).layers] == windows
+
+
+def test_gemma_when_described_then_each_kind_of_layer_has_its_own_positions():
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
+    decoder = described("gemma3_text", rope_parameters=rope, layer_types=SLIDING, query_pre_attn_scalar=64)
+    assert decoder.rotaries == (Rotary("full_attention", "linear"), Rotary("sliding_attention"))
+    assert decoder.layers == (LayerKind(None, 1), LayerKind(None, 0))
+    assert (decoder.attention_scale, decoder.embedding_scale) == (0.125, 8.0)
+    only = described("gemma3_text", rope_parameters=rope, layer_types=["full_attention"] * 2)
+    assert len(only.rotaries) == 1
 
 
 def test_phi_when_described_then_one_module_is_a_whole_site():
@@ -69,6 +81,12 @@ def test_phi_when_described_then_one_module_is_a_whole_site():
         "down_proj": (64, 128),
     }
     assert [tensor.width for tensor in kept_tensors(sizes, 16) if tensor.name == "s_qkv"] == [16]
+
+
+def test_moved_when_listed_then_only_what_a_family_has():
+    plain, normed = (moved_names(described(family).sizes) for family in ("llama", "gemma3_text"))
+    assert plain == ("x_TD", "mid_TD", "gu_TJ")
+    assert set(normed) - set(plain) == {"y_TD", "y_mid_TD", "raw_qkv_TE"}
 
 
 def test_shapes_of_the_bench_when_described_then_of_families_on_the_fast_path():

@@ -78,6 +78,11 @@ class Shape:
         return self.layers * (attention + 3 * self.hidden * self.ffn) + self.hidden * self.vocabulary
 
 
+GEMMA3_ROPE: Mapping[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+GEMMA3 = {"sliding_window": 1024, "query_pre_attn_scalar": 256}
 PHI = {"pad_token_id": 0}
 """The default lies outside of smaller vocabularies."""
 PHI3 = {**PHI, "sliding_window": 2047}
@@ -101,6 +106,7 @@ SHAPES = {
         Shape("qwen2.5-7b", "Qwen2", 3584, 18944, 28, 28, 4, 152064, _theta(1e6)),
         Shape("qwen3-8b", "Qwen3", 4096, 12288, 36, 32, 8, 151936, _theta(1e6)),
         Shape("mistral-7b", "Mistral", 4096, 14336, 32, 32, 8, 32768, _theta(1e6), extra={"sliding_window": None}),
+        Shape("gemma-3-4b", "Gemma3Text", 2560, 10240, 34, 8, 4, 262208, GEMMA3_ROPE, 256, 131072, True, GEMMA3),
         Shape("phi-3-mini", "Phi3", 3072, 8192, 32, 32, 32, 32064, _theta(1e4), 96, 4096, extra=PHI3),
         Shape(
             "phi-4-mini", "Phi3", 3072, 8192, 32, 24, 8, 200064, PHI4_MINI_ROPE, positions=4096, tied=True, extra=PHI

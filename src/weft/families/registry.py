@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from weft.families.description import Config, Decoder
+from weft.families.gemma3 import gemma3
 from weft.families.layer_form import JOINED, SEPARATE
 from weft.families.llama import llama
 from weft.families.mistral import mistral
@@ -17,6 +18,7 @@ FAMILIES: Mapping[str, Callable[[Config, str], Decoder]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "phi3": phi3,
+    "gemma3_text": gemma3,
 }
 """By transformers' model type."""
 LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED) for path in site))
