@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import (
@@ -24,9 +25,11 @@ from tiny_models import (
 )
 
 from weft.backbone.backbone import Backbone
-from weft.backbone.packed import PackedBatch
+from weft.backbone.judge import LossPass
+from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.scores import PendingScores
 from weft.data.dataset import JobData
+from weft.data.sample import Sample
 from weft.engine import microbatch as step_module
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, JobWarning, MicrobatchDone, StepDone
@@ -156,7 +159,7 @@ def test_step_when_a_loss_is_not_finite_then_is_left_out_and_neighbours_unharmed
         if bad.step == 2 and bad.step not in spoilt and rows.any():
             spoilt.add(bad.step)
             results_2N[0, rows] = math.inf
-        return PendingScores(results_2N, batch.counts, DeviceEvent(backbone.device))
+        return PendingScores(LossPass(results_2N, None), batch, DeviceEvent(backbone.device))
 
     backbone.launch = infinite  # type: ignore[method-assign]
     seen: list[Event] = []
@@ -243,7 +246,9 @@ def test_evaluation_when_a_microbatch_is_under_way_then_that_is_waited_for_first
 
 def test_sound_when_losses_are_not_finite_then_only_their_owners_hear_of_it():
     losses = torch.tensor([1.0, math.nan, 2.0, math.inf, 3.0, 4.0])
-    running = PendingScores(torch.stack([losses, losses]), (1, 1, 1, 1, 2), DeviceEvent(torch.device("cpu")))
+    samples = [Sample(np.arange(count + 1), np.ones(count + 1, dtype=bool)) for count in (1, 1, 1, 1, 2)]
+    batch = pack_samples([Placed(sample) for sample in samples], None, torch.device("cpu"))
+    running = PendingScores(LossPass(torch.stack([losses, losses]), None), batch, DeviceEvent(batch.device))
     assert running.finite([0, 1, 0, -1, 2], 3).tolist() == [1.0, 0.0, 1.0]
     assert running.finite([-1, 0, 1, 0, 1], 2).tolist() == [0.0, 1.0]
 

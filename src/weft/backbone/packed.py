@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from weft.adapters.routing import Rows, SlotRows, slot_rows
+from weft.backbone.judge import Judgement, find_judgements
 from weft.data.sample import Sample
 from weft.kernels.device import is_cpu, is_gpu
 from weft.kernels.device_event import sent
 from weft.kernels.dropout import row_keys
+from weft.objectives.objective import LikelihoodObjective
 
 ADAPTER_WINDOW = 64
 """Rows per adapter product on a CPU; it divides the tile of frozen products. Fixed, so that no row's result depends on
@@ -31,10 +33,12 @@ class Placed:
     sample: Sample
     slot: int | None = None
     weight: float = 1.0
-    """What each of its supervised tokens counts in the gradient: 1 / supervised tokens of the job's global batch."""
+    """What a supervised token of weight 1, or a whole group, counts in the gradient: 1 / the global batch's divisor."""
     dropout_key: int | None = None
     position: int = 0
     """Position of its first token; above 0 when earlier tokens are cached."""
+    objective: LikelihoodObjective | None = None
+    """Who weighs its tokens, where that takes their log-probabilities; its group's samples then follow each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +61,10 @@ class PackedBatch:
     weights: np.ndarray
     counts: tuple[int, ...]
     """Supervised rows of each segment; they lie in segment order in the N-long arrays."""
+    importance: np.ndarray | None
+    """What each supervised row counts beside others of its job; None where all count the same."""
+    judgements: tuple[Judgement, ...]
+    """Groups whose rows get their weights from log-probabilities."""
 
     @property
     def num_rows(self) -> int:
@@ -144,6 +152,8 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
     positions = np.zeros(num_rows, dtype=np.int64)
     keys = np.zeros(num_rows, dtype=np.int32)
     rows, targets, weights, counts = [], [], [], []
+    is_weighted = any(item.sample.weights is not None for item in placed)
+    importance: list[np.ndarray] = []
     for item, start, length in zip(placed, starts, lengths, strict=False):
         ids[start : start + length] = item.sample.tokens
         positions[start : start + length] = np.arange(item.position, item.position + length)
@@ -152,19 +162,23 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         predicted = np.flatnonzero(item.sample.supervised[1:]) + 1
         rows.append(predicted - 1 + start)
         targets.append(item.sample.tokens[predicted])
-        weights.append(np.full(len(predicted), item.weight, dtype=np.float32))
+        own = item.sample.weights
+        importance.append(np.ones(len(predicted)) if own is None else own[predicted])
+        weights.append((importance[-1] * item.weight).astype(np.float32))
         counts.append(len(predicted))
     return PackedBatch(
-        device,
-        ids,
-        positions,
-        keys,
-        any(item.dropout_key is not None for item in placed),
-        tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False)),
-        tuple(item.slot for item in placed),
-        row_tile is not None,
-        np.concatenate(rows).astype(np.int64),
-        np.concatenate(targets).astype(np.int64),
-        np.concatenate(weights).astype(np.float32),
-        tuple(counts),
+        device=device,
+        ids=ids,
+        positions=positions,
+        keys=keys,
+        drops=any(item.dropout_key is not None for item in placed),
+        segments=tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False)),
+        segment_slots=tuple(item.slot for item in placed),
+        is_tiled=row_tile is not None,
+        supervised=np.concatenate(rows).astype(np.int64),
+        targets=np.concatenate(targets).astype(np.int64),
+        weights=np.concatenate(weights).astype(np.float32),
+        counts=tuple(counts),
+        importance=np.concatenate(importance) if is_weighted else None,
+        judgements=find_judgements([item.objective for item in placed], counts, [item.weight for item in placed]),
     )

@@ -11,6 +11,7 @@ from weft.adapters.adapter import Adapter
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
 from weft.backbone.fused.memory import Memory
+from weft.backbone.judge import run_loss
 from weft.backbone.loss import BlockedLoss, head_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
@@ -49,21 +50,21 @@ class ReferencePath:
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile, through=through)
         rows_ND = hidden_TD.detach()[batch.supervised_N]
-        results_2N, grad_ND = self._loss(rows_ND, batch.targets_N, batch.weights_N)
-        assert grad_ND is not None
+        passed = run_loss(self._loss, rows_ND, batch.targets_N, batch.weights_N, batch.judgements)
+        assert passed.grad_ND is not None
         grad_TD = torch.zeros_like(hidden_TD)
-        grad_TD[batch.supervised_N] = grad_ND
+        grad_TD[batch.supervised_N] = passed.grad_ND
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
-        return PendingScores(results_2N, batch.counts, begun)
+        return PendingScores(passed, batch, begun)
 
     @torch.no_grad()
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
         begun = DeviceEvent(self._model.device)
         rows_ND = self.hidden(batch, row_tile)[batch.supervised_N]
-        results_2N, _ = self._loss(rows_ND, batch.targets_N)
-        return PendingScores(results_2N, batch.counts, begun)
+        passed = run_loss(self._loss, rows_ND, batch.targets_N, None, batch.judgements)
+        return PendingScores(passed, batch, begun)
 
     def hidden(
         self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None, *, through: bool = False

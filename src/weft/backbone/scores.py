@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from weft.backbone.judge import LossPass
+from weft.backbone.packed import PackedBatch
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
 from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Score
 
@@ -14,21 +16,36 @@ from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Score
 class PendingScores:
     """A microbatch that a device works on; to be made when all of its work has been asked for."""
 
-    def __init__(self, results_2N: torch.Tensor, counts: tuple[int, ...], begun: DeviceEvent) -> None:
-        """`results_2N`: loss and hit (1 or 0) of every supervised row; `counts`: supervised rows of each segment."""
-        self._results_2N = results_2N
-        self._counts = counts
+    def __init__(self, passed: LossPass, batch: PackedBatch, begun: DeviceEvent) -> None:
+        # Not all of it: the gradient's memory is needed again.
+        self._results_2N, self._judged = passed.results_2N, passed.judged
+        self._counts = batch.counts
+        self._importance = batch.importance
+        self._judgements = batch.judgements
         self._begun = begun
-        self._arrival = AsyncCopy(results_2N).begin()
+        measured = [torch.stack([judged.losses_G, *judged.metrics.values()]) for judged in passed.judged]
+        self._measured = [AsyncCopy(values).begin() for values in measured]
+        self._arrival = AsyncCopy(passed.results_2N).begin()
 
     def scores(self) -> list[Score]:
         """Each segment's score, over its own rows only; waits for the device."""
         losses, hits = self._arrival.get().double().numpy()
+        if self._importance is not None:
+            losses = losses * self._importance
         found: list[Score] = []
         for end, count in zip(np.cumsum(self._counts).tolist(), self._counts, strict=True):
             own = slice(end - count, end)
-            loss, accuracy = (MetricSum(float(rows[own].sum()), count) for rows in (losses, hits))
-            found.append({LOSS: loss, ACCURACY: accuracy})
+            weight = count if self._importance is None else float(self._importance[own].sum())
+            loss = MetricSum(float(losses[own].sum()), weight)
+            found.append({LOSS: loss, ACCURACY: MetricSum(float(hits[own].sum()), count)})
+        for judgement, judged, values in zip(self._judgements, self._judged, self._measured, strict=True):
+            for segment in judgement.bare:
+                found[segment] = {}
+            for segment in judgement.learners:
+                found[segment] = {ACCURACY: found[segment][ACCURACY]}
+            for segment, group in zip(judgement.leaders, values.get().double().t().tolist(), strict=True):
+                sums = {name: MetricSum(value, 1) for name, value in zip([LOSS, *judged.metrics], group, strict=True)}
+                found[segment] = {**found[segment], **sums}
         return found
 
     def losses(self) -> list[float]:
@@ -48,9 +65,12 @@ class PendingScores:
 
         `owners` names each segment's, below 0 where none asks. Known to the device alone: nobody waits.
         """
-        places_N = np.repeat(np.array(owners, dtype=np.int64) + 1, self._counts)
+        places = np.array(owners, dtype=np.int64).clip(min=-1) + 1
+        checked = [(np.repeat(places, self._counts), self._results_2N[0])]
+        for judgement, judged in zip(self._judgements, self._judged, strict=True):
+            checked.append((places[list(judgement.leaders)], judged.losses_G))
         device = self._results_2N.device
-        bad_N = (~torch.isfinite(self._results_2N[0])).float()
         bad_J = torch.zeros(num_owners + 1, device=device)
-        bad_J.index_add_(0, sent(torch.from_numpy(places_N.clip(min=0)), device), bad_N)
+        for owner, losses in checked:
+            bad_J.index_add_(0, sent(torch.from_numpy(owner), device), (~torch.isfinite(losses)).float())
         return (bad_J[1:] == 0).float()

@@ -20,6 +20,8 @@ from weft.data.sources import read_rows
 from weft.data.template import Renderer, Tokenizer
 from weft.data.tokenise import sample_of_tokens, tokenise
 from weft.errors import DataError
+from weft.objectives.objective import Objective
+from weft.objectives.registry import SUPERVISED, choose_objective
 from weft.spec.job import JobSpec
 
 
@@ -74,6 +76,8 @@ class Dataset:
 
     samples: tuple[Sample, ...]
     summary: DataSummary
+    objective: Objective = SUPERVISED
+    """What the samples are made for: each row became a group of as many samples as it says."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], source: str) -> Dataset:
@@ -84,18 +88,30 @@ class Dataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all tokens and masks; a resumed run compares it to notice changed data."""
+        """SHA-256 of all tokens, masks and weights, if any; a resumed run compares it to notice changed data."""
         digest = hashlib.sha256()
         for sample in self.samples:
             digest.update(sample.length.to_bytes(8, "little"))
             digest.update(sample.tokens.astype("<i4").tobytes())
             digest.update(sample.supervised.tobytes())
+            if sample.weights is not None:
+                digest.update(sample.weights.astype("<f8").tobytes())
         return digest.hexdigest()
 
+    @property
+    def num_groups(self) -> int:
+        """Rows that became samples."""
+        return len(self.samples) // self.objective.group_size
+
+    def group(self, index: int) -> tuple[Sample, ...]:
+        """The samples of one row."""
+        size = self.objective.group_size
+        return self.samples[index * size : (index + 1) * size]
+
     def subset(self, indices: Iterable[int]) -> Dataset:
-        """Some of the samples; the account of the rows stays that of the sources."""
-        samples = tuple(self.samples[i] for i in indices)
-        return Dataset(samples, replace(self.summary, **_measures(samples)))
+        """Some of the groups; the account of the rows stays that of the sources."""
+        samples = tuple(sample for i in indices for sample in self.group(i))
+        return replace(self, samples=samples, summary=replace(self.summary, **_measures(samples)))
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,7 @@ def load_dataset(
     sources: Sequence[str],
     tokenizer: Tokenizer,
     *,
+    objective: str = "auto",
     data_format: str = "auto",
     max_length: int,
     long_samples: str = "truncate",
@@ -121,39 +138,47 @@ def load_dataset(
     renderer = Renderer(tokenizer, chat_template, train_on_inputs)
     sieve = _Sieve(max_length, long_samples)
     formats: list[str] = []
-    num_rows, ignored_tools = 0, 0
-    for source in sources:
-        rows = read_rows(source, base_dir)
-        found, forms = convert_rows(rows, data_format)
+    read = [read_rows(source, base_dir) for source in sources]
+    columns = [row.values for rows in read for row in rows]
+    chosen = choose_objective(objective, columns)
+    ignored_tools = 0
+    for rows in read:
+        parts = [(row.where, part) for row in rows for part in chosen.parts(row.values, row.where)]
+        made = [Row(part.values, where) for where, part in parts]
+        found, forms = convert_rows(made, data_format)
         formats.append(found)
-        num_rows += len(rows)
         if renderer.ignores_tools:
             ignored_tools += sum(1 for form in forms if isinstance(form, Conversation) and form.tools)
-        for row, sample in zip(rows, make_samples(rows, forms, renderer), strict=True):
-            sieve.take(sample, row.where)
-    samples = sieve.result(", ".join(sources), num_rows)
-    note = f"the chat template has no place for tools: {ignored_tools:,} rows go without theirs"
+        pairs = zip(parts, make_samples(made, forms, renderer), strict=True)
+        samples = [sample.weighted(part.weight) for (_, part), sample in pairs]
+        for i, row in enumerate(rows):
+            sieve.take(samples[i * chosen.group_size : (i + 1) * chosen.group_size], row.where)
+    notes = _objective_notes(chosen, choose_objective("auto", columns))
+    if ignored_tools:
+        notes.append(f"the chat template has no place for tools: {ignored_tools:,} rows go without theirs")
+    kept = sieve.result(", ".join(sources), len(columns))
     summary = DataSummary(
         sources=tuple(sources),
         format=", ".join(dict.fromkeys(formats)),
-        num_rows=num_rows,
+        num_rows=len(columns),
         num_truncated=sieve.num_truncated,
         num_dropped_long=sieve.num_dropped_long,
         num_dropped_unsupervised=sieve.num_untrained + sieve.num_cut_off,
         length_limit=max_length,
-        notes=(note,) if ignored_tools else (),
-        **_measures(samples),
+        notes=tuple(notes),
+        **_measures(kept),
     )
-    return Dataset(samples, summary)
+    return Dataset(kept, summary, chosen)
 
 
 def load_job_data(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> JobData:
     """The training and evaluation data of a job; a fraction or count is split off by the job's seed."""
 
-    def load(sources: Sequence[str]) -> Dataset:
+    def load(sources: Sequence[str], objective: str) -> Dataset:
         return load_dataset(
             sources,
             tokenizer,
+            objective=objective,
             data_format=job.data_format,
             max_length=job.max_length,
             long_samples=job.long_samples,
@@ -162,11 +187,11 @@ def load_job_data(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> JobData
             base_dir=base_dir,
         )
 
-    train = load(job.train_data)
+    train = load(job.train_data, job.objective)
     if job.eval_data is None:
         return JobData(train, None)
     if isinstance(job.eval_data, tuple):
-        return JobData(train, load(job.eval_data))
+        return JobData(train, load(job.eval_data, train.objective.name))
     return _split(train, job.eval_data, job)
 
 
@@ -195,27 +220,28 @@ class _Sieve:
     num_cut_off: int = 0
     """Had something to learn, but only past max_length."""
 
-    def take(self, sample: Sample, where: str) -> None:
-        """Keeps, cuts or drops one sample; with long_samples `error` a long one is a DataError."""
-        if not sample.num_supervised:
+    def take(self, group: Sequence[Sample], where: str) -> None:
+        """Keeps, cuts or drops the samples of one row; with long_samples `error` a long one is a DataError."""
+        longest = max(sample.length for sample in group)
+        if not all(sample.num_supervised for sample in group):
             self.num_untrained += 1
-        elif sample.length <= self.max_length:
-            self.kept.append(sample)
+        elif longest <= self.max_length:
+            self.kept += group
         elif self.long_samples == "error":
             raise DataError(
-                f"has {sample.length:,} tokens, but max_length is {self.max_length:,}.",
+                f"has {longest:,} tokens, but max_length is {self.max_length:,}.",
                 where=where,
                 hint="Raise max_length, or set long_samples to truncate or drop.",
             )
         elif self.long_samples == "drop":
             self.num_dropped_long += 1
         else:
-            self._cut(sample.cut(self.max_length))
+            self._cut([sample.cut(self.max_length) for sample in group])
 
-    def _cut(self, sample: Sample) -> None:
-        if sample.num_supervised:
+    def _cut(self, group: Sequence[Sample]) -> None:
+        if all(sample.num_supervised for sample in group):
             self.num_truncated += 1
-            self.kept.append(sample)
+            self.kept += group
         else:
             self.num_cut_off += 1
 
@@ -232,8 +258,15 @@ class _Sieve:
         raise DataError(f"there are no supervised tokens to train on: of {num_rows:,} rows, {reasons}.", where=where)
 
 
+def _objective_notes(chosen: Objective, claimed: Objective) -> list[str]:
+    """What a summary says of the objective where it is not the usual one, or not the one the columns ask for."""
+    if chosen is not claimed:
+        return [f"objective {chosen.name}, though the columns are those of {claimed.name}"]
+    return [] if chosen is SUPERVISED else [f"objective {chosen.name}, by the columns"]
+
+
 def _split(data: Dataset, amount: float, job: JobSpec) -> JobData:
-    num_samples = len(data.samples)
+    num_samples = data.num_groups
     num_eval = round(num_samples * amount) if amount < 1 else int(amount)
     if not 1 <= num_eval < num_samples:
         side = "no sample to evaluate on" if num_eval < 1 else "no sample to train on"

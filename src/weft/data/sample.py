@@ -1,4 +1,4 @@
-"""One tokenised example: its token ids and which of them count in the loss."""
+"""One tokenised example: its token ids, which of them count in the loss, and how much."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Token ids and, for each, whether it counts in the loss; both arrays are read-only."""
+    """Token ids and, for each, whether and how much it counts in the loss; the arrays are read-only."""
 
     tokens: npt.NDArray[np.int32]
     """The token ids, [L]."""
     supervised: npt.NDArray[np.bool_]
     """Whether token i counts in the loss as a target, predicted from the tokens before it, [L]. Token 0 never does:
     nothing comes before it."""
+    weights: npt.NDArray[np.float64] | None = None
+    """What token i counts in the loss beside others of the job, [L]; a token of weight 0 is not supervised. None, also
+    where every weight is 1: all supervised tokens count the same."""
 
     def __post_init__(self) -> None:
         tokens = np.array(self.tokens, dtype=np.int32)
@@ -24,10 +27,15 @@ class Sample:
         assert tokens.ndim == 1, "a sample is one run of tokens"
         assert tokens.shape == supervised.shape, "tokens and supervised must have one length"
         supervised[:1] = False
-        tokens.setflags(write=False)
-        supervised.setflags(write=False)
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "supervised", supervised)
+        weights = None if self.weights is None else np.array(self.weights, dtype=np.float64)
+        if weights is not None:
+            assert weights.shape == tokens.shape and (weights >= 0).all(), "every token has a weight from 0 up"
+            supervised &= weights > 0
+            weights = None if (weights[supervised] == 1).all() else weights
+        for name, array in (("tokens", tokens), ("supervised", supervised), ("weights", weights)):
+            if array is not None:
+                array.setflags(write=False)
+            object.__setattr__(self, name, array)
 
     @property
     def length(self) -> int:
@@ -39,6 +47,19 @@ class Sample:
         """Number of tokens that count in the loss."""
         return int(self.supervised.sum())
 
+    @property
+    def total_weight(self) -> float:
+        """What its supervised tokens count together: their number, where all count the same."""
+        return self.num_supervised if self.weights is None else float(self.weights[self.supervised].sum())
+
     def cut(self, length: int) -> Sample:
         """The first `length` tokens."""
-        return Sample(self.tokens[:length], self.supervised[:length])
+        weights = None if self.weights is None else self.weights[:length]
+        return Sample(self.tokens[:length], self.supervised[:length], weights)
+
+    def weighted(self, weight: float) -> Sample:
+        """The same tokens, each counting `weight` times what it did."""
+        if weight == 1:
+            return self
+        before = np.ones(self.length) if self.weights is None else self.weights
+        return Sample(self.tokens, self.supervised, weight * before)

@@ -59,7 +59,8 @@ class GlobalBatch:
     """The samples between two optimizer steps."""
 
     samples: tuple[Sample, ...]
-    num_supervised: int
+    divisor: float
+    """What its loss is divided by."""
     num_tokens: int
 
 
@@ -77,7 +78,7 @@ class LiveJob:
         """It has had a slot in this engine, so its state is the one in memory."""
         self.has_heard = False
         """Its owner has been told that it waits."""
-        self.order = BatchSchedule.of(spec, len(data.train.samples))
+        self.order = BatchSchedule.of(spec, data.train.num_groups)
         self.longest = max(s.length for s in [*data.train.samples, *(data.eval.samples if data.eval else ())])
         """Tokens of the longest sample, evaluation included."""
         self.step = 0
@@ -141,7 +142,7 @@ class LiveJob:
         """The sample of a segment with all the backbone needs to know of it; changes nothing."""
         batch = self._batch(segment.step)
         key = mix(self.spec.seed, segment.step, segment.index)
-        return Placed(batch.samples[segment.index], self.slot, 1.0 / batch.num_supervised, key)
+        return Placed(batch.samples[segment.index], self.slot, 1.0 / batch.divisor, key)
 
     def add_score(self, segment: Segment, score: Score) -> None:
         """Counts one sample, which has run, and its score towards the current global batch."""
@@ -314,7 +315,8 @@ class LiveJob:
         if step not in self._batches:
             samples = tuple(self.data.train.samples[i] for i in self.order.batch(step))
             tokens = sum(s.length for s in samples)
-            self._batches[step] = GlobalBatch(samples, sum(s.num_supervised for s in samples), tokens)
+            divisor = self.data.train.objective.divisor([s.total_weight for s in samples])
+            self._batches[step] = GlobalBatch(samples, divisor, tokens)
         return self._batches[step]
 
 

@@ -12,6 +12,7 @@ from weft.spec.fields import above, at_least, between, setting, validate
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
+OBJECTIVES = ("auto", "supervised")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "report.html", "tensorboard")
@@ -32,6 +33,8 @@ class JobSpec:
     """A fraction below 1 or a count to split off the training data, or files. Default: no evaluation."""
     data_format: str = setting("auto", aliases=("format", "formatting"), choices=FORMATS)
     """Format of the rows; `auto` looks at their columns."""
+    objective: str = setting("auto", choices=OBJECTIVES)
+    """What the job learns by; `auto` looks at the columns of the rows."""
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"))

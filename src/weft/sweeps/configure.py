@@ -22,7 +22,15 @@ from weft.spec.sweep import SweepSpec
 
 MAX_CHECKED = 1000
 """Points of a grid that are checked one by one before the sweep starts; beyond them, every value at least once."""
-_DATA_SETTINGS = ("train_data", "eval_data", "data_format", "max_length", "long_samples", "train_on_inputs")
+_DATA_SETTINGS = (
+    "train_data",
+    "eval_data",
+    "objective",
+    "data_format",
+    "max_length",
+    "long_samples",
+    "train_on_inputs",
+)
 
 
 class Configurations:

@@ -20,6 +20,7 @@ from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.step import Passed, run_backward, run_forward
 from weft.backbone.fused.tiles import tile_for
+from weft.backbone.judge import run_loss
 from weft.backbone.loss import BLOCK, BlockedLoss, Head
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
@@ -84,18 +85,18 @@ class FusedPath:
         rows_N, targets_N, weights_N = self._supervised(batch)
         if not self._is_captured:
             passed = self._pass(batch, shape, row_tile, needs_grad=goes_back)
-            results_2N, grad_ND = self._loss(passed.hidden_TD[rows_N], targets_N, weights_N)
+            found = run_loss(self._loss, passed.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
             if goes_back:
-                assert grad_ND is not None
-                run_backward(passed, torch.zeros_like(passed.hidden_TD).index_copy_(0, rows_N, grad_ND))
-            return PendingScores(results_2N, batch.counts, begun)
+                assert found.grad_ND is not None
+                run_backward(passed, torch.zeros_like(passed.hidden_TD).index_copy_(0, rows_N, found.grad_ND))
+            return PendingScores(found, batch, begun)
         captured = self._replay(batch, shape, row_tile)
-        results_2N, grad_ND = self._loss(captured.hidden_TD[rows_N], targets_N, weights_N)
+        found = run_loss(self._loss, captured.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
         if goes_back:
-            assert grad_ND is not None
-            captured.grad_TD.zero_().index_copy_(0, rows_N, grad_ND)
+            assert found.grad_ND is not None
+            captured.grad_TD.zero_().index_copy_(0, rows_N, found.grad_ND)
             captured.backward.replay()
-        return PendingScores(results_2N, batch.counts, begun)
+        return PendingScores(found, batch, begun)
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
@@ -106,7 +107,8 @@ class FusedPath:
             hidden_TD = self._replay(batch, shape, row_tile).hidden_TD
         else:
             hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
-        return PendingScores(self._loss(hidden_TD[rows_N], targets_N)[0], batch.counts, begun)
+        found = run_loss(self._loss, hidden_TD[rows_N], targets_N, None, batch.judgements)
+        return PendingScores(found, batch, begun)
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in: whole tiles make up a capacity."""

@@ -1,0 +1,150 @@
+"""The loss of a microbatch: one weighted pass over its supervised rows, after a first one where weights depend on it.
+
+Rows whose weight is known go through the output head once. An objective that judges log-probabilities first gets those
+of its groups' rows; the weights it returns then count in the one weighted pass that all rows share. Nothing waits for
+the device, and each row's weight comes from its own group, so neighbours keep their bits.
+Shape suffixes: N supervised rows of the microbatch or of some groups, G groups, M samples of a group, S = G · M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.backbone.loss import BlockedLoss
+from weft.kernels.device_event import sent
+from weft.objectives.objective import Judged, LikelihoodObjective
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """The groups of one objective in a microbatch."""
+
+    objective: LikelihoodObjective
+    learners: tuple[int, ...]
+    """Segments that learn, group by group; the group's loss and metrics are counted to its first."""
+    bare: tuple[int, ...]
+    """The same samples' segments without an adapter, where the objective reads them; nothing is counted to these."""
+    rows: np.ndarray
+    """Supervised rows that learn, among all of the microbatch; group by group."""
+    references: np.ndarray | None
+    """The same tokens' rows without an adapter, in the same order."""
+    lengths: np.ndarray
+    """Supervised rows of each sample (S)."""
+    shares: np.ndarray
+    """What each row's group counts in its job's loss: 1 / divisor of the global batch."""
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first segment of each group."""
+        return self.learners[:: self.objective.group_size]
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """`GroupRows` of one judgement."""
+
+    logprobs_N: torch.Tensor
+    references_N: torch.Tensor | None
+    lengths_S: torch.Tensor
+    group_size: int
+
+    def sums(self, values_N: torch.Tensor) -> torch.Tensor:
+        """The sum over each sample's rows (G, M): one after the other, whatever lies beside them."""
+        sums_S = torch.segment_reduce(values_N, "sum", lengths=self.lengths_S, unsafe=True, initial=0)
+        return sums_S.view(-1, self.group_size)
+
+    def spread(self, values_GM: torch.Tensor) -> torch.Tensor:
+        """Every sample's value on each of its rows (N)."""
+        return values_GM.flatten().repeat_interleave(self.lengths_S, output_size=len(self.logprobs_N))
+
+
+@dataclass(frozen=True, eq=False)
+class LossPass:
+    """What the supervised rows of a microbatch came to."""
+
+    results_2N: torch.Tensor
+    """Losses and hits."""
+    grad_ND: torch.Tensor | None
+    judged: tuple[Judged, ...] = ()
+    """Of each judgement of the batch."""
+
+
+def run_loss(
+    loss: BlockedLoss,
+    hidden_ND: torch.Tensor,
+    targets_N: torch.Tensor,
+    weights_N: torch.Tensor | None,
+    judgements: Sequence[Judgement],
+) -> LossPass:
+    """Losses and hits of all rows and, given weights, the gradient; judged rows get theirs from their objective."""
+    judged = []
+    for judgement in judgements:
+        groups, rows_N = _groups(judgement, loss, hidden_ND, targets_N)
+        found = judgement.objective.judge(groups)
+        judged.append(found)
+        if weights_N is not None:
+            shares_N = sent(torch.from_numpy(judgement.shares), hidden_ND.device)
+            weights_N = weights_N.index_copy(0, rows_N, found.weights_N * shares_N)
+    results_2N, grad_ND = loss(hidden_ND, targets_N, weights_N)
+    return LossPass(results_2N, grad_ND, tuple(judged))
+
+
+def _groups(
+    judgement: Judgement, loss: BlockedLoss, hidden_ND: torch.Tensor, targets_N: torch.Tensor
+) -> tuple[Groups, torch.Tensor]:
+    """Log-probabilities of the groups' rows, by a first pass over them only; and which rows learn."""
+    device, num_rows = hidden_ND.device, len(judgement.rows)
+    both = judgement.rows if judgement.references is None else np.concatenate([judgement.rows, judgement.references])
+    both_N = sent(torch.from_numpy(both), device)
+    (losses_N, _), _ = loss(hidden_ND[both_N], targets_N[both_N])
+    references_N = None if judgement.references is None else -losses_N[num_rows:]
+    lengths_S = sent(torch.from_numpy(judgement.lengths), device)
+    groups = Groups(-losses_N[:num_rows], references_N, lengths_S, judgement.objective.group_size)
+    return groups, both_N[:num_rows]
+
+
+def find_judgements(
+    objectives: Sequence[LikelihoodObjective | None], counts: Sequence[int], weights: Sequence[float]
+) -> tuple[Judgement, ...]:
+    """The groups of segments whose weights depend on log-probabilities.
+
+    Given per segment: its objective, if it has such a one, its supervised rows, and its share of the loss. A group's
+    segments follow each other: first those that learn, then, where the objective reads them, the same without adapter.
+    """
+    found: dict[int, list[int]] = {}
+    for segment, objective in enumerate(objectives):
+        if objective is not None:
+            found.setdefault(id(objective), []).append(segment)
+    return tuple(_judgement(segments, objectives, counts, weights) for segments in found.values())
+
+
+def _judgement(
+    segments: list[int],
+    objectives: Sequence[LikelihoodObjective | None],
+    counts: Sequence[int],
+    weights: Sequence[float],
+) -> Judgement:
+    objective = objectives[segments[0]]
+    assert objective is not None
+    size = objective.group_size
+    whole = size * (1 + objective.reads_reference)
+    assert len(segments) % whole == 0, "a group shares a microbatch"
+    ends = np.cumsum(counts)
+    rows = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    learning = [s for place, s in enumerate(segments) if place % whole < size]
+    others = [s for place, s in enumerate(segments) if place % whole >= size]
+    lengths = np.array([counts[s] for s in learning], dtype=np.int64)
+    assert not others or lengths.tolist() == [counts[s] for s in others], "a reference has its sample's tokens"
+    return Judgement(
+        objective=objective,
+        learners=tuple(learning),
+        bare=tuple(others),
+        rows=np.concatenate([rows[s] for s in learning]).astype(np.int64),
+        references=np.concatenate([rows[s] for s in others]).astype(np.int64) if others else None,
+        lengths=lengths,
+        shares=np.repeat(np.array([weights[s] for s in learning], dtype=np.float32), lengths),
+    )

@@ -1,0 +1,91 @@
+"""What an objective is: how a row becomes samples, what their tokens count, and what is measured.
+
+The layer lies below data, so that all that reads rows can ask it: an objective meets a row as plain columns, which it
+hands on as one or more rows that data's formats read. It knows no form of a row and no sample. What it says of a loss
+is in plain numbers, or in tensors whose methods it calls; torch is never imported here. Shape suffixes: N supervised
+rows, G groups, M samples of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sample of a row, as the columns that data's formats read."""
+
+    values: Mapping[str, Any]
+    weight: float = 1.0
+    """What its supervised tokens count, beside those of other samples; 0 leaves the sample out."""
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What a job learns by. The weights of its tokens are known before the forward pass."""
+
+    name: ClassVar[str]
+    group_size: ClassVar[int]
+    """Samples of a row. They form a group, which always shares a microbatch; a global batch counts groups."""
+
+    def claims(self, values: Mapping[str, Any]) -> bool:
+        """Whether a row's columns ask for this objective, where a job names none."""
+        ...
+
+    def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
+        """The samples of a row; a column that is wrong is a DataError at `where`."""
+        ...
+
+    def divisor(self, sample_weights: Sequence[float]) -> float:
+        """What the loss of a global batch is divided by; per sample, what its supervised tokens weigh together."""
+        ...
+
+
+class GroupRows(Protocol):
+    """The supervised rows of whole groups on the device: group by group, sample by sample."""
+
+    @property
+    def logprobs_N(self) -> Tensor:
+        """fp32, of the tokens as the job's adapter predicts them."""
+        ...
+
+    @property
+    def references_N(self) -> Tensor | None:
+        """The same without any adapter, where the objective asks for them."""
+        ...
+
+    def sums(self, values_N: Tensor) -> Tensor:
+        """The sum over each sample's rows (G, M), in an order that no neighbour changes."""
+        ...
+
+    def spread(self, values_GM: Tensor) -> Tensor:
+        """Every sample's value on each of its rows (N)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What an objective makes of groups."""
+
+    losses_G: Tensor
+    weights_N: Tensor
+    """-dloss / dlogprob of every row: what the row's cross entropy counts in the gradient of its group's loss."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Whatever else it measures (G), by name."""
+
+
+@runtime_checkable
+class LikelihoodObjective(Objective, Protocol):
+    """An objective whose weights depend on log-probabilities, so its rows go through the output head twice."""
+
+    reads_reference: ClassVar[bool]
+    """Whether a group's samples also run without any adapter, behind the group's own and in the same microbatch."""
+
+    def judge(self, groups: GroupRows) -> Judged:
+        """Loss and row weights of all groups of a microbatch, on the device: nothing here may wait for it."""
+        ...

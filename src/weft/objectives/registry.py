@@ -1,0 +1,23 @@
+"""The objectives there are, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weft.objectives.objective import Objective
+from weft.objectives.supervised import Supervised
+
+SUPERVISED = Supervised()
+OBJECTIVES: dict[str, Objective] = {
+    "supervised": SUPERVISED,
+}
+"""By the name that `objective` of a job has; where it is `auto`, the first whose columns are found is chosen."""
+
+
+def choose_objective(name: str, rows: Iterable[Mapping[str, Any]]) -> Objective:
+    """The objective of that name, or for `auto` the first that any of the rows asks for."""
+    if name != "auto":
+        return OBJECTIVES[name]
+    seen = list(rows)
+    return next((o for o in OBJECTIVES.values() if any(o.claims(values) for values in seen)), SUPERVISED)

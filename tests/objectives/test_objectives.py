@@ -1,0 +1,69 @@
+"""What every objective keeps to, so that data, planner, backbone and engine can treat them alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pair_objective import PAIRS
+
+from weft.backbone.judge import Groups
+from weft.data.formats import convert_rows
+from weft.data.row import Row
+from weft.objectives.objective import LikelihoodObjective, Objective
+from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
+from weft.spec.job import OBJECTIVES as NAMES
+
+EVERY: dict[str, Objective] = {**OBJECTIVES, "pairs": PAIRS}
+"""The registered ones, and one that weighs by log-probabilities."""
+ROWS = {
+    "supervised": {"prompt": "a", "completion": "b"},
+    "pairs": {"prompt": "a", "better": "b", "worse": "c"},
+}
+"""A row that asks for each."""
+
+
+def test_registry_when_compared_with_the_setting_then_both_name_the_same():
+    assert ("auto", *sorted(OBJECTIVES)) == ("auto", *sorted(NAMES[1:])) and NAMES[0] == "auto"
+    assert all(objective.name == name and isinstance(objective, Objective) for name, objective in EVERY.items())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_row_when_an_objective_reads_it_then_becomes_its_group_of_rows_that_formats_read(name):
+    objective, row = EVERY[name], ROWS[name]
+    before = dict(row)
+    assert objective.claims(row)
+    parts = objective.parts(row, "rows.jsonl line 1")
+    assert len(parts) == objective.group_size and row == before
+    assert all(part.weight >= 0 for part in parts)
+    _, forms = convert_rows([Row(part.values, "rows.jsonl line 1") for part in parts], "auto")
+    assert len(forms) == objective.group_size
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_divisor_when_samples_are_there_then_is_positive_and_their_order_does_not_matter(name):
+    objective = EVERY[name]
+    weights = [3.0, 1.0, 2.5, 7.0, 0.5, 4.0]
+    assert objective.divisor(weights) == objective.divisor(weights[::-1]) > 0
+
+
+@pytest.mark.parametrize("name", [name for name, o in EVERY.items() if isinstance(o, LikelihoodObjective)])
+def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_loss(name):
+    objective = EVERY[name]
+    assert isinstance(objective, LikelihoodObjective)
+    generator = torch.Generator().manual_seed(0)
+    lengths_S = torch.tensor([3, 1, 4, 2][: 2 * objective.group_size])
+    logprobs_N, references_N = -torch.rand(2, int(lengths_S.sum()), generator=generator) * 5
+    logprobs_N.requires_grad_()
+    read = references_N if objective.reads_reference else None
+    judged = objective.judge(Groups(logprobs_N, read, lengths_S, objective.group_size))
+    judged.losses_G.sum().backward()
+    assert judged.losses_G.shape == (2,) and all(values.shape == (2,) for values in judged.metrics.values())
+    torch.testing.assert_close(judged.weights_N.detach(), -logprobs_N.grad)
+
+
+def test_choice_when_no_objective_is_named_then_any_row_may_ask_for_one(monkeypatch):
+    monkeypatch.setattr("weft.objectives.registry.OBJECTIVES", {"pairs": PAIRS, **OBJECTIVES})
+    plain, paired = ROWS["supervised"], ROWS["pairs"]
+    assert choose_objective("auto", [plain, plain]) is SUPERVISED
+    assert choose_objective("auto", [plain, paired]) is PAIRS
+    assert choose_objective("supervised", [paired]) is SUPERVISED
