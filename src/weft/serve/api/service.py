@@ -54,7 +54,7 @@ class ApiService:
     is_draining: bool = False
     touched: dict[str, float] = field(default_factory=dict)
     """When this process last noted that a key was used, by the key's id."""
-    checked: dict[tuple[str, str, int | None], int] = field(default_factory=dict)
+    checked: dict[tuple[str | int | None, ...], int] = field(default_factory=dict)
     """The number of samples in files that passed the check, by blob, requested format and fewest lines."""
 
     def __post_init__(self) -> None:

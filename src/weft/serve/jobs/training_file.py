@@ -14,6 +14,7 @@ from weft.data.formats import convert_rows
 from weft.data.json_rows import parse_json
 from weft.data.row import BOM, Row, decode
 from weft.errors import DataError
+from weft.objectives.registry import choose_objective
 from weft.serve.settings import ServiceLimits
 from weft.spec.fields import describe
 
@@ -44,6 +45,7 @@ def check_training_file(
     limits: ServiceLimits,
     *,
     data_format: str | None = "auto",
+    objective: str = "auto",
     min_samples: int | None = None,
 ) -> Report:
     """Checks the whole file; with `data_format` None it only checks that each line is an object."""
@@ -57,7 +59,8 @@ def check_training_file(
                 continue
             count += 1
             if data_format is not None:
-                found, _ = convert_rows([row], data_format)
+                parts = choose_objective(objective, [row.values]).parts(row.values, row.where)
+                found, _ = convert_rows([Row(part.values, row.where) for part in parts], data_format)
                 if chosen not in (None, found):
                     raise DataError(f"is in the {found} format, but the lines before it are {chosen}.", where=row.where)
                 chosen = found

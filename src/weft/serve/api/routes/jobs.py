@@ -161,10 +161,10 @@ def _columns(service: ApiService, user: Caller, body: CreateJob) -> dict[str, An
     _build(spec.job_settings(spec.resolve(given, 1), extra), body)
     train = find_training_file(service, user, body.training_file, "training_file")
     valid = body.validation_file and find_training_file(service, user, body.validation_file, "validation_file")
-    data_format = str(extra.get("data_format", "auto"))
-    num_samples = _check_file(service, train, "training_file", data_format)
+    reading = {name: str(extra.get(name, "auto")) for name in ("data_format", "objective")}
+    num_samples = _check_file(service, train, "training_file", reading)
     if valid:
-        _check_file(service, valid, "validation_file", data_format, min_samples=1)
+        _check_file(service, valid, "validation_file", reading, min_samples=1)
     resolved = spec.resolve(given, num_samples)
     settings = spec.job_settings(resolved, extra)
     planned = quota.guess_tokens(_build(settings, body), num_samples, train["bytes"])
@@ -239,16 +239,16 @@ def _build(settings: Mapping[str, Any], body: CreateJob) -> JobSpec:
 
 
 def _check_file(
-    service: ApiService, file: DbRow, param: str, data_format: str, *, min_samples: int | None = None
+    service: ApiService, file: DbRow, param: str, reading: Mapping[str, str], *, min_samples: int | None = None
 ) -> int:
     """Checks a file and returns its number of samples; a blob never changes, so each is read once."""
-    asked = (file["blob"], data_format, min_samples)
+    asked = (file["blob"], *reading.values(), min_samples)
     known = service.checked.get(asked)
     if known is not None:
         return known
     with service.blobs.open(file["blob"]) as stream:
         report = check_training_file(
-            stream, file["filename"], service.settings.limits, data_format=data_format, min_samples=min_samples
+            stream, file["filename"], service.settings.limits, **reading, min_samples=min_samples
         )
     refuse_problems(report, param)
     if len(service.checked) >= MAX_CHECKED:
