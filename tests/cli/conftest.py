@@ -6,28 +6,16 @@ import io
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tiny_adapters import LEAVES, SHOUTING, tiny_tensors
+from verb_result import Result, Weft
 
 from weft.cli.main import main
 from weft.demo.skills import SKILLS
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Weft = Callable[..., Result]
 
 
 class Terminal(io.StringIO):

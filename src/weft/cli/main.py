@@ -12,23 +12,23 @@ import typer
 from rich.console import Console
 
 from weft import __version__, faults
-from weft.cli.bench import bench
-from weft.cli.chat import chat
+from weft.cli.adapters.chat import chat
+from weft.cli.adapters.evaluate import evaluate
+from weft.cli.adapters.export import export, merge
+from weft.cli.adapters.generate import generate
 from weft.cli.config import config
 from weft.cli.demo import demo
 from weft.cli.doctor import doctor
-from weft.cli.evaluate import evaluate
-from weft.cli.export import export, merge
-from weft.cli.generate import generate
 from weft.cli.init import init
-from weft.cli.keys import keys
+from weft.cli.measure.bench import bench
+from weft.cli.measure.profile import profile
+from weft.cli.measure.tune import tune
 from weft.cli.plan import plan
-from weft.cli.profile import profile
-from weft.cli.serve import serve
+from weft.cli.service.keys import keys
+from weft.cli.service.serve import serve
+from weft.cli.service.worker import worker
 from weft.cli.sweep import sweep
 from weft.cli.train import train
-from weft.cli.tune import tune
-from weft.cli.worker import worker
 from weft.errors import WeftError
 
 app = typer.Typer(

@@ -31,7 +31,7 @@ from worker_bench import Bench
 import weft.serve.jobs.leases
 import weft.serve.worker.prepare
 from weft import faults
-from weft.cli.worker import StopSignals
+from weft.cli.service.worker import StopSignals
 from weft.engine.microbatch import MicrobatchInFlight
 from weft.job_state import FINAL_STATES
 from weft.serve.blobs import Blobs

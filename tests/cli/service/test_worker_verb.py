@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from weft.cli import worker as verb
-from weft.cli.worker import AT_ONCE, REPEAT_S, StopSignals, worker
+from weft.cli.service import worker as verb
+from weft.cli.service.worker import AT_ONCE, REPEAT_S, StopSignals, worker
 from weft.errors import ConfigError, MissingExtraError, WeftError
 
 

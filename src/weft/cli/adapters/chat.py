@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.generate import (
+from weft.cli.adapters.generate import (
     Adapters,
     BaseModel,
     Device,

@@ -15,11 +15,10 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Result
+from verb_result import Weft
 
-from weft.cli.serve import API_NICE
+from weft.cli.service.serve import API_NICE
 
-Weft = Callable[..., Result]
 ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "HI"}]}\n' * 4
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.serve import DbUrl, StoreUrl
+from weft.cli.service.serve import DbUrl, StoreUrl
 from weft.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.generate import Adapters, BaseModel, Device, Dtype, load_voices
+from weft.cli.adapters.generate import Adapters, BaseModel, Device, Dtype, load_voices
 from weft.errors import ConfigError, DataError, closest
 
 if TYPE_CHECKING:

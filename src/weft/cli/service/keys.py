@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.serve import DataDir, DbUrl, need_serve, open_home
+from weft.cli.service.serve import DataDir, DbUrl, need_serve, open_home
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from weft.backbone.load import load_tokenizer
-from weft.cli import chat as chat_verb
+from weft.cli.adapters import chat as chat_verb
 from weft.data.prompts import prompt_of_chat
 from weft.inference.attach import Attached, load_with_adapters
 from weft.inference.generate import Decoding

@@ -156,7 +156,7 @@ def sweep(json: JsonFile = None) -> None:
 def serve(json: JsonFile = None) -> None:
     """The service under load: 1,000 jobs in the queue and 200 clients that poll while a worker trains."""
     from weft.bench.serve import PARTS, TARGETS
-    from weft.cli.serve import need_serve
+    from weft.cli.service.serve import need_serve
 
     need_serve()
     _measure_parts(PARTS, TARGETS, json)

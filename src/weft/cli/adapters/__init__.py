@@ -1,0 +1,1 @@
+"""Verbs that use trained adapters: chat, generate, eval, export and merge."""

@@ -1,0 +1,1 @@
+"""Verbs that measure this machine: bench, profile and tune."""
