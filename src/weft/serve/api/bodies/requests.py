@@ -62,7 +62,7 @@ class Supervised(Body):
     hyperparameters: Hyperparameters | None = None
 
 
-class Method(BaseModel):
+class MethodBody(BaseModel):
     """How to learn; `dpo` and `reinforcement` are known and refused."""
 
     model_config = ConfigDict(extra="allow")
@@ -94,7 +94,7 @@ class CreateJob(Body):
     validation_file: Annotated[StrictStr, Field(min_length=1, max_length=64)] | None = None
     suffix: Annotated[StrictStr, Field(pattern=SUFFIX)] | None = None
     seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] | None = None
-    method: Method | None = None
+    method: MethodBody | None = None
     hyperparameters: Hyperparameters | None = None
     integrations: list[Integration] | None = Field(default=None, max_length=5)
     metadata: dict[str, StrictStr] | None = None
