@@ -133,6 +133,11 @@ def launch_bare() -> None:
         rotary.rotate_grad_kernel(*parts, half, half, heads, norms, qkv_TE)
     rotary.rotate_kernel(qkv_TE, half[:, :48], half[:, :48], heads, None, None)
     rotary.rotate_grad_kernel(*parts, half[:, :48], half[:, :48], heads, None, None)
+    gemma, turns, norms = rotary.Heads(8, 4, 256), zeros(NUM_ROWS, 128, dtype=torch.float32), zeros(256).float()
+    exact_heads = rotary.HeadNorms(norms, norms, 1e-6, False)
+    wide_TE, wide = zeros(NUM_ROWS, 16 * 256), [zeros(NUM_ROWS, number, 256) for number in (8, 4, 4)]
+    rotary.rotate_kernel(wide_TE, turns, turns, gemma, exact_heads, None)
+    rotary.rotate_grad_kernel(*wide, turns, turns, gemma, exact_heads, wide_TE)
     for activation in ("silu", "gelu_tanh"):
         gated.gated_kernel(gu, activation)
         rounded_gated.rounded_gated_kernel(gu, activation)
@@ -148,7 +153,6 @@ def launch_bare() -> None:
     fp8.dequantise_kernel(q_TK, scale_T, torch.bfloat16)
     nf4.dequantise_nf4_kernel(nf4.quantise_nf4(zeros(2, HIDDEN)), torch.bfloat16)
     # Of Gemma 3, then of Llama.
-    wide = [zeros(NUM_ROWS, number, 256) for number in (8, 4, 4)]
     for window, qkv in ((None, wide), (1024, wide), (None, parts), (512, parts)):
         blocks = attention.AttentionBlocks(zeros(4, 4, dtype=torch.int32), ())
         out_THC, lse_HT = attention.attend_kernel(*qkv, blocks, 0.1, window)

@@ -116,7 +116,8 @@ def _target(qkv_TE: torch.Tensor, norms: HeadNorms | None, out_TE: torch.Tensor 
 
 
 TURN_ROWS = 32
-"""Rows of a program: with heads of 128 each of its 128 threads has 32 numbers of a head and 32 of cos and sin."""
+"""Rows of a program: with heads of 128 each of its 128 threads has 32 numbers of a head and 32 of cos and sin. Wider
+heads have fewer rows."""
 TURN_HEADS = 4
 """Heads a program takes one after another, so that cos and sin, in fp32 as large as a head, are read once for four."""
 
@@ -274,8 +275,9 @@ def _rotate_grad(  # type: ignore[no-untyped-def]
 
 
 def _blocks(heads: Heads, half: int) -> dict[str, int]:
-    widths = {"BN": max(16, next_power_of_2(half)), "BR": max(16, next_power_of_2(heads.size - 2 * half))}
-    return {"SIZE": heads.size, "HALF": half, "HEADS": TURN_HEADS, "BM": TURN_ROWS, **widths, "num_warps": 4}
+    width, rest = (max(16, next_power_of_2(number)) for number in (half, heads.size - 2 * half))
+    rows = TURN_ROWS // max(1, width // 64)
+    return {"SIZE": heads.size, "HALF": half, "HEADS": TURN_HEADS, "BM": rows, "BN": width, "BR": rest, "num_warps": 4}
 
 
 def rotate_kernel(
@@ -292,7 +294,8 @@ def rotate_kernel(
     wq_C, wk_C, eps, rounds_first = norms or HeadNorms(cos_TF, cos_TF, 0.0)
     # In place there is nothing to do to v.
     num_heads = heads.num - (heads.num_kv if target_TE is qkv_TE else 0)
-    _rotate[(cdiv(num_rows, TURN_ROWS), cdiv(num_heads, TURN_HEADS))](
+    blocks = _blocks(heads, cos_TF.shape[1])
+    _rotate[(cdiv(num_rows, blocks["BM"]), cdiv(num_heads, TURN_HEADS))](
         qkv_TE,
         target_TE,
         cos_TF,
@@ -310,7 +313,7 @@ def rotate_kernel(
         HAS_NORMS=norms is not None,
         ROUNDS_FIRST=rounds_first,
         IN_PLACE=target_TE is qkv_TE,
-        **_blocks(heads, cos_TF.shape[1]),
+        **blocks,
     )
     return target_TE
 
@@ -332,7 +335,8 @@ def rotate_grad_kernel(
     wq_C, wk_C, eps, _ = norms or HeadNorms(cos_TF, cos_TF, 0.0)
     raw_TE = out_TE if qkv_TE is None else qkv_TE
     strides = [d.stride(i) for d in (dq_THC, dk_TKC, dv_TKC) for i in (0, 1)]
-    _rotate_grad[(cdiv(num_rows, TURN_ROWS), cdiv(heads.num, TURN_HEADS))](
+    blocks = _blocks(heads, cos_TF.shape[1])
+    _rotate_grad[(cdiv(num_rows, blocks["BM"]), cdiv(heads.num, TURN_HEADS))](
         dq_THC,
         dk_TKC,
         dv_TKC,
@@ -352,7 +356,7 @@ def rotate_grad_kernel(
         heads.num,
         eps,
         HAS_NORMS=norms is not None,
-        **_blocks(heads, cos_TF.shape[1]),
+        **blocks,
     )
     return out_TE
 
