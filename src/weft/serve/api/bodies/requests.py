@@ -56,7 +56,7 @@ class Hyperparameters(Body):
     ) = "auto"
 
 
-class Supervised(Body):
+class SupervisedBody(Body):
     """The one objective there is."""
 
     hyperparameters: Hyperparameters | None = None
@@ -67,7 +67,7 @@ class MethodBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     type: Literal["supervised", "dpo", "reinforcement"]
-    supervised: Supervised | None = None
+    supervised: SupervisedBody | None = None
 
 
 class Wandb(Body):
