@@ -23,7 +23,7 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-sdks $(VENV)/.installed-browser
 # On a machine with a CUDA device, in the Python that has torch and Triton for it: `make test-gpu GPU_PYTHON=python3`.
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
-	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -m gpu tests/gpu -p no:benchmark
+	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

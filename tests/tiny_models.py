@@ -152,7 +152,7 @@ def finish(engine: Engine, on_event: Callable[[Engine, Event], None] | None = No
             on_event(engine, event)
     return {
         name: Outcome(
-            job.adapter.tensors(),
+            engine.executor.adapter_of(name),
             str(job.state),
             None if job.reason is None else job.reason.text,
             [event.loss for event in told.get(name, [])],

@@ -150,7 +150,7 @@ def test_neighbours_when_a_job_turns_nan_on_a_quantised_backbone_then_unharmed_a
 
     def damage(engine: Engine, event: Event) -> None:
         if isinstance(event, StepDone) and (event.job, event.step) == ("job1", 1):
-            engine.jobs["job1"].adapter.groups["b"].params[5] = math.nan
+            engine.executor.jobs["job1"].weights.adapter.groups["b"].params[5] = math.nan
 
     outcomes = train(backbone, jobs(), on_event=damage)
     assert outcomes["job1"].state == "failed"

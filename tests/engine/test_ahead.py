@@ -30,11 +30,10 @@ from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.scores import PendingScores
 from weft.data.dataset import JobData
 from weft.data.sample import Sample
-from weft.engine import microbatch as step_module
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, JobWarning, MicrobatchDone, StepDone
-from weft.engine.microbatch import MicrobatchInFlight
 from weft.errors import JobError
+from weft.execute import microbatch as step_module
 from weft.job_state import JobState
 from weft.kernels.device_event import DeviceEvent
 
@@ -153,8 +152,9 @@ def test_step_when_a_loss_is_not_finite_then_is_left_out_and_neighbours_unharmed
 
     def infinite(batch: PackedBatch, row_tile: int | None) -> PendingScores:
         running, bad = launch(batch, row_tile), engine.jobs["bad"]
+        bad_slot = engine.executor.jobs["bad"].weights.slot
         owned = list(zip(batch.counts, batch.segment_slots, strict=True))
-        rows = torch.cat([torch.full((count,), slot == bad.slot) for count, slot in owned])
+        rows = torch.cat([torch.full((count,), slot == bad_slot) for count, slot in owned])
         results_2N = running._results_2N.clone()
         if bad.step == 2 and bad.step not in spoilt and rows.any():
             spoilt.add(bad.step)
@@ -173,7 +173,7 @@ def test_step_when_a_loss_is_not_finite_then_is_left_out_and_neighbours_unharmed
 
 def test_run_when_memory_ends_as_steps_are_begun_then_their_global_batches_run_again(expected, monkeypatch):
     """Their microbatch has run and has not been counted."""
-    real, calls = step_module.begin_steps, []
+    real, calls = step_module.take_steps, []
 
     def begin(*given: Any) -> Any:
         calls.append(given)
@@ -181,7 +181,7 @@ def test_run_when_memory_ends_as_steps_are_begun_then_their_global_batches_run_a
             raise torch.OutOfMemoryError("no room for moments")
         return real(*given)
 
-    monkeypatch.setattr(step_module, "begin_steps", begin)
+    monkeypatch.setattr(step_module, "take_steps", begin)
     for name, outcome in train(Ahead(), jobs(), capacity=48).items():
         assert_same_bits(outcome, expected[name])
 
@@ -229,19 +229,15 @@ def test_reader_when_it_forgets_a_job_whose_step_is_not_told_yet_then_the_others
 
 def test_evaluation_when_a_microbatch_is_under_way_then_that_is_waited_for_first(monkeypatch):
     """So an evaluation's time is its own."""
-    waited: list[str] = []
-    wait, scores = MicrobatchInFlight.wait, Ahead.scores
-    monkeypatch.setattr(MicrobatchInFlight, "wait", lambda self: waited.append("wait") or wait(self))
-    monkeypatch.setattr(Ahead, "scores", lambda self, *given: waited.append("eval") or scores(self, *given))
+    log: list[str] = []
+    scores = Ahead.scores
+    monkeypatch.setattr(Ahead, "scores", lambda self, *given: log.append("eval") or scores(self, *given))
     backbone = Ahead()
-    backbone.log = waited
+    backbone.log = log
     train(backbone, jobs(), capacity=48)
-    assert waited.count("eval") >= 4
-    for place in [place for place, what in enumerate(waited) if what == "eval"]:
-        begun = max(i for i, what in enumerate(waited[:place]) if what == "start")
-        looked = waited[begun:place]
-        # Waited for by itself, or because nothing was started after what has been looked at.
-        assert "wait" in looked[looked.index("look") + 1 :] if "look" in looked else "wait" in looked
+    assert log.count("eval") >= 4
+    for place in [place for place, what in enumerate(log) if what == "eval"]:
+        assert log[:place].count("start") == log[:place].count("look")
 
 
 def test_sound_when_losses_are_not_finite_then_only_their_owners_hear_of_it():
@@ -272,8 +268,8 @@ def test_run_when_memory_ends_while_a_microbatch_is_started_ahead_then_what_was_
                 engine.resume("c")
         assert backbone.room == 10**6
         assert engine.limits.capacity == (48 if commands else 24)
-        for name, job in engine.jobs.items():
-            for path, pair in job.adapter.tensors().items():
+        for name in engine.jobs:
+            for path, pair in engine.executor.adapter_of(name).items():
                 assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
         assert not taken_slots(backbone)
 

@@ -27,11 +27,11 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone, load_skeleton
 from weft.backbone.packed import PackedBatch
 from weft.data.dataset import JobData
-from weft.engine.capacity import load_within, start_capacity
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, StepDone
 from weft.engine.preview import preview
 from weft.errors import ConfigError
+from weft.execute.memory import load_within, start_capacity
 from weft.job_state import JobState
 from weft.objectives.metrics import Score
 from weft.spec import BackboneSpec
@@ -117,7 +117,7 @@ def test_run_when_memory_runs_out_in_the_middle_of_a_global_batch_then_starts_it
         if isinstance(event, StepDone) and event.step == 1:
             backbone.room = 10**6
     assert backbone.failures >= 1 and engine.jobs["a"].state is JobState.SUCCEEDED
-    weights = Outcome(engine.jobs["a"].adapter.tensors(), "succeeded", None)
+    weights = Outcome(engine.executor.adapter_of("a"), "succeeded", None)
     assert_same_weights(weights, expected["a"])
 
 
@@ -210,7 +210,7 @@ def test_evaluation_when_memory_runs_out_for_the_best_weights_then_they_are_kept
     job, clone, scores = engine.jobs["a"], torch.Tensor.clone, backbone.scores
 
     def clone_once_there_is_room(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor is job.adapter.groups["b"].params and job.step == 3 and not failed:
+        if tensor is engine.executor.jobs["a"].weights.adapter.groups["b"].params and job.step == 3 and not failed:
             failed.append(job.step)
             raise torch.OutOfMemoryError("no room")
         return clone(tensor)
@@ -250,11 +250,11 @@ def test_resume_when_memory_had_run_out_then_goes_on_with_the_capacity_it_was_le
     assert len(messages) == 1 and "goes on with a capacity of 50" in messages[0]
     expected, _, _ = run(SmallGpu(60), given, 100)
     for name in "ab":
-        assert_same_weights(Outcome(engine.jobs[name].adapter.tensors(), "", None), expected[name])
+        assert_same_weights(Outcome(engine.executor.adapter_of(name), "", None), expected[name])
 
 
 def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has_a_place(monkeypatch):
-    """So no memory can run out while a job is made ready; `Placement.give` is where it may."""
+    """So no memory can run out while a job is made ready; `Executor.seat` is where it may."""
     engine, made = Engine(SmallGpu(10**6), capacity=48), []
     new_adapter = engine.backbone.new_adapter
 
@@ -265,7 +265,7 @@ def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has
     monkeypatch.setattr(engine.backbone, "new_adapter", noted)
     submit(engine, small_job("a"))
     assert made == [torch.device("cpu")]
-    assert {tensor.device.type for tensor in engine.jobs["a"].tensors().values()} == {"cpu"}
+    assert {tensor.device.type for tensor in engine.executor.jobs["a"].weights.tensors().values()} == {"cpu"}
 
 
 def test_preview_when_memory_runs_out_then_plans_with_smaller_microbatches_as_training_would():

@@ -32,7 +32,7 @@ def test_job_when_it_names_only_a_directory_then_takes_over_shape_and_weights(st
     job = engine.jobs["next"]
     assert job.spec.adapter.r == 3
     expected = random_backbone().new_adapter(STORED, seed=9).tensors()
-    found = job.adapter.tensors()
+    found = engine.executor.adapter_of("next")
     assert found.keys() == expected.keys()
     assert all(torch.equal(a, b) for path in found for a, b in zip(found[path], expected[path], strict=True))
     engine.run()

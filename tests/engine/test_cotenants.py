@@ -179,7 +179,7 @@ def test_job_when_paused_inside_a_global_batch_and_resumed_then_same_bits(backbo
             if len(seen) == microbatch:
                 engine.pause("me")
         if event.kind == "paused":
-            assert engine.jobs["me"].index == 0
+            assert engine.jobs["me"].progress.index == 0
         if isinstance(event, StepDone) and event.job == "other3" and event.step == 5:
             engine.resume("me")
 

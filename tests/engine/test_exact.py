@@ -15,7 +15,7 @@ from tiny_models import Job, Outcome, finish, job_spec, random_backbone, random_
 
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
-from weft.engine.schedule import warmup_steps
+from weft.engine.progress import warmup_steps
 from weft.spec import JobSpec
 
 BOUND = 1e-5
@@ -57,7 +57,7 @@ def peft_model(plain: Any, job: LiveJob, start: Tensors) -> Any:
         task_type="CAUSAL_LM",
         r=adapter.r,
         lora_alpha=alpha,
-        target_modules=list(job.adapter.modules),
+        target_modules=list(start),
         rank_pattern=adapter.rank_pattern,
         alpha_pattern=adapter.alpha_pattern,
         use_rslora=adapter.use_rslora,
@@ -88,7 +88,7 @@ def peft_optimizer(model: Any, spec: JobSpec) -> torch.optim.Optimizer:
 
 def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]:
     """Mean cross entropy and accuracy over the supervised tokens of a global batch, run as one padded batch."""
-    samples = [job.data.train.samples[i] for i in job.order.batch(step)]
+    samples = [job.data.train.samples[i] for i in job.progress.order.batch(step)]
     longest = max(s.length for s in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -160,7 +160,7 @@ def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):
     engine = Engine(random_backbone(name, kernels=kernels), capacity=CAPACITY)
     for spec, data in jobs():
         engine.submit(spec, data)
-    starts = {job: live.adapter.tensors() for job, live in engine.jobs.items()}
+    starts = {job: engine.executor.adapter_of(job) for job in engine.jobs}
     outcomes: dict[str, Outcome] = finish(engine)
     for job, live in engine.jobs.items():
         expected, losses, accuracies = train_with_peft(plain, live, starts[job])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from tiny_models import VOCABULARY, Job, Outcome, assert_same_bits, job_spec, ra
 
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobStarted, StepDone
-from weft.engine.live_job import LiveJob
+from weft.execute import local
+from weft.execute.weights import JobWeights
 from weft.job_state import ReasonCode
 
 STEPS = 6
-Damage = Callable[[LiveJob], None]
+Damage = Callable[[JobWeights], None]
 
 
 def bad_job(**settings) -> Job:
@@ -62,7 +65,7 @@ def train_damaged(
     def on_event(engine: Engine, event: Event) -> None:
         events.append(event)
         if isinstance(event, StepDone | JobStarted) and (event.job, event.step) == ("bad", step):
-            damage(engine.jobs["bad"])
+            damage(engine.executor.jobs["bad"].weights)
 
     return train(backbone, all_jobs() if jobs is None else jobs, on_event=on_event), events
 
@@ -82,21 +85,21 @@ def assert_failed(outcome: Outcome, events: list[Event], backbone) -> None:
     assert all(not linear.slots for linear in backbone.linears.values())
 
 
-def nan_in_a(job: LiveJob) -> None:
-    job.adapter.groups["a"].params[5] = math.nan
+def nan_in_a(weights: JobWeights) -> None:
+    weights.adapter.groups["a"].params[5] = math.nan
 
 
-def nan_in_b(job: LiveJob) -> None:
-    job.adapter.groups["b"].params[5] = math.nan
+def nan_in_b(weights: JobWeights) -> None:
+    weights.adapter.groups["b"].params[5] = math.nan
 
 
-def infinite_b(job: LiveJob) -> None:
-    job.adapter.groups["b"].params[5] = math.inf
+def infinite_b(weights: JobWeights) -> None:
+    weights.adapter.groups["b"].params[5] = math.inf
 
 
 def nan_in_optimizer(group: str, moment: str) -> Damage:
-    def damage(job: LiveJob) -> None:
-        state = job.optimizer.states[group]
+    def damage(weights: JobWeights) -> None:
+        state = weights.optimizer.states[group]
         if moment in state:
             state[moment][7] = math.nan
 
@@ -143,30 +146,32 @@ def test_neighbours_when_a_learning_rate_is_absurd_then_unharmed_and_it_fails(ba
 def spoiled(monkeypatch):
     """Changes the bad job's gradients before some of its steps."""
 
-    def arm(spoil: Callable[[LiveJob], None], step: int, times: int) -> None:
-        begin_step = LiveJob.begin_step
+    def arm(spoil: Callable[[JobWeights], None], step: int, times: int) -> None:
+        begin, done = local.take_steps, Counter[str]()
 
-        def begin(job: LiveJob) -> float:
-            if job.spec.name == "bad" and step <= job.step < step + times:
-                spoil(job)
-            return begin_step(job)
+        def take_steps(jobs: Any, orders: Any, *finite: Any) -> Any:
+            for order in orders:
+                if order.job == "bad" and step <= done["bad"] < step + times:
+                    spoil(jobs["bad"].weights)
+                done[order.job] += 1
+            return begin(jobs, orders, *finite)
 
-        monkeypatch.setattr(LiveJob, "begin_step", begin)
+        monkeypatch.setattr(local, "take_steps", take_steps)
 
     return arm
 
 
-def nan_gradient(job: LiveJob) -> None:
-    job.adapter.groups["a"].grad[3] = math.nan
+def nan_gradient(weights: JobWeights) -> None:
+    weights.adapter.groups["a"].grad[3] = math.nan
 
 
-def infinite_gradient(job: LiveJob) -> None:
-    job.adapter.groups["b"].grad[3] = math.inf
+def infinite_gradient(weights: JobWeights) -> None:
+    weights.adapter.groups["b"].grad[3] = math.inf
 
 
-def huge_gradient(job: LiveJob) -> None:
-    job.adapter.groups["a"].grad.mul_(1e6)
-    job.adapter.groups["b"].grad.mul_(1e6)
+def huge_gradient(weights: JobWeights) -> None:
+    weights.adapter.groups["a"].grad.mul_(1e6)
+    weights.adapter.groups["b"].grad.mul_(1e6)
 
 
 @pytest.mark.parametrize("step", [0, 2, STEPS - 1])
@@ -198,8 +203,10 @@ def test_job_when_a_step_is_skipped_then_its_weights_and_moments_stay(backbone, 
 
     def remember(engine: Engine, event: Event) -> None:
         if isinstance(event, StepDone):
-            job = engine.jobs["bad"]
-            before[event.step] = [t.clone() for name, t in sorted(job.tensors().items()) if not name.endswith("step")]
+            weights = engine.executor.jobs["bad"].weights
+            before[event.step] = [
+                t.clone() for name, t in sorted(weights.tensors().items()) if not name.endswith("step")
+            ]
 
     spoiled(nan_gradient, 2, 1)
     train(backbone, [bad_job()], on_event=remember)

@@ -64,7 +64,8 @@ def run(engine: Engine, act: Callable[[Engine, Event], None] | None = None) -> t
     def watch(engine: Engine, event: Event) -> None:
         events.append(event)
         for job in engine.jobs.values():
-            assert (job.slot is not None) == (job.state is JobState.RUNNING), job.spec.name
+            has_seat = engine.executor.jobs[job.name].weights.slot is not None
+            assert has_seat == job.status.has_place == (job.state is JobState.RUNNING), job.name
         if act is not None:
             act(engine, event)
 
@@ -105,7 +106,7 @@ def test_run_when_a_higher_priority_comes_then_a_job_gives_way_and_ends_with_the
         if isinstance(event, StepDone) and event.job == "judged" and event.step == 2:
             submit(engine, small_job("a", priority=1))
         job = engine.jobs["judged"]
-        if event.kind == "microbatch" and (job.step, job.index > 0, "c" in engine.jobs) == (4, True, False):
+        if event.kind == "microbatch" and (job.step, job.progress.index > 0, "c" in engine.jobs) == (4, True, False):
             submit(engine, small_job("c", 2, priority=2))
 
     outcomes, events = run(engine, act)
@@ -122,7 +123,7 @@ def test_run_when_a_higher_priority_comes_then_a_job_gives_way_and_ends_with_the
 def test_run_when_memory_is_short_then_only_as_many_train_as_fit(backbone, undisturbed):
     probe = Engine(backbone, capacity=48)
     submit(probe, small_job("a"))
-    each = probe.jobs["a"].adapter.num_parameters * 16
+    each = probe.jobs["a"].num_parameters * 16
     engine = Engine(backbone, capacity=48, job_memory=2 * each + each // 2)
     submit(engine, small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2))
     together: set[int] = set()
@@ -152,7 +153,7 @@ def test_tenants_when_one_comes_late_then_it_starts_level_with_those_present(bac
     """Its lack of history is no credit, and a long history of others is no debt; level is by weight."""
     engine = Engine(backbone, capacity=48, max_jobs=1, tenant_weights={"y": weight})
     submit(engine, small_job("x", tenant="x"), small_job("z", tenant="z"))
-    engine.jobs["x"].num_tokens = 50 * QUANTUM_TOKENS
+    engine.jobs["x"].progress.num_tokens = 50 * QUANTUM_TOKENS
     list_of_shares: list[dict[str, Any]] = []
 
     def act(engine: Engine, event: Event) -> None:
@@ -368,7 +369,7 @@ def test_start_when_a_job_gets_its_place_then_it_holds_all_that_admission_counts
     """Moments too, before its first step; so what a first microbatch takes beside it can be told."""
     engine = Engine(backbone, capacity=48)
     submit(engine, judged("judged", eval_data=2, eval_steps=1, early_stopping_patience=9))
-    job, seen = engine.jobs["judged"], []
+    job, seen = engine.executor.jobs["judged"].weights, []
 
     def act(engine: Engine, event: Event) -> None:
         if isinstance(event, JobStarted | StepDone) and job.slot is not None:
@@ -387,7 +388,7 @@ def test_move_when_memory_runs_out_on_the_way_then_the_job_is_whole_on_the_cpu(b
     engine = Engine(backbone, capacity=48)
     submit(engine, small_job("a"))
     engine.run()
-    job = engine.jobs["a"]
+    job = engine.executor.jobs["a"].weights
     before = job.tensors()
     restore, calls = Optimizer.restore, []
 
@@ -410,9 +411,9 @@ def test_move_when_a_job_is_taken_off_then_its_tensors_are_its_own_and_unchanged
     for event in engine.events():
         if isinstance(event, StepDone) and event.step == 3:
             break
-    job = engine.jobs["a"]
+    job = engine.executor.jobs["a"].weights
     before, slotted = job.tensors(), job.adapter.groups["a"].params
-    engine._places.take(job)
+    engine._places.take(engine.jobs["a"])
     assert job.slot is None and job.adapter.groups["a"].params is not slotted
     after = job.tensors()
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)

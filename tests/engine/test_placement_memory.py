@@ -22,6 +22,8 @@ from weft.engine.engine import Engine
 from weft.engine.events import JobWarning
 from weft.engine.placement import Placement
 from weft.errors import JobError
+from weft.execute.local import LocalExecutor
+from weft.execute.memory import state_bytes
 from weft.plan.admit import Budget
 from weft.spec import AdapterSpec
 
@@ -47,9 +49,11 @@ class FakeGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *jobs: Any) -> None:
         self.peak = 0
         path = SimpleNamespace(copy_bytes=2, activation_bytes=self.activation_bytes)
-        backbone = SimpleNamespace(device=torch.device("cuda"), path=path)
+        executor = LocalExecutor.__new__(LocalExecutor)
+        executor.backbone = SimpleNamespace(device=torch.device("cuda"), path=path)  # type: ignore[assignment]
+        executor.facts = SimpleNamespace(state_bytes=state_bytes(executor.backbone))  # type: ignore[assignment]
         named: Any = {job.spec.name: job for job in jobs}
-        self.places = Placement(backbone, named, max_jobs=None, job_memory=None, weights={})
+        self.places = Placement(executor, named, max_jobs=None, job_memory=None, weights={})
         self.allocated = self.weights + sum(job.allocated for job in jobs)
         given = {
             "max_memory_allocated": lambda _: self.peak,
@@ -84,9 +88,12 @@ def placed(name: str, slot: int | None, patience: int | None = None, num_paramet
     spec = SimpleNamespace(
         name=name, early_stopping_patience=patience, adapter=AdapterSpec(r=8, rank_pattern={"q_proj": 16})
     )
-    adapter = SimpleNamespace(num_parameters=num_parameters)
     return SimpleNamespace(
-        spec=spec, adapter=adapter, slot=slot, best_params=None, allocated=18 * num_parameters if slot else 0
+        spec=spec,
+        num_parameters=num_parameters,
+        status=SimpleNamespace(has_place=slot is not None),
+        progress=SimpleNamespace(has_best=False),
+        allocated=18 * num_parameters if slot else 0,
     )
 
 
@@ -119,7 +126,7 @@ def test_memory_when_measured_then_all_but_what_the_jobs_hold_is_not_for_jobs(mo
     with gpu.places.watched():
         gpu.run(40 * 10**9)
         for job in jobs:
-            job.best_params = None if patience is None else ()
+            job.progress.has_best = patience is not None
     assert gpu.besides == gpu.weights + 40 * 10**9
 
 

@@ -6,7 +6,8 @@ from tiny_models import assert_same_bits, finish, job_spec, random_backbone, ran
 
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone, StepDone
-from weft.engine.preview import _measure, preview
+from weft.engine.preview import preview
+from weft.execute.memory import measure
 from weft.plan.pack import pack, planner_named
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.types import Limits
@@ -52,7 +53,9 @@ def test_preview_when_read_then_its_figures_are_those_of_the_run(backbone):
     assert {job.name: (job.num_steps, job.num_tokens) for job in plan.jobs} == {
         name: (event.num_steps, event.num_tokens) for name, event in last.items()
     }
-    assert [job.num_parameters for job in plan.jobs] == [j.adapter.num_parameters for j in engine.jobs.values()]
+    assert [job.num_parameters for job in plan.jobs] == [
+        job.weights.adapter.num_parameters for job in engine.executor.jobs.values()
+    ]
     assert plan.num_microbatches == len(microbatches)
     assert plan.capacity == 48 and 0.5 < plan.fill <= 1
     assert plan.seconds > 0 and plan.activation_bytes > 0
@@ -102,8 +105,8 @@ class CapturingGpu:
 
 def test_memory_when_steps_are_captured_then_that_of_the_capture_counts_and_the_time_is_a_replays(monkeypatch):
     gpu = CapturingGpu(monkeypatch)
-    seconds, held_bytes = _measure(gpu.backbone, gpu.run)
-    assert held_bytes == gpu.activations and seconds >= 0
+    tried = measure(gpu.backbone, gpu.run)
+    assert tried.held_bytes == gpu.activations and tried.seconds >= 0
     assert gpu.replays == [False, False, True]
 
 
@@ -148,9 +151,9 @@ def test_preview_when_taken_during_or_after_training_then_no_job_changes(state):
     engine = prepared(backbone)
     if state == "done":
         engine.run()
-        before = {name: (job.state, job.step, job.slot) for name, job in engine.jobs.items()}
+        before = {name: (job.state, job.step, job.status.has_place) for name, job in engine.jobs.items()}
         preview(engine)
-        assert {name: (job.state, job.step, job.slot) for name, job in engine.jobs.items()} == before
+        assert {name: (job.state, job.step, job.status.has_place) for name, job in engine.jobs.items()} == before
         return
 
     def look(engine: Engine, event) -> None:

@@ -26,11 +26,12 @@ from tiny_models import (
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch
 from weft.cost.fit import Fit, MicrobatchLoad
-from weft.engine import program_run
+from weft.engine import lookahead
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.engine.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
+from weft.execute import local
 from weft.objectives.metrics import Score
 from weft.plan.pack import pack, planner_named
 from weft.plan.pack.planners import ExactPlanner
@@ -72,13 +73,13 @@ def test_microbatch_when_it_runs_then_the_next_is_already_packed(expected, monke
     """The next one is packed between launch and scores, also where a step comes in between."""
     backbone, log = Late(), []
     backbone.log = log
-    packed = program_run.prepare
+    packed = local.pack_microbatch
 
     def prepare(*given: Any) -> PackedBatch:
         log.append(("prepare", 0))
         return packed(*given)
 
-    monkeypatch.setattr(program_run, "prepare", prepare)
+    monkeypatch.setattr(local, "pack_microbatch", prepare)
     engine = Engine(backbone, capacity=48)
     submit(engine, *jobs())
     outcomes = finish(engine)
@@ -135,9 +136,9 @@ def test_planner_when_nothing_unforeseen_happens_then_is_asked_once_per_program(
 
 
 def test_program_when_made_ahead_for_other_queues_then_not_used():
-    plans = program_run.LookaheadPlanner(pack, TimelineRecorder())
+    plans = lookahead.LookaheadPlanner(pack, TimelineRecorder())
     spec, data = small_job("a")
-    job = LiveJob(spec, data, random_backbone("llama_odd").new_adapter(spec.adapter, 0))
+    job = LiveJob(spec, data)
     queue, limits = job.queue(), Limits(48)
     plans.foresee([queue], limits)
     foreseen = plans.program([queue], limits)
@@ -180,7 +181,7 @@ def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_aga
         assert may_go.wait(10)
         return planner_named("exact")(queues, limits)
 
-    plans, limits = program_run.LookaheadPlanner(planner, TimelineRecorder()), Limits(10)
+    plans, limits = lookahead.LookaheadPlanner(planner, TimelineRecorder()), Limits(10)
     plans.foresee(NEEDS_A_SEARCH, limits)
     assert plans.program(NEEDS_A_SEARCH, limits) == pack(NEEDS_A_SEARCH, limits)
     plans.foresee(NEEDS_A_SEARCH[:1], limits)
@@ -196,7 +197,7 @@ def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_aga
 
 def test_program_when_nobody_foresaw_it_then_searched_only_as_far_as_its_own_time_allows():
     """A hundredth of nothing known is nothing; of a minute, enough for this search."""
-    plans, limits = program_run.LookaheadPlanner(planner_named("exact"), TimelineRecorder()), Limits(10)
+    plans, limits = lookahead.LookaheadPlanner(planner_named("exact"), TimelineRecorder()), Limits(10)
     assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 3
     plans.pace.fit.current = Fit({"fixed": 20.0})
     assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 2
@@ -206,7 +207,7 @@ def test_program_when_nobody_foresaw_it_then_searched_only_as_far_as_its_own_tim
 
 def test_exact_when_it_plans_ahead_then_fewer_microbatches_and_the_same_bits(monkeypatch):
     """However long a plan takes, here it is waited for, so that the count does not depend on the machine."""
-    monkeypatch.setattr(program_run, "SHORTEST_WAIT_S", 30.0)
+    monkeypatch.setattr(lookahead, "SHORTEST_WAIT_S", 30.0)
     found, counts = {}, {}
     for name in ("greedy", "exact"):
         engine = Engine(random_backbone("llama_odd"), capacity=40, planner=planner_named(name))
@@ -230,12 +231,12 @@ def test_pace_when_microbatches_have_run_then_the_next_are_predicted_and_the_err
     predicted = [(span.args["predicted_s"], span.duration_s) for span in runs if "predicted_s" in span.args]
     # What was first learnt while a microbatch ran counts for that microbatch's error already.
     assert 0 <= fit.error.count - len(predicted) <= 1
-    assert len(runs) > 2 * program_run.LEARN_EVERY > 0 < fit.error.count
+    assert len(runs) > 2 * lookahead.LEARN_EVERY > 0 < fit.error.count
     assert fit.error.mape < 3.0
 
 
 def test_pace_when_a_microbatch_is_described_then_by_its_jobs_ranks_and_whole_tiles():
-    pace = program_run.LearnedPace(ranks={"a": 4, "b": 16}, row_tile=8)
+    pace = lookahead.LearnedPace(ranks={"a": 4, "b": 16}, row_tile=8)
     microbatch = Microbatch((Segment("a", 0, 0, 5), Segment("b", 0, 0, 6), Segment("a", 0, 1, 1)))
     assert pace.load(microbatch) == MicrobatchLoad.of([(4, [5, 1]), (16, [6])], 0, 8)
     assert pace.seconds(Program.from_turns([Turn(microbatch)] * 2)) == 0.0
@@ -248,7 +249,7 @@ def test_queue_after_when_the_turns_have_run_then_was_the_queue():
     backbone = random_backbone("llama_odd")
     foreseen: list[list[JobQueue]] = []
 
-    class Watched(program_run.LookaheadPlanner):
+    class Watched(lookahead.LookaheadPlanner):
         def program(self, queues: list[JobQueue], limits: Limits) -> Program:
             if foreseen:
                 assert foreseen.pop() == queues

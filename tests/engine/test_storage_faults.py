@@ -192,8 +192,8 @@ def test_neighbours_when_the_end_of_a_job_cannot_be_recorded_then_go_on(backbone
                 if action == "cancel":
                     engine.cancel("third")
                 else:
-                    engine.jobs["third"].adapter.groups["a"].params.fill_(float("nan"))
-            if isinstance(event, StepDone) and event.job == "third" and engine.jobs["third"].diverged:
+                    engine.executor.jobs["third"].weights.adapter.groups["a"].params.fill_(float("nan"))
+            if isinstance(event, StepDone) and event.job == "third" and engine.jobs["third"].progress.diverged:
                 faults.arm(moment_of("file.write", 1))
             if event.kind == "checkpoint" and event.job == "saves" and event.step == 1 and action == "cancel":
                 faults.arm(moment_of("file.write", 1))

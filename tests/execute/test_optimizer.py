@@ -118,7 +118,7 @@ def test_jobs_when_stepped_by_the_fused_way_then_end_as_with_torch_and_alone_as_
     ]
     expected = train(backbone, jobs, capacity=64)
     monkeypatch.setattr(module, "step_together", step_fused)
-    monkeypatch.setattr("weft.engine.live_job.step_together", step_fused)
+    monkeypatch.setattr("weft.execute.microbatch.step_together", step_fused)
     together = Engine(backbone, capacity=64)
     submit(together, *jobs)
     outcomes = finish(together)

@@ -160,7 +160,9 @@ def test_generate_when_called_between_training_events_then_training_keeps_its_bi
 
     def decode(engine: Engine, event: Event) -> None:
         if isinstance(event, StepDone):
-            generate(backbone, [Request(PROMPTS[0], engine.jobs["a"].slot), Request(PROMPTS[1])], GREEDY)
+            generate(
+                backbone, [Request(PROMPTS[0], engine.executor.jobs["a"].weights.slot), Request(PROMPTS[1])], GREEDY
+            )
 
     disturbed = train(backbone, [job], on_event=decode)["a"]
     assert disturbed.losses == undisturbed.losses

@@ -32,7 +32,7 @@ from weft.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.live_job import LiveJob
-from weft.engine.schedule import learning_rate, warmup_steps
+from weft.engine.progress import learning_rate, warmup_steps
 from weft.kernels.device import is_gpu
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
@@ -106,7 +106,7 @@ def _train(spec: BackboneSpec, jobs: list[JobSpec]) -> Curves:
     engine = Engine(load_backbone(spec), capacity=CAPACITY)
     for job in jobs:
         engine.submit(job)
-    starts = {name: live.adapter.tensors() for name, live in engine.jobs.items()}
+    starts = {name: engine.executor.adapter_of(name) for name in engine.jobs}
     losses: dict[str, list[float]] = {job.name: [] for job in jobs}
     for event in engine.events():
         if isinstance(event, StepDone):
@@ -115,9 +115,7 @@ def _train(spec: BackboneSpec, jobs: list[JobSpec]) -> Curves:
     for name, live in engine.jobs.items():
         assert live.best_eval is not None, f"{name} {live.state}: {live.reason}"
         evals[name] = live.best_eval
-    adapters = {
-        name: [t for pair in live.adapter.tensors().values() for t in pair] for name, live in engine.jobs.items()
-    }
+    adapters = {name: [t for pair in engine.executor.adapter_of(name).values() for t in pair] for name in engine.jobs}
     return Curves(losses, evals, adapters, engine.jobs, starts)
 
 
@@ -188,7 +186,7 @@ def _peft_losses(
 
 def _batch_loss(model: Any, job: LiveJob, step: int) -> torch.Tensor:
     """Mean cross entropy over the supervised tokens of a global batch, run as one padded batch."""
-    samples = [job.data.train.samples[i] for i in job.order.batch(step)]
+    samples = [job.data.train.samples[i] for i in job.progress.order.batch(step)]
     longest = max(sample.length for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     labels = torch.full_like(ids, -100)

@@ -18,7 +18,7 @@ from weft.bench.samples import packed_samples
 from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone
-from weft.engine.live_job import PLANNED_BATCHES
+from weft.engine.progress import PLANNED_BATCHES
 from weft.spec import AdapterSpec, JobSpec
 
 FOREVER = 10**6

@@ -16,8 +16,8 @@ from weft.bench.step import make_backbone
 from weft.cost.fit import FitError
 from weft.cost.padded import PaddedBatch, fit_padded
 from weft.cost.profile import Measurement, Profile, load_profile
-from weft.engine.profile import measure_profile
 from weft.errors import ModelError
+from weft.execute.profile import measure_profile
 from weft.kernels.device import has_gpu, is_gpu
 from weft.spec import BackboneSpec
 

@@ -220,7 +220,7 @@ def _train(backbone: Backbone, skills: tuple[str, ...]) -> dict[str, tuple[bytes
     for name, job in engine.run().items():
         if job.state != "succeeded":
             raise RuntimeError(f"{name} {job.state}: {job.reason}")
-    tensors = engine.jobs[skills[0]].adapter.tensors()
+    tensors = engine.executor.adapter_of(skills[0])
     return {path: (a.numpy().tobytes(), b.numpy().tobytes()) for path, (a, b) in tensors.items()}
 
 

@@ -104,7 +104,10 @@ def write_jobs(out: Path, model: str) -> RunSpec:
 def ask(run: PreparedRun, out: Path, *, trained: bool) -> dict[str, float]:
     """Exact match of every skill on prompts held out from training: of the bare backbone, or of the adapters."""
     backbone = run.engine.backbone
-    slots = {name: backbone.attach(job.adapter) if trained else None for name, job in run.engine.jobs.items()}
+    slots = {
+        name: backbone.attach(run.engine.executor.jobs[name].weights.adapter) if trained else None
+        for name in run.engine.jobs
+    }
     asked: dict[str, tuple[int | None, list[Prompt]]] = {
         name: (slot, load_prompts(f"data/{name}/eval.jsonl", backbone.tokenizer, base_dir=out))
         for name, slot in slots.items()

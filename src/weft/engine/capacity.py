@@ -1,26 +1,15 @@
-"""Memory of the GPU: how much of it a run may take, and what becomes of the microbatches when it runs out."""
+"""How many tokens a microbatch may hold, and what becomes of that when the memory runs out."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from weft.backbone.backbone import Backbone
-from weft.backbone.load import choose_device, load_backbone
-from weft.backbone.out_of_memory import memory_errors
-from weft.cost.rows import capacities
 from weft.engine.live_job import LiveJob
-from weft.engine.placement import MARGIN, Placement, state_bytes
-from weft.errors import ModelError
+from weft.engine.placement import Placement
+from weft.execute.protocol import Executor
 from weft.job_state import Reason, ReasonCode
-from weft.kernels.device import allocated_bytes, empty_cache, is_gpu, limit_memory, memory_share, total_bytes
-from weft.plan.admit import Budget
 from weft.plan.types import Limits
-from weft.spec import BackboneSpec
-from weft.spec.run import Capacity, memory_fraction
 
 OUT_OF_MEMORY = (
     "the GPU ran out of memory at a capacity of {before} tokens; its jobs go on from their last step with {now}, which "
@@ -38,24 +27,19 @@ NO_ROOM = Reason(
 )
 """Why a job fails that does not even fit alone."""
 
-USUAL_RANK = 16
-"""Of an adapter of all linears; what a service makes room for."""
-USUAL_TOKENS = 1024
-"""Of such a job's global batch: eight short chats."""
-
 
 class CapacityLimit:
     """How many tokens a microbatch may hold: what was asked for, or less once the memory has run out."""
 
-    def __init__(self, backbone: Backbone, allowed: Sequence[int], jobs: Mapping[str, LiveJob]) -> None:
+    def __init__(self, executor: Executor, allowed: Sequence[int], jobs: Mapping[str, LiveJob]) -> None:
         """`allowed`: what was asked for, and what may be taken instead to have microbatches full rather than large.
 
         `jobs`: those of the engine, as they come and go.
         """
         self.asked, self._least_allowed = allowed[0], allowed[-1]
         self.limits = Limits(self.asked)
-        self.row_tile = backbone.path.row_tile(self.asked)
-        self._backbone = backbone
+        self.row_tile = executor.row_tile(self.asked)
+        self._executor = executor
         self._jobs = jobs
 
     @property
@@ -65,7 +49,7 @@ class CapacityLimit:
 
     def conditions(self) -> dict[str, Any]:
         """What of it decides the bits of a result."""
-        return {"capacity": self.capacity, "row_tile": self.row_tile, "kernels": self._backbone.path.name}
+        return {"capacity": self.capacity, "row_tile": self.row_tile, "kernels": self._executor.facts.path}
 
     def fit(self, places: Placement) -> str | None:
         """Shrinks until at least one of the jobs that wait fits, if one ever can, or, as far as that is allowed, until
@@ -109,7 +93,7 @@ class CapacityLimit:
         if capacity >= self.capacity:
             return False
         self.limits = Limits(capacity)
-        self.row_tile = self._backbone.path.row_tile(capacity)
+        self.row_tile = self._executor.row_tile(capacity)
         return True
 
 
@@ -120,49 +104,3 @@ def too_long(tokens: int) -> Reason:
         f"too long for this GPU: a microbatch of {tokens} tokens, as its longest sample needs, ran out of memory; "
         "lower max_length, set recompute: full, or quantize the backbone.",
     )
-
-
-def release_memory(backbone: Backbone) -> None:
-    """Gives back what a failed computation held."""
-    backbone.path.forget()
-    gc.collect()
-    empty_cache(backbone.device)
-
-
-def start_capacity(backbone: Backbone, asked: Capacity) -> int:
-    """The tokens of a microbatch for jobs that nobody knows yet: as `CapacityLimit.fit` would choose for usual ones.
-
-    It depends on the backbone and the size of the GPU alone, and not on who comes first or what else runs there now.
-    """
-    *larger, least = capacities(asked, backbone.device.type)
-    if not larger:
-        return least
-    device = backbone.device
-    at_most = int(total_bytes(device) * memory_share(device))
-    width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
-    at_rest, job_bytes = allocated_bytes(device), USUAL_RANK * width * state_bytes(backbone)
-    for capacity in larger:
-        jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
-        budget = Budget(at_most, at_rest + backbone.path.activation_bytes(capacity, USUAL_RANK), MARGIN)
-        if budget.why_never(jobs_bytes) is None:
-            return capacity
-    return least
-
-
-def load_within(spec: BackboneSpec, limit: float | str | None) -> tuple[Backbone, tuple[str, ...]]:
-    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know about the limit."""
-    device = choose_device(spec)
-    notes: tuple[str, ...] = ()
-    if limit is not None and not is_gpu(device):
-        notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
-    elif limit is not None:
-        limit_memory(device, memory_fraction(limit, total_bytes(device)))
-    try:
-        with memory_errors():
-            return load_backbone(spec), notes
-    except torch.OutOfMemoryError:
-        within = "" if limit is None else f" within a memory_limit of {limit}"
-        raise ModelError(
-            f"does not fit the GPU's memory{within}; quantize it, or use a larger GPU.",
-            where=f"base_model {spec.base_model}",
-        ) from None

@@ -1,4 +1,4 @@
-"""Who has a place on the backbone: `plan.admit` decides at step boundaries, this carries it out.
+"""Who has a place on the backbone: `plan.admit` decides at step boundaries, this has the executor carry it out.
 
 A job that waits, is paused or has ended keeps its whole state on the CPU and costs the GPU nothing. A job with a place
 has its weights, gradients and moments beside the backbone, and a slot. Moving between the two changes no bit.
@@ -11,36 +11,16 @@ from then on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-import torch
-
 from weft.adapters.methods import cost_ranks
-from weft.backbone.backbone import Backbone
-from weft.backbone.out_of_memory import memory_errors
 from weft.engine.live_job import LiveJob
 from weft.errors import JobError
+from weft.execute.protocol import Executor, ReplicaMemory, ReplicaMemoryError
 from weft.job_state import JobState
-from weft.kernels.device import (
-    CPU,
-    allocated_bytes,
-    free_and_total_bytes,
-    is_gpu,
-    memory_share,
-    peak_bytes,
-    reserved_bytes,
-    reset_peak,
-)
-from weft.plan.admit import Admission, Applicant, Budget, Share, admit
+from weft.plan.admit import MARGIN, Admission, Applicant, Budget, Share, admit
 from weft.spec import JobSpec
-
-WAITING = CPU
-"""Where jobs without a place are kept."""
-MARGIN = 0.05
-"""Kept free of a GPU's memory: allocators round up, and microbatches differ."""
-_STATE_NUMBERS = 4
-"""fp32 numbers per trainable parameter: the weight, its gradient, and AdamW's two moments."""
 
 
 class Placement:
@@ -48,7 +28,7 @@ class Placement:
 
     def __init__(
         self,
-        backbone: Backbone,
+        executor: Executor,
         jobs: Mapping[str, LiveJob],
         *,
         max_jobs: int | None,
@@ -60,7 +40,7 @@ class Placement:
         `weights`: by tenant, and may change; 1 where none is given.
         """
         self._weights = weights
-        self._backbone = backbone
+        self._executor = executor
         self._jobs = jobs
         self._max_jobs = max_jobs
         self._job_memory = job_memory
@@ -118,16 +98,11 @@ class Placement:
 
     def give(self, job: LiveJob) -> bool:
         """Puts a job on the backbone; False if the memory turned out not to be there: the job stays where it was."""
-        try:
-            with memory_errors():
-                job.move_to(self._backbone.device)
-                job.optimizer.make_moments()
-                job.slot = self._backbone.attach(job.adapter)
+        job.progress.rewind()
+        with suppress(ReplicaMemoryError):
+            self._executor.seat(job.name)
+            job.status.has_place = True
             return True
-        except torch.OutOfMemoryError:
-            pass
-        # Not in a handler, which would hold on to the tensors of what failed.
-        job.move_to(WAITING)
         held = self.held_bytes()
         if held:
             self._ceiling_bytes = held + self.bytes_of(job) - 1
@@ -135,10 +110,10 @@ class Placement:
 
     def take(self, job: LiveJob) -> None:
         """Takes a job off the backbone; its state waits on the CPU."""
-        if job.slot is not None:
-            self._backbone.detach(job.slot)
-            job.slot = None
-            job.move_to(WAITING)
+        if job.status.has_place:
+            job.status.has_place = False
+            job.progress.rewind()
+            self._executor.unseat(job.name)
 
     def held_bytes(self) -> int:
         """What the jobs with a place take, or will once each has a best to keep."""
@@ -150,9 +125,9 @@ class Placement:
         held_bytes, allocated_bytes = self.held_bytes(), self._allocated_bytes()
         self._has_run_out = False
         yield
-        if self._has_run_out or not is_gpu(self._backbone.device):
+        peak = self._executor.peak_bytes()
+        if self._has_run_out or not peak:
             return
-        peak = peak_bytes(self._backbone.device)
         if peak > self._peak_bytes:
             # Who trained when it rose is known; what rose before has been counted with those who trained then.
             self._measured_bytes = max(self._measured_bytes or 0, peak - allocated_bytes)
@@ -163,22 +138,22 @@ class Placement:
         """Forgets what was proven and measured: it did not fit, and smaller microbatches hold less."""
         self._has_run_out = True
         self._measured_bytes, self._peak_bytes, self._proven_bytes = None, 0, 0
-        reset_peak(self._backbone.device)
+        self._executor.reset_peak()
 
     def bytes_of(self, job: LiveJob) -> int:
         """Memory a job takes while it has a place."""
-        return job.adapter.num_parameters * state_bytes(self._backbone) + self._best_bytes(job)
+        return job.num_parameters * self._executor.facts.state_bytes + self._best_bytes(job)
 
     def _allocated_bytes(self) -> int:
         # A best that is yet to come is no part of what there is.
-        to_come = sum(self._best_bytes(job) for job in self._placed() if job.best_params is None)
+        to_come = sum(self._best_bytes(job) for job in self._placed() if not job.progress.has_best)
         return self.held_bytes() - to_come
 
     def _best_bytes(self, job: LiveJob) -> int:
-        return 4 * job.adapter.num_parameters if job.spec.early_stopping_patience else 0
+        return 4 * job.num_parameters if job.spec.early_stopping_patience else 0
 
     def _placed(self) -> list[LiveJob]:
-        return [job for job in list(self._jobs.values()) if job.slot is not None]
+        return [job for job in list(self._jobs.values()) if job.status.has_place]
 
     def _in_state(self, state: JobState) -> list[LiveJob]:
         # A copy at once: other threads may submit while we look.
@@ -189,26 +164,23 @@ class Placement:
 
     def _budget(self, capacity: int) -> Budget:
         budget = Budget(self._job_memory, max_jobs=self._max_jobs)
-        if self._job_memory is None and is_gpu(self._backbone.device):
-            total_bytes, besides = self._gpu_bytes(capacity)
-            budget = Budget(total_bytes, besides, MARGIN, self._proven_bytes, self._max_jobs)
+        memory = self._executor.memory() if self._job_memory is None else None
+        if memory is not None:
+            fixed_bytes = self._fixed_bytes(memory, capacity)
+            budget = Budget(memory.usable_bytes, fixed_bytes, MARGIN, self._proven_bytes, self._max_jobs)
         if self._ceiling_bytes is None:
             return budget
         usable = budget.usable_bytes
         at_most = self._ceiling_bytes if usable is None else min(usable, self._ceiling_bytes)
         return replace(budget, total_bytes=at_most, fixed_bytes=0, margin=0.0, proven_bytes=0)
 
-    def _gpu_bytes(self, capacity: int) -> tuple[int, int]:
-        """Bytes this process may take of its GPU, and what of it is not for jobs."""
-        device = self._backbone.device
-        free, total = free_and_total_bytes(device)
-        ours = free + reserved_bytes(device)
-        at_most = min(ours, int(total * memory_share(device)))
+    def _fixed_bytes(self, memory: ReplicaMemory, capacity: int) -> int:
+        """What of a GPU's memory is not for jobs."""
         if self._measured_bytes is not None:
-            return at_most, self._measured_bytes
-        at_rest = allocated_bytes(device) - self._allocated_bytes()
+            return self._measured_bytes
+        at_rest = memory.allocated_bytes - self._allocated_bytes()
         widest = max((cost_ranks(job.spec.adapter).widest for job in list(self._jobs.values())), default=1)
-        return at_most, at_rest + self._backbone.path.activation_bytes(capacity, widest)
+        return at_rest + self._executor.activation_bytes(capacity, widest)
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
         """What each tenant has had. Who comes, or comes back, starts level, by weight, with the least served present.
@@ -219,7 +191,7 @@ class Placement:
         for job in list(self._jobs.values()):
             served[job.spec.tenant] = served.get(job.spec.tenant, 0) + job.num_tokens
         present = {job.spec.tenant for job in (*waiting, *running)}
-        stayed = {job.spec.tenant for job in (*waiting, *running) if job.slot is not None or job.has_heard}
+        stayed = {job.spec.tenant for job in (*waiting, *running) if job.status.has_place or job.status.has_heard}
         had = {tenant: served[tenant] + self._credit.get(tenant, 0) for tenant in present}
         weight = {tenant: self._weights.get(tenant, 1.0) for tenant in present}
         least = min((had[tenant] / weight[tenant] for tenant in stayed), default=0.0)
@@ -228,8 +200,3 @@ class Placement:
             self._credit[tenant] = self._credit.get(tenant, 0) + max(level - had[tenant], 0)
             had[tenant] = max(had[tenant], level)
         return {tenant: Share(weight[tenant], tokens) for tenant, tokens in had.items()}
-
-
-def state_bytes(backbone: Backbone) -> int:
-    """Per trainable parameter of a job that has a place."""
-    return 4 * _STATE_NUMBERS + backbone.path.copy_bytes

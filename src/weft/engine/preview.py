@@ -6,22 +6,17 @@ the fused step on a CPU, where neither autograd nor an allocator tells, is the m
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from weft.adapters.methods import cost_ranks
-from weft.backbone.backbone import Backbone
-from weft.backbone.out_of_memory import memory_errors
-from weft.engine.capacity import release_memory
 from weft.engine.engine import Engine
-from weft.engine.live_job import PLANNED_BATCHES, LiveJob
-from weft.engine.microbatch import prepare
+from weft.engine.live_job import LiveJob
+from weft.engine.progress import PLANNED_BATCHES
 from weft.errors import ConfigError
-from weft.kernels.device import allocated_bytes, is_gpu, peak_bytes, reset_peak, synchronise
+from weft.execute.protocol import MicrobatchWork, ReplicaMemoryError, TrialRun
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Microbatch
@@ -79,39 +74,38 @@ def preview(engine: Engine) -> Preview:
     jobs = list(engine.jobs.values())
     shares = tuple(_job_preview(job) for job in jobs)
     engine.fit_microbatches()
-    microbatches, fullest, (seconds, held_bytes) = _plan_that_fits(engine)
-    is_measured = engine.backbone.path.name == "reference" or engine.backbone.works_on
+    microbatches, fullest, tried = _plan_that_fits(engine)
+    facts, held_bytes = engine.executor.facts, tried.held_bytes
+    is_measured = facts.path == "reference" or facts.works_on
     if not is_measured:
         widest = max(cost_ranks(job.spec.adapter).widest for job in jobs)
-        held_bytes = engine.backbone.path.activation_bytes(fullest.num_tokens, widest)
+        held_bytes = engine.executor.activation_bytes(fullest.num_tokens, widest)
     num_tokens = sum(share.num_tokens for share in shares)
     # A long run goes on as it begins.
     factor = num_tokens / sum(m.num_tokens for m in microbatches)
-    num_parameters = sum(job.adapter.num_parameters for job in jobs)
-    model = engine.backbone.model
+    num_parameters = sum(job.num_parameters for job in jobs)
     return Preview(
-        shares,
-        round(len(microbatches) * factor),
-        num_tokens,
-        engine.limits.capacity,
-        sum(p.numel() * p.element_size() for p in model.parameters()),
-        num_parameters * 4 * _NUMBERS_PER_PARAMETER,
-        held_bytes,
-        is_measured,
-        factor * seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),
+        jobs=shares,
+        num_microbatches=round(len(microbatches) * factor),
+        num_tokens=num_tokens,
+        capacity=engine.limits.capacity,
+        backbone_bytes=facts.backbone_bytes,
+        adapter_bytes=num_parameters * 4 * _NUMBERS_PER_PARAMETER,
+        activation_bytes=held_bytes,
+        is_memory_measured=is_measured,
+        seconds=factor * tried.seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),
     )
 
 
-def _plan_that_fits(engine: Engine) -> tuple[list[Microbatch], Microbatch, tuple[float, int]]:
-    """The microbatches, the fullest of them, and its seconds and bytes."""
+def _plan_that_fits(engine: Engine) -> tuple[list[Microbatch], Microbatch, TrialRun]:
+    """The microbatches, the fullest of them, and what that takes."""
     while True:
         microbatches = plan_beginning(engine)
         fullest = max(microbatches, key=lambda m: m.num_tokens)
-        tried = _try(engine, fullest)
-        if tried is not None:
-            return microbatches, fullest, tried
+        with suppress(ReplicaMemoryError):
+            return microbatches, fullest, engine.executor.try_out(MicrobatchWork(fullest, engine.row_tile))
         # Not in a handler, which would hold on to the tensors of what failed.
-        release_memory(engine.backbone)
+        engine.executor.release_memory()
         if not engine.shrink():
             raise ConfigError(
                 f"a microbatch of {engine.limits.capacity} tokens, as the longest sample needs, does not fit the GPU's "
@@ -123,7 +117,7 @@ def _plan_that_fits(engine: Engine) -> tuple[list[Microbatch], Microbatch, tuple
 def plan_beginning(engine: Engine) -> list[Microbatch]:
     """The microbatches of all jobs from the start, program by program, as far as `PLANNED_SAMPLES` samples of each go.
 
-    Programs are made as training makes them (`stretch.py`): one that is foreseen by the engine's planner, one that is
+    Programs are made as training makes them (`lookahead.py`): one that is foreseen by the engine's planner, one that is
     not, when a job has just come, without any time for searching. Jobs wait for a place by priority and arrival.
     """
     waiting = deque(sorted((_Course.of(job) for job in engine.jobs.values()), key=lambda c: -c.job.spec.priority))
@@ -170,7 +164,7 @@ class _Course:
 
     @classmethod
     def of(cls, job: LiveJob) -> _Course:
-        return cls(job, min(job.num_steps, max(1, PLANNED_SAMPLES // job.order.batch_size)))
+        return cls(job, min(job.num_steps, max(1, PLANNED_SAMPLES // job.progress.order.batch_size)))
 
     @property
     def has_ended(self) -> bool:
@@ -192,71 +186,9 @@ class _Course:
         self.step, self.sample = self.step + 1, 0
 
     def _lengths(self, step: int) -> tuple[int, ...]:
-        return tuple(self.job.data.train.samples[i].length for i in self.job.order.batch(step))
+        return tuple(self.job.progress.batches.lengths(step))
 
 
 def _job_preview(job: LiveJob) -> JobPreview:
-    num_tokens = job.order.num_tokens([sample.length for sample in job.data.train.samples])
-    return JobPreview(job.spec.name, job.num_steps, num_tokens, job.adapter.num_parameters)
-
-
-def _try(engine: Engine, microbatch: Microbatch) -> tuple[float, int] | None:
-    """Seconds and bytes of one microbatch, run by stand-ins for its jobs; None if the memory runs out."""
-    backbone = engine.backbone
-    jobs = {name: _stand_in(engine, name) for name in {s.job for s in microbatch.segments}}
-
-    def run() -> None:
-        batch = prepare(backbone, jobs, microbatch, engine.row_tile)
-        backbone.launch(batch, engine.row_tile).losses()
-
-    try:
-        with memory_errors():
-            return _measure(backbone, run)
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        for job in jobs.values():
-            assert job.slot is not None
-            backbone.detach(job.slot)
-
-
-def _measure(backbone: Backbone, run: Callable[[], None]) -> tuple[float, int]:
-    """Seconds and bytes of what is run, once it is warm."""
-    run()
-    # A captured graph would hide its memory: it allocates when it is captured and not when it is replayed.
-    release_memory(backbone)
-    held_bytes = _peak_bytes(backbone.device, run) if is_gpu(backbone.device) else _saved_bytes(run)
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start, held_bytes
-
-
-def _saved_bytes(run: Callable[[], None]) -> int:
-    """Bytes that autograd keeps for the backward pass."""
-    saved: dict[int, int] = {}
-
-    def remember(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        run()
-    return sum(saved.values())
-
-
-def _peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
-    """Bytes a GPU holds at most while it runs, above what it held before."""
-    reset_peak(device)
-    before = allocated_bytes(device)
-    run()
-    synchronise(device)
-    return peak_bytes(device) - before
-
-
-def _stand_in(engine: Engine, name: str) -> LiveJob:
-    """A job with the same data and an adapter of the same shape, on a slot of its own."""
-    job = engine.jobs[name]
-    twin = LiveJob(job.spec, job.data, engine.backbone.new_adapter(job.spec.adapter, job.spec.seed))
-    twin.slot = engine.backbone.attach(twin.adapter)
-    return twin
+    num_tokens = job.progress.order.num_tokens([sample.length for sample in job.data.train.samples])
+    return JobPreview(job.spec.name, job.num_steps, num_tokens, job.num_parameters)

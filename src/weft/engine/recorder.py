@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import platform
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-import weft
-from weft.adapters.frozen import quantisation
-from weft.adapters.targets import leaf_names
-from weft.backbone.backbone import Backbone
 from weft.data.dataset import JobData
 from weft.engine.capacity import CapacityLimit
 from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning, StepDone
 from weft.engine.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError
-from weft.kernels.device import device_name, is_cpu, is_gpu
-from weft.kernels.dropout import MASKS
+from weft.execute.protocol import Executor, StateWork
 from weft.store.atomic import write_file
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from weft.store.peft_files import write_adapter
 from weft.store.run_dir import RunDirectory
 
+if TYPE_CHECKING:
+    import torch
+
 
 class RunRecorder:
     """Writes what must outlive the process, job by job."""
 
-    def __init__(self, backbone: Backbone, room: CapacityLimit) -> None:
+    def __init__(self, executor: Executor, room: CapacityLimit) -> None:
         self.run_dir: RunDirectory | None = None
-        self.backbone = backbone
+        self._executor = executor
         self.room = room
-        self._environment = environment(backbone)
         self._elapsed: dict[str, float] = {}
         self._unwritten: dict[str, deque[dict[str, Any]]] = {}
         """Metrics that are not on disk yet, by job, oldest first."""
@@ -43,7 +37,7 @@ class RunRecorder:
     @property
     def environment(self) -> dict[str, Any]:
         """What besides a job decides the bits of its result now."""
-        return {**self._environment, **self.room.conditions()}
+        return {**self._executor.facts.environment, **self.room.conditions()}
 
     def open(self, job: LiveJob) -> Iterator[Event]:
         """Restores a job from its newest good checkpoint, if it has one; says what was wrong with newer ones."""
@@ -57,7 +51,7 @@ class RunRecorder:
             self.run_dir.truncate_metrics(name, 0)
             return
         check_data(checkpoint, job.data, name)
-        shapes = {name: tensor.shape for name, tensor in job.tensors().items() if name.startswith("params")}
+        shapes = {name: tensor.shape for name, tensor in self._state(job).items() if name.startswith("params")}
         if {n: t.shape for n, t in checkpoint.tensors.items() if n.startswith("params")} != shapes:
             raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)
         # A checkpoint that does not say so was trained on weights as they are, and with the first masks.
@@ -70,14 +64,16 @@ class RunRecorder:
             )
         if self.room.adopt(checkpoint.state.get("asked_capacity"), checkpoint.environment.get("capacity")):
             yield JobWarning((name,), f"goes on with a capacity of {self.room.capacity}: more ran out of memory before")
-        if job.spec.adapter.lora_dropout and before["masks"] != MASKS:
+        if job.spec.adapter.lora_dropout and before["masks"] != self.environment["masks"]:
             yield JobWarning((name,), "was begun with dropout masks of another version: it goes on, but ends otherwise")
         changed = [k for k, v in self.environment.items() if before.get(k) != v and k != "masks"]
         if changed:
             was = ", ".join(f"{k} {before.get(k)} -> {self.environment[k]}" for k in changed)
             yield JobWarning((name,), f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
         self._unwritten.pop(name, None)
-        job.restore(checkpoint.step, checkpoint.tensors, checkpoint.state)
+        job.progress.restore(checkpoint.step, checkpoint.state)
+        job.status.go_back_to(checkpoint.step)
+        self._executor.restore(name, checkpoint.tensors)
         self._elapsed[name] = checkpoint.state["elapsed_s"]
         self.run_dir.truncate_metrics(name, checkpoint.step)
 
@@ -89,8 +85,8 @@ class RunRecorder:
         """Writes a checkpoint at a step boundary."""
         if self.run_dir is None:
             return
-        state = {**job.counters(), "elapsed_s": elapsed_s, "asked_capacity": self.room.asked}
-        checkpoint = Checkpoint(job.step, job.tensors(), state, self.environment)
+        state = {**job.progress.counters(), "elapsed_s": elapsed_s, "asked_capacity": self.room.asked}
+        checkpoint = Checkpoint(job.step, self._state(job), state, self.environment)
         save_checkpoint(self.run_dir.checkpoints_dir(job.spec.name), checkpoint, keep=job.spec.save_total_limit)
         self.write_status(job, elapsed_s)
         yield CheckpointSaved(job.spec.name, job.step)
@@ -130,6 +126,9 @@ class RunRecorder:
             self.run_dir.append_metrics(job.spec.name, lines[0])
             lines.popleft()
 
+    def _state(self, job: LiveJob) -> dict[str, torch.Tensor]:
+        return self._executor.wait(self._executor.start(StateWork(job.name)))
+
     def _note(self, job: LiveJob, record: dict[str, Any]) -> None:
         if self.run_dir is not None:
             self._unwritten.setdefault(job.spec.name, deque()).append(record)
@@ -144,9 +143,9 @@ class RunRecorder:
                 step=job.step,
                 num_steps=job.num_steps,
                 trained_tokens=job.num_tokens,
-                skipped_steps=job.num_skipped,
+                skipped_steps=job.progress.num_skipped,
                 best_eval_loss=job.best_eval,
-                early_stopped=job.stopped_early,
+                early_stopped=job.progress.stopped_early,
                 seconds=elapsed_s,
             )
 
@@ -160,13 +159,12 @@ class RunRecorder:
 
     def export_adapter(self, job: LiveJob, directory: Path) -> None:
         """Writes the job's adapter as it is now."""
-        chosen = list(job.adapter.modules)
         write_adapter(
             directory,
             job.spec.adapter,
-            job.adapter.tensors(),
-            base_model=self.backbone.name,
-            target_names=leaf_names(chosen, self.backbone.linears) or chosen,
+            self._executor.adapter_of(job.name),
+            base_model=self._executor.facts.base_model,
+            target_names=self._executor.target_names(job.name),
             chat_template=job.spec.chat_template,
         )
 
@@ -180,17 +178,3 @@ def check_data(checkpoint: Checkpoint, data: JobData, where: str) -> None:
     """Refuses training data that is not what a checkpoint was trained on."""
     if checkpoint.state["data"] != data.train.fingerprint:
         raise DataError("train_data is not what the checkpoint was trained on; start a new run.", where=where)
-
-
-def environment(backbone: Backbone) -> dict[str, Any]:
-    """What besides the job decides the bits of its result."""
-    return {
-        "weft": weft.__version__,
-        "torch": torch.__version__,
-        "device": device_name(backbone.device) if is_gpu(backbone.device) else platform.machine(),
-        "dtype": str(backbone.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads() if is_cpu(backbone.device) else 0,
-        "base_model": backbone.name,
-        "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
-        "masks": MASKS,
-    }

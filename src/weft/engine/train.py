@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from weft.backbone.backbone import Backbone
 from weft.data.dataset import JobData, load_job_data
-from weft.engine.capacity import load_within
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
 from weft.engine.recorder import check_data
 from weft.errors import ConfigError, DataError, WeftError
+from weft.execute.memory import load_within
 from weft.job_state import FINAL_STATES, JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec

@@ -14,6 +14,7 @@ import torch
 
 from weft.adapters.adapter import Adapter
 from weft.kernels.adamw import ParameterLane, Update, Updated, adamw
+from weft.kernels.device import is_gpu
 from weft.spec import JobSpec
 
 
@@ -123,7 +124,7 @@ def step_together(
 ) -> Results:
     """Starts the step of every job given, each as if alone; one is left out if the loss of its global batch is not
     finite, as the host knows (`finite`) or the device alone (`finite_J`)."""
-    start = step_fused if optimizers[0].adapter.device.type == "cuda" else _step_each
+    start = step_fused if is_gpu(optimizers[0].adapter.device) else _step_each
     results = start(optimizers, finite, finite_J)
     for optimizer in optimizers:
         optimizer.adapter.changed()

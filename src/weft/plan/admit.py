@@ -34,6 +34,10 @@ QUANTUM_TOKENS = 1_000_000
 out and another in takes well under a tenth of a second: fairness costs less than a per mille."""
 
 
+MARGIN = 0.05
+"""Kept free of a GPU's memory: allocators round up, and microbatches differ."""
+
+
 @dataclass(frozen=True, slots=True)
 class Applicant:
     """A job that trains or wants to."""

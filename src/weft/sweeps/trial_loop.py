@@ -192,7 +192,7 @@ class SweepRun:
         elif isinstance(event, JobFailed):
             self.ledger.end(trial, TrialState.FAILED, event.reason.text)
         elif isinstance(event, JobSucceeded):
-            if job.best_params is not None or not trial.points:
+            if job.progress.has_best or not trial.points:
                 # Its weights are not those that were last seen: patience ran out, or nothing was there to evaluate.
                 self._see(trial, self._best_look.get(trial.name))
             if not trial.state.is_final:

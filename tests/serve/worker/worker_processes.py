@@ -32,7 +32,7 @@ import weft.serve.jobs.leases
 import weft.serve.worker.prepare
 from weft import faults
 from weft.cli.service.worker import StopSignals
-from weft.engine.microbatch import MicrobatchInFlight
+from weft.engine.program_run import StartedMicrobatch
 from weft.job_state import FINAL_STATES
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import open_database
@@ -273,14 +273,14 @@ def hung(place: Path) -> list[str]:
     """A worker whose training hangs for good, then one that is well."""
 
     def arm() -> None:
-        real, seen = MicrobatchInFlight.count, iter(range(5))
+        real, seen = StartedMicrobatch.count, iter(range(5))
 
-        def endless(self: MicrobatchInFlight) -> float:
+        def endless(self: StartedMicrobatch) -> Any:
             if next(seen, None) is None:
                 time.sleep(3600)
             return real(self)
 
-        MicrobatchInFlight.count = endless
+        StartedMicrobatch.count = endless
 
     bench = bench_at(place)
     ends = [ended(child(place, before=arm, stuck_s=1.0))]

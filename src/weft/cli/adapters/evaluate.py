@@ -117,7 +117,7 @@ def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: st
 
 
 def _add_scores(results: dict[str, dict[str, float]], loaded: Attached, datasets: dict[str, Dataset]) -> None:
-    from weft.engine.evaluate import mean_scores
+    from weft.execute.evaluate import mean_scores
 
     capacity = max(CAPACITY, *(dataset.summary.max_length for dataset in datasets.values()))
     asked = [(slot, datasets[name].samples) for name, slot in loaded.slots.items()]

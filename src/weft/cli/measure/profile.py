@@ -40,7 +40,7 @@ def profile(
 ) -> None:
     """Measure this device's time and memory for planning, and check the fits on shapes they have not seen."""
     from weft.bench.plan_cost import default_capacity, open_backbone
-    from weft.engine.profile import check_capacity, measure_profile
+    from weft.execute.profile import check_capacity, measure_profile
     from weft.store.atomic import write_file
 
     if out is not None and not out.parent.is_dir():

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import weft
-from weft.engine.capacity import load_within, start_capacity
 from weft.engine.engine import Engine
 from weft.engine.events import (
     CheckpointSaved,
@@ -31,6 +30,7 @@ from weft.engine.events import (
     MicrobatchDone,
 )
 from weft.errors import StorageError
+from weft.execute.memory import load_within, start_capacity
 from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs

@@ -10,8 +10,7 @@ import importlib.util
 import math
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from weft.backbone.backbone import Backbone
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
-from weft.engine.evaluate import mean_scores
 from weft.engine.live_job import LiveJob
-from weft.engine.placement import WAITING
 from weft.errors import ConfigError, DataError, JobError
+from weft.execute.evaluate import mean_scores
 from weft.inference.answers import Answer, answers
 from weft.inference.generate import Decoding
 from weft.objectives.metrics import MeanScores
@@ -71,7 +69,7 @@ class Objective:
             engine.export_adapter(job.spec.name, folder)
             return self._run_command(folder)
         if self._spec.needs_answers:
-            return self._score(self._answers(engine.backbone, job))
+            return self._score(self._answers(engine, job))
         means = self._evaluate(engine, job) if looked is None else looked
         if self.metric == "eval_loss":
             return means.loss
@@ -82,15 +80,16 @@ class Objective:
 
     def _evaluate(self, engine: Engine, job: LiveJob) -> MeanScores:
         assert job.data.eval is not None, "a sweep that is judged by evaluations has data for them"
-        with _slot_of(job, engine.backbone) as slot:
+        with engine.executor.slot_of(job.name) as slot:
             asked = [(slot, job.data.eval.samples)]
             (means,) = mean_scores(engine.backbone, asked, engine.limits.capacity, engine.row_tile)
         return means
 
-    def _answers(self, backbone: Backbone, job: LiveJob) -> list[Answer]:
+    def _answers(self, engine: Engine, job: LiveJob) -> list[Answer]:
         assert job.data.eval is not None
+        backbone = engine.backbone
         prompts = self._asked(job.data.eval.samples, backbone)
-        with _slot_of(job, backbone) as slot:
+        with engine.executor.slot_of(job.name) as slot:
             return answers(backbone, {job.spec.name: (slot, prompts)}, self._decoding(prompts, backbone))[job.spec.name]
 
     def _score(self, given: Sequence[Answer]) -> float:
@@ -144,21 +143,6 @@ class Objective:
         encode = backbone.tokenizer.encode
         lengths = [len(encode(p.reference or "", add_special_tokens=False, verbose=False)) for p in prompts]
         return Decoding(max(lengths) + SPARE_TOKENS)
-
-
-@contextmanager
-def _slot_of(job: LiveJob, backbone: Backbone) -> Iterator[int]:
-    """The job's slot, or one for the moment: who has ended or waits has none."""
-    if job.slot is not None:
-        yield job.slot
-        return
-    job.move_to(backbone.device)
-    slot = backbone.attach(job.adapter)
-    try:
-        yield slot
-    finally:
-        backbone.detach(slot)
-        job.move_to(WAITING)
 
 
 def _prompt(sample: Sample, place: int, tokenizer: Any) -> Prompt:

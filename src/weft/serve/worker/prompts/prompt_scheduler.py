@@ -18,8 +18,8 @@ import torch
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.out_of_memory import memory_errors
-from weft.engine.capacity import release_memory
 from weft.errors import WeftError
+from weft.execute.memory import release_memory
 from weft.inference.attach import StoredAdapter, attach_adapter
 from weft.inference.generate import BATCH, Continuation, Decoding, Request, advance, end_tokens, read_ahead
 from weft.serve.errors import Busy

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
-from weft.engine.live_job import EvalResult, LiveJob
-from weft.engine.timeline import TimelineRecorder
 from weft.objectives.metrics import MeanScores, Tally
 
 ScoreRequest = tuple[int | None, Sequence[Sample]]
@@ -30,17 +28,3 @@ def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: 
             tallies[which].add(score)
         start = end
     return [tally.means() for tally in tallies]
-
-
-def evaluate_due(
-    backbone: Backbone, jobs: Sequence[LiveJob], capacity: int, row_tile: int, timeline: TimelineRecorder
-) -> None:
-    """Evaluates jobs at their last step in the same microbatches; each keeps its result until that is told."""
-    tokens = {job.spec.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}
-    requests = [(job.slot, job.data.eval.samples) for job in jobs if job.data.eval is not None]
-    assert len(requests) == len(jobs), "only jobs with evaluation data are due"
-    with timeline.span("eval", jobs=tokens):
-        found = mean_scores(backbone, requests, capacity, row_tile)
-    whole_s, total = timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
-    for job, means in zip(jobs, found, strict=True):
-        job.looked = EvalResult(job.step, means, whole_s * tokens[job.spec.name] / total)

@@ -10,7 +10,7 @@ from tiny_models import attending_eagerly, finish, job_spec, random_backbone, ra
 
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
-from weft.engine.evaluate import mean_scores
+from weft.execute.evaluate import mean_scores
 from weft.spec import AdapterSpec
 
 

@@ -10,8 +10,8 @@ from weft.bench.regimes import Storage
 from weft.bench.shapes import SHAPES
 from weft.bench.step import make_backbone
 from weft.cost.profile import Profile
-from weft.engine.profile import Case, measure_case, measure_profile, profile_cases
 from weft.errors import ConfigError
+from weft.execute.profile import Case, measure_case, measure_profile, profile_cases
 from weft.execute.tensor_bytes import TensorBytes, stored_bytes
 
 

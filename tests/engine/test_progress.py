@@ -2,7 +2,7 @@ import pytest
 import torch
 import transformers
 
-from weft.engine.schedule import learning_rate, warmup_steps
+from weft.engine.progress import learning_rate, warmup_steps
 from weft.spec.job import SCHEDULES
 
 PEAK = 3e-3

@@ -1,0 +1,114 @@
+"""Programs made ahead of time, beside training, and how long their microbatches will take.
+
+A program made ahead is used only for the very queues it was made for. Who made a program changes no result, so training
+never waits for a slow planner: what is not ready in time, or could not be foreseen, is planned at once within a
+hundredth of the time it is going to run, as the microbatches before have taught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from weft.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
+from weft.engine.timeline import TimelineRecorder
+from weft.plan.check import violations
+from weft.plan.pack import pack
+from weft.plan.pack.planners import ExactPlanner
+from weft.plan.program import Planner, Program
+from weft.plan.types import JobQueue, Limits, Microbatch
+from weft.simulate.timeline import Span
+
+WAITING_SHARE = 0.01
+"""Of a program's own time, the most that training waits for it."""
+SHORTEST_WAIT_S = 0.001
+"""A plan that is all but ready is worth as much, whatever is known."""
+LEARN_EVERY = 32
+"""Microbatches from one fit to the next. A run that is shorter never loads the solver."""
+
+
+@dataclass
+class LearnedPace:
+    """How long microbatches take here, learnt from those that have run."""
+
+    fit: OnlineFit = field(default_factory=lambda: OnlineFit(TIME_TERMS))
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of the jobs that train now."""
+    row_tile: int = 1
+    num_seen: int = 0
+
+    def load(self, microbatch: Microbatch) -> MicrobatchLoad:
+        """What a microbatch asks of the device."""
+        lengths: dict[str, list[int]] = {}
+        for segment in microbatch.segments:
+            lengths.setdefault(segment.job, []).append(segment.length)
+        return MicrobatchLoad.of([(self.ranks.get(job, 0), own) for job, own in lengths.items()], 0, self.row_tile)
+
+    def seconds(self, program: Program) -> float:
+        """What a program's microbatches are predicted to take; 0 before anything is known."""
+        return sum(self.fit.predict(self.load(microbatch)) or 0.0 for microbatch in program.microbatches)
+
+
+class LookaheadPlanner:
+    """Programs of one planner, each checked before it is used."""
+
+    def __init__(self, planner: Planner, timeline: TimelineRecorder) -> None:
+        self._planner = planner
+        self._timeline = timeline
+        self._thread = ThreadPoolExecutor(1, "weft-plan")
+        self._ahead: tuple[list[JobQueue], Limits, Future[tuple[Program, Span]]] | None = None
+        self.pace = LearnedPace()
+
+    def program(self, queues: list[JobQueue], limits: Limits) -> Program:
+        """The program for these queues; at once if it was foreseen, and never late."""
+        with self._timeline.span("plan"):
+            if self._ahead is None or self._ahead[:2] != (queues, limits):
+                return self._at_once(queues, limits)
+            made = self._ahead[2]
+            if not made.done():
+                greedy, _ = self._make(pack, queues, limits)
+                try:
+                    made.result(max(SHORTEST_WAIT_S, WAITING_SHARE * self.pace.seconds(greedy)))
+                except TimeoutError:
+                    return greedy
+            return self._collect()
+
+    def foresee(self, queues: list[JobQueue], limits: Limits) -> None:
+        """Plans for queues that are likely to come next, beside training; not while an older plan is being made."""
+        if self._ahead is not None:
+            if not self._ahead[2].done():
+                return
+            self._collect()
+        if queues:
+            self._ahead = (queues, limits, self._thread.submit(self._make, self._planner, queues, limits))
+
+    def observe(self, microbatch: Microbatch, seconds: float) -> None:
+        """Notes how long a microbatch took, and now and then learns from all of them, beside training."""
+        pace = self.pace
+        pace.fit.observe(pace.load(microbatch), seconds)
+        pace.num_seen += 1
+        if pace.num_seen % LEARN_EVERY == 0:
+            self._thread.submit(pace.fit.learn, pace.fit.seen)
+
+    def _at_once(self, queues: list[JobQueue], limits: Limits) -> Program:
+        planner = self._planner
+        if isinstance(planner, ExactPlanner):
+            planner = planner.within(WAITING_SHARE * self.pace.seconds(pack(queues, limits)))
+        return self._make(planner, queues, limits)[0]
+
+    def _collect(self) -> Program:
+        """What has been made ahead, its time on record."""
+        assert self._ahead is not None
+        made, self._ahead = self._ahead[2], None
+        program, span = made.result()
+        # Here, not in the thread that made it: the last span is always one of training's own.
+        self._timeline.spans.append(span)
+        return program
+
+    def _make(self, planner: Planner, queues: list[JobQueue], limits: Limits) -> tuple[Program, Span]:
+        start = self._timeline.now()
+        program = planner(queues, limits)
+        problems = violations(program, queues, limits)
+        assert any(program.stages) and not problems, problems
+        return program, Span("plan_ahead", start, self._timeline.now() - start, {})

@@ -1,0 +1,106 @@
+"""What a step leaves to do once it is told: metrics, evaluation, checkpoint, and the end of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from weft.engine.events import EvalDone, Event, JobFailed, JobSucceeded
+from weft.engine.lifecycle import Lifecycle
+from weft.engine.live_job import EvalResult, LiveJob
+from weft.engine.program_run import ProgramRun
+from weft.errors import StorageError
+from weft.execute.protocol import EvaluationWork, ReplicaMemoryError
+from weft.job_state import JobState, Reason
+
+
+class Settlement:
+    """Settles the steps of jobs, one at a time."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._jobs = lifecycle
+        self._executor = lifecycle.executor
+        self._keeper = lifecycle.keeper
+        self._timeline = lifecycle.timeline
+
+    def settle(self, job: LiveJob, program: ProgramRun | None) -> Iterator[Event]:
+        """Does what the last step left to do: metrics, evaluation, checkpoint, and the end of the job.
+
+        A disk that is full pauses the job; once resumed, it goes on with what was not done.
+        """
+        if job.progress.diverged:
+            remarks = self._jobs.leave(job, JobState.FAILED, job.progress.diverged)
+            yield from [*remarks, JobFailed(job.name, job.step, job.progress.diverged)]
+            return
+        has_room = True
+        try:
+            self._keeper.flush(job)
+            if program is not None and (job.is_eval_due() or job.is_save_due()):
+                program.wait()
+            if job.is_eval_due():
+                yield self._evaluate(job)
+                self._keeper.flush(job)
+            if job.is_save_due():
+                with self._timeline.span("checkpoint", jobs={job.name: 0}):
+                    saved = list(self._keeper.save(job, self._timeline.now()))
+                job.status.saved_step = job.step
+                yield from saved
+            if job.progress.is_complete:
+                yield from self._finish(job)
+            job.status.settled_step = job.step
+        except StorageError as error:
+            # The weights in memory are good; what cannot go on is writing. The neighbours may write elsewhere.
+            yield from list(self._jobs.pause(job, Reason.of(error), save=False))
+        except ReplicaMemoryError:
+            has_room = False
+        if not has_room:
+            # The job is not settled, so the evaluation is tried again.
+            yield from self._jobs.make_room([job.name])
+
+    def _evaluate(self, job: LiveJob) -> Event:
+        """The evaluation of one job; all others that are due by now are done with it and told when it is their turn."""
+        if not job.is_looked_at:
+            others = [other for other in self._jobs.running() if other is not job and not other.is_settled]
+            due = [
+                other for other in others if other.is_eval_due() and not (other.is_looked_at or other.progress.diverged)
+            ]
+            self._look_at([job, *due])
+        looked, progress = job.status.looked, job.progress
+        assert looked is not None
+        is_best = progress.is_best(looked.means.loss)
+        if is_best and job.spec.early_stopping_patience is not None:
+            # First: without the memory for it nothing has changed, and the evaluation is noted again.
+            self._executor.keep_best(job.name)
+        progress.record_eval(looked.means.loss)
+        job.status.evaluated_step, job.status.looked = job.step, None
+        event = EvalDone(
+            job.name,
+            step=job.step,
+            epoch=progress.epoch,
+            eval_loss=looked.means.loss,
+            eval_mean_token_accuracy=looked.means.accuracy,
+            eval_runtime=looked.seconds,
+            is_best=is_best,
+            seconds=self._timeline.now(),
+        )
+        self._keeper.note_eval(job, event)
+        return event
+
+    def _look_at(self, jobs: Sequence[LiveJob]) -> None:
+        """Evaluates jobs at their last step in the same microbatches; each keeps its result until that is told."""
+        tokens = {job.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}
+        assert len(tokens) == len(jobs), "only jobs with evaluation data are due"
+        room = self._jobs.room
+        with self._timeline.span("eval", jobs=tokens):
+            found = self._executor.wait(
+                self._executor.start(EvaluationWork(tuple(tokens), room.capacity, room.row_tile))
+            )
+        whole_s, total = self._timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
+        for job, means in zip(jobs, found, strict=True):
+            job.status.looked = EvalResult(job.step, means, whole_s * tokens[job.name] / total)
+
+    def _finish(self, job: LiveJob) -> list[Event]:
+        self._executor.use_best(job.name)
+        adapter_dir = self._keeper.write_adapter(job)
+        remarks = self._jobs.leave(job, JobState.SUCCEEDED)
+        job.status.settled_step = job.step
+        return [*remarks, JobSucceeded(job.name, job.step, adapter_dir, job.progress.stopped_early)]

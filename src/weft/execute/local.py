@@ -1,0 +1,265 @@
+"""The executor of one backbone in this process."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import weft
+from weft.adapters.frozen import quantisation
+from weft.adapters.targets import leaf_names
+from weft.backbone.backbone import Backbone
+from weft.backbone.load import load_backbone
+from weft.backbone.out_of_memory import memory_errors
+from weft.backbone.packed import PackedBatch
+from weft.execute.evaluate import mean_scores
+from weft.execute.memory import measure, release_memory, state_bytes, usable_bytes
+from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
+from weft.execute.protocol import (
+    EvaluationWork,
+    MicrobatchWork,
+    NewJob,
+    OutcomeT,
+    ReplicaFacts,
+    ReplicaMemory,
+    ReplicaMemoryError,
+    StateWork,
+    StepsWork,
+    Ticket,
+    TrialRun,
+    Work,
+)
+from weft.execute.weights import JobWeights
+from weft.kernels.device import CPU, allocated_bytes, device_name, is_cpu, is_gpu, peak_bytes, reset_peak
+from weft.kernels.dropout import MASKS
+from weft.spec import BackboneSpec
+
+
+class LocalExecutor:
+    """Runs the engine's work on a backbone as soon as it is started."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        self.facts = replica_facts(backbone)
+        self.jobs: dict[str, ExecutedJob] = {}
+        self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
+        self._started: dict[int, Callable[[], Any]] = {}
+        self._in_flight: dict[int, MicrobatchInFlight] = {}
+        """The last two microbatches, for the steps behind them."""
+        self._num_started = 0
+
+    def row_tile(self, capacity: int) -> int:
+        """Rows that every frozen product is computed in."""
+        return self.backbone.path.row_tile(capacity)
+
+    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
+        """What a microbatch may hold between forward and backward."""
+        return self.backbone.path.activation_bytes(capacity, widest_rank)
+
+    def memory(self) -> ReplicaMemory | None:
+        """What the GPU holds; None on a CPU."""
+        device = self.backbone.device
+        return ReplicaMemory(usable_bytes(device), allocated_bytes(device)) if is_gpu(device) else None
+
+    def peak_bytes(self) -> int:
+        """Most that tensors took on the GPU since `reset_peak`."""
+        return peak_bytes(self.backbone.device)
+
+    def reset_peak(self) -> None:
+        """Starts a new account of the peak."""
+        reset_peak(self.backbone.device)
+
+    def release_memory(self) -> None:
+        """Gives back what failed work held."""
+        release_memory(self.backbone)
+
+    def add(self, job: NewJob) -> int:
+        """Makes a job's state on the CPU."""
+        adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU)
+        if job.start is not None:
+            adapter.load(job.start, job.start_name)
+        self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter))
+        return adapter.num_parameters
+
+    def drop(self, job: str) -> None:
+        """Forgets a job."""
+        del self.jobs[job]
+
+    def seat(self, job: str) -> None:
+        """Takes a job's weights and moments to the backbone's device, and a slot for it."""
+        weights = self.jobs[job].weights
+        has_place = False
+        try:
+            with _told_of_memory():
+                weights.move_to(self.backbone.device)
+                weights.optimizer.make_moments()
+                weights.slot = self.backbone.attach(weights.adapter)
+            has_place = True
+        finally:
+            self._ready = None
+            if not has_place:
+                weights.move_to(CPU)
+
+    def unseat(self, job: str) -> None:
+        """Frees a job's slot; its state waits on the CPU."""
+        self._ready = None
+        weights = self.jobs[job].weights
+        if weights.slot is not None:
+            self.backbone.detach(weights.slot)
+            weights.slot = None
+            weights.move_to(CPU)
+
+    def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Gives a job the state that `StateWork` once brought."""
+        self.jobs[job].weights.restore(tensors)
+
+    def rewind(self, job: str) -> None:
+        """Forgets the gradients of a job's current global batch."""
+        self.jobs[job].weights.adapter.zero_grad()
+
+    def keep_best(self, job: str) -> None:
+        """Keeps a copy of a job's weights as the best so far."""
+        with _told_of_memory():
+            self.jobs[job].weights.keep_best()
+
+    def use_best(self, job: str) -> None:
+        """Puts the copy that was kept into the adapter, if there is one."""
+        self.jobs[job].weights.use_best()
+
+    def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The adapter's tensors of a job by module path, on the CPU."""
+        return self.jobs[job].weights.adapter.tensors()
+
+    def target_names(self, job: str) -> list[str]:
+        """The adapted modules in the words of PEFT's target_modules."""
+        chosen = list(self.jobs[job].weights.adapter.modules)
+        return leaf_names(chosen, self.backbone.linears) or chosen
+
+    @contextmanager
+    def slot_of(self, job: str) -> Iterator[int]:
+        """A job's slot, or one for the moment: who has ended or waits has none."""
+        weights = self.jobs[job].weights
+        if weights.slot is not None:
+            yield weights.slot
+            return
+        weights.move_to(self.backbone.device)
+        slot = self.backbone.attach(weights.adapter)
+        try:
+            yield slot
+        finally:
+            self.backbone.detach(slot)
+            weights.move_to(CPU)
+
+    def prepare(self, work: MicrobatchWork) -> None:
+        """Packs a microbatch; it is used if the very same is started before a job comes or goes."""
+        self._ready = (work, pack_microbatch(self.backbone, self.jobs, work))
+
+    def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
+        """Starts work on the device; on a CPU most of it is done when this returns."""
+        self._num_started += 1
+        number = self._num_started
+        with _told_of_memory():
+            self._started[number] = self._begin(work, number)
+        return Ticket(number)
+
+    def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
+        """Waits for what was started, once."""
+        with _told_of_memory():
+            outcome: OutcomeT = self._started.pop(ticket.number)()
+        return outcome
+
+    def try_out(self, work: MicrobatchWork) -> TrialRun:
+        """Runs a microbatch with stand-ins: the same data, and adapters of the same shapes on slots of their own."""
+        twins = {segment.job: self._twin(segment.job) for segment in work.microbatch.segments}
+
+        def run() -> None:
+            batch = pack_microbatch(self.backbone, twins, work)
+            self.backbone.launch(batch, work.row_tile).losses()
+
+        try:
+            with _told_of_memory():
+                return measure(self.backbone, run)
+        finally:
+            for twin in twins.values():
+                assert twin.weights.slot is not None
+                self.backbone.detach(twin.weights.slot)
+
+    def _begin(self, work: Work[Any], number: int) -> Callable[[], Any]:
+        """Starts work; what is returned waits for it."""
+        match work:
+            case MicrobatchWork():
+                in_flight = MicrobatchInFlight(self.backbone, work, self._packed(work))
+                self._in_flight = {**dict([*self._in_flight.items()][-1:]), number: in_flight}
+                return in_flight.outcome
+            case StepsWork(steps, behind):
+                begin = take_steps if behind is None else self._in_flight[behind.number].take_steps
+                return begin(self.jobs, steps)
+            case EvaluationWork(names, capacity, row_tile):
+                jobs = [self.jobs[name] for name in names]
+                requests = [(job.weights.slot, job.given.eval_samples) for job in jobs]
+                means = mean_scores(self.backbone, requests, capacity, row_tile)
+                return lambda: means
+            case StateWork(name):
+                tensors = self.jobs[name].weights.tensors()
+                return lambda: tensors
+        raise AssertionError(f"no executor knows {work}")
+
+    def _packed(self, work: MicrobatchWork) -> PackedBatch:
+        ready, self._ready = self._ready, None
+        return ready[1] if ready is not None and ready[0] == work else pack_microbatch(self.backbone, self.jobs, work)
+
+    def _twin(self, name: str) -> ExecutedJob:
+        given = self.jobs[name].given
+        weights = JobWeights(given.spec, self.backbone.new_adapter(given.spec.adapter, given.spec.seed))
+        weights.slot = self.backbone.attach(weights.adapter)
+        return ExecutedJob(given, weights)
+
+
+def local_executor(backbone: Backbone | BackboneSpec | str) -> LocalExecutor:
+    """An executor on a backbone, which is loaded if it is only described."""
+    if isinstance(backbone, str):
+        backbone = BackboneSpec(backbone)
+    return LocalExecutor(load_backbone(backbone) if isinstance(backbone, BackboneSpec) else backbone)
+
+
+def replica_facts(backbone: Backbone) -> ReplicaFacts:
+    """What does not change about a backbone in this process."""
+    return ReplicaFacts(
+        base_model=backbone.name,
+        device_kind=backbone.device.type,
+        path=backbone.path.name,
+        works_on=backbone.works_on,
+        vocabulary=backbone.vocabulary,
+        max_positions=backbone.max_positions,
+        backbone_bytes=sum(p.numel() * p.element_size() for p in backbone.model.parameters()),
+        state_bytes=state_bytes(backbone),
+        environment=environment(backbone),
+    )
+
+
+def environment(backbone: Backbone) -> dict[str, Any]:
+    """What besides the job decides the bits of its result."""
+    return {
+        "weft": weft.__version__,
+        "torch": torch.__version__,
+        "device": device_name(backbone.device) if is_gpu(backbone.device) else platform.machine(),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads() if is_cpu(backbone.device) else 0,
+        "base_model": backbone.name,
+        "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
+        "masks": MASKS,
+    }
+
+
+@contextmanager
+def _told_of_memory() -> Iterator[None]:
+    """Whoever runs out of memory inside, the engine hears it in its own words."""
+    try:
+        with memory_errors():
+            yield
+    except torch.OutOfMemoryError as error:
+        raise ReplicaMemoryError(str(error)) from error

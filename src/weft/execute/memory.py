@@ -1,0 +1,130 @@
+"""Memory of the device that a backbone lies on: what a run may take of it, what work holds, what can be given back."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+
+from weft.backbone.backbone import Backbone
+from weft.backbone.load import choose_device, load_backbone
+from weft.backbone.out_of_memory import memory_errors
+from weft.cost.rows import capacities
+from weft.errors import ModelError
+from weft.execute.protocol import TrialRun
+from weft.kernels.device import (
+    allocated_bytes,
+    empty_cache,
+    free_and_total_bytes,
+    is_gpu,
+    limit_memory,
+    memory_share,
+    peak_bytes,
+    reserved_bytes,
+    reset_peak,
+    synchronise,
+    total_bytes,
+)
+from weft.plan.admit import MARGIN, Budget
+from weft.spec import BackboneSpec
+from weft.spec.run import Capacity, memory_fraction
+
+STATE_NUMBERS = 4
+"""fp32 numbers per trainable parameter: the weight, its gradient, and AdamW's two moments."""
+USUAL_RANK = 16
+"""Of an adapter of all linears; what a service makes room for."""
+USUAL_TOKENS = 1024
+"""Of such a job's global batch: eight short chats."""
+
+
+def state_bytes(backbone: Backbone) -> int:
+    """Per trainable parameter of a job that has a seat."""
+    return 4 * STATE_NUMBERS + backbone.path.copy_bytes
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What this process may take of a GPU, those bytes included that it has taken already."""
+    free, total = free_and_total_bytes(device)
+    return min(free + reserved_bytes(device), int(total * memory_share(device)))
+
+
+def release_memory(backbone: Backbone) -> None:
+    """Gives back what a failed computation held."""
+    backbone.path.forget()
+    gc.collect()
+    empty_cache(backbone.device)
+
+
+def measure(backbone: Backbone, run: Callable[[], None]) -> TrialRun:
+    """Seconds and bytes of what is run, once it is warm."""
+    run()
+    # A captured graph would hide its memory: it allocates when it is captured and not when it is replayed.
+    release_memory(backbone)
+    held_bytes = _held_bytes(backbone.device, run) if is_gpu(backbone.device) else _saved_bytes(run)
+    start = time.perf_counter()
+    run()
+    return TrialRun(time.perf_counter() - start, held_bytes)
+
+
+def _saved_bytes(run: Callable[[], None]) -> int:
+    """Bytes that autograd keeps for the backward pass."""
+    saved: dict[int, int] = {}
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        run()
+    return sum(saved.values())
+
+
+def _held_bytes(device: torch.device, run: Callable[[], None]) -> int:
+    """Bytes a GPU holds at most while it runs, above what it held before."""
+    reset_peak(device)
+    before = allocated_bytes(device)
+    run()
+    synchronise(device)
+    return peak_bytes(device) - before
+
+
+def start_capacity(backbone: Backbone, asked: Capacity) -> int:
+    """The tokens of a microbatch for jobs that nobody knows yet: as `CapacityLimit.fit` would choose for usual ones.
+
+    It depends on the backbone and the size of the GPU alone, and not on who comes first or what else runs there now.
+    """
+    device = backbone.device
+    *larger, least = capacities(asked, device.type)
+    if not larger:
+        return least
+    at_most = int(total_bytes(device) * memory_share(device))
+    width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
+    at_rest, job_bytes = allocated_bytes(device), USUAL_RANK * width * state_bytes(backbone)
+    for capacity in larger:
+        jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
+        budget = Budget(at_most, at_rest + backbone.path.activation_bytes(capacity, USUAL_RANK), MARGIN)
+        if budget.why_never(jobs_bytes) is None:
+            return capacity
+    return least
+
+
+def load_within(spec: BackboneSpec, limit: float | str | None) -> tuple[Backbone, tuple[str, ...]]:
+    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know about the limit."""
+    device = choose_device(spec)
+    notes: tuple[str, ...] = ()
+    if limit is not None and not is_gpu(device):
+        notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
+    elif limit is not None:
+        limit_memory(device, memory_fraction(limit, total_bytes(device)))
+    try:
+        with memory_errors():
+            return load_backbone(spec), notes
+    except torch.OutOfMemoryError:
+        within = "" if limit is None else f" within a memory_limit of {limit}"
+        raise ModelError(
+            f"does not fit the GPU's memory{within}; quantize it, or use a larger GPU.",
+            where=f"base_model {spec.base_model}",
+        ) from None

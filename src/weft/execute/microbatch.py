@@ -1,0 +1,78 @@
+"""The whole idea: one microbatch of many jobs through one backbone, then each job steps by itself.
+
+for every segment:   its sample, its slot, its weight 1 / (what its job's global batch is divided by)
+one packed buffer →  the backbone runs once for all; each slot adds its A and B on its own rows
+per-segment scores → each to its own job;   gradients → each into its own adapter
+steps              → each job alone is checked, clipped, stepped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.backbone.backbone import Backbone
+from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.backbone.scores import PendingScores
+from weft.execute.optimizer import step_together
+from weft.execute.protocol import MicrobatchOutcome, MicrobatchWork, NewJob, StepOrder
+from weft.execute.weights import JobWeights
+from weft.kernels.adamw import Updated
+from weft.kernels.dropout import mix
+from weft.plan.types import Segment
+
+
+@dataclass(frozen=True)
+class ExecutedJob:
+    """A job where it is executed: its data and its tensors."""
+
+    given: NewJob
+    weights: JobWeights
+
+    def place(self, segment: Segment) -> Placed:
+        """The sample of a segment with all the backbone needs to know of it; changes nothing."""
+        batch = self.given.batches[segment.step]
+        key = mix(self.given.spec.seed, segment.step, segment.index)
+        return Placed(batch.samples[segment.index], self.weights.slot, 1.0 / batch.divisor, key)
+
+
+Jobs = Mapping[str, ExecutedJob]
+
+
+def pack_microbatch(backbone: Backbone, jobs: Jobs, work: MicrobatchWork) -> PackedBatch:
+    """One buffer with every segment's sample. Changes no job, so it may be made early and thrown away."""
+    placed = [jobs[segment.job].place(segment) for segment in work.microbatch.segments]
+    return pack_samples(placed, work.row_tile, backbone.device)
+
+
+class MicrobatchInFlight:
+    """A microbatch that has been started: every segment's gradients go to its job, as soon as the device gets there."""
+
+    def __init__(self, backbone: Backbone, work: MicrobatchWork, batch: PackedBatch) -> None:
+        self._owners = [segment.job for segment in work.microbatch.segments]
+        self._num_rows = batch.num_rows
+        self._running: PendingScores = backbone.launch(batch, work.row_tile)
+
+    def outcome(self) -> MicrobatchOutcome:
+        """Waits for it; every segment's score over its own rows only."""
+        running = self._running
+        return MicrobatchOutcome(running.scores(), self._num_rows, running.seconds(), running.wait())
+
+    def take_steps(self, jobs: Jobs, orders: Sequence[StepOrder]) -> Callable[[], list[Updated]]:
+        """Starts the steps of jobs whose global batch ends here, behind it and before anybody has waited for it."""
+        places = {order.job: place for place, order in enumerate(orders)}
+        owners = [places.get(owner, -1) for owner in self._owners]
+        return take_steps(jobs, orders, self._running.finite(owners, len(orders)))
+
+
+def take_steps(
+    jobs: Jobs, orders: Sequence[StepOrder], finite_J: torch.Tensor | None = None
+) -> Callable[[], list[Updated]]:
+    """Starts to clip and apply the gradients of complete global batches, each job's as if alone; what is not finite is
+    left out. `finite_J`: whether losses are that nobody has counted yet. What is returned waits for the steps."""
+    optimizers = [jobs[order.job].weights.optimizer for order in orders]
+    for optimizer, order in zip(optimizers, orders, strict=True):
+        optimizer.set_rate(order.learning_rate)
+    return step_together(optimizers, [order.is_finite for order in orders], finite_J)

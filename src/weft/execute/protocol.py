@@ -1,0 +1,238 @@
+"""What the engine asks of an executor, in plain data.
+
+An executor is one replica of the backbone with the jobs on it. The engine plans, counts, records and decides; whatever
+touches a tensor of the replica happens behind this protocol. Only numbers, names and tensors on the CPU cross it, and
+segments name their samples by job, step and index, so that the other side may be another process.
+
+Work is started and waited for separately: a device that works on gets the steps behind a microbatch, and the microbatch
+behind those, before the first is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from weft.data.global_batch import GlobalBatches
+from weft.data.sample import Sample
+from weft.objectives.metrics import MeanScores, Score
+from weft.plan.types import Microbatch
+from weft.spec import JobSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.kernels.adamw import Updated
+
+OutcomeT = TypeVar("OutcomeT")
+
+
+class ReplicaMemoryError(Exception):
+    """The replica had no memory for what it was asked; gradients of the jobs concerned may be half written."""
+
+
+@dataclass(frozen=True)
+class ReplicaFacts:
+    """What does not change about a replica."""
+
+    base_model: str
+    device_kind: str
+    """`cpu` or `cuda`."""
+    path: str
+    """Which way through the model it takes: `reference` or `fused`."""
+    works_on: bool
+    """Whether the device works on while the host goes on, so that more can be started before results are in."""
+    vocabulary: int
+    max_positions: int
+    backbone_bytes: int
+    state_bytes: int
+    """Bytes per trainable parameter of a job that has a seat."""
+    environment: Mapping[str, Any]
+    """What besides a job decides the bits of its result."""
+
+
+@dataclass(frozen=True)
+class ReplicaMemory:
+    """What a replica's device holds now."""
+
+    usable_bytes: int
+    """That this process may take, those taken already included."""
+    allocated_bytes: int
+    """Of all tensors."""
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """A job as an executor gets to know it."""
+
+    spec: JobSpec
+    batches: GlobalBatches
+    eval_samples: Sequence[Sample]
+    start: Mapping[str, tuple[torch.Tensor, ...]] | None = None
+    """The adapter it starts from, by module path; a fresh one if None."""
+    start_name: str = ""
+    """Where that comes from, for an error."""
+
+
+@dataclass(frozen=True)
+class Work(Generic[OutcomeT]):
+    """Something that a replica can be asked to start."""
+
+
+@dataclass(frozen=True)
+class MicrobatchOutcome:
+    """What became of a microbatch."""
+
+    scores: Sequence[Score]
+    """Of its segments, in order."""
+    num_rows: int
+    """Rows computed, padding included."""
+    seconds: float
+    ended_s: float
+    """When that was first known, by `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class MicrobatchWork(Work[MicrobatchOutcome]):
+    """One microbatch forward and back: every segment's gradients go to its own job."""
+
+    microbatch: Microbatch
+    row_tile: int
+
+
+@dataclass(frozen=True)
+class Ticket(Generic[OutcomeT]):
+    """Work that has been started."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """The optimizer step of one job whose global batch is complete."""
+
+    job: str
+    learning_rate: float
+    is_finite: bool
+    """Whether the losses are that have been counted; one that is not leaves the step out."""
+
+
+@dataclass(frozen=True)
+class StepsWork(Work[Sequence["Updated"]]):
+    """The steps of some jobs, each as if alone."""
+
+    steps: tuple[StepOrder, ...]
+    behind: Ticket[MicrobatchOutcome] | None = None
+    """A microbatch that nobody has waited for: whether its losses are finite, the steps learn on the device."""
+
+
+@dataclass(frozen=True)
+class EvaluationWork(Work[Sequence[MeanScores]]):
+    """The evaluation of some jobs that have seats, in the same microbatches."""
+
+    jobs: tuple[str, ...]
+    capacity: int
+    row_tile: int
+
+
+@dataclass(frozen=True)
+class StateWork(Work[dict[str, "torch.Tensor"]]):
+    """All tensors of a job at its last step boundary, copied to the CPU."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """What a microbatch took that was only tried."""
+
+    seconds: float
+    held_bytes: int
+
+
+class Executor(Protocol):
+    """One replica and the jobs on it."""
+
+    facts: ReplicaFacts
+
+    def row_tile(self, capacity: int) -> int:
+        """Rows that every frozen product is computed in: a fact of the device, never of the batch's contents."""
+        ...
+
+    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
+        """What a microbatch may hold between forward and backward."""
+        ...
+
+    def memory(self) -> ReplicaMemory | None:
+        """What the device holds; None where jobs' memory has no limit of its own."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Most that tensors took since `reset_peak`; 0 where nobody counts."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Starts a new account of the peak."""
+        ...
+
+    def release_memory(self) -> None:
+        """Gives back what failed work held."""
+        ...
+
+    def add(self, job: NewJob) -> int:
+        """Makes a job's state, without a seat, and returns its number of trainable parameters; ConfigError or
+        AdapterFileError if it does not fit the backbone."""
+        ...
+
+    def drop(self, job: str) -> None:
+        """Forgets a job that has no seat."""
+        ...
+
+    def seat(self, job: str) -> None:
+        """Takes a job's state beside the backbone; ReplicaMemoryError leaves it where it was."""
+        ...
+
+    def unseat(self, job: str) -> None:
+        """Takes a job's state of the last step boundary off the device; no bit of it changes."""
+        ...
+
+    def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Gives a job the state that `StateWork` once brought."""
+        ...
+
+    def rewind(self, job: str) -> None:
+        """Forgets the gradients of a job's current global batch."""
+        ...
+
+    def keep_best(self, job: str) -> None:
+        """Keeps a copy of a job's weights as the best so far; ReplicaMemoryError changes nothing."""
+        ...
+
+    def use_best(self, job: str) -> None:
+        """Puts the copy that was kept into the adapter, if there is one."""
+        ...
+
+    def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The adapter's tensors of a job by module path, on the CPU; LoRA's are (A, B)."""
+        ...
+
+    def target_names(self, job: str) -> list[str]:
+        """The adapted modules in the words of PEFT's target_modules."""
+        ...
+
+    def prepare(self, work: MicrobatchWork) -> None:
+        """Makes ready what is likely to be started next; changes no job."""
+        ...
+
+    def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
+        """Starts work behind all that was started before; ReplicaMemoryError says that it could not be."""
+        ...
+
+    def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
+        """Waits for what was started, once, and says what came of it."""
+        ...
+
+    def try_out(self, work: MicrobatchWork) -> TrialRun:
+        """Runs a microbatch with stand-ins for its jobs, which stay as they are."""
+        ...

@@ -1,0 +1,75 @@
+"""Where a job's tensors lie: its adapter, its optimizer's moments and its best weights, on the CPU or on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from weft.adapters.adapter import Adapter
+from weft.backbone.out_of_memory import memory_errors
+from weft.execute.optimizer import Optimizer
+from weft.kernels.device import CPU
+from weft.spec import JobSpec
+
+
+class JobWeights:
+    """Everything of a job that is a tensor."""
+
+    def __init__(self, spec: JobSpec, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.optimizer = Optimizer(adapter, spec)
+        self.best_params: dict[str, torch.Tensor] | None = None
+        """The weights of the best evaluation, by group, if early stopping asks for them."""
+        self.slot: int | None = None
+        """On the backbone, while the job has a seat."""
+        self._spec = spec
+
+    def move_to(self, device: torch.device) -> None:
+        """Takes the whole state of the last step boundary to a device, bit by bit; only while no slot is held.
+
+        Without the memory for it the state ends up on the CPU, and torch.OutOfMemoryError says so.
+        """
+        assert self.slot is None, "a slot reads the weights where they are"
+        tensors = self.tensors()
+        try:
+            self._settle_on(device, tensors)
+        except torch.OutOfMemoryError:
+            self._settle_on(CPU, tensors)
+            raise
+
+    @memory_errors()
+    def _settle_on(self, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+        self.adapter.move_to(device)
+        self.optimizer = Optimizer(self.adapter, self._spec)
+        self.optimizer.restore(tensors)
+        self._take_best(tensors)
+
+    def keep_best(self) -> None:
+        """Keeps a copy of the weights; without the memory for it nothing has changed."""
+        self.best_params = {name: params.clone() for name, params in self.adapter.flat().items()}
+
+    def use_best(self) -> None:
+        """Puts the best evaluated weights into the adapter, if early stopping kept any."""
+        if self.best_params is not None:
+            self.adapter.put(self.best_params)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them by name, copied to the CPU."""
+        named = {f"params_{group}": params for group, params in self.adapter.flat().items()}
+        named |= self.optimizer.tensors()
+        named |= {f"best_{group}": params for group, params in (self.best_params or {}).items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Goes back to what `tensors` described."""
+        self.adapter.zero_grad()
+        self.adapter.put({group: tensors[f"params_{group}"] for group in self.adapter.groups})
+        self.optimizer.restore(tensors)
+        self._take_best(tensors)
+
+    def _take_best(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the best weights that `tensors` hold, if any, to where the adapter is."""
+        found = {group: tensors.get(f"best_{group}") for group in self.adapter.groups}
+        best = {group: params.to(self.adapter.device) for group, params in found.items() if params is not None}
+        self.best_params = best or self.best_params
