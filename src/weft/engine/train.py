@@ -8,9 +8,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from weft.backbone.backbone import Backbone
 from weft.data.dataset import JobData, load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
@@ -22,6 +21,9 @@ from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory, RunRecord
+
+if TYPE_CHECKING:
+    from weft.backbone.backbone import Backbone
 
 Run = TypeVar("Run", bound=RunSpec)
 OnEvent = Callable[[Event], None]

@@ -174,7 +174,7 @@ class LocalExecutor:
 
     def try_out(self, work: MicrobatchWork) -> TrialRun:
         """Runs a microbatch with stand-ins: the same data, and adapters of the same shapes on slots of their own."""
-        twins = {segment.job: self._twin(segment.job) for segment in work.microbatch.segments}
+        twins = {name: self._twin(name) for name in work.microbatch.job_tokens}
 
         def run() -> None:
             batch = pack_microbatch(self.backbone, twins, work)
@@ -194,6 +194,8 @@ class LocalExecutor:
             case MicrobatchWork():
                 in_flight = MicrobatchInFlight(self.backbone, work, self._packed(work))
                 self._in_flight = {**dict([*self._in_flight.items()][-1:]), number: in_flight}
+                # What came before the last two and was never waited for was given up when memory ran out.
+                self._started = {n: wait for n, wait in self._started.items() if n >= min(self._in_flight)}
                 return in_flight.outcome
             case StepsWork(steps, behind):
                 begin = take_steps if behind is None else self._in_flight[behind.number].take_steps
