@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +79,19 @@ def random_data(
     rng = np.random.default_rng(seed)
     drawn = [random_sample(rng, int(rng.integers(*lengths)), high=high) for _ in range(num_samples + num_eval)]
     return JobData(dataset(drawn[:num_samples]), dataset(drawn[num_samples:]) if num_eval else None)
+
+
+def weighted_data(data: JobData, *, weights: Sequence[float] = (0.25, 1.0, 3.0)) -> JobData:
+    """The same samples, but their tokens count more or less; one sample after the other has the next of the weights."""
+
+    def weighed(samples: Sequence[Sample]) -> list[Sample]:
+        own = [weights[i % len(weights)] for i in range(len(samples))]
+        # Every other token counts the square of it.
+        each = [np.where(np.arange(s.length) % 2, w, w * w) for s, w in zip(samples, own, strict=True)]
+        return [Sample(s.tokens, s.supervised, e) for s, e in zip(samples, each, strict=True)]
+
+    held = None if data.eval is None else replace(data.eval, samples=tuple(weighed(data.eval.samples)))
+    return JobData(replace(data.train, samples=tuple(weighed(data.train.samples))), held)
 
 
 def job_spec(name: str, *, adapter: Mapping[str, Any] | None = None, **settings: Any) -> JobSpec:

@@ -121,12 +121,12 @@ def test_chat_when_a_cell_holds_json_text_then_it_is_read():
             "messages[1].content is empty; an assistant turn needs text or tool_calls.",
         ),
         (
-            messages(HELLO[0], {"role": "assistant", "content": "x", "weight": 0.5}),
-            "messages[1].weight is 0.5; use 0 or 1, on assistant turns only.",
+            messages(HELLO[0], {"role": "assistant", "content": "x", "weight": -0.5}),
+            "messages[1].weight is -0.5; use a number from 0 up, on assistant turns only.",
         ),
         (
             messages({"role": "user", "content": "x", "weight": 1}),
-            "messages[0].weight is 1; use 0 or 1, on assistant turns only.",
+            "messages[0].weight is 1; use a number from 0 up, on assistant turns only.",
         ),
         (
             messages(HELLO[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft.optimizers import create_loraplus_optimizer
-from tiny_models import Job, Outcome, finish, job_spec, random_backbone, random_data, random_model
+from tiny_models import Job, Outcome, finish, job_spec, random_backbone, random_data, random_model, weighted_data
 
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
@@ -27,7 +27,7 @@ Tensors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def jobs() -> list[Job]:
-    """Six jobs that differ in everything that may differ."""
+    """Seven jobs that differ in everything that may differ; the last weighs its tokens."""
     attention = ["q_proj", "k_proj", "v_proj"]
     pattern = {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 6}
     settings: list[dict[str, Any]] = [
@@ -43,10 +43,11 @@ def jobs() -> list[Job]:
         {"adapter": {"r": 3, "lora_alpha": 1, "init_lora_weights": False, "exclude_modules": ["o_proj"]},
          "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2, "global_batch_size": 6, "max_grad_norm": 0.5},
     ]  # fmt: skip
-    return [
+    made = [
         (job_spec(f"job{i}", max_steps=STEPS, seed=i, **s), random_data(i, num_samples=14 + i))
         for i, s in enumerate(settings)
     ]
+    return [*made, (job_spec("weighted", max_steps=STEPS, adapter={"r": 4}), weighted_data(random_data(9)))]
 
 
 def peft_model(plain: Any, job: LiveJob, start: Tensors) -> Any:
@@ -87,22 +88,26 @@ def peft_optimizer(model: Any, spec: JobSpec) -> torch.optim.Optimizer:
 
 
 def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]:
-    """Mean cross entropy and accuracy over the supervised tokens of a global batch, run as one padded batch."""
+    """Weighted mean cross entropy and accuracy over the supervised tokens of a global batch, as one padded batch."""
     samples = [job.data.train.samples[i] for i in job.progress.order.batch(step)]
     longest = max(s.length for s in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
     labels = torch.full_like(ids, -100)
+    weights = torch.ones(ids.shape)
     for row, sample in enumerate(samples):
         tokens = torch.from_numpy(sample.tokens.astype("int64"))
         ids[row, : sample.length] = tokens
         mask[row, : sample.length] = 1
         labels[row, : sample.length] = torch.where(torch.from_numpy(sample.supervised.copy()), tokens, -100)
+        if sample.weights is not None:
+            weights[row, : sample.length] = torch.from_numpy(sample.weights.copy())
     logits = model(input_ids=ids, attention_mask=mask).logits
-    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
+    counted = weights[:, 1:] * (labels[:, 1:] != -100)
     num_right = int((logits[:, :-1].argmax(dim=-1) == labels[:, 1:]).sum())
     num_supervised = sum(s.num_supervised for s in samples)
-    return total / num_supervised, num_right / num_supervised
+    return (losses * counted.flatten()).sum() / counted.sum(), num_right / num_supervised
 
 
 def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, list[float], list[float]]:

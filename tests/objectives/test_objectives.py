@@ -17,6 +17,7 @@ EVERY: dict[str, Objective] = {**OBJECTIVES, "pairs": PAIRS}
 """The registered ones, and one that weighs by log-probabilities."""
 ROWS = {
     "supervised": {"prompt": "a", "completion": "b"},
+    "weighted": {"prompt": "a", "completion": "b", "weight": 0.5},
     "pairs": {"prompt": "a", "better": "b", "worse": "c"},
 }
 """A row that asks for each."""

@@ -5,6 +5,7 @@ A trained turn is an assistant turn with something before it: an opening assista
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,9 +94,7 @@ def _message_turn(item: Any, place: str, where: str, first: bool) -> Turn:
         raise DataError(f"{place}.role is missing.", where=where)
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{place}.role is {describe(role)}; use system, user, assistant or tool.", where=where)
-    weight = message.pop("weight", None)
-    if weight is not None and (role != "assistant" or weight not in (0, 1)):
-        raise DataError(f"{place}.weight is {describe(weight)}; use 0 or 1, on assistant turns only.", where=where)
+    weight = _turn_weight(message.pop("weight", None), role, f"{place}.weight", where)
     calls = _tool_calls(message.pop("tool_calls", None) or [], f"{place}.tool_calls", where)
     if calls:
         message["tool_calls"] = calls
@@ -106,7 +105,16 @@ def _message_turn(item: Any, place: str, where: str, first: bool) -> Turn:
     trained = role == "assistant" and weight != 0 and not first
     if trained and not text.strip() and not calls:
         raise DataError(f"{place}.content is empty; an assistant turn needs text or tool_calls.", where=where)
-    return Turn(ROLES[role], text, trained, message)
+    return Turn(ROLES[role], text, trained, message, weight)
+
+
+def _turn_weight(value: Any, role: str, place: str, where: str) -> float:
+    """What a turn counts in the loss: 0 or 1 in OpenAI's files, any number from 0 up here."""
+    if value is None:
+        return 1.0
+    if role != "assistant" or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise DataError(f"{place} is {describe(value)}; use a number from 0 up, on assistant turns only.", where=where)
+    return float(value)
 
 
 def _content_text(content: Any, place: str, where: str) -> str:

@@ -18,6 +18,8 @@ class Turn:
     """Whether the turn counts in the loss."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What else the chat template may read, such as tool_calls, tool_call_id or name."""
+    weight: float = 1.0
+    """What its tokens count in the loss, if it is trained."""
 
     @property
     def message(self) -> dict[str, Any]:

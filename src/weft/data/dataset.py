@@ -20,7 +20,7 @@ from weft.data.sources import read_rows
 from weft.data.template import Renderer, Tokenizer
 from weft.data.tokenise import sample_of_tokens, tokenise
 from weft.errors import DataError
-from weft.objectives.objective import Objective
+from weft.objectives.objective import Objective, Part
 from weft.objectives.registry import SUPERVISED, choose_objective
 from weft.spec.job import JobSpec
 
@@ -150,7 +150,7 @@ def load_dataset(
         if renderer.ignores_tools:
             ignored_tools += sum(1 for form in forms if isinstance(form, Conversation) and form.tools)
         pairs = zip(parts, make_samples(made, forms, renderer), strict=True)
-        samples = [sample.weighted(part.weight) for (_, part), sample in pairs]
+        samples = [_weighted(sample, part, chosen, where) for (where, part), sample in pairs]
         for i, row in enumerate(rows):
             sieve.take(samples[i * chosen.group_size : (i + 1) * chosen.group_size], row.where)
     notes = _objective_notes(chosen, choose_objective("auto", columns))
@@ -256,6 +256,16 @@ class _Sieve:
         ]
         reasons = ", ".join(f"{count:,} {fate}" for count, fate in fates if count)
         raise DataError(f"there are no supervised tokens to train on: of {num_rows:,} rows, {reasons}.", where=where)
+
+
+def _weighted(sample: Sample, part: Part, objective: Objective, where: str) -> Sample:
+    """The sample as much as it counts; weights that the job's objective would not name are a DataError."""
+    if objective is SUPERVISED and sample.weights is not None:
+        raise DataError(
+            "messages have weights besides 0 and 1, which objective supervised does not know; set it to weighted.",
+            where=where,
+        )
+    return sample.weighted(part.weight)
 
 
 def _objective_notes(chosen: Objective, claimed: Objective) -> list[str]:

@@ -9,8 +9,9 @@
 | text | text |
 | tokens | input_ids; optional labels (-100 is not trained), attention_mask |
 
-Further columns are ignored. Rows with chosen and rejected answers, or with a true/false label, are preference data and
-refused, unless the job states a format: then the other columns are read as that format says.
+Further columns are ignored, but for those the job's objective reads. Rows with chosen and rejected answers, or with a
+true/false label, are preference data and refused, unless the job states a format: then the other columns are read as
+that format says.
 """
 
 from __future__ import annotations

@@ -90,6 +90,13 @@ class Rendered:
     is_bare: bool
     """No template made it: BOS (if the tokenizer adds one) and EOS are still to be put around it."""
     where: str
+    weights: tuple[float, ...] = ()
+    """What the tokens of each span count in the loss; none: all the same."""
+
+    @property
+    def weighted_spans(self) -> list[tuple[tuple[int, int], float]]:
+        """The spans, each with what its tokens count."""
+        return list(zip(self.spans, self.weights or [1.0] * len(self.spans), strict=True))
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,8 @@ class Renderer:
         turns = form.turns
         full = self._apply(turns, form, where)
         if self.train_on_inputs:
+            if any(turn.trained and turn.weight != 1 for turn in turns):
+                raise DataError("messages have weights, but train_on_inputs counts all tokens the same.", where=where)
             return Rendered(full, ((0, len(full)),), False, where)
         spans = []
         for i, turn in enumerate(turns):
@@ -157,7 +166,7 @@ class Renderer:
             if not through.startswith(before):
                 raise self._borderless("starts an assistant turn otherwise than its generation prompt does", where)
             spans.append((len(before), len(through)))
-        return Rendered(full, tuple(spans), False, where)
+        return Rendered(full, tuple(spans), False, where, tuple(turn.weight for turn in turns if turn.trained))
 
     def _borderless(self, what: str, where: str) -> DataError:
         return DataError(

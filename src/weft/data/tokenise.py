@@ -1,4 +1,4 @@
-"""Makes token ids and the supervision mask out of rendered text.
+"""Makes token ids and what each counts in the loss out of rendered text.
 
 Each text is tokenised whole, so that the ids are those the model will meet; a token is supervised if the first
 character it stands for is trained. Only where one token would reach from the prompt into a trained span is the text
@@ -28,13 +28,14 @@ def tokenise(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Sam
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for first in range(0, len(rendered), TEXTS_PER_CALL):
         chunk = rendered[first : first + TEXTS_PER_CALL]
-        for item, (ids, mask) in zip(chunk, _encode_chunk(chunk, tokenizer), strict=True):
+        for item, (ids, weights) in zip(chunk, _encode_chunk(chunk, tokenizer), strict=True):
             if item.is_bare:
                 # Data that already brings its own BOS or EOS does not get a second one.
                 front = bos if ids[:1] != bos else []
                 end = eos if ids[-1:] != eos else []
-                ids, mask = front + ids + end, [False] * len(front) + mask + [True] * len(end)
-            yield Sample(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
+                ids, weights = front + ids + end, [0.0] * len(front) + weights + [1.0] * len(end)
+            counted = np.array(weights)
+            yield Sample(np.array(ids, dtype=np.int32), counted > 0, counted)
 
 
 def tokenise_prompt(rendered: Rendered, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
@@ -71,7 +72,7 @@ def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
-def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[bool]]]:
+def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[float]]]:
     if not tokenizer.is_fast:
         yield from (_encode_pieces(item, tokenizer) for item in chunk)
         return
@@ -84,33 +85,33 @@ def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[t
         verbose=False,
     )
     for item, ids, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        mask = _mask(offsets, item.spans)
-        yield (list(ids), mask) if mask is not None else _encode_pieces(item, tokenizer)
+        weights = _weights(offsets, item)
+        yield (list(ids), weights) if weights is not None else _encode_pieces(item, tokenizer)
 
 
-def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool] | None:
-    """Which tokens are supervised, or None if one reaches from outside into a span."""
+def _weights(offsets: Sequence[tuple[int, int]], item: Rendered) -> list[float] | None:
+    """What each token counts in the loss, or None if one reaches from outside into a span."""
     bounds = np.fromiter(itertools.chain.from_iterable(offsets), dtype=np.int64).reshape(-1, 2)
     reached = np.maximum.accumulate(np.concatenate([[0], bounds[:, 1]]))[:-1]
     # Some tokenizers leave the space out of a token's offsets; the token stands for it all the same.
     starts = np.minimum(bounds[:, 0], reached)
-    mask = np.zeros(len(bounds), dtype=np.bool_)
-    for start, end in spans:
+    weights = np.zeros(len(bounds))
+    for (start, end), weight in item.weighted_spans:
         if np.any((starts < start) & (start < bounds[:, 1])):
             return None
-        mask |= (start <= starts) & (starts < end)
-    return mask.tolist()
+        weights[(start <= starts) & (starts < end)] = weight
+    return weights.tolist()
 
 
-def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
     """Tokenises the text cut at the borders of its trained spans."""
     ids: list[int] = []
-    mask: list[bool] = []
+    weights: list[float] = []
     done = 0
-    for start, end in (*item.spans, (len(item.text), len(item.text))):
-        for piece, trained in ((item.text[done:start], False), (item.text[start:end], True)):
+    for (start, end), weight in (*item.weighted_spans, ((len(item.text), len(item.text)), 0.0)):
+        for piece, counted in ((item.text[done:start], 0.0), (item.text[start:end], weight)):
             tokens = _encode(piece, tokenizer) if piece else []
             ids += tokens
-            mask += [trained] * len(tokens)
+            weights += [counted] * len(tokens)
         done = end
-    return ids, mask
+    return ids, weights

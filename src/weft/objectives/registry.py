@@ -7,9 +7,11 @@ from typing import Any
 
 from weft.objectives.objective import Objective
 from weft.objectives.supervised import Supervised
+from weft.objectives.weighted import Weighted
 
 SUPERVISED = Supervised()
 OBJECTIVES: dict[str, Objective] = {
+    "weighted": Weighted(),
     "supervised": SUPERVISED,
 }
 """By the name that `objective` of a job has; where it is `auto`, the first whose columns are found is chosen."""

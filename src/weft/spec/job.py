@@ -12,7 +12,7 @@ from weft.spec.fields import above, at_least, between, setting, validate
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
-OBJECTIVES = ("auto", "supervised")
+OBJECTIVES = ("auto", "supervised", "weighted")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "report.html", "tensorboard")
@@ -34,7 +34,8 @@ class JobSpec:
     data_format: str = setting("auto", aliases=("format", "formatting"), choices=FORMATS)
     """Format of the rows; `auto` looks at their columns."""
     objective: str = setting("auto", choices=OBJECTIVES)
-    """What the job learns by; `auto` looks at the columns of the rows."""
+    """What the job learns by: supervised (every supervised token counts the same) or weighted (as much as the row's
+    `weight` and its messages' weights say). auto: weighted where the data has weights."""
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"))
