@@ -11,9 +11,8 @@ from weft.cost.types import LinearCost
 from weft.engine.timeline import TimelineRecorder as Recorder
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.types import Microbatch, Segment
-from weft.simulate.gantt import gantt
 from weft.simulate.interpret import simulate
-from weft.simulate.timeline import COMPUTE, SEND, Span, Timeline
+from weft.simulate.timeline import COMPUTE, SEND, Span, Timeline, gantt
 
 
 def pipeline() -> Timeline:

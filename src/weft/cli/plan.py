@@ -45,7 +45,7 @@ def plan(
     from weft.cost.rows import capacities
     from weft.plan.pack import planner_named
     from weft.simulate.forecast import forecast
-    from weft.simulate.gantt import gantt
+    from weft.simulate.timeline import gantt
 
     spec = load_run(jobs_file, overrides or ())
     console = Console()

@@ -55,13 +55,13 @@ class MicrobatchLoad:
         ranks = [rank for rank, _ in jobs if rank]
         widest = rank_class([*ranks, widest_rank]) if ranks or widest_rank else 0
         return MicrobatchLoad(
-            rows,
-            sum(length * length for length in lengths),
-            max(lengths, default=0) ** 2,
-            sum(rank * sum(own) for rank, own in jobs),
-            rows * widest,
-            len(ranks),
-            parameters,
+            rows=rows,
+            pairs=sum(length * length for length in lengths),
+            longest_pairs=max(lengths, default=0) ** 2,
+            rank_tokens=sum(rank * sum(own) for rank, own in jobs),
+            rank_rows=rows * widest,
+            jobs=len(ranks),
+            parameters=parameters,
         )
 
     def features(self, terms: Sequence[str]) -> list[float]:

@@ -99,7 +99,9 @@ class _Run:
             stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
 
     def _take(self, stage: _StageRun, place: int, name: str, seconds: float, args: Mapping[str, Any]) -> None:
-        stage.spans.append(Span(name, stage.free_at, seconds, args, place, COMPUTE))
+        stage.spans.append(
+            Span(name=name, start_s=stage.free_at, duration_s=seconds, args=args, stage=place, lane=COMPUTE)
+        )
         stage.free_at += seconds
 
     def _send(self, stage: _StageRun, place: int, send: Send) -> None:
@@ -112,12 +114,14 @@ class _Run:
             stage.free_at = start + seconds
         if seconds:
             args = {"microbatch": send.microbatch, "to": send.to_stage}
-            stage.spans.append(Span("send", start, seconds, args, place, SEND))
+            stage.spans.append(Span(name="send", start_s=start, duration_s=seconds, args=args, stage=place, lane=SEND))
             # The two streams towards a stage come from different neighbours, so each has a lane of its own.
             lane = RECEIVE_GRADIENT if send.is_gradient else RECEIVE
             args = {"microbatch": send.microbatch, "from": place}
             if self.overlap:
-                self.stages[send.to_stage].spans.append(Span("receive", start, seconds, args, send.to_stage, lane))
+                self.stages[send.to_stage].spans.append(
+                    Span(name="receive", start_s=start, duration_s=seconds, args=args, stage=send.to_stage, lane=lane)
+                )
 
     def _receive(self, stage: _StageRun, place: int, receive: Receive) -> bool:
         parcel = (receive.microbatch, receive.chunk * self.program.num_stages + place, receive.is_gradient)
@@ -128,7 +132,9 @@ class _Run:
         if not self.overlap and seconds:
             lane = RECEIVE_GRADIENT if receive.is_gradient else RECEIVE
             args = {"microbatch": receive.microbatch, "from": receive.from_stage}
-            stage.spans.append(Span("receive", stage.free_at, seconds, args, place, lane))
+            stage.spans.append(
+                Span(name="receive", start_s=stage.free_at, duration_s=seconds, args=args, stage=place, lane=lane)
+            )
             stage.free_at += seconds
         return True
 
@@ -146,13 +152,31 @@ def simulate_turns(program: Program, cost: CostModel) -> Timeline:
         lengths = [s.length for s in turn.microbatch.segments]
         if lengths:
             seconds = cost.forward_s(lengths, 0) + cost.backward_s(lengths, 0)
-            spans.append(Span("forward_backward", now, seconds, describe(turn.microbatch), 0, COMPUTE))
+            spans.append(
+                Span(
+                    name="forward_backward",
+                    start_s=now,
+                    duration_s=seconds,
+                    args=describe(turn.microbatch),
+                    stage=0,
+                    lane=COMPUTE,
+                )
+            )
             memory.append(MemoryPoint(0, now, cost.held_bytes(lengths, 0)))
             now = spans[-1].end_s
             memory.append(MemoryPoint(0, now, 0))
         if turn.steps:
             jobs = {step.job: 0 for step in turn.steps}
-            spans.append(Span("step", now, len(turn.steps) * cost.step_s(0), {"jobs": jobs}, 0, COMPUTE))
+            spans.append(
+                Span(
+                    name="step",
+                    start_s=now,
+                    duration_s=len(turn.steps) * cost.step_s(0),
+                    args={"jobs": jobs},
+                    stage=0,
+                    lane=COMPUTE,
+                )
+            )
             now = spans[-1].end_s
     return Timeline(tuple(spans), 1, tuple(memory))
 

@@ -1,4 +1,7 @@
-"""What ran when, measured or predicted, in one form: so that the two can be laid side by side event by event."""
+"""What ran when, measured or predicted, in one form: so that the two can be laid side by side event by event.
+
+A timeline is written as a trace that a browser opens, or drawn in characters, one line per stage.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ COMPUTE = "compute"
 SEND = "send"
 RECEIVE = "receive"
 RECEIVE_GRADIENT = "receive gradient"
+IDLE = "·"
+MARKS = {"forward": "▒", "backward": "█", "forward_backward": "█", "step": "|"}
+"""What fills a character; a span of any other name counts as idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +127,37 @@ def trace_json(events: Sequence[Mapping[str, Any]]) -> str:
 def _by_lane(span: Span) -> tuple[int, int]:
     order = (COMPUTE, SEND, RECEIVE, RECEIVE_GRADIENT)
     return span.stage, order.index(span.lane) if span.lane in order else len(order)
+
+
+def gantt(timeline: Timeline, width: int = 100, start_s: float = 0.0, end_s: float | None = None) -> str:
+    """One line per stage; each character shows what the stage did most of that time."""
+    end = timeline.makespan_s if end_s is None else end_s
+    tick = (end - start_s) / width
+    if tick <= 0:
+        return ""
+    spent: list[list[dict[str, float]]] = [[{} for _ in range(width)] for _ in range(timeline.num_stages)]
+    for span in timeline.spans:
+        if span.lane == COMPUTE and span.end_s > start_s and span.start_s < end:
+            _add(spent[span.stage], span, start_s, tick)
+    margin = len(f"stage {timeline.num_stages - 1}")
+    return "\n".join(
+        f"{f'stage {stage}':<{margin}} " + "".join(_character(cell, tick) for cell in cells)
+        for stage, cells in enumerate(spent)
+    )
+
+
+def _add(cells: list[dict[str, float]], span: Span, start_s: float, tick: float) -> None:
+    first = max(0, int((span.start_s - start_s) / tick))
+    last = min(len(cells) - 1, int((span.end_s - start_s) / tick))
+    for place in range(first, last + 1):
+        left = start_s + place * tick
+        overlap = min(span.end_s, left + tick) - max(span.start_s, left)
+        if overlap > 0:
+            cells[place][span.name] = cells[place].get(span.name, 0.0) + overlap
+
+
+def _character(cell: dict[str, float], tick: float) -> str:
+    """The mark of what took longest, if the stage was not idle for longer still."""
+    if not cell or sum(cell.values()) < tick / 2:
+        return IDLE
+    return MARKS.get(max(sorted(cell), key=lambda name: cell[name]), IDLE)

@@ -63,7 +63,16 @@ class _Slots:
         num_jobs = int(items.job.max()) + 1
         slot = np.full(len(items.lengths), -1, dtype=np.int64)
         tokens = [[0] * num_jobs for _ in range(num_slots)]
-        return cls(items, room, multiple, slot, tokens, [0] * num_slots, items.job.tolist(), items.lengths.tolist())
+        return cls(
+            items=items,
+            room=room,
+            multiple=multiple,
+            slot=slot,
+            tokens=tokens,
+            taken=[0] * num_slots,
+            jobs=items.job.tolist(),
+            sizes=items.lengths.tolist(),
+        )
 
     def taken_with(self, q: int, change: dict[int, int]) -> int:
         """Tokens slot q takes if these jobs' tokens change by so much."""

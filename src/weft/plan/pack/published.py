@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from weft.plan.lemma import lemma_violations
+from weft.plan.lemma import lemma_violations, with_noops
 from weft.plan.pack import milp
 from weft.plan.pack.bins import Bins, first_fit
 from weft.plan.pack.bounds import fewest_bins
-from weft.plan.pack.stream import with_noops
 from weft.plan.pack.types import PackedRound, RoundLimits, RoundPlan, rounds_of
 from weft.plan.types import JobQueue, Microbatch, Segment
 

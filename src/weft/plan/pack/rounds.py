@@ -23,11 +23,11 @@ import numpy as np
 
 from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
+from weft.plan.lemma import with_noops
 from weft.plan.pack.balance import Whole
 from weft.plan.pack.bounds import fewest_bins
 from weft.plan.pack.layout import Demand, choose_places, round_s, slot_counts
 from weft.plan.pack.packer import Packer, RoundTask, Work
-from weft.plan.pack.stream import with_noops
 from weft.plan.pack.types import TOLERANCE, PackedRound, RoundLimits, RoundPlan, rounds_of
 from weft.plan.types import JobQueue, Microbatch, Segment
 
@@ -100,7 +100,18 @@ class _Course:
         counts = [slot_counts(n, len(segments), distance) for n, segments in zip(fewest, samples, strict=True)]
         spare_R = _SPARE_SAMPLES * work_RJ.sum(axis=1) / np.array([len(segments) for segments in samples])
         return cls(
-            samples, number, fewest, Demand(work_RJ, tokens_RJ, spare_R, counts, distance, work.fixed, limits.room)
+            samples,
+            number,
+            fewest,
+            Demand(
+                work_RJ=work_RJ,
+                tokens_RJ=tokens_RJ,
+                spare_R=spare_R,
+                counts=counts,
+                distance=distance,
+                fixed=work.fixed,
+                room=limits.room,
+            ),
         )
 
     def task(self, r: int, before_J: Whole, after_J: Whole) -> RoundTask:

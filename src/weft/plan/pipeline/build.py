@@ -24,12 +24,10 @@ from collections.abc import Sequence
 
 from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
-from weft.plan.lemma import lemma_distance
-from weft.plan.pack.stream import with_noops
+from weft.plan.lemma import lemma_distance, with_noops
 from weft.plan.pipeline.arrange import by_rounds, by_template
 from weft.plan.pipeline.eager import eager_orders
-from weft.plan.pipeline.interleave import interleaved_orders
-from weft.plan.pipeline.lead import LeadOrder, orders_by_lead
+from weft.plan.pipeline.orders import StageOrder, interleaved_orders, orders_by_lead
 from weft.plan.pipeline.stream import BatchStream, read_stream
 from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
 from weft.plan.types import Microbatch
@@ -147,7 +145,7 @@ def _require_fit(program: Program, cost: CostModel, memory_bytes: Sequence[int] 
             )
 
 
-def _assemble(stream: BatchStream, orders: Sequence[LeadOrder], num_chunks: int) -> Program:
+def _assemble(stream: BatchStream, orders: Sequence[StageOrder], num_chunks: int) -> Program:
     """Puts every computation between its transfers, and every step behind its last backward."""
     num_stages = len(orders)
     stages = tuple(
@@ -157,7 +155,7 @@ def _assemble(stream: BatchStream, orders: Sequence[LeadOrder], num_chunks: int)
 
 
 def _with_transfers(
-    stream: BatchStream, order: LeadOrder, stage: int, num_stages: int, num_chunks: int
+    stream: BatchStream, order: StageOrder, stage: int, num_stages: int, num_chunks: int
 ) -> list[Instruction]:
     batches_of = [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
     left = Counter({batch: num_chunks * len(places) for batch, places in stream.members.items()})

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weft.cost.types import CostModel
-from weft.plan.pipeline.lead import LeadOrder, does_not_fit
+from weft.plan.pipeline.orders import StageOrder, does_not_fit
 from weft.plan.pipeline.stream import BatchStream
 from weft.plan.program import Backward, Forward
 
@@ -69,7 +69,7 @@ def eager_orders(
     memory_bytes: Sequence[int] | None,
     flushes: Sequence[int] = (),
     max_lead: Sequence[int] | None = None,
-) -> list[LeadOrder]:
+) -> list[StageOrder]:
     """Orders of all stages; `max_lead` caps what a stage has in flight, in microbatches."""
     num_steps = {k: len(batches) for k, batches in stream.completes.items()}
     clocks = [

@@ -41,7 +41,15 @@ def plan_sweep(
 ) -> SweepPlan:
     """The plan for G GPUs of one kind; deterministic. Given `recompute` or `capacity`, every pack has these."""
     hardware = find_hardware(device) if isinstance(device, str) else device
-    setting = SweepSetting(shape, hardware, gpus, quantize, recompute, capacity, memory_share)
+    setting = SweepSetting(
+        shape=shape,
+        hardware=hardware,
+        num_gpus=gpus,
+        quantize=quantize,
+        recompute=recompute,
+        capacity=capacity,
+        memory_share=memory_share,
+    )
     cost = PackCost(configurations, setting)
     bound = lower_bound_s(cost)
     assigner = Assigner(cost)
@@ -134,6 +142,16 @@ def _packs(lanes: Sequence[DeviceLane], assigner: Assigner) -> tuple[Pack, ...]:
             way = cost.ways[cut.way]
             own = tuple(names[kind].popleft() for kind in cut.kinds)
             used = cost.gpu_bytes(cut.kinds, way)
-            packs.append(Pack(own, lane.gpus, start, start + cut.seconds, way.capacity, way.recompute, used))
+            packs.append(
+                Pack(
+                    configurations=own,
+                    gpus=lane.gpus,
+                    start_s=start,
+                    end_s=start + cut.seconds,
+                    capacity=way.capacity,
+                    recompute=way.recompute,
+                    gpu_bytes=used,
+                )
+            )
             start += cut.seconds
     return tuple(sorted(packs, key=lambda pack: (pack.start_s, pack.gpus)))

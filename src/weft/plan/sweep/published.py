@@ -173,7 +173,17 @@ class JobPlanner:
                 own = tuple(names[kind].popleft() for kind in kinds)
                 end = now + found.seconds
                 used = cost.gpu_bytes(kinds, way)
-                packs.append(Pack(own, gpus, now, end, way.capacity, way.recompute, used))
+                packs.append(
+                    Pack(
+                        configurations=own,
+                        gpus=gpus,
+                        start_s=now,
+                        end_s=end,
+                        capacity=way.capacity,
+                        recompute=way.recompute,
+                        gpu_bytes=used,
+                    )
+                )
                 for gpu in gpus:
                     free_at[gpu] = end
                 left = tuple(a - b for a, b in zip(left, found.counts, strict=True))

@@ -69,12 +69,12 @@ def generate_trace(
     slack = rng.uniform(*SLACK_FACTORS, count)
     return [
         TraceJob(
-            f"job{i:06d}",
-            float(arrivals[i]),
-            float(durations[i]),
-            int(tokens[i]),
-            float(arrivals[i] + slack[i] * durations[i]),
-            int(urgent[i]),
+            job=f"job{i:06d}",
+            arrival_s=float(arrivals[i]),
+            duration_s=float(durations[i]),
+            step_tokens=int(tokens[i]),
+            deadline_s=float(arrivals[i] + slack[i] * durations[i]),
+            priority=int(urgent[i]),
         )
         for i in range(count)
     ]

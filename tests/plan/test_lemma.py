@@ -7,8 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.lemma import lemma_violations
-from weft.plan.pack.stream import NOOP, with_noops
+from weft.plan.lemma import NOOP, lemma_violations, with_noops
 from weft.plan.types import Microbatch, Segment
 
 
