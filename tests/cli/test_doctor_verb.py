@@ -43,7 +43,7 @@ def test_self_test_when_a_neighbour_changes_an_adapter_then_fails(monkeypatch: p
 
     def leaky(engine: engine_module.Engine) -> object:
         jobs = run(engine)
-        next(iter(jobs.values())).adapter.groups["a"].params.mul_(len(jobs))
+        engine.executor.jobs[next(iter(jobs))].weights.adapter.groups["a"].params.mul_(len(jobs))
         return jobs
 
     monkeypatch.setattr(engine_module.Engine, "run", leaky)
