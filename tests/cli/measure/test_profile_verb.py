@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.planning import cost as plan_cost
 from weft.backbone.load import TINY
-from weft.bench import plan_cost
 from weft.bench.shapes import SHAPES, build
 from weft.cost.profile import load_profile
 

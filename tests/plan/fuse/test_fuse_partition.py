@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.bench.plan_fuse import measure_fuse
+from benchmarks.planning.fuse import measure_fuse
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
 from weft.plan.fuse import FusedTask, FuseTask, Pipe, fuse, fuse_by_count

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep_cases import PEER, sweeps
 
-from weft.bench.sweep_plan import QWEN25
+from benchmarks.sweeps.plan import QWEN25
 from weft.cost.hardware import DEVICES
 from weft.cost.shape import ModelShape
 from weft.plan.sweep import Configuration

@@ -39,7 +39,7 @@ def profile(
     quick: Annotated[bool, typer.Option("--quick", help="Time every microbatch once.")] = False,
 ) -> None:
     """Measure this device's time and memory for planning, and check the fits on shapes they have not seen."""
-    from weft.bench.plan_cost import default_capacity, open_backbone
+    from weft.bench.profiled import default_capacity, open_backbone
     from weft.execute.profile import check_capacity, measure_profile
     from weft.store.atomic import write_file
 

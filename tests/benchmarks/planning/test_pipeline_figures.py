@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.bench.plan_pipeline import Setting, measure_pipeline, summary
+from benchmarks.planning.pipeline import Setting, measure_pipeline, summary
 
 
 def test_anchors_are_near_the_published_ratios_and_ours_is_below_the_target() -> None:

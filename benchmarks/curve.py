@@ -1,5 +1,7 @@
 """Loss curves on the embedded backbone: Weft beside PEFT step by step, FP8 beside unquantised, alone beside others.
 
+    python -m benchmarks.curve --steps 100 --json curve.json
+
 | figure | what it compares |
 |---|---|
 | curve_vs_peft | loss of each step, all jobs together in Weft, each alone in PEFT: mean difference over the mean loss |
@@ -16,6 +18,8 @@ Weft is to stay as near to fp32 as PEFT does.
 
 from __future__ import annotations
 
+import argparse
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,13 +31,17 @@ import torch
 import torch.nn.functional as F
 
 from weft.backbone.load import load_backbone, load_plain_model
+from weft.bench import report
 from weft.bench.figures import Figure, Kind
+from weft.bench.output import check_files, conclude, say
+from weft.bench.peers import need_peft
 from weft.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.live_job import LiveJob
 from weft.engine.progress import learning_rate, warmup_steps
-from weft.kernels.device import is_gpu
+from weft.errors import WeftError
+from weft.kernels.device import default_device, is_gpu
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
 SKILLS = ("reverse", "shout", "drop_vowels", "next_letter")
@@ -203,3 +211,26 @@ def _batch_loss(model: Any, job: LiveJob, step: int) -> torch.Tensor:
     total = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
     mean: torch.Tensor = total / sum(sample.num_supervised for sample in samples)
     return mean
+
+
+def main() -> None:
+    """Measures the curves and prints the table."""
+    parser = argparse.ArgumentParser(description="Compare loss curves with PEFT's.")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each job")
+    parser.add_argument("--kernels", default="auto", choices=("auto", "fused", "reference"))
+    parser.add_argument("--json", type=Path, help="add the figures to this JSON file")
+    arguments = parser.parse_args()
+    try:
+        check_files(arguments.json, None)
+        need_peft()
+        device = default_device()
+        figures = measure_curves(device, arguments.steps, arguments.kernels, say)
+        if arguments.json is not None:
+            report.write_json(arguments.json, {found.key: found.value for found in figures}, device)
+        sys.exit(conclude(figures, [], device, None))
+    except WeftError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.bench.lengths import MIXES, LengthMix, queues
+from benchmarks.planning.lengths import MIXES, LengthMix, queues
 from weft.plan.group import JobLengths, group_jobs
 from weft.plan.pack.published import pack_published
 from weft.plan.pack.types import RoundLimits

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from weft.bench.sweep import TARGETS
-from weft.bench.sweep_train import HELD_OUT, measure_early_stop, measure_sweep_together
+from benchmarks.sweeps.__main__ import TARGETS
+from benchmarks.sweeps.train import HELD_OUT, measure_early_stop, measure_sweep_together
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.bench import sweep_train
+    from benchmarks.sweeps import train as sweep_train
 
     monkeypatch.setattr(sweep_train, "SPACE16", {"learning_rate": [1e-3, 4e-3], "r": [4, 8]})
     monkeypatch.setattr(sweep_train, "NUM_TRIALS", 10)

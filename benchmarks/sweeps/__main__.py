@@ -1,10 +1,14 @@
-"""All figures of sweeps that need no GPU and no data file; `weft bench step` has those of real ones (`sweep32_…`)."""
+"""All figures of sweeps that need no GPU and no data file; `weft bench step` has those of real ones (`sweep32_…`).
+
+python -m benchmarks.sweeps --json sweep.json
+"""
 
 from __future__ import annotations
 
+from benchmarks.command import run_command
+from benchmarks.sweeps.plan import measure_sweep_plan
+from benchmarks.sweeps.train import measure_early_stop, measure_sweep_together
 from weft.bench.figures import Kind, Parts, Targets
-from weft.bench.sweep_plan import measure_sweep_plan
-from weft.bench.sweep_train import measure_early_stop, measure_sweep_together
 
 _SIZES = ("3b", "7b", "14b", "32b")
 TARGETS: Targets = {
@@ -27,3 +31,6 @@ PARTS: Parts = {
     "together": measure_sweep_together,
     "early stopping": measure_early_stop,
 }
+
+if __name__ == "__main__":
+    run_command(PARTS, TARGETS)

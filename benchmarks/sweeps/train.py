@@ -40,7 +40,7 @@ NUM_TRAIN, NUM_EVAL = 240, 24
 
 
 def measure_sweep_together(steps: Mapping[int, int] = STEPS16, rounds: int = ROUNDS) -> dict[str, float]:
-    """Keys as in `weft bench sweep --json`: the speed-ups, the times, the largest difference of any value."""
+    """Speed-ups, times and the largest difference of any value, under the keys of the JSON file."""
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = _write_rows(Path(folder), "reverse", 0)
@@ -84,7 +84,7 @@ def _train_best_again(folder: Path) -> float:
 
 
 def measure_early_stop(tasks: Sequence[tuple[str, int]] = HELD_OUT, steps: int = STEPS27) -> dict[str, float]:
-    """Keys as in `weft bench sweep --json`: tokens saved, how often the best is the same, what is lost where not."""
+    """Tokens saved, how often the best is the same, and what is lost where it is not."""
     ratios, same, losses = [], [], []
     # As often as the default rule looks, with or without it.
     job = {"global_batch_size": 2, "max_steps": steps, "eval_steps": -(-steps // 8)}

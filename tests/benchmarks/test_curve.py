@@ -1,12 +1,12 @@
-"""`weft bench curve`: the comparisons hold on the CPU, through the twins."""
+"""`python -m benchmarks.curve`: the comparisons hold on the CPU, through the twins."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from weft.bench import curve
-from weft.bench.curve import measure_curves
+from benchmarks import curve
+from benchmarks.curve import measure_curves
 
 
 @pytest.mark.slow

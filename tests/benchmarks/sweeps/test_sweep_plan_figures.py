@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.bench.sweep import TARGETS
-from weft.bench.sweep_plan import QWEN25, batch8, measure_sweep_plan, paper_space
+from benchmarks.sweeps.__main__ import TARGETS
+from benchmarks.sweeps.plan import QWEN25, batch8, measure_sweep_plan, paper_space
 
 
 def test_paper_space_when_made_then_has_120_configurations_of_table_1():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.bench.plan_cluster import measure_cluster
+from benchmarks.planning.cluster import measure_cluster
 
 
 def test_measure_cluster_when_run_then_gives_the_figures_of_the_table():

@@ -1,13 +1,17 @@
-"""All figures of planning: packing, pipelines, fusion, models, replay. Nothing here needs a GPU or a data file."""
+"""All figures of planning: packing, pipelines, fusion, models, replay. Nothing here needs a GPU or a data file.
+
+python -m benchmarks.planning --json plan.json
+"""
 
 from __future__ import annotations
 
+from benchmarks.command import run_command
+from benchmarks.planning.cluster import measure_cluster
+from benchmarks.planning.cost import measure_cost
+from benchmarks.planning.fuse import measure_fuse
+from benchmarks.planning.pack import measure_pack
+from benchmarks.planning.pipeline import measure_pipeline, measure_settings, summary
 from weft.bench.figures import Kind, Parts, Targets
-from weft.bench.plan_cluster import measure_cluster
-from weft.bench.plan_cost import measure_cost
-from weft.bench.plan_fuse import measure_fuse
-from weft.bench.plan_pack import measure_pack
-from weft.bench.plan_pipeline import measure_pipeline, measure_settings, summary
 
 TARGETS: Targets = {
     "pack_s_25600": (Kind.SECONDS, 5.0),
@@ -32,3 +36,6 @@ PARTS: Parts = {
     "cost models": measure_cost,
     "cluster": measure_cluster,
 }
+
+if __name__ == "__main__":
+    run_command(PARTS, TARGETS)

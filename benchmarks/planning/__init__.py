@@ -1,0 +1,1 @@
+"""Figures of planning: what docs/planning.md publishes, beside the papers' own schedules."""
