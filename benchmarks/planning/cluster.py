@@ -7,12 +7,12 @@ import time
 
 import numpy as np
 
+from benchmarks.planning.replay import Instance, ReplayReport, generate_trace, replay
 from weft.cost.fit import FitError
 from weft.data.dataset import Dataset, JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
 from weft.plan.pack import planner_named
-from weft.simulate.cluster import Instance, ReplayReport, generate_trace, replay
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
 SEED = 20260101

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.planning.group import JobLengths, group_jobs
 from benchmarks.planning.lengths import MIXES, LengthMix, queues
-from weft.plan.group import JobLengths, group_jobs
 from weft.plan.pack.published import pack_published
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build

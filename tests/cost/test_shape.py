@@ -94,7 +94,7 @@ def test_stage_layers_when_chosen_then_they_count_and_must_add_up():
 
 def test_cost_package_when_imported_then_brings_neither_torch_nor_scipy():
     code = (
-        "import sys, weft.cost.analytic, weft.cost.padded, weft.cost.profiled;"
+        "import sys, weft.cost.analytic, weft.cost.profiled;"
         "print([m for m in ('torch', 'scipy', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planning.replay.instance import Instance, fill_level
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
-from weft.simulate.cluster.instance import Instance, fill_level
 
 
 @given(st.lists(st.integers(1, 50), max_size=10), st.integers(1, 100))

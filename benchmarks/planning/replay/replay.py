@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from benchmarks.planning.replay.instance import Instance
+from benchmarks.planning.replay.policy import POLICIES, Waiting
+from benchmarks.planning.replay.trace import TraceJob
 from weft.errors import PlanError
-from weft.simulate.cluster.instance import Instance
-from weft.simulate.cluster.policy import POLICIES, Waiting
-from weft.simulate.cluster.trace import TraceJob
 
 _INSTANT_S = 1e-6
 """Jobs that end within it end together: it is far below a step and far above what rounding does in a week."""

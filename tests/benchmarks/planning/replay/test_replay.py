@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning.replay import POLICIES, Instance, TraceJob, generate_trace, replay
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
-from weft.simulate.cluster import POLICIES, Instance, TraceJob, generate_trace, replay
 
 # One token a second each way in tiles of 4 rows: 4 tokens cost 8 s, a full microbatch of 8 costs 16 s.
 SMALL = Instance(LinearCost(), capacity=8, row_tile=4, job_bytes=100)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.planning.padded import PaddedBatch, PaddedTime, fit_padded
 from weft.cost.fit import FitError
-from weft.cost.padded import PaddedBatch, PaddedTime, fit_padded
 from weft.errors import ConfigError
 
 LAYERS = 32

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning.fusion import align
+from benchmarks.planning.fusion.align import chunk_length
 from weft.errors import PlanError
-from weft.plan.fuse import align
-from weft.plan.fuse.align import chunk_length
 
 batches = st.dictionaries(
     st.sampled_from("abc"), st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=3

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning.group import JobLengths, deal_head_tail, group_jobs
 from weft.errors import PlanError
-from weft.plan.group import JobLengths, deal_head_tail, group_jobs
 from weft.plan.lemma import lemma_distance, lemma_violations
 from weft.plan.types import Microbatch, Segment
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning.fusion import FusedOperator, Subgraph, interleave, segment, tensor_parallel_clock
+from benchmarks.planning.fusion.interleave import order_by_depth, order_by_start, play, sequential_order
+from benchmarks.planning.fusion.operators import tensor_parallel_chain
 from weft.errors import PlanError
-from weft.plan.fuse import FusedOperator, Subgraph, interleave, segment, tensor_parallel_clock
-from weft.plan.fuse.interleave import order_by_depth, order_by_start, play, sequential_order
-from weft.plan.fuse.operators import tensor_parallel_chain
 
 
 @st.composite

@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.plan.fuse.operators import FusedOperator, Subgraph, segment, tensor_parallel_chain
+from benchmarks.planning.fusion.operators import FusedOperator, Subgraph, segment, tensor_parallel_chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.errors import DataError
-from weft.simulate.cluster.trace import (
+from benchmarks.planning.replay.trace import (
     BATCH_SIZES,
     DURATION_MEAN_S,
     DURATION_SD_S,
@@ -19,6 +18,7 @@ from weft.simulate.cluster.trace import (
     read_trace,
     write_trace,
 )
+from weft.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from weft.simulate.cluster.trace import TraceJob
+from benchmarks.planning.replay.trace import TraceJob
 
 
 @dataclass(slots=True)
