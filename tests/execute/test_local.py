@@ -68,7 +68,7 @@ def executor() -> LocalExecutor:
     """With a job that has no seat yet."""
     spec, data = small_job("a")
     found = LocalExecutor(random_backbone("llama_odd"))
-    found.add(NewJob(spec, LiveJob(spec, data).progress.batches, ()))
+    found.add(NewJob(spec, LiveJob(spec, data).progress.batches, None))
     return found
 
 
@@ -83,7 +83,7 @@ def test_microbatch_when_made_ready_before_a_job_moved_then_is_made_again(execut
     executor.prepare(microbatch(executor))
     executor.unseat("a")
     other, data = small_job("other", 5)
-    executor.add(NewJob(other, LiveJob(other, data).progress.batches, ()))
+    executor.add(NewJob(other, LiveJob(other, data).progress.batches, None))
     executor.seat("other")
     executor.seat("a")
     launched: list[PackedBatch] = []

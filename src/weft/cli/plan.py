@@ -79,17 +79,19 @@ def _outlines(spec: RunSpec, base_dir: Path, num_planned: int) -> list[JobOutlin
 
 def _outline(job: JobSpec, data: JobData, num_planned: int) -> JobOutline:
     from weft.adapters.methods import cost_ranks
+    from weft.data.global_batch import GlobalBatches
     from weft.data.order import BatchSchedule
     from weft.plan.types import Batch, JobQueue
     from weft.simulate.forecast import JobOutline
 
-    lengths = [sample.length for sample in data.train.samples]
-    order = BatchSchedule.of(job, len(lengths))
-    planned = min(order.num_steps, num_planned)
-    batches = tuple(Batch(step, 0, tuple(lengths[i] for i in order.batch(step))) for step in range(planned))
+    order = BatchSchedule.of(job, data.train.num_groups)
+    ahead, planned = GlobalBatches(data.train, order), min(order.num_steps, num_planned)
+    batches = tuple(Batch(step, 0, tuple(ahead.lengths(step)), ahead.groups(step)) for step in range(planned))
     queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority)
     evals = 0 if data.eval is None else data.eval.summary.num_tokens * order.num_evals(job.eval_steps)
-    return JobOutline(queue, order.num_steps, order.num_tokens(lengths), cost_ranks(job.adapter).widest, evals)
+    return JobOutline(
+        queue, order.num_steps, order.num_tokens(data.train.group_tokens), cost_ranks(job.adapter).widest, evals
+    )
 
 
 def _hardware(spec: RunSpec, device: str) -> Hardware:

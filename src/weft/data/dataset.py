@@ -20,7 +20,7 @@ from weft.data.sources import read_rows
 from weft.data.template import Renderer, Tokenizer
 from weft.data.tokenise import sample_of_tokens, tokenise
 from weft.errors import DataError
-from weft.objectives.objective import Objective, Part
+from weft.objectives.objective import LikelihoodObjective, Objective, Part
 from weft.objectives.registry import SUPERVISED, choose_objective
 from weft.spec.job import JobSpec
 
@@ -71,6 +71,15 @@ class DataSummary:
 
 
 @dataclass(frozen=True)
+class Member:
+    """One run of a sample in its group."""
+
+    sample: Sample
+    is_bare: bool = False
+    """Without any adapter: the reference that the objective compares with."""
+
+
+@dataclass(frozen=True)
 class Dataset:
     """Samples in the order of their rows, and the account of them."""
 
@@ -103,10 +112,32 @@ class Dataset:
         """Rows that became samples."""
         return len(self.samples) // self.objective.group_size
 
+    @functools.cached_property
+    def judge(self) -> LikelihoodObjective | None:
+        """The objective, if it weighs tokens by their log-probabilities."""
+        return self.objective if isinstance(self.objective, LikelihoodObjective) else None
+
     def group(self, index: int) -> tuple[Sample, ...]:
         """The samples of one row."""
         size = self.objective.group_size
         return self.samples[index * size : (index + 1) * size]
+
+    def members(self, index: int) -> tuple[Member, ...]:
+        """All that one row asks to run, in one microbatch and in this order."""
+        group = self.group(index)
+        bare = group if self.judge is not None and self.judge.reads_reference else ()
+        return (*(Member(sample) for sample in group), *(Member(sample, is_bare=True) for sample in bare))
+
+    @functools.cached_property
+    def group_tokens(self) -> list[int]:
+        """Tokens that each row trains."""
+        return [sum(sample.length for sample in self.group(i)) for i in range(self.num_groups)]
+
+    @property
+    def longest_group(self) -> int:
+        """Most tokens that have to share a microbatch."""
+        times = 2 if self.judge is not None and self.judge.reads_reference else 1
+        return times * max(self.group_tokens)
 
     def subset(self, indices: Iterable[int]) -> Dataset:
         """Some of the groups; the account of the rows stays that of the sources."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from weft.job_state import JobState, Reason, ReasonCode
@@ -16,8 +17,9 @@ class Event:
     kind: ClassVar[str] = "event"
 
     def fields(self) -> dict[str, Any]:
-        """The event's values by name."""
-        return dataclasses.asdict(self)
+        """The event's values by name, further metrics among them."""
+        values = dataclasses.asdict(self)
+        return {**values, **values.pop("metrics", {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class StepDone(JobEvent):
     """Since the run started."""
     skipped: bool = False
     """The loss or the gradient was not finite, so the weights stayed as they were."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the job's objective measures, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class EvalDone(JobEvent):
     eval_runtime: float
     is_best: bool
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the job's objective measures, by names that begin with eval_."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,8 @@ class LiveJob:
         self.status = JobStatus()
         self.num_parameters = 0
         """That are trained, once the executor knows the job."""
-        self.longest = max(s.length for s in [*data.train.samples, *(data.eval.samples if data.eval else ())])
-        """Tokens of the longest sample, evaluation included."""
+        self.longest = max(part.longest_group for part in (data.train, data.eval) if part is not None)
+        """Tokens of the longest sample, or of the longest group that shares a microbatch, evaluation included."""
 
     @property
     def name(self) -> str:

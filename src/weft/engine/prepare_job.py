@@ -34,8 +34,7 @@ def prepare_job(
         if spec.adapter == AdapterSpec():
             spec = replace(spec, adapter=stored)
     job = LiveJob(spec, data)
-    eval_samples = data.eval.samples if data.eval else ()
-    job.num_parameters = executor.add(NewJob(spec, job.progress.batches, eval_samples, start, name))
+    job.num_parameters = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name))
     return job
 
 
@@ -58,3 +57,7 @@ def _check_samples(spec: JobSpec, data: JobData, facts: ReplicaFacts, capacity: 
         else:
             continue
         raise DataError(f"{found}.", where=spec.name)
+    group = max(part.longest_group for part in (data.train, data.eval) if part is not None)
+    if group > capacity:
+        found = f"a row's samples have {group} tokens together"
+        raise DataError(f"{found}; the capacity they have to share is {capacity}.", where=spec.name)

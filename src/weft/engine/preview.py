@@ -176,13 +176,14 @@ class _Course:
         batches = []
         for step in range(self.step, last):
             first = self.sample if step == self.step else 0
-            batches.append(Batch(step, first, self._lengths(step)[first:]))
+            groups = job.progress.batches.groups(step, first)
+            batches.append(Batch(step, first, self._lengths(step)[first:], groups))
         is_all = last == self.num_steps
         return JobQueue(job.spec.name, tuple(batches), is_all, job.spec.priority, self.num_tokens)
 
     def take_step(self) -> None:
         """Counts the tokens of whole global batches, as the job does."""
-        self.num_tokens += sum(self._lengths(self.step))
+        self.num_tokens += self.job.progress.batches[self.step].num_tokens
         self.step, self.sample = self.step + 1, 0
 
     def _lengths(self, step: int) -> tuple[int, ...]:
@@ -190,5 +191,5 @@ class _Course:
 
 
 def _job_preview(job: LiveJob) -> JobPreview:
-    num_tokens = job.progress.order.num_tokens([sample.length for sample in job.data.train.samples])
+    num_tokens = job.progress.order.num_tokens(job.data.train.group_tokens)
     return JobPreview(job.spec.name, job.num_steps, num_tokens, job.num_parameters)

@@ -227,6 +227,7 @@ class ProgramRun:
             num_tokens=progress.num_tokens,
             seconds=self._timeline.now(),
             skipped=result.skipped,
+            metrics=result.means.further,
         )
 
 

@@ -125,7 +125,7 @@ class JobProgress:
     def finish_step(self, rate: float, updated: Updated) -> StepResult:
         """Counts a step that has been taken, or skipped because something was not finite."""
         batch = self.batches[self.step]
-        assert self.index == len(batch.samples), "a step needs its whole global batch"
+        assert self.index == len(batch.members), "a step needs its whole global batch"
         means = self._scores.means()
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if updated.skipped else 0
         self.num_skipped += updated.skipped
@@ -195,7 +195,8 @@ class JobProgress:
         batches = []
         for step in range(first_step, last):
             first = first_index if step == first_step else 0
-            batches.append(Batch(step, first, tuple(self.batches.lengths(step)[first:])))
+            lengths = tuple(self.batches.lengths(step)[first:])
+            batches.append(Batch(step, first, lengths, self.batches.groups(step, first)))
         return JobQueue(self._spec.name, tuple(batches), last == self.num_steps, priority, num_tokens)
 
 

@@ -104,6 +104,7 @@ class RunRecorder:
             "learning_rate": event.learning_rate,
             "num_tokens": event.num_tokens,
             "time": event.seconds,
+            **event.metrics,
         }
         self._note(job, {**record, "skipped": True} if event.skipped else record)
 
@@ -116,6 +117,7 @@ class RunRecorder:
             "eval_mean_token_accuracy": event.eval_mean_token_accuracy,
             "eval_runtime": event.eval_runtime,
             "time": event.seconds,
+            **event.metrics,
         }
         self._note(job, record)
 

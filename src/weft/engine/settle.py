@@ -81,6 +81,7 @@ class Settlement:
             eval_runtime=looked.seconds,
             is_best=is_best,
             seconds=self._timeline.now(),
+            metrics={f"eval_{name}": value for name, value in looked.means.further.items()},
         )
         self._keeper.note_eval(job, event)
         return event

@@ -87,7 +87,7 @@ def prepare_run(
         try:
             run.data[job.name] = load_job_data(job, engine.backbone.tokenizer, base_dir)
             engine.submit(job, run.data[job.name], base_dir=base_dir)
-            num_samples = len(run.data[job.name].train.samples)
+            num_samples = run.data[job.name].train.num_groups
             if job.batch_size > num_samples:
                 run.notes += (BATCH_NOTE.format(job=job.name, asked=job.batch_size, all=num_samples),)
         except ConfigError as error:

@@ -6,25 +6,34 @@ from collections.abc import Sequence
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
-from weft.data.sample import Sample
+from weft.data.dataset import Dataset
 from weft.objectives.metrics import MeanScores, Tally
 
-ScoreRequest = tuple[int | None, Sequence[Sample]]
+ScoreRequest = tuple[int | None, Dataset]
 """A slot (None: the bare backbone) and what it is evaluated on."""
 
 
 def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int) -> list[MeanScores]:
     """Per request its means, summed sample by sample in the given order; NaN if nothing is supervised."""
-    placed = [(which, Placed(s, slot)) for which, (slot, samples) in enumerate(requests) for s in samples]
+    groups = [
+        (which, [Placed(m.sample, None if m.is_bare else slot, objective=data.judge) for m in data.members(index)])
+        for which, (slot, data) in enumerate(requests)
+        for index in range(data.num_groups)
+    ]
     tallies = [Tally() for _ in requests]
     start = 0
-    while start < len(placed):
-        end, tokens = start, 0
-        while end < len(placed) and (end == start or tokens + placed[end][1].sample.length <= capacity):
-            tokens += placed[end][1].sample.length
+    while start < len(groups):
+        end, tokens, placed, owners = start, 0, [], []
+        while end < len(groups):
+            which, group = groups[end]
+            tokens += sum(item.sample.length for item in group)
+            if end > start and tokens > capacity:
+                break
+            placed += group
+            owners += [which] * len(group)
             end += 1
-        batch = pack_samples([p for _, p in placed[start:end]], row_tile, backbone.device)
-        for (which, _), score in zip(placed[start:end], backbone.scores(batch, row_tile), strict=True):
+        scores = backbone.scores(pack_samples(placed, row_tile, backbone.device), row_tile)
+        for which, score in zip(owners, scores, strict=True):
             tallies[which].add(score)
         start = end
     return [tally.means() for tally in tallies]

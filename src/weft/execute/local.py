@@ -202,7 +202,9 @@ class LocalExecutor:
                 return begin(self.jobs, steps)
             case EvaluationWork(names, capacity, row_tile):
                 jobs = [self.jobs[name] for name in names]
-                requests = [(job.weights.slot, job.given.eval_samples) for job in jobs]
+                asked = [(job.weights.slot, job.given.eval_data) for job in jobs]
+                requests = [(slot, data) for slot, data in asked if data is not None]
+                assert len(requests) == len(jobs), "only jobs with evaluation data are asked for"
                 means = mean_scores(self.backbone, requests, capacity, row_tile)
                 return lambda: means
             case StateWork(name):

@@ -34,8 +34,12 @@ class ExecutedJob:
     def place(self, segment: Segment) -> Placed:
         """The sample of a segment with all the backbone needs to know of it; changes nothing."""
         batch = self.given.batches[segment.step]
+        member, share = batch.members[segment.index], 1.0 / batch.divisor
+        judge = self.given.batches.judge
+        if member.is_bare:
+            return Placed(member.sample, None, share, objective=judge)
         key = mix(self.given.spec.seed, segment.step, segment.index)
-        return Placed(batch.samples[segment.index], self.weights.slot, 1.0 / batch.divisor, key)
+        return Placed(member.sample, self.weights.slot, share, key, objective=judge)
 
 
 Jobs = Mapping[str, ExecutedJob]

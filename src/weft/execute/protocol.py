@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from weft.data.dataset import Dataset
 from weft.data.global_batch import GlobalBatches
-from weft.data.sample import Sample
 from weft.objectives.metrics import MeanScores, Score
 from weft.plan.types import Microbatch
 from weft.spec import JobSpec
@@ -68,7 +68,7 @@ class NewJob:
 
     spec: JobSpec
     batches: GlobalBatches
-    eval_samples: Sequence[Sample]
+    eval_data: Dataset | None
     start: Mapping[str, tuple[torch.Tensor, ...]] | None = None
     """The adapter it starts from, by module path; a fresh one if None."""
     start_name: str = ""

@@ -178,7 +178,7 @@ class Trackers:
         """
         if isinstance(event, StepDone | EvalDone):
             fields = event.fields()
-            metrics = {metric: fields[metric] for metric in TRACKED if metric in fields}
+            metrics = {metric: fields[metric] for metric in (*TRACKED, *event.metrics) if metric in fields}
             job, step = name or event.job, event.step
             self._each(lambda tracker: tracker.log(job, step, metrics))
         elif isinstance(event, JobEnded):

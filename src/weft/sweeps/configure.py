@@ -54,7 +54,7 @@ class Configurations:
         spec = self._spec
         job = trial_job(spec, name, params)
         data = self.data(job)
-        num_samples = len(data.train.samples)
+        num_samples = data.train.num_groups
         if job.batch_size > num_samples:
             raise self._error(
                 f"a batch of {job.batch_size:,} samples is larger than the data set of {num_samples:,}.",
@@ -91,25 +91,25 @@ class Configurations:
 
     def num_steps(self, job: JobSpec) -> int:
         """Optimizer steps of a whole job."""
-        return BatchSchedule.of(job, len(self.data(job).train.samples)).num_steps
+        return BatchSchedule.of(job, self.data(job).train.num_groups).num_steps
 
     def eval_tokens(self, job: JobSpec) -> int:
         """Tokens of all evaluations of a whole job."""
         data = self.data(job)
         each = 0 if data.eval is None else data.eval.summary.num_tokens
-        return each * BatchSchedule.of(job, len(data.train.samples)).num_evals(job.eval_steps)
+        return each * BatchSchedule.of(job, data.train.num_groups).num_evals(job.eval_steps)
 
     def _eval_steps(self, job: JobSpec, data: JobData) -> int | None:
         """How often a trial is evaluated: as it says itself, or as often as there may be a rung."""
         rule = self._spec.early_stop
         if job.eval_steps is not None or data.eval is None or rule.rule == "none":
             return job.eval_steps
-        schedule = BatchSchedule.of(job, len(data.train.samples))
+        schedule = BatchSchedule.of(job, data.train.num_groups)
         steps = rule.first_rung
         if rule.unit == "progress":
             steps = schedule.num_steps * rule.first_rung
         elif rule.unit == "tokens":
-            mean_tokens = data.train.summary.num_tokens / len(data.train.samples)
+            mean_tokens = data.train.summary.num_tokens / data.train.num_groups
             steps = rule.first_rung / (mean_tokens * job.batch_size)
         return min(max(1, math.ceil(round(steps, 6))), schedule.num_steps)
 

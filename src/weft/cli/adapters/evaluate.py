@@ -64,6 +64,9 @@ def evaluate(
         if any(prompts.values()):
             _add_exact_match(results, loaded, prompts)
     shown = [m for m in chosen or METRICS if m != "exact-match" or any(prompts.values())]
+    if chosen is None:
+        # What else the objective of the data measures.
+        shown += [name for name in results[next(iter(results))] if name not in METRICS]
     if as_json:
         typer.echo(_as_json(data, first, loaded, results, shown), nl=False)
     else:
@@ -102,7 +105,7 @@ def _samples(data: str, backbone: Backbone, limit: int | None, chat_template: st
         chat_template=chat_template,
         base_dir=Path(),
     )
-    return dataset if limit is None else dataset.subset(range(min(limit, len(dataset.samples))))
+    return dataset if limit is None else dataset.subset(range(min(limit, dataset.num_groups)))
 
 
 def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: str | None, stated: bool) -> list[Prompt]:
@@ -119,12 +122,13 @@ def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: st
 def _add_scores(results: dict[str, dict[str, float]], loaded: Attached, datasets: dict[str, Dataset]) -> None:
     from weft.execute.evaluate import mean_scores
 
-    capacity = max(CAPACITY, *(dataset.summary.max_length for dataset in datasets.values()))
-    asked = [(slot, datasets[name].samples) for name, slot in loaded.slots.items()]
+    capacity = max(CAPACITY, *(dataset.longest_group for dataset in datasets.values()))
+    asked = [(slot, datasets[name]) for name, slot in loaded.slots.items()]
     found = mean_scores(loaded.backbone, asked, capacity, loaded.backbone.path.row_tile(capacity))
     for name, means in zip(loaded.slots, found, strict=True):
         perplexity = math.exp(means.loss) if means.loss < 700 else math.inf
         results[name] |= {"loss": means.loss, "perplexity": perplexity, "token-accuracy": means.accuracy}
+        results[name] |= means.further
 
 
 def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: dict[str, list[Prompt]]) -> None:

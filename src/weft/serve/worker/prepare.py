@@ -99,7 +99,7 @@ def prepare(claim: Claim, database: Database, blobs: Blobs, work: WorkDirectory,
         spec = replace(spec, init_adapter=fetch_init_adapter(job, spec.init_adapter, database, blobs, place))
     data = load_job_data(spec, tokenizer, place)
     with database.begin() as tx:
-        reserve(tx, job, count_tokens(spec, [sample.length for sample in data.train.samples]))
+        reserve(tx, job, count_tokens(spec, data.train.group_tokens))
     step = work.adopt(claim.name, claim.id)
     if step is not None:
         claim.earlier = work.metrics(claim.name, step)

@@ -81,7 +81,7 @@ class Objective:
     def _evaluate(self, engine: Engine, job: LiveJob) -> MeanScores:
         assert job.data.eval is not None, "a sweep that is judged by evaluations has data for them"
         with engine.executor.slot_of(job.name) as slot:
-            asked = [(slot, job.data.eval.samples)]
+            asked = [(slot, job.data.eval)]
             (means,) = mean_scores(engine.backbone, asked, engine.limits.capacity, engine.row_tile)
         return means
 
