@@ -97,7 +97,10 @@ def weighted_data(data: JobData, *, weights: Sequence[float] = (0.25, 1.0, 3.0))
 def job_spec(name: str, *, adapter: Mapping[str, Any] | None = None, **settings: Any) -> JobSpec:
     """A small job; its data is given to `submit`, so the file name means nothing."""
     defaults: dict[str, Any] = {"max_length": 24, "global_batch_size": 4, "learning_rate": 5e-3, "max_steps": 6}
-    return JobSpec(name, ("random",), adapter=AdapterSpec(**{"r": 4, **(adapter or {})}), **{**defaults, **settings})
+    chosen = dict(adapter or {})
+    if "method" not in chosen:
+        chosen.setdefault("r", 4)
+    return JobSpec(name, ("random",), adapter=AdapterSpec(**chosen), **{**defaults, **settings})
 
 
 def small_job(name: str, seed: int = 0, **settings: Any) -> Job:
@@ -116,7 +119,7 @@ def taken_slots(backbone: Backbone) -> set[int]:
     return {slot for linear in backbone.linears.values() for slot in linear.slots}
 
 
-def flat(adapter: Mapping[str, tuple[Any, Any]]) -> list[Any]:
+def flat(adapter: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     """The tensors of an adapter, one after another."""
     return [tensor for pair in adapter.values() for tensor in pair]
 
@@ -125,7 +128,7 @@ def flat(adapter: Mapping[str, tuple[Any, Any]]) -> list[Any]:
 class Outcome:
     """What became of one job."""
 
-    adapter: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    adapter: dict[str, tuple[torch.Tensor, ...]]
     state: str
     reason: str | None
     losses: list[float] = field(default_factory=list)
@@ -185,9 +188,8 @@ def assert_same_bits(mine: Outcome, other: Outcome) -> None:
     assert mine.eval_accuracies == other.eval_accuracies
     assert mine.state == other.state
     assert mine.adapter.keys() == other.adapter.keys()
-    for path, (a_RD, b_OR) in mine.adapter.items():
-        assert torch.equal(a_RD, other.adapter[path][0]), path
-        assert torch.equal(b_OR, other.adapter[path][1]), path
+    for path, tensors in mine.adapter.items():
+        assert all(x.equal(y) for x, y in zip(tensors, other.adapter[path], strict=True)), path
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import dataset, finish, job_spec, random_backbone, random_sample, small_job, submit
 
+from weft.adapters.methods import cost_ranks
 from weft.bench.regimes import Storage
 from weft.bench.shapes import SHAPES
 from weft.bench.step import make_backbone
@@ -50,7 +51,9 @@ class FakeGpu:
         self.peak = 0
         path = SimpleNamespace(copy_bytes=2, activation_bytes=self.activation_bytes)
         executor = LocalExecutor.__new__(LocalExecutor)
-        executor.backbone = SimpleNamespace(device=torch.device("cuda"), path=path)  # type: ignore[assignment]
+        executor.backbone = SimpleNamespace(  # type: ignore[assignment]
+            device=torch.device("cuda"), path=path, activation_bytes=self.activations
+        )
         executor.facts = SimpleNamespace(state_bytes=state_bytes(executor.backbone))  # type: ignore[assignment]
         named: Any = {job.spec.name: job for job in jobs}
         self.places = Placement(executor, named, max_jobs=None, job_memory=None, weights={})
@@ -70,6 +73,9 @@ class FakeGpu:
     def activation_bytes(capacity: int, rank: int) -> int:
         """A microbatch of 8,192 tokens takes 50 GB where ranks go up to 16."""
         return capacity * rank * 50 * 10**9 // (8192 * 16)
+
+    def activations(self, capacity: int, adapters: list[AdapterSpec]) -> int:
+        return self.activation_bytes(capacity, max((cost_ranks(spec).widest for spec in adapters), default=1))
 
     def reset(self, _: torch.device) -> None:
         self.peak = self.allocated

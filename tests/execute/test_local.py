@@ -13,7 +13,7 @@ from weft.backbone.packed import PackedBatch
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
 from weft.execute.local import LocalExecutor
-from weft.execute.protocol import MicrobatchWork, NewJob, ReplicaMemoryError, StateWork, StepOrder, StepsWork
+from weft.execute.protocol import AddedJob, MicrobatchWork, NewJob, ReplicaMemoryError, StateWork, StepOrder, StepsWork
 from weft.plan.types import Microbatch, Segment
 
 Item = TypeVar("Item")
@@ -31,7 +31,7 @@ class Piped(LocalExecutor):
         super().__init__(backbone)
         self.facts = piped(self.facts)
 
-    def add(self, job: NewJob) -> int:
+    def add(self, job: NewJob) -> AddedJob:
         return piped(super().add(piped(job)))
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:

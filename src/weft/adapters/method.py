@@ -11,7 +11,7 @@ which run on the reference path over the same weights.
 
 A method for the outputs of blocks says `Attachment.BLOCK_OUTPUT`. The backbone offers no such places yet: the first
 such method wraps the blocks in `Backbone._install`, as linears are wrapped in `SlotLinear`, and lists them in
-`Backbone.places`; from there on they are attached and freed like linears.
+`Backbone._places`; from there on they are attached and freed like linears.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import nn
 from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import Fp8, quantisation
 from weft.adapters.linear import SlotLinear
-from weft.adapters.method import LinearShape
-from weft.adapters.methods import method_of
+from weft.adapters.method import Attachment, LinearShape, Method
+from weft.adapters.methods import cost_ranks, method_of
 from weft.adapters.routing import Routing
 from weft.adapters.targets import choose_modules
 from weft.backbone.fused.memory import Memory
@@ -52,7 +52,9 @@ class Backbone:
         self._install(torch.zeros((), device=model.device, requires_grad=True))
         self._reference = ReferencePath(model, self.linears, self.routing)
         self.path: Path = self._reference
-        """How microbatches run."""
+        """How microbatches run, unless an adapter's method has no kernels."""
+        self._places: dict[Attachment, Mapping[str, SlotLinear]] = {Attachment.LINEAR: self.linears}
+        self._slot_paths: dict[int, Path] = {}
 
     @property
     def device(self) -> torch.device:
@@ -125,22 +127,44 @@ class Backbone:
         """ConfigError if an adapter does not fit this backbone; makes none."""
         method_of(spec).check(spec, self._targets(spec))
 
+    def lane(self, method: Method) -> str:
+        """Adapters of different lanes cannot share a microbatch: those whose method has no kernels have one apart."""
+        path = self._path_for(method)
+        return "" if path is self.path else path.name
+
+    def path_of(self, slot: int | None) -> Path:
+        """The path that runs the samples of a slot."""
+        return self.path if slot is None else self._slot_paths.get(slot, self.path)
+
+    def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
+        """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
+        widest = max((cost_ranks(spec).widest for spec in adapters), default=1)
+        paths = {self.path, *(self._path_for(method_of(spec)) for spec in adapters)}
+        return max(path.activation_bytes(capacity, widest) for path in paths)
+
+    def _path_for(self, method: Method) -> Path:
+        return self.path if method.has_kernels else self._reference
+
     def _targets(self, spec: AdapterSpec) -> dict[str, LinearShape]:
         chosen = choose_modules(spec, list(self.linears))
         return {path: (self.linears[path].out_features, self.linears[path].in_features) for path in chosen}
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""
-        slot = self.path.take_slot(adapter)
-        for path, weights in adapter.modules.items():
-            self.linears[path].slots[slot] = weights
+        path = self._path_for(adapter.method)
+        slot = path.take_slot(adapter)
+        self._slot_paths[slot] = path
+        places = self._places[adapter.method.attachment]
+        for module, weights in adapter.modules.items():
+            places[module].slots[slot] = weights
         return slot
 
     def detach(self, slot: int) -> None:
         """Frees a slot."""
-        self.path.free_slot(slot)
-        for linear in self.linears.values():
-            linear.slots.pop(slot, None)
+        self._slot_paths.pop(slot).free_slot(slot)
+        for places in self._places.values():
+            for place in places.values():
+                place.slots.pop(slot, None)
 
     def forward_backward(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
         """Runs a microbatch; adds to every attached adapter's gradients; returns each segment's summed loss."""
@@ -148,11 +172,16 @@ class Backbone:
 
     def launch(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch, which adds to every attached adapter's gradients; a GPU works on after this returns."""
-        return self.path.launch(batch, row_tile)
+        return self._path_through(batch).launch(batch, row_tile)
 
     def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
         """Each segment's score, without gradients."""
-        return self.path.look(batch, row_tile).scores()
+        return self._path_through(batch).look(batch, row_tile).scores()
+
+    def _path_through(self, batch: PackedBatch) -> Path:
+        paths = {self.path_of(slot) for slot in batch.segment_slots if slot is not None}
+        assert len(paths) < 2, "jobs of different lanes share no microbatch"
+        return paths.pop() if paths else self.path
 
     @torch.no_grad()
     def logits(

@@ -38,9 +38,9 @@ class ReferencePath:
         self._num_slots = 0
 
     def take_slot(self, adapter: Adapter) -> int:
-        """Gives an adapter a number that no other has had."""
-        slot, self._num_slots = self._num_slots, self._num_slots + 1
-        return slot
+        """Gives an adapter a number below zero that no other has had; the fused path's are above zero."""
+        self._num_slots += 1
+        return -self._num_slots
 
     def free_slot(self, slot: int) -> None:
         """Has nothing to do: the slot linears hold all there is."""

@@ -55,8 +55,8 @@ def resolved(run: RunSpec) -> dict[str, Any]:
     del values["defaults"]
     for job, spec in zip(values["jobs"], run.jobs, strict=True):
         job["global_batch_size"] = spec.batch_size
-        if spec.adapter.lora_alpha is None:
-            job["adapter"]["lora_alpha"] = 2.0 * spec.adapter.r
+        if spec.adapter.method == "lora":
+            job["adapter"]["lora_alpha"] = spec.adapter.default_alpha
     # The jobs are by far the longest part; the short settings read better above them.
     return {key: values[key] for key in sorted(values, key=lambda key: key == "jobs")}
 

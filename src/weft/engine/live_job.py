@@ -70,6 +70,8 @@ class LiveJob:
         self.status = JobStatus()
         self.num_parameters = 0
         """That are trained, once the executor knows the job."""
+        self.lane = ""
+        """It shares microbatches only with jobs of the same lane; the executor knows which."""
         self.longest = max(part.longest_group for part in (data.train, data.eval) if part is not None)
         """Tokens of the longest sample, or of the longest group that shares a microbatch, evaluation included."""
 
@@ -120,11 +122,11 @@ class LiveJob:
 
     def queue(self) -> JobQueue:
         """The job's next global batches, for a planner."""
-        return self.progress.queue(self.spec.priority)
+        return self.progress.queue(self.spec.priority, self.lane)
 
     def queue_after(self, turns: list[Turn]) -> JobQueue | None:
         """The queue once these have run too; None if the job has ended then."""
-        return self.progress.queue_after(turns, self.spec.priority)
+        return self.progress.queue_after(turns, self.spec.priority, self.lane)
 
     def is_eval_due(self) -> bool:
         """An evaluation belongs after the last step and is not done yet."""

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from weft.adapters.methods import cost_ranks
 from weft.engine.live_job import LiveJob
 from weft.errors import JobError
 from weft.execute.protocol import Executor, ReplicaMemory, ReplicaMemoryError
@@ -179,8 +178,8 @@ class Placement:
         if self._measured_bytes is not None:
             return self._measured_bytes
         at_rest = memory.allocated_bytes - self._allocated_bytes()
-        widest = max((cost_ranks(job.spec.adapter).widest for job in list(self._jobs.values())), default=1)
-        return at_rest + self._executor.activation_bytes(capacity, widest)
+        adapters = [job.spec.adapter for job in list(self._jobs.values())]
+        return at_rest + self._executor.activation_bytes(capacity, adapters)
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
         """What each tenant has had. Who comes, or comes back, starts level, by weight, with the least served present.

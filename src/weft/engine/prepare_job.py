@@ -34,7 +34,8 @@ def prepare_job(
         if spec.adapter == AdapterSpec():
             spec = replace(spec, adapter=stored)
     job = LiveJob(spec, data)
-    job.num_parameters = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name))
+    added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name))
+    job.num_parameters, job.lane = added.num_parameters, added.lane
     return job
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from weft.adapters.methods import cost_ranks
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
 from weft.engine.progress import PLANNED_BATCHES
@@ -78,8 +77,8 @@ def preview(engine: Engine) -> Preview:
     facts, held_bytes = engine.executor.facts, tried.held_bytes
     is_measured = facts.path == "reference" or facts.works_on
     if not is_measured:
-        widest = max(cost_ranks(job.spec.adapter).widest for job in jobs)
-        held_bytes = engine.executor.activation_bytes(fullest.num_tokens, widest)
+        adapters = [job.spec.adapter for job in jobs]
+        held_bytes = engine.executor.activation_bytes(fullest.num_tokens, adapters)
     num_tokens = sum(share.num_tokens for share in shares)
     # A long run goes on as it begins.
     factor = num_tokens / sum(m.num_tokens for m in microbatches)
@@ -179,7 +178,7 @@ class _Course:
             groups = job.progress.batches.groups(step, first)
             batches.append(Batch(step, first, self._lengths(step)[first:], groups))
         is_all = last == self.num_steps
-        return JobQueue(job.spec.name, tuple(batches), is_all, job.spec.priority, self.num_tokens)
+        return JobQueue(job.spec.name, tuple(batches), is_all, job.spec.priority, self.num_tokens, lane=job.lane)
 
     def take_step(self) -> None:
         """Counts the tokens of whole global batches, as the job does."""

@@ -92,11 +92,11 @@ class JobProgress:
         """Whether the loss of what has run of the global batch is finite."""
         return self._scores.is_finite
 
-    def queue(self, priority: int) -> JobQueue:
+    def queue(self, priority: int, lane: str = "") -> JobQueue:
         """The job's next global batches, for a planner."""
-        return self._queue(self.step, self.index, self.num_tokens, priority)
+        return self._queue(self.step, self.index, self.num_tokens, priority, lane)
 
-    def queue_after(self, turns: Sequence[Turn], priority: int) -> JobQueue | None:
+    def queue_after(self, turns: Sequence[Turn], priority: int, lane: str = "") -> JobQueue | None:
         """The queue once these have run too, if nothing comes in between; None if the job has ended then."""
         name, step, index, num_tokens = self._spec.name, self.step, self.index, self.num_tokens
         for turn in turns:
@@ -104,7 +104,7 @@ class JobProgress:
             if any(due.job == name for due in turn.steps):
                 num_tokens += self.batches[step].num_tokens
                 step, index = step + 1, 0
-        return self._queue(step, index, num_tokens, priority) if step < self.num_steps else None
+        return self._queue(step, index, num_tokens, priority, lane) if step < self.num_steps else None
 
     def add_score(self, segment: Segment, score: Score) -> None:
         """Counts one sample, which has run, and its score towards the current global batch."""
@@ -190,14 +190,14 @@ class JobProgress:
             found = f"an adapter weight of size {largest:g}"
         return Reason(ReasonCode.DIVERGED, f"diverged: {found} {advice}")
 
-    def _queue(self, first_step: int, first_index: int, num_tokens: int, priority: int) -> JobQueue:
+    def _queue(self, first_step: int, first_index: int, num_tokens: int, priority: int, lane: str) -> JobQueue:
         last = min(self.num_steps, first_step + PLANNED_BATCHES)
         batches = []
         for step in range(first_step, last):
             first = first_index if step == first_step else 0
             lengths = tuple(self.batches.lengths(step)[first:])
             batches.append(Batch(step, first, lengths, self.batches.groups(step, first)))
-        return JobQueue(self._spec.name, tuple(batches), last == self.num_steps, priority, num_tokens)
+        return JobQueue(self._spec.name, tuple(batches), last == self.num_steps, priority, num_tokens, lane=lane)
 
 
 def warmup_steps(setting: float, num_steps: int) -> int:

@@ -196,9 +196,11 @@ def _check_unchanged(job: JobSpec, recorded: dict[str, Any] | None, where: str, 
     if recorded is None:
         return
     for setting, now in job_settings(job).items():
-        # A setting that the run was recorded without did not exist then.
-        if recorded.get(setting, now) != now:
+        # A setting that the run was recorded without did not exist then, nor did one of the adapter.
+        was = recorded.get(setting, now)
+        was = {**now, **was} if setting == "adapter" else was
+        if was != now:
             raise ConfigError(
-                f"was {json.dumps(recorded.get(setting))} and is {json.dumps(now)}; a resumed job keeps its settings.",
+                f"was {json.dumps(was)} and is {json.dumps(now)}; a resumed job keeps its settings.",
                 where=locate(f"{where}.{setting}"),
             )

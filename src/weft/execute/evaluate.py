@@ -24,10 +24,12 @@ def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: 
     start = 0
     while start < len(groups):
         end, tokens, placed, owners = start, 0, [], []
+        path = backbone.path_of(requests[groups[start][0]][0])
         while end < len(groups):
             which, group = groups[end]
             tokens += sum(item.sample.length for item in group)
-            if end > start and tokens > capacity:
+            is_apart = backbone.path_of(requests[which][0]) is not path
+            if end > start and (tokens > capacity or is_apart):
                 break
             placed += group
             owners += [which] * len(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from weft.execute.evaluate import mean_scores
 from weft.execute.memory import measure, release_memory, state_bytes, usable_bytes
 from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
 from weft.execute.protocol import (
+    AddedJob,
     EvaluationWork,
     MicrobatchWork,
     NewJob,
@@ -36,7 +37,7 @@ from weft.execute.protocol import (
 from weft.execute.weights import JobWeights
 from weft.kernels.device import CPU, allocated_bytes, device_name, is_cpu, is_gpu, peak_bytes, reset_peak
 from weft.kernels.dropout import MASKS
-from weft.spec import BackboneSpec
+from weft.spec import AdapterSpec, BackboneSpec
 
 
 class LocalExecutor:
@@ -56,9 +57,9 @@ class LocalExecutor:
         """Rows that every frozen product is computed in."""
         return self.backbone.path.row_tile(capacity)
 
-    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
-        """What a microbatch may hold between forward and backward."""
-        return self.backbone.path.activation_bytes(capacity, widest_rank)
+    def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
+        """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
+        return self.backbone.activation_bytes(capacity, adapters)
 
     def memory(self) -> ReplicaMemory | None:
         """What the GPU holds; None on a CPU."""
@@ -77,13 +78,13 @@ class LocalExecutor:
         """Gives back what failed work held."""
         release_memory(self.backbone)
 
-    def add(self, job: NewJob) -> int:
+    def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state on the CPU."""
         adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU)
         if job.start is not None:
             adapter.load(job.start, job.start_name)
         self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter))
-        return adapter.num_parameters
+        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.method))
 
     def drop(self, job: str) -> None:
         """Forgets a job."""

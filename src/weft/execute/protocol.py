@@ -10,7 +10,7 @@ behind those, before the first is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from weft.data.dataset import Dataset
 from weft.data.global_batch import GlobalBatches
 from weft.objectives.metrics import MeanScores, Score
 from weft.plan.types import Microbatch
-from weft.spec import JobSpec
+from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,16 @@ class ReplicaMemory:
     """That this process may take, those taken already included."""
     allocated_bytes: int
     """Of all tensors."""
+
+
+@dataclass(frozen=True)
+class AddedJob:
+    """What an executor says of a job it got to know."""
+
+    num_parameters: int
+    """That are trained."""
+    lane: str
+    """The job shares microbatches only with those of the same lane."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +170,8 @@ class Executor(Protocol):
         """Rows that every frozen product is computed in: a fact of the device, never of the batch's contents."""
         ...
 
-    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
-        """What a microbatch may hold between forward and backward."""
+    def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
+        """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
         ...
 
     def memory(self) -> ReplicaMemory | None:
@@ -180,9 +190,8 @@ class Executor(Protocol):
         """Gives back what failed work held."""
         ...
 
-    def add(self, job: NewJob) -> int:
-        """Makes a job's state, without a seat, and returns its number of trainable parameters; ConfigError or
-        AdapterFileError if it does not fit the backbone."""
+    def add(self, job: NewJob) -> AddedJob:
+        """Makes a job's state, without a seat; ConfigError or AdapterFileError if it does not fit the backbone."""
         ...
 
     def drop(self, job: str) -> None:

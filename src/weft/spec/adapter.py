@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.errors import ConfigError
-from weft.spec.fields import at_least, between, setting, validate
+from weft.spec.fields import at_least, between, refuse_foreign, setting, validate
 
 V = TypeVar("V", int, float)
 
@@ -19,11 +19,11 @@ class AdapterSpec:
 
     method: str = setting("lora", choices=("lora",))
     """The PEFT method."""
-    r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1))
+    r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), method="lora")
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
-    lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0))
+    lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0), method="lora")
     """Strength of the update: it is scaled by lora_alpha / r. Default: twice r."""
-    lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1))
+    lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1), method="lora")
     """Dropout on the input of the adapter (never on the frozen branch)."""
     target_modules: str | tuple[str, ...] = setting("all-linear", aliases=("lora_target", "lora_target_modules"))
     """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths."""
@@ -31,18 +31,21 @@ class AdapterSpec:
     """Module names, or one regular expression, to leave out."""
     layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
     """Indices of the layers to adapt. Default: all."""
-    rank_pattern: dict[str, int] = setting(factory=dict)
+    rank_pattern: dict[str, int] = setting(factory=dict, method="lora")
     """Other ranks for some modules: a regular expression that ends a module path, mapped to its rank."""
-    alpha_pattern: dict[str, float] = setting(factory=dict)
+    alpha_pattern: dict[str, float] = setting(factory=dict, method="lora")
     """Other alphas for some modules, as rank_pattern."""
-    use_rslora: bool = setting(False, aliases=("rslora",))
+    use_rslora: bool = setting(False, aliases=("rslora",), method="lora")
     """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r."""
-    init_lora_weights: bool | str = setting(True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal"))
+    init_lora_weights: bool | str = setting(
+        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal"), method="lora"
+    )
     """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
     product (even ranks); false: random A and B, so the adapter starts with an effect."""
 
     def __post_init__(self) -> None:
         validate(self)
+        refuse_foreign(self, self.method)
         for where, pattern in self._patterns():
             try:
                 re.compile(pattern)

@@ -37,9 +37,10 @@ def setting(
     aliases: tuple[str, ...] = (),
     rule: Rule | None = None,
     choices: tuple[Any, ...] | None = None,
+    method: str | None = None,
 ) -> Any:
-    """A dataclass field with the names users know it by and the values it takes."""
-    metadata = {"aliases": aliases, "rule": rule, "choices": choices}
+    """A dataclass field with the names users know it by and the values it takes; it may be of one PEFT method only."""
+    metadata = {"aliases": aliases, "rule": rule, "choices": choices, "method": method}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -105,6 +106,15 @@ def validate(spec: Any) -> None:
         value = convert(getattr(spec, field.name), hints[field.name], field.name)
         _check(field, value, field.name)
         object.__setattr__(spec, field.name, value)
+
+
+def refuse_foreign(spec: Any, method: str) -> None:
+    """ConfigError if a setting that only another PEFT method has is not as by default."""
+    for field in dataclasses.fields(spec):
+        owner = field.metadata["method"]
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if owner not in (None, method) and getattr(spec, field.name) != default:
+            raise ConfigError(f"is a setting of {owner}; the method is {method}.", where=field.name)
 
 
 def field_names(cls: type) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import above, at_least, between, setting, validate
+from weft.spec.fields import above, at_least, between, refuse_foreign, setting, validate
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
@@ -67,7 +67,7 @@ class JobSpec:
     """AdamW's epsilon."""
     max_grad_norm: float = setting(1.0, aliases=("gradient_clipping",), rule=at_least(0))
     """Clip this job's gradient to this norm; 0 turns clipping off."""
-    loraplus_lr_ratio: float | None = setting(None, rule=above(0))
+    loraplus_lr_ratio: float | None = setting(None, rule=above(0), method="lora")
     """LoRA+: the learning rate of B is this many times that of A."""
 
     max_length: int = setting(1024, aliases=("cutoff_len", "sequence_len", "max_seq_length"), rule=at_least(2))
@@ -101,6 +101,7 @@ class JobSpec:
     def __post_init__(self) -> None:
         self._refuse_mappings()
         validate(self)
+        refuse_foreign(self, self.adapter.method)
         if not JOB_NAME.fullmatch(self.name):
             raise ConfigError(
                 f"{self.name!r} is not a job name; use a to z, A to Z, digits, '.', '_' and '-', starting with a "

@@ -1,0 +1,156 @@
+"""What every PEFT method keeps: its files, its bits beside neighbours, its resume, and one forward however merged."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tiny_models import Job, assert_same_bits, flat, job_spec, random_backbone, random_data, random_model, train
+from torch import nn
+
+from weft.adapters.adapter import Adapter
+from weft.adapters.methods import METHODS
+from weft.adapters.targets import leaf_names
+from weft.backbone.backbone import Backbone
+from weft.backbone.packed import Placed, pack_samples
+from weft.engine.engine import Engine
+from weft.engine.events import Event, StepDone
+from weft.inference.attach import attach_adapter, read_named
+from weft.spec import AdapterSpec
+from weft.store.peft_files import read_adapter, write_adapter
+from weft.store.run_dir import RunDirectory, RunRecord
+
+TARGETS = ("q_proj", "v_proj", "down_proj")
+METHOD_NAMES = sorted(METHODS)
+
+
+def changed_adapter(backbone: Backbone, method: str) -> Adapter:
+    """An adapter whose weights are not those it starts with."""
+    adapter = backbone.new_adapter(AdapterSpec(method=method, target_modules=TARGETS), 3)
+    generator = torch.Generator().manual_seed(5)
+    adapter.put({name: x + 0.2 * torch.randn(x.shape, generator=generator) for name, x in adapter.flat().items()})
+    return adapter
+
+
+def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
+    names = leaf_names(adapter.modules, backbone.linears)
+    assert names is not None
+    write_adapter(path, adapter.spec, adapter.tensors(), base_model=backbone.name, target_names=names)
+    return path
+
+
+def logits(backbone: Backbone, slot: int | None) -> torch.Tensor:
+    sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
+    return backbone.logits(pack_samples([Placed(sample, slot)], None, backbone.device))
+
+
+def plain_logits(model: Any) -> torch.Tensor:
+    sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
+    with torch.no_grad():
+        return model(torch.from_numpy(sample.tokens.astype("int64"))[None]).logits[0]
+
+
+def me(method: str, **settings: Any) -> Job:
+    settings = {"max_steps": 5, "eval_steps": 2, "eval_data": 3, "seed": 3, "learning_rate": 3e-2, **settings}
+    adapter = {"method": method, "target_modules": TARGETS}
+    return job_spec("me", adapter=adapter, **settings), random_data(3, num_samples=10, num_eval=3)
+
+
+def neighbours() -> list[Job]:
+    """A LoRA with kernels, and a job of every method; all evaluate with me."""
+    made = [(job_spec("lora", adapter={"r": 3, "lora_dropout": 0.2}, seed=8, eval_data=2), random_data(8, num_eval=2))]
+    for number, method in enumerate(METHOD_NAMES):
+        spec = job_spec(f"other-{method}", adapter={"method": method}, seed=20 + number, global_batch_size=3)
+        made.append((spec, random_data(20 + number, num_samples=7)))
+    return made
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_files_when_written_and_read_then_the_adapter_is_the_same(method, tmp_path):
+    backbone = random_backbone("llama_bias")
+    adapter = changed_adapter(backbone, method)
+    spec, tensors, config = read_adapter(written(backbone, adapter, tmp_path / "a"))
+    assert (spec.method, config["peft_type"]) == (method, METHODS[method].files.peft_type)
+    again = backbone.new_adapter(spec, 0)
+    again.load(tensors, "a")
+    assert all(x.equal(y) for x, y in zip(flat(again.tensors()), flat(adapter.tensors()), strict=True))
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_files_when_peft_loads_them_then_it_computes_the_same(method, tmp_path):
+    backbone, plain = random_backbone("llama_bias"), random_model("llama_bias")
+    plain.set_attn_implementation("eager")
+    path = written(backbone, changed_adapter(backbone, method), tmp_path / "a")
+    slot = attach_adapter(backbone, read_named(str(path)))
+    theirs = plain_logits(peft.PeftModel.from_pretrained(copy.deepcopy(plain), path))
+    torch.testing.assert_close(logits(backbone, slot), theirs, rtol=1e-4, atol=1e-5)
+    assert (logits(backbone, slot) - logits(backbone, None)).abs().max() > 1e-2, "the adapter does nothing"
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(method):
+    backbone, plain = random_backbone("llama_bias"), random_model("llama_bias")
+    plain.set_attn_implementation("eager")
+    adapter = changed_adapter(backbone, method)
+    with torch.no_grad():
+        for path, tensors in adapter.tensors().items():
+            linear = plain.get_submodule(path)
+            assert isinstance(linear, nn.Linear)
+            adapter.method.merge(adapter.spec, path, tensors, linear)
+    slot = backbone.attach(adapter)
+    torch.testing.assert_close(logits(backbone, slot), plain_logits(plain), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_job_when_others_train_beside_it_then_both_have_the_bits_they_have_alone(method, kernels):
+    """On a fused backbone too, where a method without kernels has microbatches of its own."""
+    backbone = random_backbone("llama_bias", kernels=kernels)
+    alone, lora = train(backbone, [me(method)])["me"], train(backbone, neighbours()[:1])["lora"]
+    together = train(backbone, [me(method), *neighbours()])
+    assert alone.state == "succeeded" and len(alone.eval_losses) == 3
+    assert_same_bits(together["me"], alone)
+    assert_same_bits(together["lora"], lora)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_job_when_it_holds_nan_then_only_it_fails(method, kernels):
+    backbone = random_backbone("llama_bias", kernels=kernels)
+    clean = train(backbone, neighbours())
+
+    def spoil(engine: Engine, event: Event) -> None:
+        if isinstance(event, StepDone) and event.job == "me":
+            adapter = engine.executor.jobs["me"].weights.adapter
+            for group in adapter.groups.values():
+                group.params[1] = math.nan
+            adapter.changed()
+
+    found = train(backbone, [me(method), *neighbours()], on_event=spoil)
+    assert found["me"].state == "failed"
+    for name, outcome in clean.items():
+        assert_same_bits(found[name], outcome)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_job_when_resumed_from_its_checkpoint_then_ends_with_the_same_bits(method, tmp_path):
+    backbone = random_backbone("llama_bias")
+    job = me(method, save_steps=1, early_stopping_patience=9)
+    whole = train(backbone, [job])["me"]
+    for stop_after in (2, None):
+        with RunDirectory.open(tmp_path / "run", resume=stop_after is None) as directory:
+            if stop_after is not None:
+                directory.write_run(RunRecord())
+            engine = Engine(backbone, capacity=64)
+            engine.keep_in(directory)
+            engine.submit(*job)
+            for event in engine.events():
+                if isinstance(event, StepDone) and event.step == stop_after:
+                    engine.stop()
+    resumed = flat(engine.adapter_of("me"))
+    assert all(x.equal(y) for x, y in zip(resumed, flat(whole.adapter), strict=True))
