@@ -218,7 +218,7 @@ ADAPTER = [
     lora("rank_pattern: {q_proj: 999}", "rank_pattern", "rank 999 is above the smaller side of", owner="jobs.0"),
     lora("alpha: -1", "lora_alpha", "must be at least 0, got -1.0."),
     lora("dropout: 1.0", "lora_dropout", "must be at least 0 and below 1, got 1.0."),
-    lora("method: dora", "method", "got 'dora'; accepted are lora."),
+    lora("method: dora", "method", "got 'dora'; accepted are lora, ia3."),
     lora("init: pissa", "init_lora_weights", "got 'pissa'; accepted are true, false, gaussian, orthogonal."),
     lora("r: 3, init: orthogonal", "init_lora_weights", "orthogonal needs even ranks."),
     lora(

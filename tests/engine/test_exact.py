@@ -23,11 +23,11 @@ STEPS = 24
 CAPACITY = 40
 """Below the tokens of most global batches, so that gradients add up over several microbatches."""
 
-Tensors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Tensors = dict[str, tuple[torch.Tensor, ...]]
 
 
 def jobs() -> list[Job]:
-    """Seven jobs that differ in everything that may differ; the last weighs its tokens."""
+    """Nine jobs that differ in everything that may differ: two are of another method, the last weighs its tokens."""
     attention = ["q_proj", "k_proj", "v_proj"]
     pattern = {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 6}
     settings: list[dict[str, Any]] = [
@@ -42,6 +42,10 @@ def jobs() -> list[Job]:
          "adam_beta2": 0.95, "adam_epsilon": 1e-6, "lr_scheduler_type": "polynomial"},
         {"adapter": {"r": 3, "lora_alpha": 1, "init_lora_weights": False, "exclude_modules": ["o_proj"]},
          "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2, "global_batch_size": 6, "max_grad_norm": 0.5},
+        {"adapter": {"method": "ia3"}, "lr_scheduler_type": "cosine", "warmup_steps": 2, "learning_rate": 3e-2},
+        {"adapter": {"method": "ia3", "target_modules": "all-linear", "init_ia3_weights": False,
+                     "feedforward_modules": r".*\.(up_proj|o_proj)", "layers_to_transform": [0]},
+         "weight_decay": 0.1, "global_batch_size": 5, "max_grad_norm": 0.05},
     ]  # fmt: skip
     made = [
         (job_spec(f"job{i}", max_steps=STEPS, seed=i, **s), random_data(i, num_samples=14 + i))
@@ -50,25 +54,41 @@ def jobs() -> list[Job]:
     return [*made, (job_spec("weighted", max_steps=STEPS, adapter={"r": 4}), weighted_data(random_data(9)))]
 
 
-def peft_model(plain: Any, job: LiveJob, start: Tensors) -> Any:
-    """The plain model with PEFT's own LoRA, set to where our job started."""
-    adapter = job.spec.adapter
+NAMES = {"lora": ("lora_A", "lora_B"), "ia3": ("ia3_l",)}
+"""What PEFT calls the tensors of a module."""
+
+
+def peft_tensors(model: Any, job: LiveJob, path: str) -> list[torch.Tensor]:
+    """PEFT's own tensors of one module."""
+    module = model.get_submodule(f"base_model.model.{path}")
+    found = [getattr(module, name)["default"] for name in NAMES[job.spec.adapter.method]]
+    return [getattr(tensor, "weight", tensor) for tensor in found]
+
+
+def peft_config(job: LiveJob, start: Tensors) -> Any:
+    adapter, paths = job.spec.adapter, list(start)
+    if adapter.method == "ia3":
+        inputs = [path for path, (scale, *_) in start.items() if scale.shape[0] == 1]
+        return peft.IA3Config(task_type="CAUSAL_LM", target_modules=paths, feedforward_modules=inputs)
     alpha = 2 * adapter.r if adapter.lora_alpha is None else adapter.lora_alpha
-    config = peft.LoraConfig(
+    return peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.r,
         lora_alpha=alpha,
-        target_modules=list(start),
+        target_modules=paths,
         rank_pattern=adapter.rank_pattern,
         alpha_pattern=adapter.alpha_pattern,
         use_rslora=adapter.use_rslora,
     )
-    model = peft.get_peft_model(copy.deepcopy(plain), config)
+
+
+def peft_model(plain: Any, job: LiveJob, start: Tensors) -> Any:
+    """The plain model with PEFT's own adapter, set to where our job started."""
+    model = peft.get_peft_model(copy.deepcopy(plain), peft_config(job, start))
     with torch.no_grad():
-        for path, (a_RD, b_OR) in start.items():
-            module = model.get_submodule(f"base_model.model.{path}")
-            module.lora_A["default"].weight.copy_(a_RD)
-            module.lora_B["default"].weight.copy_(b_OR)
+        for path, tensors in start.items():
+            for theirs, mine in zip(peft_tensors(model, job, path), tensors, strict=True):
+                theirs.copy_(mine)
     return model
 
 
@@ -130,15 +150,8 @@ def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, 
         optimizer.zero_grad()
         losses.append(loss.item())
         accuracies.append(accuracy)
-    modules = {path: model.get_submodule(f"base_model.model.{path}") for path in start}
-    return (
-        {
-            path: (m.lora_A["default"].weight.detach(), m.lora_B["default"].weight.detach())
-            for path, m in modules.items()
-        },
-        losses,
-        accuracies,
-    )
+    ends = {path: tuple(t.detach() for t in peft_tensors(model, job, path)) for path in start}
+    return ends, losses, accuracies
 
 
 def largest_difference(mine: Tensors, other: Tensors) -> float:

@@ -1,6 +1,7 @@
 """What adapters, jobs and runs may be, beyond the limits of single settings."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_adapter_when_patterns_match_then_the_first_gives_rank_alpha_and_scale()
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj: must be at least 1, got 0."),
         ({"alpha_pattern": {"q_proj": "inf"}}, "alpha_pattern.q_proj: must be at least 0, got inf."),
         ({"r": 3, "init_lora_weights": "orthogonal"}, "init_lora_weights: orthogonal needs even ranks."),
-        ({"method": "dora"}, "method: got 'dora'; accepted are lora."),
+        ({"method": "dora"}, "method: got 'dora'; accepted are lora, ia3."),
     ],
 )
 def test_adapter_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
@@ -112,3 +113,36 @@ def test_memory_limit_when_written_in_any_way_then_is_a_share_of_the_gpu(limit: 
     spec = RunSpec("tiny", (job(),), memory_limit=limit)
     assert spec.memory_limit is not None
     assert memory_fraction(spec.memory_limit, 80 * 10**9) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"method": "ia3", "r": 8}, "r"),
+        ({"method": "ia3", "lora_dropout": 0.1}, "lora_dropout"),
+        ({"method": "ia3", "rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"feedforward_modules": ["down_proj"]}, "feedforward_modules"),
+        ({"init_ia3_weights": False}, "init_ia3_weights"),
+    ],
+)
+def test_adapter_when_a_setting_is_another_methods_then_it_is_refused(settings, where):
+    owner, method = ("lora", "ia3") if "method" in settings else ("ia3", "lora")
+    with pytest.raises(ConfigError) as caught:
+        AdapterSpec(**settings)
+    assert (caught.value.where, caught.value.message) == (where, f"is a setting of {owner}; the method is {method}.")
+
+
+def test_job_when_loraplus_is_asked_of_ia3_then_it_is_refused():
+    with pytest.raises(ConfigError, match="is a setting of lora; the method is ia3"):
+        JobSpec("a", ("rows",), adapter=AdapterSpec(method="ia3"), loraplus_lr_ratio=4.0)
+
+
+def test_adapter_when_targets_are_auto_then_each_method_has_its_own():
+    """IA³ sits on keys, values and the feed-forward's last linear, whose inputs it scales."""
+    assert AdapterSpec().target_modules == "all-linear"
+    pattern = AdapterSpec(method="ia3").target_modules
+    assert isinstance(pattern, str)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "query_key_value", "dense_4h_to_h", "fc2"]
+    found = [name for name in names if re.fullmatch(pattern, f"model.layers.0.x.{name}")]
+    assert found == ["k_proj", "v_proj", "down_proj", "query_key_value", "dense_4h_to_h", "fc2"]
+    assert [n for n in found if AdapterSpec(method="ia3").is_feedforward(n)] == ["down_proj", "dense_4h_to_h", "fc2"]

@@ -59,3 +59,10 @@ def test_check_servable_when_sglang_meets_patterns_then_only_those_that_differ_a
 def test_check_servable_when_the_server_is_unknown_then_the_known_ones_are_named():
     with pytest.raises(ConfigError, match="vllm, sglang, peft"):
         check_servable(AdapterSpec(), PATHS, "triton")
+
+
+@pytest.mark.parametrize(("server", "title"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_check_servable_when_the_method_is_ia3_then_servers_refuse_and_peft_takes_it(server, title):
+    (remark,) = check_servable(AdapterSpec(method="ia3"), PATHS, server)
+    assert remark == ServingRemark(f"{title} takes LoRA adapters only; merge this IA³ into its base.", True)
+    assert check_servable(AdapterSpec(method="ia3"), PATHS, "peft") == []

@@ -1,4 +1,4 @@
-"""What an adapter is: method, rank, scale, dropout, and which modules of the backbone it sits on."""
+"""What an adapter is: its method with its settings, and which modules of the backbone it sits on."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from weft.errors import ConfigError
 from weft.spec.fields import at_least, between, refuse_foreign, setting, validate
 
 V = TypeVar("V", int, float)
+_FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h")
+"""What families call the last linear of a feed-forward block."""
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value")
+_AUTO_TARGETS = {"lora": "all-linear", "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})"}
+"""What `target_modules: auto` means."""
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One LoRA adapter; the names are PEFT's."""
+    """One adapter; the names are PEFT's."""
 
-    method: str = setting("lora", choices=("lora",))
+    method: str = setting("lora", choices=("lora", "ia3"))
     """The PEFT method."""
     r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), method="lora")
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
@@ -25,8 +30,9 @@ class AdapterSpec:
     """Strength of the update: it is scaled by lora_alpha / r. Default: twice r."""
     lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1), method="lora")
     """Dropout on the input of the adapter (never on the frozen branch)."""
-    target_modules: str | tuple[str, ...] = setting("all-linear", aliases=("lora_target", "lora_target_modules"))
-    """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths."""
+    target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
+    """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths.
+    `auto`: all-linear for lora; for ia3 keys, values and the last linear of every feed-forward block."""
     exclude_modules: str | tuple[str, ...] | None = setting(None)
     """Module names, or one regular expression, to leave out."""
     layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
@@ -43,8 +49,16 @@ class AdapterSpec:
     """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
     product (even ranks); false: random A and B, so the adapter starts with an effect."""
 
+    feedforward_modules: str | tuple[str, ...] | None = setting(None, method="ia3")
+    """Of the adapted modules those whose inputs are scaled, as names or one regular expression; of all others it is the
+    outputs. Default: the last linear of every feed-forward block."""
+    init_ia3_weights: bool = setting(True, method="ia3")
+    """true: scales start at 1 and change nothing; false: normal random scales."""
+
     def __post_init__(self) -> None:
         validate(self)
+        if self.target_modules == "auto":
+            object.__setattr__(self, "target_modules", _AUTO_TARGETS[self.method])
         refuse_foreign(self, self.method)
         for where, pattern in self._patterns():
             try:
@@ -81,12 +95,21 @@ class AdapterSpec:
         rank = self.rank_for(module)
         return self.alpha_for(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def is_feedforward(self, module: str) -> bool:
+        """Whether IA³ scales the inputs of a module path, not its outputs."""
+        named = _FEEDFORWARD if self.feedforward_modules is None else self.feedforward_modules
+        if isinstance(named, str):
+            return re.fullmatch(named, module) is not None
+        return any(module == name or module.endswith(f".{name}") for name in named)
+
     def _patterns(self) -> list[tuple[str, str]]:
         patterns = [("rank_pattern", p) for p in self.rank_pattern] + [("alpha_pattern", p) for p in self.alpha_pattern]
         if isinstance(self.target_modules, str):
             patterns.append(("target_modules", self.target_modules))
         if isinstance(self.exclude_modules, str):
             patterns.append(("exclude_modules", self.exclude_modules))
+        if isinstance(self.feedforward_modules, str):
+            patterns.append(("feedforward_modules", self.feedforward_modules))
         return patterns
 
 

@@ -99,7 +99,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
             _values(hints[field.name], field),
             _default(field),
             field.metadata["aliases"],
-            texts[field.name],
+            texts[field.name] + (f" For {method} only." if (method := field.metadata["method"]) else ""),
         )
         for field in dataclasses.fields(cls)
     )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from weft.adapters.methods import cost_ranks
+from weft.adapters.methods import cost_ranks, method_of
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
 
@@ -44,6 +44,9 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
         raise ConfigError(f"{server!r} is not a known server; accepted are {', '.join(SERVERS)}.")
     if server == "peft":
         return []
+    if spec.method != "lora":
+        title = method_of(spec).files.title
+        return [ServingRemark(f"{_TITLES[server]} takes LoRA adapters only; merge this {title} into its base.", True)]
     remarks = _outside(module_paths, server)
     # Servers look at every pattern, also at those that match no module of this backbone.
     top = cost_ranks(spec).widest
