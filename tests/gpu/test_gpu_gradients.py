@@ -12,9 +12,10 @@ from weft.bench.bits import measure_bits
 from weft.bench.regimes import BF16, FP8, INT8, NF4, Program, Run, Storage, Workload
 from weft.bench.shapes import find_shape
 from weft.bench.step import make_backbone
+from weft.families.registry import FAMILIES
 
 pytestmark = pytest.mark.gpu
-FAMILIES = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b")
+SHAPES = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b", "phi-4-mini", "gemma-3-4b")
 """A shape of every family on the fast path."""
 EIGHT = Workload((16,) * 8, (128, 256), 2048)
 GPU = torch.device("cuda", 0)
@@ -28,7 +29,12 @@ def test_gradients_when_neighbours_differ_then_no_bit_does(storage: Storage):
     assert found.extra["differing"] == 0, found.detail
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def test_shapes_when_listed_then_have_every_family_on_the_fast_path():
+    named = {find_shape(name).config().model_type for name in SHAPES}
+    assert named == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_gradients_when_computed_by_kernels_then_are_near_the_reference(name: str):
     """Every class of ranks, with dropout and without, for every family on the fast path."""
     found = measure_agreement(find_shape(name), torch.bfloat16, GPU, print)

@@ -28,6 +28,17 @@ def test_adapter_when_trained_beside_others_then_has_the_bits_of_the_one_trained
     assert same_bits(weights(alone, "mine"), weights(beside, "mine"))
 
 
+def test_adapter_when_a_neighbour_has_a_method_without_kernels_then_keeps_its_bits(model, tmp_path: Path):
+    """The neighbour runs on the reference path; this one stays on the captured one."""
+    scales = {**JOB, "adapter": {"method": "ia3"}}
+    alone = write_jobs(tmp_path / "alone", model, {"mine": DROPS}, capacity=2048)
+    beside = write_jobs(tmp_path / "beside", model, {"scales": scales, "mine": DROPS}, capacity=2048)
+    train(alone)
+    train(beside)
+    assert same_bits(weights(alone, "mine"), weights(beside, "mine"))
+    assert weights(beside, "scales")
+
+
 def test_adapter_when_activations_are_made_again_or_kept_elsewhere_then_has_the_same_bits(model, tmp_path: Path):
     """Captured graphs, recomputation, and offloading, which runs without graphs."""
     found = []
