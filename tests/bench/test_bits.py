@@ -12,13 +12,13 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.bench import bits
 from weft.bench.bits import measure_bits
-from weft.bench.regimes import BF16, FEW, Program, Run
+from weft.bench.regimes import BF16, FEW, BenchProgram, BenchRun
 from weft.bench.shapes import SHAPES
 from weft.bench.step import make_backbone
 from weft.errors import ModelError
 from weft.spec import AdapterSpec
 
-RUN = Run(Program.WEFT_BITS, FEW)
+RUN = BenchRun(BenchProgram.WEFT_BITS, FEW)
 BESIDE = tuple(f"differing_beside_{name}" for name in ("3", "shorter", "nan", "wide", "dropout"))
 
 

@@ -13,12 +13,12 @@ from weft.backbone.backbone import Backbone
 from weft.bench import engine as module
 from weft.bench.clock import Effort
 from weft.bench.engine import measure_engine
-from weft.bench.regimes import BF16, FEW, Program, Run
+from weft.bench.regimes import BF16, FEW, BenchProgram, BenchRun
 from weft.bench.shapes import SHAPES
-from weft.bench.step import Jobs, make_backbone, measure
+from weft.bench.step import BenchJobs, make_backbone, measure
 
 CPU = torch.device("cpu")
-RUN = Run(Program.WEFT_ENGINE, FEW)
+RUN = BenchRun(BenchProgram.WEFT_ENGINE, FEW)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_engine_when_measured_then_runs_the_microbatch_of_the_bare_steps(backbon
     launch = Backbone.launch
     monkeypatch.setattr(Backbone, "launch", lambda self, *given: seen.append(given[0].ids) or launch(self, *given))
     measured = measure(backbone, RUN, Effort())
-    jobs = Jobs(backbone, FEW)
+    jobs = BenchJobs(backbone, FEW)
     assert (measured.tokens, measured.rows) == (jobs.batch.num_tokens, jobs.batch.num_rows)
     assert len(seen) >= 24 and sorted(seen[-1]) == sorted(jobs.batch.ids)
     jobs.detach()

@@ -9,11 +9,11 @@ import torch
 
 from weft.bench import kernels
 from weft.bench.clock import QUICK
-from weft.bench.kernels import CASES, Case, choose_cases, make_linear, measure_case, relative_errors
+from weft.bench.kernels import CASES, LinearCase, choose_cases, make_linear, measure_case, relative_errors
 from weft.errors import ConfigError, JobError
 
 CPU = torch.device("cpu")
-CASE = Case("two", (3, 8), 0.25, 1e9)
+CASE = LinearCase("two", (3, 8), 0.25, 1e9)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:

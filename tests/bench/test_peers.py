@@ -19,14 +19,14 @@ from weft.bench.peers import (
     measure_peers,
     with_adapter,
 )
-from weft.bench.regimes import HANDFUL, Program, Run
+from weft.bench.regimes import HANDFUL, BenchProgram, BenchRun
 from weft.bench.samples import padded_batch
 from weft.bench.shapes import SHAPES, build
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
 SMALL = Effort(warmups=1, repeats=1, batch_sizes=(1, 2), num_batches=2)
-RUN = Run(Program.PEFT_BEST, HANDFUL)
+RUN = BenchRun(BenchProgram.PEFT_BEST, HANDFUL)
 
 
 def test_adapter_step_when_taken_then_trains_the_adapter_alone():
@@ -58,7 +58,7 @@ def test_frozen_step_when_taken_then_runs_the_whole_backward(monkeypatch):
     ],
 )
 def test_best_batch_when_searched_upward_then_stops_at_no_gain_or_no_memory(speeds, best, monkeypatch):
-    def at_size(step: object, run: Run, size: int, *_: object) -> Measured:
+    def at_size(step: object, run: BenchRun, size: int, *_: object) -> Measured:
         if speeds[size] is None:
             raise torch.OutOfMemoryError
         return Measured(speeds[size], speeds[size], 1.0, 0.0, f"batch {size}")
@@ -85,7 +85,10 @@ def test_batches_when_lengths_differ_then_totals_are_taken_over_several():
 
 
 def test_measure_peers_when_asked_for_all_then_each_is_measured_or_its_absence_explained():
-    runs = [Run(p, HANDFUL) for p in (Program.PEFT_SOLO, Program.PEFT_BEST, Program.LIGER_BEST, Program.HF_FROZEN)]
+    runs = [
+        BenchRun(p, HANDFUL)
+        for p in (BenchProgram.PEFT_SOLO, BenchProgram.PEFT_BEST, BenchProgram.LIGER_BEST, BenchProgram.HF_FROZEN)
+    ]
     found = dict(measure_peers(TINY, runs, torch.float32, CPU, SMALL))
     assert list(found) == [runs[3], runs[0], runs[1], runs[2]]
     assert all(isinstance(found[run], Measured) for run in (runs[0], runs[1], runs[3]))

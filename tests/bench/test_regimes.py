@@ -10,7 +10,17 @@ import torch
 from weft.bench.clock import Measured
 from weft.bench.figures import Kind
 from weft.bench.kernels import CASES
-from weft.bench.regimes import FOUR, MAIN_SHAPE, MIXED_RANKS, REGIMES, Program, Regime, Run, choose, regimes_of
+from weft.bench.regimes import (
+    FOUR,
+    MAIN_SHAPE,
+    MIXED_RANKS,
+    REGIMES,
+    BenchProgram,
+    BenchRun,
+    Regime,
+    choose,
+    regimes_of,
+)
 from weft.bench.roofline import seconds_per_token
 from weft.bench.samples import packed_samples, padded_batch
 from weft.bench.session import figure
@@ -39,7 +49,7 @@ WANTED = {
     "tiny4",
     "fits_70b_tok_s",
 }
-OURS, PEER = Run(Program.WEFT, FOUR), Run(Program.PEFT_BEST, FOUR)
+OURS, PEER = BenchRun(BenchProgram.WEFT, FOUR), BenchRun(BenchProgram.PEFT_BEST, FOUR)
 SLOW, FAST = Measured(1000, 1200, 2.0, 90.0), Measured(4000, 4096, 1.6, 40.0)
 
 
@@ -123,7 +133,7 @@ def test_sweep_of_32_when_packed_then_every_configuration_has_a_batch_of_one_and
     for key, (shape, target) in wanted.items():
         where, regime = found[key]
         assert (where, regime.target) == (shape, target)
-        assert regime.peer is not None and regime.peer.program is Program.PEFT_SOLO
+        assert regime.peer is not None and regime.peer.program is BenchProgram.PEFT_SOLO
         assert regime.peer.workload == regime.ours.workload
         workload = regime.ours.workload
         assert workload.lengths == (256, 512) and workload.ranks == (8, 16, 32, 64) * 8

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.bench.serve import PARTS, TARGETS, Load, measure_load
-from weft.bench.serve_training import Step, read_steps, tokens_per_s
+from weft.bench.serve_training import TrainedStep, read_steps, tokens_per_s
 
 
 def test_load_when_measured_then_every_figure_is_there_and_plausible(monkeypatch):
@@ -43,20 +43,26 @@ def test_steps_when_read_from_metrics_then_have_their_wall_time_and_their_tokens
     write("ftjob-a", [(1, 1.0, 10), (2, 3.0, 25)], changed_at=1003.0)
     write("ftjob-b", [(1, 2.0, 8)], changed_at=1002.5)
     found = sorted(read_steps(tmp_path), key=lambda step: step.at)
-    assert found == [Step("ftjob-a", 1, 1001.0, 10), Step("ftjob-b", 1, 1002.0, 8), Step("ftjob-a", 2, 1003.0, 15)]
+    assert found == [
+        TrainedStep("ftjob-a", 1, 1001.0, 10),
+        TrainedStep("ftjob-b", 1, 1002.0, 8),
+        TrainedStep("ftjob-a", 2, 1003.0, 15),
+    ]
 
 
 def test_tokens_per_s_when_the_span_cuts_a_round_then_counts_whole_rounds_only():
     """Two jobs of 30 and 70 tokens take turns: a round is 2 s, however the span lies."""
     steps = [
-        Step(job, n, 2.0 * n + late, tokens) for n in range(20) for job, late, tokens in (("a", 0, 30), ("b", 0.1, 70))
+        TrainedStep(job, n, 2.0 * n + late, tokens)
+        for n in range(20)
+        for job, late, tokens in (("a", 0, 30), ("b", 0.1, 70))
     ]
     for start, end in ((0.0, 38.2), (3.9, 10.0), (4.05, 9.95), (7.0, 12.5)):
         assert tokens_per_s(steps, start, end) == pytest.approx(50)
-    slower = [Step(step.job, step.step, step.at * 1.25, step.tokens) for step in steps]
+    slower = [TrainedStep(step.job, step.step, step.at * 1.25, step.tokens) for step in steps]
     assert tokens_per_s(slower, 7.0, 20.0) == pytest.approx(40)
 
 
 def test_tokens_per_s_when_no_job_has_two_steps_then_is_nothing():
-    steps = [Step("a", 1, 10.0, 5), Step("b", 1, 14.0, 100)]
+    steps = [TrainedStep("a", 1, 10.0, 5), TrainedStep("b", 1, 14.0, 100)]
     assert tokens_per_s(steps, 0.0, 20.0) == tokens_per_s(steps, 20.0, 30.0) == 0

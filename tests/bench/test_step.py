@@ -10,10 +10,10 @@ import torch
 from weft.adapters.frozen import Dense
 from weft.backbone.backbone import Backbone
 from weft.bench.clock import QUICK
-from weft.bench.regimes import BF16, FEW, HANDFUL, Program, Run, Storage
+from weft.bench.regimes import BF16, FEW, HANDFUL, BenchProgram, BenchRun, Storage
 from weft.bench.samples import packed_samples
 from weft.bench.shapes import SHAPES, build
-from weft.bench.step import Jobs, make_backbone, measure
+from weft.bench.step import BenchJobs, make_backbone, measure
 from weft.errors import JobError
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def backbone(request: pytest.FixtureRequest) -> Backbone:
 
 def test_losses_when_compared_with_transformers_on_the_same_shape_then_are_equal(backbone):
     model = build(TINY, torch.float32, CPU, "sdpa")
-    jobs = Jobs(backbone, HANDFUL)
+    jobs = BenchJobs(backbone, HANDFUL)
     losses = backbone.forward_backward(jobs.batch, jobs.row_tile)
     samples = [sample for own in packed_samples(HANDFUL, TINY.vocabulary) for sample in own]
     for sample, loss in zip(samples, losses, strict=True):
@@ -42,14 +42,14 @@ def test_backbone_when_quantised_then_is_near_the_plain_one(quantize):
     rounded = make_backbone(TINY, Storage(quantize), torch.float32, CPU)
     assert {linear.frozen.kind for linear in rounded.linears.values()} == {quantize}
     # Losses of random weights hardly depend on them, so hidden states are compared.
-    batch, row_tile = Jobs(backbone, HANDFUL, frozen=True).batch, backbone.path.row_tile(HANDFUL.capacity)
+    batch, row_tile = BenchJobs(backbone, HANDFUL, frozen=True).batch, backbone.path.row_tile(HANDFUL.capacity)
     plain, found = (one.path.hidden(batch, row_tile) for one in (backbone, rounded))
     error = float((found - plain).norm() / plain.norm())
     assert 1e-4 < error < 0.1
 
 
 def test_step_when_taken_then_moves_every_adapter_and_clears_gradients(backbone):
-    jobs = Jobs(backbone, FEW)
+    jobs = BenchJobs(backbone, FEW)
     before = [adapter.groups["b"].params.clone() for adapter in jobs.adapters]
     jobs.step()
     for adapter, old in zip(jobs.adapters, before, strict=True):
@@ -58,7 +58,7 @@ def test_step_when_taken_then_moves_every_adapter_and_clears_gradients(backbone)
 
 
 def test_step_when_a_loss_is_not_finite_then_there_is_no_figure(backbone):
-    jobs = Jobs(backbone, FEW)
+    jobs = BenchJobs(backbone, FEW)
     jobs.adapters[0].groups["a"].params.fill_(float("nan"))
     jobs.adapters[0].groups["b"].params.fill_(1.0)
     jobs.adapters[0].changed()
@@ -68,7 +68,7 @@ def test_step_when_a_loss_is_not_finite_then_there_is_no_figure(backbone):
 
 
 def test_measure_when_done_then_slots_are_free_and_tokens_are_counted(backbone):
-    measured = measure(backbone, Run(Program.WEFT, FEW), QUICK)
+    measured = measure(backbone, BenchRun(BenchProgram.WEFT, FEW), QUICK)
     assert (measured.tokens, measured.rows) == (128, 128)
     assert measured.seconds > 0
     assert 0 < measured.extra["optimizer_ms"] < measured.seconds * 1e3
@@ -76,9 +76,9 @@ def test_measure_when_done_then_slots_are_free_and_tokens_are_counted(backbone):
 
 
 def test_measure_when_a_step_fails_then_slots_are_free(backbone, monkeypatch):
-    monkeypatch.setattr(Jobs, "step", lambda _: 1 / 0)
+    monkeypatch.setattr(BenchJobs, "step", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        measure(backbone, Run(Program.WEFT, FEW), QUICK)
+        measure(backbone, BenchRun(BenchProgram.WEFT, FEW), QUICK)
     assert all(not linear.slots for linear in backbone.linears.values())
 
 
@@ -91,10 +91,10 @@ def test_frozen_step_when_run_then_the_whole_backward_runs(backbone, monkeypatch
         return input_gradient(self, *arguments, **named)
 
     monkeypatch.setattr(Dense, "input_gradient", counted)
-    jobs = Jobs(backbone, FEW, frozen=True)
+    jobs = BenchJobs(backbone, FEW, frozen=True)
     jobs.forward_backward_frozen()
     # All products of both layers; the fused step joins some and has no use for the first one's.
     assert len(seen) == (7 if backbone.path.name == "fused" else 14)
-    measured = measure(backbone, Run(Program.WEFT_FROZEN, FEW), QUICK)
+    measured = measure(backbone, BenchRun(BenchProgram.WEFT_FROZEN, FEW), QUICK)
     assert measured.detail.startswith("no adapters; with them, in turn, ")
     assert measured.extra["overhead"] > -1 and not any(linear.slots for linear in backbone.linears.values())

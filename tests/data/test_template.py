@@ -4,13 +4,13 @@ import pytest
 from tiny_tokenizer import CHATML, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.conversation import Conversation, Text, Turn
+from weft.data.conversation import ChatTurn, Conversation, Text
 from weft.data.template import Rendered, Renderer, Tokenizer
 from weft.errors import ConfigError, DataError
 
 PLACE = "train.jsonl line 17"
-PAIR = Conversation((Turn("user", "hi"), Turn("assistant", "hello", True)), is_chat=False)
-CHAT = Conversation((*PAIR.turns, Turn("user", "more"), Turn("assistant", "bye", True)))
+PAIR = Conversation((ChatTurn("user", "hi"), ChatTurn("assistant", "hello", True)), is_chat=False)
+CHAT = Conversation((*PAIR.turns, ChatTurn("user", "more"), ChatTurn("assistant", "bye", True)))
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}" + CHATML
 FORGETFUL = (  # shows thoughts only in the last turn, as templates of reasoning models do
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -41,7 +41,7 @@ def test_chat_when_rendered_then_assistant_turns_with_their_end_markers_are_trai
 
 
 def test_chat_when_a_turn_is_not_trained_then_only_the_others_are(tokenizer: PreTrainedTokenizerFast):
-    quiet = Conversation((Turn("user", "hi"), Turn("assistant", "hello"), *CHAT.turns[2:]))
+    quiet = Conversation((ChatTurn("user", "hi"), ChatTurn("assistant", "hello"), *CHAT.turns[2:]))
     assert trained(Renderer(tokenizer).render(quiet, PLACE)) == ["bye<|im_end|>\n"]
 
 
@@ -108,7 +108,7 @@ def test_completion_when_there_is_a_template_then_is_rendered_as_turns(tokenizer
 def test_completion_when_there_is_no_template_then_is_joined_as_it_is(base_tokenizer: PreTrainedTokenizerFast):
     rendered = Renderer(base_tokenizer).render(PAIR, PLACE)
     assert (rendered.text, trained(rendered), rendered.is_bare) == ("hihello", ["hello"], True)
-    both = Conversation((Turn("system", "be kind"), *PAIR.turns), is_chat=False)
+    both = Conversation((ChatTurn("system", "be kind"), *PAIR.turns), is_chat=False)
     assert Renderer(base_tokenizer).render(both, PLACE).text == "be kind\n\nhihello"
     assert trained(Renderer(base_tokenizer, train_on_inputs=True).render(PAIR, PLACE)) == ["hihello"]
 
@@ -121,7 +121,7 @@ def test_text_when_rendered_then_is_all_trained_and_blank_text_is_nothing(tokeni
 
 def call_turn() -> Conversation:
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}]
-    turns = (Turn("user", "go"), Turn("assistant", "", True, {"tool_calls": calls}))
+    turns = (ChatTurn("user", "go"), ChatTurn("assistant", "", True, {"tool_calls": calls}))
     return Conversation(turns, tools=({"name": "f"},))
 
 
@@ -144,7 +144,7 @@ def test_tool_calls_when_nested_too_deeply_to_write_then_is_a_data_error(tokeniz
     for _ in range(100_000):
         deep = [deep]
     calls = [{"function": {"name": "f", "arguments": {"x": deep}}}]
-    form = Conversation((Turn("user", "go"), Turn("assistant", "", True, {"tool_calls": calls})))
+    form = Conversation((ChatTurn("user", "go"), ChatTurn("assistant", "", True, {"tool_calls": calls})))
     with pytest.raises(DataError, match=rf"^{PLACE}: the chat template refuses this conversation"):
         Renderer(tokenizer).render(form, PLACE)
 

@@ -8,7 +8,7 @@ from tiny_data import supervised_text
 from tiny_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.conversation import Conversation, Tokens, Turn
+from weft.data.conversation import ChatTurn, Conversation, Tokens
 from weft.data.sample import Sample
 from weft.data.template import Rendered, Renderer
 from weft.data.tokenise import leading_bos, sample_of_tokens, tokenise, tokenise_prompt
@@ -55,7 +55,7 @@ def test_tokenise_when_a_text_is_longer_than_the_model_allows_then_transformers_
 
 def test_tokens_when_chat_is_tokenised_then_are_those_of_the_whole_text(tokenizer: PreTrainedTokenizerFast):
     messages = [{"role": "user", "content": "héllo"}, {"role": "assistant", "content": "où? 😀"}]
-    chat = Conversation((Turn("user", "héllo"), Turn("assistant", "où? 😀", True)))
+    chat = Conversation((ChatTurn("user", "héllo"), ChatTurn("assistant", "où? 😀", True)))
     sample = one(Renderer(tokenizer).render(chat, "x"), tokenizer)
     assert sample.tokens.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
     assert supervised_text(sample, tokenizer) == ["où? 😀<|im_end|>\n"]
@@ -63,7 +63,7 @@ def test_tokens_when_chat_is_tokenised_then_are_those_of_the_whole_text(tokenize
 
 def test_bos_when_the_template_writes_it_then_it_is_not_doubled():
     tokenizer = make_tokenizer(template="<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}", adds_bos=True)
-    chat = Conversation((Turn("user", "a"), Turn("assistant", "b", True)))
+    chat = Conversation((ChatTurn("user", "a"), ChatTurn("assistant", "b", True)))
     sample = one(Renderer(tokenizer).render(chat, "x"), tokenizer)
     assert tokenizer.convert_ids_to_tokens(sample.tokens.tolist()) == ["<s>", "a", "</s>", "b", "</s>"]
 
@@ -109,14 +109,19 @@ def test_token_when_it_starts_with_the_space_of_the_answer_then_it_stays_whole(t
 @pytest.mark.parametrize("trims_offsets", [False, True])
 def test_space_before_an_answer_when_offsets_are_trimmed_then_is_still_prompt(trims_offsets: bool):
     tokenizer = make_tokenizer(trims_offsets=trims_offsets)
-    chat = Conversation((Turn("user", "a"), Turn("assistant", "b", True), Turn("user", "c")))
+    chat = Conversation((ChatTurn("user", "a"), ChatTurn("assistant", "b", True), ChatTurn("user", "c")))
     sample = one(Renderer(tokenizer).render(chat, "x"), tokenizer)
     assert supervised_text(sample, tokenizer) == ["b<|im_end|>\n"]
 
 
 def test_slow_tokenizer_when_used_then_gives_the_same_samples(tokenizer: PreTrainedTokenizerFast):
     chat = Conversation(
-        (Turn("user", "é"), Turn("assistant", "b", True), Turn("user", "c"), Turn("assistant", "d", True))
+        (
+            ChatTurn("user", "é"),
+            ChatTurn("assistant", "b", True),
+            ChatTurn("user", "c"),
+            ChatTurn("assistant", "d", True),
+        )
     )
     rendered = Renderer(tokenizer).render(chat, "x")
     fast, slow = one(rendered, tokenizer), one(rendered, SlowTokenizer(tokenizer))

@@ -11,7 +11,7 @@ from weft.bench.shapes import SHAPES
 from weft.bench.step import make_backbone
 from weft.cost.profile import Profile
 from weft.errors import ConfigError
-from weft.execute.profile import Case, measure_case, measure_profile, profile_cases
+from weft.execute.profile import ProfileCase, measure_case, measure_profile, profile_cases
 from weft.execute.tensor_bytes import TensorBytes, stored_bytes
 
 
@@ -97,7 +97,7 @@ def test_profile_when_measured_then_says_of_what(found: Profile):
 
 def test_measure_case_when_repeated_then_memory_is_the_same_to_the_byte_and_slots_are_free():
     backbone = tiny("fused")
-    case = Case(((8, (40, 24)), (16, (64,))), held_out=False)
+    case = ProfileCase(((8, (40, 24)), (16, (64,))), held_out=False)
     first, again = (measure_case(backbone, case, 128, 1) for _ in range(2))
     assert first.peak_bytes == again.peak_bytes > stored_bytes(backbone.model.parameters())
     assert first.load == again.load
@@ -109,6 +109,6 @@ def test_measure_case_when_repeated_then_memory_is_the_same_to_the_byte_and_slot
 def test_measure_case_when_jobs_are_added_then_their_adapters_and_moments_are_counted():
     """Sixteen bytes a parameter on a CPU: moments included, though they come with the first step."""
     backbone = tiny()
-    one, two = (measure_case(backbone, Case(((32, (64,)),) * n, False), 128, 1) for n in (1, 2))
+    one, two = (measure_case(backbone, ProfileCase(((32, (64,)),) * n, False), 128, 1) for n in (1, 2))
     more = two.load.parameters - one.load.parameters
     assert two.peak_bytes - one.peak_bytes >= 16 * more

@@ -9,7 +9,7 @@ import torch
 
 from weft.bench.agreement import LARGEST_ERROR, measure_agreement
 from weft.bench.bits import measure_bits
-from weft.bench.regimes import BF16, FP8, INT8, NF4, Program, Run, Storage, Workload
+from weft.bench.regimes import BF16, FP8, INT8, NF4, BenchProgram, BenchRun, Storage, Workload
 from weft.bench.shapes import find_shape
 from weft.bench.step import make_backbone
 from weft.families.registry import FAMILIES
@@ -25,7 +25,7 @@ GPU = torch.device("cuda", 0)
 def test_gradients_when_neighbours_differ_then_no_bit_does(storage: Storage):
     """Alone, beside others, shorter, wider, NaN and dropout: the job's own gradients are the same."""
     backbone = make_backbone(replace(find_shape("llama-3.2-1b"), layers=2), storage, torch.bfloat16, GPU, "fused")
-    found = measure_bits(backbone, Run(Program.WEFT_BITS, EIGHT, storage))
+    found = measure_bits(backbone, BenchRun(BenchProgram.WEFT_BITS, EIGHT, storage))
     assert found.extra["differing"] == 0, found.detail
 
 

@@ -19,7 +19,7 @@ from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
 from weft.sweeps.api import open_run, prepare_sweep
 from weft.sweeps.record.trial import TrialState
-from weft.sweeps.search.objective import Objective
+from weft.sweeps.search.objective import TrialObjective
 
 
 def states(result) -> list[str]:
@@ -134,15 +134,15 @@ def test_trial_when_it_diverges_then_it_fails_with_its_reason_and_the_others_do_
 
 
 def test_trial_when_memory_ends_while_it_is_judged_then_it_alone_fails_and_says_so(settings, monkeypatch):
-    value, calls = Objective.value, []
+    value, calls = TrialObjective.value, []
 
-    def end(self: Objective, *given: Any) -> float:
+    def end(self: TrialObjective, *given: Any) -> float:
         calls.append(given)
         if len(calls) == 1:
             raise RuntimeError("CUDA error: out of memory")
         return value(self, *given)
 
-    monkeypatch.setattr(Objective, "value", end)
+    monkeypatch.setattr(TrialObjective, "value", end)
     result = weft.sweep(settings(space={"lr": [1e-3, 2e-3]}))
     assert sorted(states(result)) == ["done", "failed"]
     assert "ran out of memory while it was judged" in next(t.reason for t in result.trials if str(t.state) == "failed")

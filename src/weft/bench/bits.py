@@ -17,7 +17,7 @@ from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.bench.clock import Measured, peak_gb, release
-from weft.bench.regimes import Run, Workload
+from weft.bench.regimes import BenchRun, Workload
 from weft.bench.samples import packed_samples
 from weft.errors import ModelError
 from weft.kernels.dropout import mix
@@ -28,7 +28,7 @@ WIDE = 8
 """Ranks of the wide neighbour, over the job's own."""
 
 
-def measure_bits(backbone: Backbone, run: Run) -> Measured:
+def measure_bits(backbone: Backbone, run: BenchRun) -> Measured:
     """Differences from the job alone, by neighbourhood; 0 everywhere is the promise."""
     release(backbone.device)
     workload = run.workload

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weft.backbone.backbone import Backbone
 from weft.bench.clock import Effort, Measured, peak_gb
-from weft.bench.regimes import Run
+from weft.bench.regimes import BenchRun
 from weft.bench.samples import packed_samples
 from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
@@ -48,7 +48,7 @@ class _Watch:
         return len(self.seen) >= self.repeats and self.seconds >= self.least_s
 
 
-def measure_engine(backbone: Backbone, run: Run, effort: Effort) -> Measured:
+def measure_engine(backbone: Backbone, run: BenchRun, effort: Effort) -> Measured:
     """Tokens/s of the engine once it is under way; leaves the backbone without adapters."""
     # Whole programs, whose ends count too: a program is as long as the global batches that a planner sees.
     watch = _Watch(PLANNED_BATCHES, 2 * PLANNED_BATCHES, effort.repeats * effort.in_a_row_s)

@@ -39,7 +39,7 @@ LARGEST_ERROR = 0.02
 
 
 @dataclass(frozen=True)
-class Case:
+class LinearCase:
     """Jobs on one linear."""
 
     key: str
@@ -51,15 +51,15 @@ class Case:
 CASES = {
     case.key: case
     for case in (
-        Case("linear4_p0", (16,) * 4, 0.0, 1.09),
-        Case("linear4_p10", (16,) * 4, 0.1, 1.11),
-        Case("linear4_r64", (64,) * 4, 0.1, 1.15),
-        Case("linear32_mixed", MIXED_RANKS, 0.1, 1.15),
+        LinearCase("linear4_p0", (16,) * 4, 0.0, 1.09),
+        LinearCase("linear4_p10", (16,) * 4, 0.1, 1.11),
+        LinearCase("linear4_r64", (64,) * 4, 0.1, 1.15),
+        LinearCase("linear32_mixed", MIXED_RANKS, 0.1, 1.15),
     )
 }
 
 
-def choose_cases(names: Sequence[str]) -> list[Case]:
+def choose_cases(names: Sequence[str]) -> list[LinearCase]:
     """The named cases; without names, all."""
     for name in names:
         if name not in CASES:
@@ -121,7 +121,7 @@ class Linear:
 
 
 def make_linear(
-    case: Case, num_in: int, num_out: int, num_rows: int, dtype: torch.dtype, device: torch.device
+    case: LinearCase, num_in: int, num_out: int, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> Linear:
     """A random linear with the case's adapters on equal runs of rows; this is what a new fast path replaces."""
     generator = torch.Generator(device).manual_seed(num_in + num_out + num_rows)
@@ -175,7 +175,7 @@ def relative_errors(linear: Linear, x_TD: torch.Tensor, dy_TO: torch.Tensor) -> 
 
 
 def measure_case(
-    case: Case,
+    case: LinearCase,
     device: torch.device,
     dtype: torch.dtype,
     effort: Effort,

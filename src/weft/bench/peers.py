@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weft.bench.clock import Effort, Measured, median_s, peak_gb, release
-from weft.bench.regimes import Program, Run
+from weft.bench.regimes import BenchProgram, BenchRun
 from weft.bench.samples import padded_batch
 from weft.bench.shapes import Shape, build
 from weft.errors import MissingExtraError
@@ -37,16 +37,18 @@ class Missing:
 
 
 def measure_peers(
-    shape: Shape, runs: Sequence[Run], dtype: torch.dtype, device: torch.device, effort: Effort
-) -> Iterator[tuple[Run, Measured | Missing]]:
+    shape: Shape, runs: Sequence[BenchRun], dtype: torch.dtype, device: torch.device, effort: Effort
+) -> Iterator[tuple[BenchRun, Measured | Missing]]:
     """Each run's result as it comes; a model is built once for all runs that can share it."""
-    plain = [run for run in runs if run.program in (Program.HF_FROZEN, Program.PEFT_BEST, Program.PEFT_SOLO)]
+    plain = [
+        run for run in runs if run.program in (BenchProgram.HF_FROZEN, BenchProgram.PEFT_BEST, BenchProgram.PEFT_SOLO)
+    ]
     # Before the adapters are put in.
-    plain.sort(key=lambda run: run.program is not Program.HF_FROZEN)
+    plain.sort(key=lambda run: run.program is not BenchProgram.HF_FROZEN)
     if plain:
         yield from _measure_on(build(shape, dtype, device, "sdpa"), plain, device, effort)
     release(device)
-    liger = [run for run in runs if run.program is Program.LIGER_BEST]
+    liger = [run for run in runs if run.program is BenchProgram.LIGER_BEST]
     if not liger:
         return
     reason = _no_liger(device)
@@ -67,23 +69,23 @@ def _no_liger(device: torch.device) -> str | None:
 
 
 def _measure_on(
-    model: Any, runs: Sequence[Run], device: torch.device, effort: Effort
-) -> Iterator[tuple[Run, Measured]]:
+    model: Any, runs: Sequence[BenchRun], device: torch.device, effort: Effort
+) -> Iterator[tuple[BenchRun, Measured]]:
     adapted: Any = None
     for run in runs:
-        if run.program is Program.HF_FROZEN:
+        if run.program is BenchProgram.HF_FROZEN:
             yield run, best_batch(frozen_steps(model), run, model.config.vocab_size, device, effort)
             continue
         adapted = adapted or with_adapter(model, run.workload.dropout)
-        sizes = (1,) if run.program is Program.PEFT_SOLO else effort.batch_sizes
+        sizes = (1,) if run.program is BenchProgram.PEFT_SOLO else effort.batch_sizes
         yield run, best_batch(adapter_steps(adapted), run, model.config.vocab_size, device, effort, sizes)
 
 
-Step = Callable[[dict[str, torch.Tensor]], None]
+PeerStep = Callable[[dict[str, torch.Tensor]], None]
 """Trains on one batch."""
 
 
-def frozen_steps(model: Any) -> Step:
+def frozen_steps(model: Any) -> PeerStep:
     """Forward, and the gradient back to the embeddings, without any adapter."""
     model.train()
 
@@ -110,7 +112,7 @@ def with_adapter(model: Any, dropout: float) -> Any:
     return get_peft_model(model, config).train()
 
 
-def adapter_steps(model: Any) -> Step:
+def adapter_steps(model: Any) -> PeerStep:
     """Forward, backward and optimizer step of the model's adapter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
@@ -128,8 +130,8 @@ def adapter_steps(model: Any) -> Step:
 
 
 def best_batch(
-    step: Step,
-    run: Run,
+    step: PeerStep,
+    run: BenchRun,
     vocabulary: int,
     device: torch.device,
     effort: Effort,
@@ -154,7 +156,9 @@ def best_batch(
     return best
 
 
-def _at_size(step: Step, run: Run, size: int, vocabulary: int, device: torch.device, effort: Effort) -> Measured:
+def _at_size(
+    step: PeerStep, run: BenchRun, size: int, vocabulary: int, device: torch.device, effort: Effort
+) -> Measured:
     """Totals over a few batches, each timed by itself: batches of different lengths differ in padding."""
     shortest, longest = run.workload.lengths
     tokens = rows = 0

@@ -20,7 +20,7 @@ MIXED_RANKS = (8,) * 16 + (16,) * 8 + (32,) * 4 + (64,) * 2 + (128, 256)
 """Ranks of 32 jobs, each size together as wide as any other but the largest."""
 
 
-class Program(enum.StrEnum):
+class BenchProgram(enum.StrEnum):
     """What runs a workload."""
 
     WEFT = "weft"
@@ -42,8 +42,8 @@ class Program(enum.StrEnum):
     """Matrix products alone, forward in FP8 and backward in bf16, at the rates this device reaches."""
 
 
-PEFT_PROGRAMS = (Program.PEFT_BEST, Program.LIGER_BEST, Program.PEFT_SOLO)
-OURS = (Program.WEFT, Program.WEFT_FROZEN, Program.WEFT_ENGINE, Program.WEFT_BITS)
+PEFT_PROGRAMS = (BenchProgram.PEFT_BEST, BenchProgram.LIGER_BEST, BenchProgram.PEFT_SOLO)
+OURS = (BenchProgram.WEFT, BenchProgram.WEFT_FROZEN, BenchProgram.WEFT_ENGINE, BenchProgram.WEFT_BITS)
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,17 @@ FP8_RECOMPUTED = Storage("fp8", "mlp")
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchRun:
     """One measurement: a program on a workload."""
 
-    program: Program
+    program: BenchProgram
     workload: Workload
     storage: Storage = BF16
 
     @property
     def key(self) -> str:
         """Its name among the figures."""
-        if self.program is Program.ROOFLINE:
+        if self.program is BenchProgram.ROOFLINE:
             return str(self.program)
         if self.program not in OURS:
             # Peers train one job, however many there are.
@@ -116,14 +116,14 @@ class Regime:
     """One figure of the report."""
 
     key: str
-    ours: Run
+    ours: BenchRun
     kind: Kind
-    peer: Run | None = None
+    peer: BenchRun | None = None
     target: float | None = None
     """For tokens/s: the part of the peer's that must be reached."""
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[BenchRun, ...]:
         """What must be measured for it."""
         return (self.ours,) if self.peer is None else (self.peer, self.ours)
 
@@ -142,69 +142,85 @@ HANDFUL = Workload((4, 8), (24, 48), 128)
 FEW = Workload((4,) * 4, (32, 32), 128)
 
 
-def _step(key: str, storage: Storage, peer: Program, target: float | None, workload: Workload = FOUR) -> Regime:
-    return Regime(key, Run(Program.WEFT, workload, storage), Kind.SPEEDUP, Run(peer, workload), target)
+def _step(key: str, storage: Storage, peer: BenchProgram, target: float | None, workload: Workload = FOUR) -> Regime:
+    return Regime(key, BenchRun(BenchProgram.WEFT, workload, storage), Kind.SPEEDUP, BenchRun(peer, workload), target)
 
 
 def _overhead(key: str, workload: Workload, target: float) -> Regime:
-    frozen = Run(Program.WEFT_FROZEN, workload)
-    return Regime(key, Run(Program.WEFT, workload), Kind.OVERHEAD, frozen, target)
+    frozen = BenchRun(BenchProgram.WEFT_FROZEN, workload)
+    return Regime(key, BenchRun(BenchProgram.WEFT, workload), Kind.OVERHEAD, frozen, target)
 
 
 def _engine(key: str, workload: Workload, target: float | None) -> Regime:
     """What the whole engine reaches of the speed of bare steps."""
-    return Regime(key, Run(Program.WEFT_ENGINE, workload), Kind.SPEEDUP, Run(Program.WEFT, workload), target)
+    return Regime(
+        key, BenchRun(BenchProgram.WEFT_ENGINE, workload), Kind.SPEEDUP, BenchRun(BenchProgram.WEFT, workload), target
+    )
 
 
 def _speed(key: str, workload: Workload, storage: Storage) -> Regime:
-    return Regime(key, Run(Program.WEFT, workload, storage), Kind.TOKENS_PER_S)
+    return Regime(key, BenchRun(BenchProgram.WEFT, workload, storage), Kind.TOKENS_PER_S)
 
 
 MAIN = (
-    _step("step_bf16_vs_peft", BF16, Program.PEFT_BEST, 2.0),
-    _step("step_bf16_vs_liger", BF16, Program.LIGER_BEST, 1.7),
-    _step("step_bf16_vs_hf_frozen", BF16, Program.HF_FROZEN, None),
-    _step("sweep16_bf16", BF16, Program.PEFT_SOLO, 7.0, SWEEP16),
-    _step("sweep32", BF16, Program.PEFT_SOLO, 13.0, SWEEP32),
+    _step("step_bf16_vs_peft", BF16, BenchProgram.PEFT_BEST, 2.0),
+    _step("step_bf16_vs_liger", BF16, BenchProgram.LIGER_BEST, 1.7),
+    _step("step_bf16_vs_hf_frozen", BF16, BenchProgram.HF_FROZEN, None),
+    _step("sweep16_bf16", BF16, BenchProgram.PEFT_SOLO, 7.0, SWEEP16),
+    _step("sweep32", BF16, BenchProgram.PEFT_SOLO, 13.0, SWEEP32),
     _overhead("overhead4", FOUR, 0.06),
     _overhead("overhead32", MIXED32, 0.10),
     _engine("engine16", SWEEP16, 0.98),
-    Regime("peak_gb_8192", Run(Program.WEFT, FOUR), Kind.PEAK_GB, None, 45.0),
-    Regime("bits_differing", Run(Program.WEFT_BITS, SWEEP32), Kind.DIFFERENCES, None, 0.0),
-    Regime("bits_differing_fp8", Run(Program.WEFT_BITS, SWEEP32, FP8), Kind.DIFFERENCES, None, 0.0),
-    _step("step_fp8_vs_peft", FP8, Program.PEFT_BEST, 3.0),
-    _step("step_fp8_vs_liger", FP8, Program.LIGER_BEST, 2.5),
-    _step("sweep16_fp8", FP8, Program.PEFT_SOLO, 9.0, SWEEP16),
+    Regime("peak_gb_8192", BenchRun(BenchProgram.WEFT, FOUR), Kind.PEAK_GB, None, 45.0),
+    Regime("bits_differing", BenchRun(BenchProgram.WEFT_BITS, SWEEP32), Kind.DIFFERENCES, None, 0.0),
+    Regime("bits_differing_fp8", BenchRun(BenchProgram.WEFT_BITS, SWEEP32, FP8), Kind.DIFFERENCES, None, 0.0),
+    _step("step_fp8_vs_peft", FP8, BenchProgram.PEFT_BEST, 3.0),
+    _step("step_fp8_vs_liger", FP8, BenchProgram.LIGER_BEST, 2.5),
+    _step("sweep16_fp8", FP8, BenchProgram.PEFT_SOLO, 9.0, SWEEP16),
     _speed("step_int8_tok_s", FOUR, INT8),
     _speed("step_nf4_tok_s", FOUR, NF4),
     _speed("fits_32k_tok_s", LONG, BF16_RECOMPUTED),
     _speed("fits_32k_offload_tok_s", LONG, BF16_OFFLOADED),
-    _step("sweep32_8b", BF16, Program.PEFT_SOLO, 10.0, RAGGED32),
+    _step("sweep32_8b", BF16, BenchProgram.PEFT_SOLO, 10.0, RAGGED32),
 )
 REGIMES: dict[str, tuple[Regime, ...]] = {
     MAIN_SHAPE: MAIN,
     "tinyllama-1.1b": (
-        _step("tiny16", BF16, Program.PEFT_SOLO, 42.0, TINY16),
-        _step("tiny4", BF16, Program.PEFT_BEST, 2.5, TINY4),
+        _step("tiny16", BF16, BenchProgram.PEFT_SOLO, 42.0, TINY16),
+        _step("tiny4", BF16, BenchProgram.PEFT_BEST, 2.5, TINY4),
         _engine("engine16_tiny", TINY16, 0.97),
-        _step("sweep32_tiny", BF16, Program.PEFT_SOLO, 40.0, RAGGED32),
+        _step("sweep32_tiny", BF16, BenchProgram.PEFT_SOLO, 40.0, RAGGED32),
     ),
-    "qwen2.5-3b": (_step("sweep32_3b", BF16, Program.PEFT_SOLO, 20.0, RAGGED32),),
+    "qwen2.5-3b": (_step("sweep32_3b", BF16, BenchProgram.PEFT_SOLO, 20.0, RAGGED32),),
     "llama-3.1-70b": (
         Regime(
             "fits_70b_tok_s",
-            Run(Program.WEFT, HUGE4, FP8_RECOMPUTED),
+            BenchRun(BenchProgram.WEFT, HUGE4, FP8_RECOMPUTED),
             Kind.TOKENS_PER_S,
-            Run(Program.ROOFLINE, HUGE4),
+            BenchRun(BenchProgram.ROOFLINE, HUGE4),
             0.6,
         ),
     ),
     "tiny": (
-        Regime("tiny.step_vs_peft", Run(Program.WEFT, HANDFUL), Kind.SPEEDUP, Run(Program.PEFT_BEST, HANDFUL), None),
-        Regime("tiny.sweep4", Run(Program.WEFT, FEW), Kind.SPEEDUP, Run(Program.PEFT_SOLO, FEW), None),
+        Regime(
+            "tiny.step_vs_peft",
+            BenchRun(BenchProgram.WEFT, HANDFUL),
+            Kind.SPEEDUP,
+            BenchRun(BenchProgram.PEFT_BEST, HANDFUL),
+            None,
+        ),
+        Regime(
+            "tiny.sweep4", BenchRun(BenchProgram.WEFT, FEW), Kind.SPEEDUP, BenchRun(BenchProgram.PEFT_SOLO, FEW), None
+        ),
         _engine("tiny.engine4", FEW, None),
-        Regime("tiny.bits_differing", Run(Program.WEFT_BITS, FEW), Kind.DIFFERENCES, None, 0.0),
-        Regime("tiny.overhead2", Run(Program.WEFT, HANDFUL), Kind.OVERHEAD, Run(Program.WEFT_FROZEN, HANDFUL), None),
+        Regime("tiny.bits_differing", BenchRun(BenchProgram.WEFT_BITS, FEW), Kind.DIFFERENCES, None, 0.0),
+        Regime(
+            "tiny.overhead2",
+            BenchRun(BenchProgram.WEFT, HANDFUL),
+            Kind.OVERHEAD,
+            BenchRun(BenchProgram.WEFT_FROZEN, HANDFUL),
+            None,
+        ),
     ),
 }
 """Figures by shape; `regimes_of` answers for the shapes without a row."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.serve_clients import Ask, Plan
 from weft.bench.serve_process import Service, run_clients, running_service
-from weft.bench.serve_training import Step, read_steps, tokens_per_s
+from weft.bench.serve_training import TrainedStep, read_steps, tokens_per_s
 from weft.demo.skills import SKILLS
 from weft.errors import WeftError
 
@@ -78,7 +78,7 @@ class Listener:
                     data = json.loads(line[6:])["data"] or {}
                     self.seen[int(data.get("step", -1))] = time.time()
 
-    def latencies(self, steps: list[Step], spans: list[tuple[float, float]]) -> list[float]:
+    def latencies(self, steps: list[TrainedStep], spans: list[tuple[float, float]]) -> list[float]:
         """Seconds from the end of each step that was done in one of the spans to its event."""
         mine = [step for step in steps if step.job == self.job and step.step in self.seen]
         inside = [step for step in mine if any(start < step.at < end - SETTLE_S for start, end in spans)]
@@ -122,7 +122,7 @@ class Stretches:
         (self.quiet if kind == "quiet" else self.busy).append((began, ended))
         self.worker_cores[kind].append((self.service.worker_cpu_s() - worker_cpu_s) / (ended - began))
 
-    def figures(self, name: str, steps: list[Step], listener: Listener) -> dict[str, float]:
+    def figures(self, name: str, steps: list[TrainedStep], listener: Listener) -> dict[str, float]:
         """Everything that is known of them."""
         rates = [
             [tokens_per_s(steps, start + SETTLE_S, end - SETTLE_S) for start, end in part]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainedStep:
     """One optimizer step of one job."""
 
     job: str
@@ -25,7 +25,7 @@ class Step:
     tokens: int
 
 
-def read_steps(data_dir: Path) -> list[Step]:
+def read_steps(data_dir: Path) -> list[TrainedStep]:
     """All steps so far of all jobs that train."""
     files = {path: _records(path) for path in data_dir.glob("work/*/*/metrics.jsonl")}
     began = min((path.stat().st_mtime - lines[-1]["time"] for path, lines in files.items() if lines), default=0.0)
@@ -34,12 +34,12 @@ def read_steps(data_dir: Path) -> list[Step]:
         before = 0.0
         for line in lines:
             job, tokens = path.parent.name.partition(".")[0], line["num_tokens"] - before
-            steps.append(Step(job, int(line["step"]), began + line["time"], int(tokens)))
+            steps.append(TrainedStep(job, int(line["step"]), began + line["time"], int(tokens)))
             before = line["num_tokens"]
     return steps
 
 
-def tokens_per_s(steps: list[Step], start: float, end: float) -> float:
+def tokens_per_s(steps: list[TrainedStep], start: float, end: float) -> float:
     """Tokens of all jobs per second in a span of time; 0 if no job has two steps in it.
 
     Jobs take turns, and all of a round end at nearly the same time. So a job's time from one of its steps to another is

@@ -18,14 +18,14 @@ import torch
 from weft.bench.clock import Effort, Measured, release
 from weft.bench.figures import Figure, Kind
 from weft.bench.peers import Missing, measure_peers
-from weft.bench.regimes import MAIN_SHAPE, OURS, Program, Regime, Run
+from weft.bench.regimes import MAIN_SHAPE, OURS, BenchProgram, BenchRun, Regime
 from weft.bench.roofline import measure_roofline
 from weft.bench.shapes import Shape, find_shape
 from weft.bench.step import make_backbone, measure
 from weft.kernels.device import is_cpu
 
 
-def figure(regime: Regime, results: Mapping[Run, Measured]) -> Figure | None:
+def figure(regime: Regime, results: Mapping[BenchRun, Measured]) -> Figure | None:
     """The figure of a regime, once its runs are there."""
     if any(run not in results for run in regime.runs):
         return None
@@ -80,7 +80,7 @@ class Session:
         for name, regimes in self.chosen.items():
             shape = find_shape(name)
             needed = list(dict.fromkeys(run for regime in regimes for run in regime.runs))
-            results: dict[Run, Measured] = {}
+            results: dict[BenchRun, Measured] = {}
             waiting = list(regimes)
             begun = time.perf_counter()
             for run, measured in self._runs(shape, needed):
@@ -95,11 +95,11 @@ class Session:
                 begun = time.perf_counter()
             self.failures += [f"{regime.key} was not measured" for regime in waiting]
 
-    def _runs(self, shape: Shape, needed: list[Run]) -> Iterator[tuple[Run, Measured]]:
+    def _runs(self, shape: Shape, needed: list[BenchRun]) -> Iterator[tuple[BenchRun, Measured]]:
         for run in needed:
-            if run.program is Program.ROOFLINE:
+            if run.program is BenchProgram.ROOFLINE:
                 yield run, measure_roofline(shape, run.workload, self.device)
-        peers = [run for run in needed if run.program not in (*OURS, Program.ROOFLINE)]
+        peers = [run for run in needed if run.program not in (*OURS, BenchProgram.ROOFLINE)]
         with self._surviving(f"the peers of {shape.name}"):
             for run, found in measure_peers(shape, peers, self.dtype, self.device, self.effort):
                 if isinstance(found, Missing):
@@ -118,10 +118,10 @@ class Session:
                 del backbone
             release(self.device)
 
-    def _note(self, shape: Shape, run: Run, measured: Measured, taken_s: float) -> None:
+    def _note(self, shape: Shape, run: BenchRun, measured: Measured, taken_s: float) -> None:
         """Shows a run and writes its figures down; those of the main shape have the short names."""
         name = run.key if shape.name == MAIN_SHAPE else f"{shape.name}.{run.key}"
-        if run.program is Program.WEFT_BITS:
+        if run.program is BenchProgram.WEFT_BITS:
             # Compared, not timed.
             self.runs.update({f"{name}_{extra}": value for extra, value in measured.extra.items()})
             return

@@ -22,7 +22,7 @@ from weft.backbone.scores import PendingScores
 from weft.bench.bits import measure_bits
 from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
 from weft.bench.engine import measure_engine
-from weft.bench.regimes import Program, Run, Storage, Workload
+from weft.bench.regimes import BenchProgram, BenchRun, Storage, Workload
 from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
 from weft.errors import JobError
@@ -61,7 +61,7 @@ def _fill_linears(backbone: Backbone, quantize: str, copies: int, device: torch.
             linear.bias_O = torch.nn.Parameter(bias_O, requires_grad=False)
 
 
-class Jobs:
+class BenchJobs:
     """The jobs of a workload, attached to a backbone, with their samples packed."""
 
     def __init__(self, backbone: Backbone, workload: Workload, *, frozen: bool = False) -> None:
@@ -121,12 +121,12 @@ class Jobs:
             self.backbone.detach(slot)
 
 
-def measure(backbone: Backbone, run: Run, effort: Effort) -> Measured:
+def measure(backbone: Backbone, run: BenchRun, effort: Effort) -> Measured:
     """One run of Weft, with or without adapters."""
     _new_account(backbone)
-    if run.program is Program.WEFT_BITS:
+    if run.program is BenchProgram.WEFT_BITS:
         return measure_bits(backbone, run)
-    measures = {Program.WEFT_FROZEN: _measure_frozen, Program.WEFT_ENGINE: measure_engine}
+    measures = {BenchProgram.WEFT_FROZEN: _measure_frozen, BenchProgram.WEFT_ENGINE: measure_engine}
     return measures.get(run.program, _measure_jobs)(backbone, run, effort)
 
 
@@ -136,8 +136,8 @@ def _new_account(backbone: Backbone) -> None:
     release(backbone.device)
 
 
-def _measure_jobs(backbone: Backbone, run: Run, effort: Effort) -> Measured:
-    jobs = Jobs(backbone, run.workload)
+def _measure_jobs(backbone: Backbone, run: BenchRun, effort: Effort) -> Measured:
+    jobs = BenchJobs(backbone, run.workload)
     try:
         seconds = median_s(jobs.step, backbone.device, **effort.times)
         jobs.look()
@@ -160,12 +160,12 @@ def _measure_jobs(backbone: Backbone, run: Run, effort: Effort) -> Measured:
     )
 
 
-def _measure_frozen(backbone: Backbone, run: Run, effort: Effort) -> Measured:
+def _measure_frozen(backbone: Backbone, run: BenchRun, effort: Effort) -> Measured:
     """Also what adapters cost over it, the two taken in turn."""
-    frozen = Jobs(backbone, run.workload, frozen=True)
+    frozen = BenchJobs(backbone, run.workload, frozen=True)
     frozen.forward_backward_frozen()
     peak = peak_gb(backbone.device)
-    jobs = Jobs(backbone, run.workload)
+    jobs = BenchJobs(backbone, run.workload)
     works = (jobs.step, frozen.forward_backward_frozen)
     try:
         jobs.step()

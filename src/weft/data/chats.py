@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.data.columns import expect_list, expect_object, expect_text, has, list_column, text_column
-from weft.data.conversation import Conversation, Turn
+from weft.data.conversation import ChatTurn, Conversation
 from weft.data.json_rows import parse_json
 from weft.data.row import Row
 from weft.errors import DataError
@@ -48,11 +48,11 @@ def read_sharegpt(row: Row, need_answer: bool) -> Conversation:
     if system and turns and turns[0].role == "system":
         raise DataError(f"system and {name}[0] are both system prompts; keep one.", where=row.where)
     if system:
-        turns = (Turn("system", system), *turns)
+        turns = (ChatTurn("system", system), *turns)
     return _conversation(turns, name, row, need_answer)
 
 
-def message_turns(items: list[Any], name: str, where: str, *, opening: bool = True) -> tuple[Turn, ...]:
+def message_turns(items: list[Any], name: str, where: str, *, opening: bool = True) -> tuple[ChatTurn, ...]:
     """The turns of a list of OpenAI messages; `name` is what errors call the list.
 
     `opening` says that the conversation begins with the first of them.
@@ -68,7 +68,7 @@ def read_tools(row: Row) -> tuple[Mapping[str, Any], ...]:
     return tuple(expect_object(tool, f"tools[{i}]", row.where) for i, tool in enumerate(tools))
 
 
-def _conversation(turns: tuple[Turn, ...], name: str, row: Row, need_answer: bool) -> Conversation:
+def _conversation(turns: tuple[ChatTurn, ...], name: str, row: Row, need_answer: bool) -> Conversation:
     if not turns:
         raise DataError(f"{name} is empty.", where=row.where)
     if need_answer:
@@ -76,7 +76,7 @@ def _conversation(turns: tuple[Turn, ...], name: str, row: Row, need_answer: boo
     return Conversation(turns, read_tools(row))
 
 
-def _check_answered(turns: tuple[Turn, ...], name: str, where: str) -> None:
+def _check_answered(turns: tuple[ChatTurn, ...], name: str, where: str) -> None:
     """There is an assistant turn to learn from."""
     answers = [turn for turn in turns[1:] if turn.role == "assistant"]
     if not answers and turns[0].role == "assistant":
@@ -87,7 +87,7 @@ def _check_answered(turns: tuple[Turn, ...], name: str, where: str) -> None:
         raise DataError(f"{name} has no assistant turn to learn from.", where=where)
 
 
-def _message_turn(item: Any, place: str, where: str, first: bool) -> Turn:
+def _message_turn(item: Any, place: str, where: str, first: bool) -> ChatTurn:
     message = dict(expect_object(item, place, where))
     role = message.pop("role", None)
     if role is None:
@@ -105,7 +105,7 @@ def _message_turn(item: Any, place: str, where: str, first: bool) -> Turn:
     trained = role == "assistant" and weight != 0 and not first
     if trained and not text.strip() and not calls:
         raise DataError(f"{place}.content is empty; an assistant turn needs text or tool_calls.", where=where)
-    return Turn(ROLES[role], text, trained, message, weight)
+    return ChatTurn(ROLES[role], text, trained, message, weight)
 
 
 def _turn_weight(value: Any, role: str, place: str, where: str) -> float:
@@ -152,7 +152,7 @@ def _function(value: Mapping[str, Any], place: str, where: str) -> dict[str, Any
     return function
 
 
-def _sharegpt_turn(item: Any, place: str, where: str, first: bool) -> Turn:
+def _sharegpt_turn(item: Any, place: str, where: str, first: bool) -> ChatTurn:
     entry = expect_object(item, place, where)
     speaker = entry.get("from")
     if speaker is None:
@@ -168,11 +168,11 @@ def _sharegpt_turn(item: Any, place: str, where: str, first: bool) -> Turn:
     if trained and not text.strip():
         raise DataError(f"{place}.value is empty; an assistant turn needs text.", where=where)
     if speaker != "function_call":
-        return Turn(role, text, trained)
+        return ChatTurn(role, text, trained)
     value = parse_json(text, f"{where}: {place}.value")
     functions = value if isinstance(value, list) else [value]
     calls = [
         {"type": "function", "function": _function(expect_object(f, f"{place}.value", where), f"{place}.value", where)}
         for f in functions
     ]
-    return Turn(role, "", trained, {"tool_calls": calls})
+    return ChatTurn(role, "", trained, {"tool_calls": calls})

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """One message of a conversation."""
 
     role: str
@@ -31,7 +31,7 @@ class Turn:
 class Conversation:
     """Turns in order, and the tools the assistant may call."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     is_chat: bool = True
     """False for a prompt and its completion, which also make sense without a chat template."""

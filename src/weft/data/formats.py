@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from weft.data.chats import message_turns, read_chat, read_sharegpt, read_tools
 from weft.data.columns import expect_text, has, list_column, text_column
-from weft.data.conversation import Conversation, Form, Text, Tokens, Turn
+from weft.data.conversation import ChatTurn, Conversation, Form, Text, Tokens
 from weft.data.row import Row
 from weft.errors import ConfigError, DataError
 from weft.spec.fields import describe
@@ -113,11 +113,11 @@ def _refuse_preferences(row: Row) -> None:
 def _read_completion(row: Row, need_answer: bool) -> Conversation:
     asked, answered = _pair(row, need_answer)
     # Assistant turns in the prompt are context; only those in the completion are answers to it.
-    turns = tuple(replace(t, trained=False) for t in _side(row, asked, Turn("user", "")))
+    turns = tuple(replace(t, trained=False) for t in _side(row, asked, ChatTurn("user", "")))
     if not turns:
         raise DataError(f"{asked} is empty.", where=row.where)
     if need_answer or has(row, answered):
-        completion = _side(row, answered, Turn("assistant", "", trained=True))
+        completion = _side(row, answered, ChatTurn("assistant", "", trained=True))
         if need_answer and not any(turn.content.strip() or turn.extra for turn in completion):
             raise DataError(f"{answered} is empty.", where=row.where)
         if need_answer and not any(turn.role == "assistant" for turn in completion):
@@ -141,7 +141,7 @@ def _pair(row: Row, need_answer: bool) -> tuple[str, str]:
     raise DataError("prompt and completion are missing.", where=row.where)
 
 
-def _side(row: Row, name: str, turn: Turn) -> tuple[Turn, ...]:
+def _side(row: Row, name: str, turn: ChatTurn) -> tuple[ChatTurn, ...]:
     """A prompt or completion: text is the content of one `turn`, a list is messages."""
     value = row.values[name]
     if isinstance(value, list):
@@ -157,18 +157,18 @@ def _read_alpaca(row: Row, need_answer: bool) -> Conversation:
     turns = []
     system = text_column(row, "system", "")
     if system:
-        turns.append(Turn("system", system))
+        turns.append(ChatTurn("system", system))
     for i, pair in enumerate(list_column(row, "history") if row.values.get("history") else []):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             found = f"history[{i}] is {describe(pair)}"
             raise DataError(f"{found}; expected a list of two texts, question and answer.", where=row.where)
-        turns += [Turn("user", pair[0]), Turn("assistant", pair[1], trained=True)]
-    turns.append(Turn("user", question))
+        turns += [ChatTurn("user", pair[0]), ChatTurn("assistant", pair[1], trained=True)]
+    turns.append(ChatTurn("user", question))
     if need_answer or has(row, "output"):
         output = text_column(row, "output")
         if need_answer and not output.strip():
             raise DataError("output is empty.", where=row.where)
-        turns.append(Turn("assistant", output, trained=True))
+        turns.append(ChatTurn("assistant", output, trained=True))
     return Conversation(tuple(turns), is_chat=False)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from weft.data.conversation import Conversation, Form, Tokens, Turn
+from weft.data.conversation import ChatTurn, Conversation, Form, Tokens
 from weft.data.formats import convert_rows
 from weft.data.sources import read_rows
 from weft.data.template import Renderer, Tokenizer
@@ -48,7 +48,7 @@ def load_prompts(
 
 def prompt_of(text: str, tokenizer: Tokenizer, *, chat_template: str | None = None) -> Prompt:
     """The prompt for one typed question: a user turn if there is a chat template, else the text as it is."""
-    question = Conversation((Turn("user", text),), is_chat=False)
+    question = Conversation((ChatTurn("user", text),), is_chat=False)
     return _prompt(question, Renderer(tokenizer, chat_template), "the prompt")
 
 
@@ -56,7 +56,7 @@ def prompt_of_chat(
     messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, *, chat_template: str | None = None
 ) -> Prompt:
     """The prompt for the next turn of a chat of `role` and `content`; without a template, the turns joined."""
-    turns = tuple(Turn(message["role"], message["content"]) for message in messages)
+    turns = tuple(ChatTurn(message["role"], message["content"]) for message in messages)
     return _prompt(Conversation(turns, is_chat=False), Renderer(tokenizer, chat_template), "the chat")
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jinja2
 
-from weft.data.conversation import Conversation, Text, Turn
+from weft.data.conversation import ChatTurn, Conversation, Text
 from weft.errors import ConfigError, DataError
 
 # What a template may raise besides Jinja's own errors: it is a program run on data it was not written for.
@@ -77,7 +77,7 @@ def check_template(chat_template: str, tokenizer: Tokenizer) -> None:
     """Raises a ConfigError if the text is no chat template, whatever the conversation."""
     # A template may refuse this one, so only what is wrong with the template itself counts.
     with contextlib.suppress(DataError):
-        Renderer(tokenizer, chat_template).render_prompt(Conversation((Turn("user", "?"),)), "chat_template")
+        Renderer(tokenizer, chat_template).render_prompt(Conversation((ChatTurn("user", "?"),)), "chat_template")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Renderer:
             hint="Set another chat_template, or train_on_inputs to train on all tokens.",
         )
 
-    def _apply(self, turns: Sequence[Turn], form: Conversation, where: str, generation: bool = False) -> str:
+    def _apply(self, turns: Sequence[ChatTurn], form: Conversation, where: str, generation: bool = False) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 [self._message(turn) for turn in turns],
@@ -195,7 +195,7 @@ class Renderer:
         assert isinstance(text, str), "a template renders one conversation as one text"
         return text
 
-    def _message(self, turn: Turn) -> dict[str, Any]:
+    def _message(self, turn: ChatTurn) -> dict[str, Any]:
         """The turn for the template; calls go into the text of templates that know no tool_calls."""
         message = turn.message
         if "tool_calls" in message and "tool_calls" not in self._template_text:
@@ -204,7 +204,7 @@ class Renderer:
             message["content"] = "\n".join(part for part in (turn.content, calls) if part)
         return message
 
-    def _join(self, turns: Sequence[Turn], where: str, form: Conversation) -> str:
+    def _join(self, turns: Sequence[ChatTurn], where: str, form: Conversation) -> str:
         """The prompt as plain text, for base models."""
         if form.is_chat:
             model = self.tokenizer.name_or_path or "this model"

@@ -25,7 +25,7 @@ from weft.store.run_dir import RunDirectory, RunRecord
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
 
-Run = TypeVar("Run", bound=RunSpec)
+RunT = TypeVar("RunT", bound=RunSpec)
 OnEvent = Callable[[Event], None]
 Locate = Callable[[str], str]
 """Where a setting such as `jobs.0.adapter.r` was written."""
@@ -48,7 +48,7 @@ class PreparedRun:
     """What a user should know."""
 
 
-def load_engine(spec: Run, longest: int) -> tuple[Run, Engine, tuple[str, ...]]:
+def load_engine(spec: RunT, longest: int) -> tuple[RunT, Engine, tuple[str, ...]]:
     """An engine on the backbone of a run, with the run's settings and without jobs, and what is worth telling.
 
     Samples have at most `longest` tokens. The run comes back with the engine's number where its capacity is `auto`, so

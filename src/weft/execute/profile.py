@@ -42,7 +42,7 @@ JOB = JobSpec("profile", ("random tokens",), learning_rate=1e-4)
 
 
 @dataclass(frozen=True)
-class Case:
+class ProfileCase:
     """One microbatch to measure: each job's rank and the lengths of its samples."""
 
     jobs: tuple[tuple[int, tuple[int, ...]], ...]
@@ -88,7 +88,7 @@ def check_capacity(capacity: int) -> None:
         raise ConfigError(f"got {capacity}; at least {SMALLEST_CAPACITY} tokens.", where="--capacity")
 
 
-def profile_cases(capacity: int, longest: int, widest: int) -> tuple[Case, ...]:
+def profile_cases(capacity: int, longest: int, widest: int) -> tuple[ProfileCase, ...]:
     """What is measured up to a capacity, with samples up to `longest` tokens and ranks up to `widest`.
 
     Narrow ranks come first: the fused step is launched for the widest rank its backbone has seen.
@@ -102,7 +102,7 @@ def profile_cases(capacity: int, longest: int, widest: int) -> tuple[Case, ...]:
             jobs = tuple(
                 (min(rank, widest), (length,) * len(range(job, count, len(ranks)))) for job, rank in enumerate(ranks)
             )
-            cases.append(Case(jobs, held_out))
+            cases.append(ProfileCase(jobs, held_out))
     return tuple(sorted(cases, key=lambda case: max(rank for rank, _ in case.jobs)))
 
 
@@ -128,7 +128,7 @@ def measure_profile(
     return fit_profile(_setup(backbone, row_tile, recompute), measurements)
 
 
-def measure_case(backbone: Backbone, case: Case, row_tile: int, repeats: int) -> Measurement:
+def measure_case(backbone: Backbone, case: ProfileCase, row_tile: int, repeats: int) -> Measurement:
     """Time and memory of one microbatch; leaves the backbone without adapters again."""
     account = _Account(backbone)
     with account:
@@ -206,7 +206,7 @@ def _release(backbone: Backbone) -> None:
         empty_cache(backbone.device)
 
 
-def _pack(backbone: Backbone, case: Case, slots: Sequence[int], row_tile: int) -> PackedBatch:
+def _pack(backbone: Backbone, case: ProfileCase, slots: Sequence[int], row_tile: int) -> PackedBatch:
     rng = np.random.default_rng(SEED)
     placed = []
     for slot, (_, lengths) in zip(slots, case.jobs, strict=True):

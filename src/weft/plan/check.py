@@ -21,9 +21,9 @@ from weft.cost.types import CostModel
 from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
 from weft.plan.types import JobQueue, Limits
 
-GlobalBatch = tuple[str, int]
+CheckedBatch = tuple[str, int]
 """Job and step."""
-Parcel = tuple[int, int, bool]
+Transfer = tuple[int, int, bool]
 """What travels: microbatch, virtual stage it is for, whether it is a gradient."""
 
 
@@ -117,7 +117,7 @@ class _Batches:
     """The global batches of a program, which are the same on all stages."""
 
     def __init__(self, program: Program, queues: Sequence[JobQueue] | None) -> None:
-        self.of: list[dict[GlobalBatch, int]] = [
+        self.of: list[dict[CheckedBatch, int]] = [
             {(s.job, s.step): s.index for s in m.segments} for m in program.microbatches
         ]
         """Those of each microbatch, with the last sample that it holds."""
@@ -149,7 +149,7 @@ class _Walk:
         """The last microbatch that has gone backward, of each job and slice."""
         self.place = 0
         self.done: set[Instruction] = set()
-        self.stepped: set[GlobalBatch] = set()
+        self.stepped: set[CheckedBatch] = set()
         self.held = 0
         self.found: list[str] = []
 
@@ -249,8 +249,8 @@ class _Walk:
 
 def _crossings(program: Program) -> Iterator[str]:
     """Neighbours that would take each other's transfers for one another: channels deliver in order."""
-    sent: dict[tuple[int, int, bool], list[Parcel]] = defaultdict(list)
-    awaited: dict[tuple[int, int, bool], list[Parcel]] = defaultdict(list)
+    sent: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
+    awaited: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
     for stage, instructions in enumerate(program.stages):
         for i in instructions:
             if isinstance(i, Send):
@@ -267,7 +267,7 @@ def _crossings(program: Program) -> Iterator[str]:
 def _stuck(program: Program) -> Iterator[str]:
     """Stages that wait for each other for ever when all lists run side by side."""
     places = [0] * program.num_stages
-    arrived: set[Parcel] = set()
+    arrived: set[Transfer] = set()
     moved = True
     while moved:
         moved = False
@@ -285,7 +285,7 @@ def _stuck(program: Program) -> Iterator[str]:
             yield f"stage {stage} waits for ever at {instructions[places[stage]]}"
 
 
-def _parcel(program: Program, stage: int, i: Send | Receive) -> Parcel:
+def _parcel(program: Program, stage: int, i: Send | Receive) -> Transfer:
     virtual = i.chunk * program.num_stages + stage
     if isinstance(i, Send):
         virtual += -1 if i.is_gradient else 1

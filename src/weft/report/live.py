@@ -30,7 +30,7 @@ from weft.engine.events import (
 )
 from weft.job_state import JobState
 from weft.report import readable
-from weft.report.progress import JobProgress, RunProgress
+from weft.report.progress import ReportedProgress, RunProgress
 from weft.report.run_data import JobReport
 from weft.report.screen import Screen
 
@@ -96,7 +96,7 @@ class LiveTable:
             more = [Text(f"  … and {hidden} more job{'s' * (hidden > 1)}", style="dim")] if hidden else []
             return Group(table, *more, Text(), self._totals())
 
-    def _shown(self) -> list[JobProgress]:
+    def _shown(self) -> list[ReportedProgress]:
         """The jobs there is room for: those at work first, all in their own order."""
         jobs = list(self._progress.jobs.values())
         room = max(self._console.height - FRAME_LINES, 1)
@@ -106,7 +106,7 @@ class LiveTable:
         kept = sorted(range(len(jobs)), key=lambda i: (ranks.index(jobs[i].state), i))[: max(room - 1, 1)]
         return [jobs[i] for i in sorted(kept)]
 
-    def _table(self, jobs: Sequence[JobProgress]) -> Table:
+    def _table(self, jobs: Sequence[ReportedProgress]) -> Table:
         is_wide = self._console.width >= WIDE_COLUMNS
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         # The only column that may shrink: half a name still tells which job it is, half a number tells nothing.
@@ -132,7 +132,7 @@ class LiveTable:
             )
         return table
 
-    def _loss(self, job: JobProgress) -> Text:
+    def _loss(self, job: ReportedProgress) -> Text:
         if job.loss is None:
             return Text(readable.NOTHING)
         arrow, style = TREND_STYLES[job.trend]
@@ -147,7 +147,7 @@ class LiveTable:
         parts += [f"{run.count(state)} {state}" for state in STATE_STYLES if run.count(state)]
         return Text(" · ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
 
-    def _say_progress(self, event: Event, job: JobProgress) -> None:
+    def _say_progress(self, event: Event, job: ReportedProgress) -> None:
         """Prints the few lines that a log gets: the start, every tenth of the steps, and changes of state."""
         if isinstance(event, JobStarted):
             place = f" at step {job.step}" if job.step else ""
@@ -195,6 +195,6 @@ def summary_table(rows: Sequence[JobReport]) -> Table:
     return table
 
 
-def _losses(job: JobProgress) -> str:
+def _losses(job: ReportedProgress) -> str:
     text = f"loss {readable.loss(job.loss)}"
     return text if job.eval_loss is None else f"{text}, eval loss {readable.loss(job.eval_loss)}"

@@ -59,7 +59,7 @@ class Rate:
 
 
 @dataclass
-class JobProgress:
+class ReportedProgress:
     """Where one job stands."""
 
     name: str
@@ -104,18 +104,18 @@ class RunProgress:
     """Where the whole run stands."""
 
     def __init__(self, jobs: Sequence[tuple[str, int]]) -> None:
-        self.jobs = {name: JobProgress(name, num_steps) for name, num_steps in jobs}
+        self.jobs = {name: ReportedProgress(name, num_steps) for name, num_steps in jobs}
         self.tokens = Rate()
         self._filled = self._rows = 0.0
 
-    def apply(self, event: Event) -> JobProgress | None:
+    def apply(self, event: Event) -> ReportedProgress | None:
         """Counts one event and returns the job that it is about, if it is about one."""
         if isinstance(event, MicrobatchDone):
             self._filled += event.tokens
             self._rows += event.rows
         if not isinstance(event, JobEvent):
             return None
-        job = self.jobs.setdefault(event.job, JobProgress(event.job, 0))
+        job = self.jobs.setdefault(event.job, ReportedProgress(event.job, 0))
         job.state = event.state if isinstance(event, JobEnded) else STATES.get(type(event), job.state)
         if isinstance(event, StepDone):
             job.step_done(event)

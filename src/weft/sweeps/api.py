@@ -29,7 +29,7 @@ from weft.sweeps.context import SweepContext
 from weft.sweeps.ledger import OnNews
 from weft.sweeps.record.previous_sweep import PreviousSweep, read_previous
 from weft.sweeps.record.trial import Trial
-from weft.sweeps.search.objective import Objective
+from weft.sweeps.search.objective import TrialObjective
 from weft.sweeps.search.samplers import make_sampler, sampler_name
 from weft.sweeps.solo_baseline import one_by_one_seconds
 from weft.sweeps.trial_loop import SweepRun
@@ -65,7 +65,7 @@ class PreparedSweep:
     sampler_name: str
     engine: Engine
     configurations: Configurations
-    objective: Objective
+    objective: TrialObjective
     previous: PreviousSweep | None
     notes: tuple[str, ...]
 
@@ -129,7 +129,7 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
         from weft.sweeps.search.optuna_study import import_optuna
 
         import_optuna()
-    objective = Objective(spec.objective, base_dir)
+    objective = TrialObjective(spec.objective, base_dir)
     previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
     spec, engine, notes = load_engine(spec, longest_of(spec))
     backbone = engine.backbone

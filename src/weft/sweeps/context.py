@@ -15,7 +15,7 @@ from weft.store.run_dir import RunDirectory
 from weft.sweeps.configure import Configurations
 from weft.sweeps.record.previous_sweep import PreviousSweep
 from weft.sweeps.record.trial import Trial
-from weft.sweeps.search.objective import Objective
+from weft.sweeps.search.objective import TrialObjective
 from weft.sweeps.search.samplers import Sampler
 
 
@@ -27,7 +27,7 @@ class SweepContext:
     space: Space
     sampler: Sampler
     sampler_name: str
-    objective: Objective
+    objective: TrialObjective
     engine: Engine
     configurations: Configurations
     folder: Path

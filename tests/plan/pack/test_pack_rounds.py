@@ -14,7 +14,7 @@ from weft.cost.types import LinearCost
 from weft.errors import PlanError
 from weft.plan.lemma import lemma_violations
 from weft.plan.pack import RoundLimits, pack_rounds
-from weft.plan.pack.packer import Work
+from weft.plan.pack.packer import PackingWork
 from weft.plan.types import Batch, JobQueue, Microbatch
 
 COST = LinearCost(fixed_s=2.0, token_s=1.0, pair_s=0.01)
@@ -205,13 +205,13 @@ def test_pack_rounds_when_the_device_computes_whole_tiles_then_small_samples_sha
     plan = pack_rounds(jobs, RoundLimits(256, 3), cost=Tiled(), budget_s=0)
     assert problems(plan, jobs) == []
     assert plan.num_microbatches <= 3 * 6
-    work = Work(Tiled(), 3, 256)
+    work = PackingWork(Tiled(), 3, 256)
     assert work.fixed == pytest.approx(2.0, rel=0.02) and work.sample(4) == pytest.approx(6 / 63)
 
 
 @given(st.integers(1, CAPACITY), st.floats(0, 10), st.floats(0.1, 10), st.floats(0, 1))
 def test_work_when_the_cost_is_a_sum_then_it_is_that_sum(length, fixed_s, token_s, pair_s):
-    work = Work(LinearCost(fixed_s=fixed_s, token_s=token_s, pair_s=pair_s), 2, CAPACITY)
+    work = PackingWork(LinearCost(fixed_s=fixed_s, token_s=token_s, pair_s=pair_s), 2, CAPACITY)
     assert work.fixed == pytest.approx(2 * fixed_s, abs=1e-9)
     assert work.sample(length) == pytest.approx(2 * (token_s * length + pair_s * length**2))
 

@@ -20,7 +20,7 @@ from weft.objectives.metrics import MeanScores
 from weft.spec import BackboneSpec
 from weft.spec.sweep import ObjectiveSpec
 from weft.sweeps.record.trial import TrialState
-from weft.sweeps.search.objective import Objective
+from weft.sweeps.search.objective import TrialObjective
 
 SCORE = "def length(rows):\n    assert set(rows[0]) == {'prompt', 'answer', 'reference'}\n    return len(rows)\n"
 
@@ -35,8 +35,8 @@ def eval_samples(backbone: Any, folder: Path, rows: list[dict]) -> Any:
     return load_dataset(["eval.jsonl"], backbone.tokenizer, max_length=64, base_dir=folder).samples
 
 
-def objective(folder: Path = Path(), **settings: Any) -> Objective:
-    return Objective(ObjectiveSpec(**settings), folder)
+def objective(folder: Path = Path(), **settings: Any) -> TrialObjective:
+    return TrialObjective(ObjectiveSpec(**settings), folder)
 
 
 def test_prompts_when_made_of_samples_then_are_those_of_the_data(backbone, tmp_path):

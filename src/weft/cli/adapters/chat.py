@@ -131,7 +131,7 @@ class Talk:
 
         backbone = self.loaded.backbone
         messages = [*self._messages, {"role": "user", "content": text}]
-        stream = Stream(backbone)
+        stream = AnswerStream(backbone)
         try:
             template = self.loaded.chat_templates[self.voice]
             prompt = prompt_of_chat(messages, backbone.tokenizer, chat_template=template)
@@ -158,7 +158,7 @@ class Talk:
         self._messages = [*messages, {"role": "assistant", "content": stream.text}]
 
 
-class Stream:
+class AnswerStream:
     """Prints an answer token by token, holding back characters that are not complete yet."""
 
     def __init__(self, backbone: Backbone) -> None:

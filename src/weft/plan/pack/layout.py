@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from weft.plan.pack.balance import Real, Whole
+from weft.plan.pack.balance import Mask, Real, Whole
 
 MAX_TRIED = 1024
 """Places that are all tried: five jobs on four stages."""
@@ -32,8 +31,6 @@ _SPARE_WEIGHT = 0.1
 """Large enough to decide between equals, small enough not to ask for more slots."""
 _COMMON_ROUNDS = 64
 """Rounds looked at to choose the common places; more change nothing."""
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _SOLVE_S = 1.0
 
 
 @dataclass
-class Work:
+class PackingWork:
     """Seconds on one stage, forward and backward, as a sum over samples and a fixed part.
 
     Exact for cost models of that form. Others, which compute whole tiles or read weights however few the tokens, count
@@ -77,7 +77,7 @@ class Packer:
     """Packs rounds, and remembers those it has seen: the same lengths in the same places are packed once."""
 
     limits: RoundLimits
-    work: Work
+    work: PackingWork
     keep_order: bool
     solved: dict[tuple[object, ...], tuple[list[int], int, int]] = field(default_factory=dict)
     """Slot of every sample, number of slots, and lower bound of the number of microbatches."""

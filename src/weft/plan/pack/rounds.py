@@ -27,7 +27,7 @@ from weft.plan.lemma import with_noops
 from weft.plan.pack.balance import Whole
 from weft.plan.pack.bounds import fewest_bins
 from weft.plan.pack.layout import Demand, choose_places, round_s, slot_counts
-from weft.plan.pack.packer import Packer, RoundTask, Work
+from weft.plan.pack.packer import Packer, PackingWork, RoundTask
 from weft.plan.pack.types import TOLERANCE, PackedRound, RoundLimits, RoundPlan, rounds_of
 from weft.plan.types import JobQueue, Microbatch, Segment
 
@@ -62,7 +62,7 @@ def pack_rounds(
     num_rounds = len(samples) if max_rounds is None else min(max_rounds, len(samples))
     # What follows decides where jobs should end, not how they are packed.
     samples = samples[: num_rounds + _LOOKED_AHEAD]
-    work = Work(cost or LinearCost(), limits.num_stages, limits.room)
+    work = PackingWork(cost or LinearCost(), limits.num_stages, limits.room)
     started = previous.rounds[:num_started] if previous else ()
     before = [m for r in started for m in r.slots]
     course = _Course.of(samples, limits, work)
@@ -87,7 +87,7 @@ class _Course:
     demand: Demand
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[Segment, ...]], limits: RoundLimits, work: Work) -> _Course:
+    def of(cls, samples: Sequence[tuple[Segment, ...]], limits: RoundLimits, work: PackingWork) -> _Course:
         jobs = sorted({s.job for segments in samples for s in segments})
         number = {j: i for i, j in enumerate(jobs)}
         work_RJ, tokens_RJ = np.zeros((len(samples), len(jobs))), np.zeros((len(samples), len(jobs)))

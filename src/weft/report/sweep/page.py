@@ -27,7 +27,7 @@ from weft.store.atomic import write_file
 
 SAVED_COLOUR = "transparent"
 ADAPTIVE_NOTE = "The sampler chose later trials by earlier ones, so parameters may have moved together."
-Part = tuple[str, str, str, float]
+PagePart = tuple[str, str, str, float]
 """Name, colour, amount in words, share in per cent."""
 
 
@@ -143,7 +143,7 @@ def _importance_note(board: Board, axes: Sequence[Axis]) -> str:
     return note if board.sampler in ("", "grid", "random") else f"{note} {ADAPTIVE_NOTE}"
 
 
-def _spent(board: Board) -> list[tuple[str, str, list[Part]]]:
+def _spent(board: Board) -> list[tuple[str, str, list[PagePart]]]:
     """Tokens and time: title, total, and the parts by what became of the trials; what was saved comes last."""
     spent = []
     for title, amount_of, words in (("tokens", "tokens", readable.count), ("time", "seconds", readable.duration)):

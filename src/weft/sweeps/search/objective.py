@@ -33,7 +33,7 @@ SPARE_TOKENS = 8
 Function = Callable[[list[dict[str, str]]], float]
 
 
-class Objective:
+class TrialObjective:
     """Judges trials by one metric."""
 
     def __init__(self, spec: ObjectiveSpec, base_dir: Path) -> None:

@@ -25,7 +25,7 @@ from weft.adapters.method import SlotWeights
 from weft.adapters.routing import Routing, SlotRows, Window
 from weft.kernels.dropout import drop, keep_mask
 
-Kept = list[tuple[torch.Tensor, torch.Tensor | None]]
+KeptRows = list[tuple[torch.Tensor, torch.Tensor | None]]
 """S and the dropout mask of every window."""
 
 
@@ -42,11 +42,11 @@ class LoraWeights(SlotWeights):
     key: int
     """Stable number of the module, part of every dropout key."""
 
-    def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> Kept:
+    def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> KeptRows:
         """y += scale · drop(x) Aᵀ Bᵀ."""
         a_RD, b_OR = self._compute(x_TD.dtype)
         a_DR, b_RO = a_RD.t(), b_OR.t()
-        kept: Kept = []
+        kept: KeptRows = []
         for window in rows.windows:
             keep_LD = self._keep(window, routing, x_TD.shape[1])
             s_LR = self._dropped(x_TD[window.computed], keep_LD).mm(a_DR)
@@ -55,7 +55,7 @@ class LoraWeights(SlotWeights):
         return kept
 
     def backward(
-        self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: Kept
+        self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: KeptRows
     ) -> None:
         """Adds to dA, dB and dx."""
         a_RD, b_OR = self._compute(dy_TO.dtype)
