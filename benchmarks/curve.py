@@ -34,7 +34,7 @@ from weft.backbone.load import load_backbone, load_plain_model
 from weft.bench import report
 from weft.bench.figures import Figure, Kind
 from weft.bench.output import check_files, conclude, say
-from weft.bench.peers import need_peft
+from weft.bench.steps.peers import need_peft
 from weft.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone

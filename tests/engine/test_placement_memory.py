@@ -12,9 +12,9 @@ import torch
 from tiny_models import dataset, finish, job_spec, random_backbone, random_sample, small_job, submit
 
 from weft.adapters.methods import cost_ranks
-from weft.bench.regimes import Storage
 from weft.bench.shapes import SHAPES
-from weft.bench.step import make_backbone
+from weft.bench.steps.regimes import Storage
+from weft.bench.steps.step import make_backbone
 from weft.cost.memory import MemoryModel
 from weft.cost.rows import capacities
 from weft.cost.shape import ModelShape

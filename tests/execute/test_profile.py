@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from weft.backbone.backbone import Backbone
-from weft.bench.regimes import Storage
 from weft.bench.shapes import SHAPES
-from weft.bench.step import make_backbone
+from weft.bench.steps.regimes import Storage
+from weft.bench.steps.step import make_backbone
 from weft.cost.profile import Profile
 from weft.errors import ConfigError
 from weft.execute.profile import ProfileCase, measure_case, measure_profile, profile_cases

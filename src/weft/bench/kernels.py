@@ -16,7 +16,7 @@ import torch
 
 from weft.bench.clock import Effort, in_turn_s, release, replayable
 from weft.bench.figures import Figure, Kind
-from weft.bench.regimes import MIXED_RANKS
+from weft.bench.steps.regimes import MIXED_RANKS
 from weft.errors import ConfigError, JobError, closest
 from weft.kernels.device import is_gpu
 from weft.kernels.dropout import drop, keep_mask, module_key, row_keys

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from weft.bench import session
+from weft.bench.steps import session
 from weft.errors import ModelError
 
 
@@ -82,7 +82,7 @@ def test_bench_when_it_cannot_run_then_one_sentence_says_why(words, sentence, re
 
 
 def test_bench_when_peft_is_not_installed_then_says_so_before_any_work(refused, monkeypatch):
-    monkeypatch.setattr("weft.bench.peers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("weft.bench.steps.peers.importlib.util.find_spec", lambda name: None)
     assert "PEFT, which Weft is measured beside, is not installed. Install it: pip" in refused(
         "bench", "step", "--model", "tiny"
     )

@@ -35,11 +35,12 @@ def step(
     quick: Quick = False,
 ) -> None:
     """Whole training steps: Weft beside PEFT, PEFT with Liger's kernels and the frozen model."""
-    from weft.bench import clock, report, session
+    from weft.bench import clock, report
     from weft.bench.output import check_files, conclude, say
-    from weft.bench.peers import need_peft
-    from weft.bench.regimes import PEFT_PROGRAMS, choose
     from weft.bench.shapes import find_shape
+    from weft.bench.steps import session
+    from weft.bench.steps.peers import need_peft
+    from weft.bench.steps.regimes import PEFT_PROGRAMS, choose
 
     for name in model or []:
         find_shape(name)
@@ -98,9 +99,9 @@ def agreement(
 ) -> None:
     """The fast path's gradients against the reference path's, for every kind of launch."""
     from weft.bench import report
-    from weft.bench.agreement import measure_agreement
     from weft.bench.output import check_files, conclude, say
     from weft.bench.shapes import find_shape
+    from weft.bench.steps.agreement import measure_agreement
 
     shape = find_shape(model)
     check_files(json, None)
@@ -120,7 +121,7 @@ def agreement(
 def serve(json: JsonFile = None) -> None:
     """The service under load: 1,000 jobs in the queue and 200 clients that poll while a worker trains."""
     from weft.bench.output import run_parts
-    from weft.bench.serve import PARTS, TARGETS
+    from weft.bench.service.load import PARTS, TARGETS
     from weft.cli.service.serve import need_serve
 
     need_serve()

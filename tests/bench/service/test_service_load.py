@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.serve import PARTS, TARGETS, Load, measure_load
-from weft.bench.serve_training import TrainedStep, read_steps, tokens_per_s
+from weft.bench.service.load import PARTS, TARGETS, Load, measure_load
+from weft.bench.service.training import TrainedStep, read_steps, tokens_per_s
 
 
 def test_load_when_measured_then_every_figure_is_there_and_plausible(monkeypatch):
     """A small load on a real service: 12 jobs, 8 clients of two tenants."""
-    from weft.bench import serve
+    from weft.bench.service import load
 
-    monkeypatch.setattr(serve, "TENANTS", ("acme", "globex"))
-    monkeypatch.setattr(serve, "POLL_S", {"serve": 0.5})
+    monkeypatch.setattr(load, "TENANTS", ("acme", "globex"))
+    monkeypatch.setattr(load, "POLL_S", {"serve": 0.5})
     figures = measure_load(Load(num_jobs=12, num_clients=8, stretch_s=6.0, num_pairs=1))
     wanted = {key.replace("_1000_", "_12_") for key in TARGETS if "eager" not in key}
     assert len(wanted) == 6 and wanted <= figures.keys()

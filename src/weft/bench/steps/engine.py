@@ -13,8 +13,8 @@ from pathlib import Path
 
 from weft.backbone.backbone import Backbone
 from weft.bench.clock import Effort, Measured, peak_gb
-from weft.bench.regimes import BenchRun
-from weft.bench.samples import packed_samples
+from weft.bench.steps.regimes import BenchRun
+from weft.bench.steps.samples import packed_samples
 from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone

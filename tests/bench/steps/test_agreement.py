@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from weft.backbone.fused import layer
-from weft.bench.agreement import measure_agreement
 from weft.bench.shapes import find_shape
+from weft.bench.steps.agreement import measure_agreement
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from weft.backbone.backbone import Backbone
-from weft.bench import engine as module
 from weft.bench.clock import Effort
-from weft.bench.engine import measure_engine
-from weft.bench.regimes import BF16, FEW, BenchProgram, BenchRun
 from weft.bench.shapes import SHAPES
-from weft.bench.step import BenchJobs, make_backbone, measure
+from weft.bench.steps import engine as module
+from weft.bench.steps.engine import measure_engine
+from weft.bench.steps.regimes import BF16, FEW, BenchProgram, BenchRun
+from weft.bench.steps.step import BenchJobs, make_backbone, measure
 
 CPU = torch.device("cpu")
 RUN = BenchRun(BenchProgram.WEFT_ENGINE, FEW)

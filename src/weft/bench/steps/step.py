@@ -19,12 +19,12 @@ from weft.backbone.fused.memory import Memory
 from weft.backbone.load import fp8_copies
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.scores import PendingScores
-from weft.bench.bits import measure_bits
 from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
-from weft.bench.engine import measure_engine
-from weft.bench.regimes import BenchProgram, BenchRun, Storage, Workload
-from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
+from weft.bench.steps.bits import measure_bits
+from weft.bench.steps.engine import measure_engine
+from weft.bench.steps.regimes import BenchProgram, BenchRun, Storage, Workload
+from weft.bench.steps.samples import packed_samples
 from weft.errors import JobError
 from weft.execute.optimizer import Optimizer, Results, step_together
 from weft.kernels.device import is_gpu

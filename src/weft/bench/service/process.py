@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from weft.bench.serve_clients import Answers, Plan, write_plan
+from weft.bench.service.clients import Answers, Plan, write_plan
 from weft.errors import WeftError
 
 START_S, STOP_S = 120.0, 90.0
@@ -68,7 +68,7 @@ class Service:
 
 def run_clients(plan: Plan) -> Answers:
     """Lets clients in a process of their own follow a plan, to its end."""
-    command = [sys.executable, "-m", "weft.bench.serve_clients"]
+    command = [sys.executable, "-m", "weft.bench.service.clients"]
     done = subprocess.run(command, input=write_plan(plan), capture_output=True, text=True, start_new_session=True)
     if done.returncode != 0:
         raise WeftError(f"a client ended with {done.stderr.strip()[-500:]}", where="weft bench serve")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.bench.serve_clients import Ask, Plan, follow, read_plan, write_plan
+from weft.bench.service.clients import Ask, Plan, follow, read_plan, write_plan
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

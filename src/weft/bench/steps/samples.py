@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from weft.bench.regimes import Workload
+from weft.bench.steps.regimes import Workload
 from weft.data.sample import Sample
 
 SEED = 20260101

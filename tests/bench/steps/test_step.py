@@ -10,10 +10,10 @@ import torch
 from weft.adapters.frozen import Dense
 from weft.backbone.backbone import Backbone
 from weft.bench.clock import QUICK
-from weft.bench.regimes import BF16, FEW, HANDFUL, BenchProgram, BenchRun, Storage
-from weft.bench.samples import packed_samples
 from weft.bench.shapes import SHAPES, build
-from weft.bench.step import BenchJobs, make_backbone, measure
+from weft.bench.steps.regimes import BF16, FEW, HANDFUL, BenchProgram, BenchRun, Storage
+from weft.bench.steps.samples import packed_samples
+from weft.bench.steps.step import BenchJobs, make_backbone, measure
 from weft.errors import JobError
 
 CPU = torch.device("cpu")

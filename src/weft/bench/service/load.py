@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.bench.figures import Kind, Parts, Targets
-from weft.bench.serve_clients import Ask, Plan
-from weft.bench.serve_process import Service, run_clients, running_service
-from weft.bench.serve_training import TrainedStep, read_steps, tokens_per_s
+from weft.bench.service.clients import Ask, Plan
+from weft.bench.service.process import Service, run_clients, running_service
+from weft.bench.service.training import TrainedStep, read_steps, tokens_per_s
 from weft.demo.skills import SKILLS
 from weft.errors import WeftError
 

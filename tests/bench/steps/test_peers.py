@@ -8,9 +8,10 @@ import types
 import pytest
 import torch
 
-from weft.bench import peers
 from weft.bench.clock import Effort, Measured
-from weft.bench.peers import (
+from weft.bench.shapes import SHAPES, build
+from weft.bench.steps import peers
+from weft.bench.steps.peers import (
     Missing,
     adapter_steps,
     best_batch,
@@ -19,9 +20,8 @@ from weft.bench.peers import (
     measure_peers,
     with_adapter,
 )
-from weft.bench.regimes import HANDFUL, BenchProgram, BenchRun
-from weft.bench.samples import padded_batch
-from weft.bench.shapes import SHAPES, build
+from weft.bench.steps.regimes import HANDFUL, BenchProgram, BenchRun
+from weft.bench.steps.samples import padded_batch
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]

@@ -18,10 +18,10 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.bench.clock import release
 from weft.bench.figures import Figure, Kind
-from weft.bench.regimes import BF16, Workload
-from weft.bench.samples import packed_samples
 from weft.bench.shapes import Shape
-from weft.bench.step import make_backbone
+from weft.bench.steps.regimes import BF16, Workload
+from weft.bench.steps.samples import packed_samples
+from weft.bench.steps.step import make_backbone
 from weft.kernels.dropout import mix
 from weft.spec import AdapterSpec
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from weft.bench.clock import Effort, Measured, median_s, peak_gb, release
-from weft.bench.regimes import BenchProgram, BenchRun
-from weft.bench.samples import padded_batch
 from weft.bench.shapes import Shape, build
+from weft.bench.steps.regimes import BenchProgram, BenchRun
+from weft.bench.steps.samples import padded_batch
 from weft.errors import MissingExtraError
 from weft.kernels.device import is_gpu
 

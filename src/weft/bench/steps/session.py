@@ -17,11 +17,11 @@ import torch
 
 from weft.bench.clock import Effort, Measured, release
 from weft.bench.figures import Figure, Kind
-from weft.bench.peers import Missing, measure_peers
-from weft.bench.regimes import MAIN_SHAPE, OURS, BenchProgram, BenchRun, Regime
-from weft.bench.roofline import measure_roofline
 from weft.bench.shapes import Shape, find_shape
-from weft.bench.step import make_backbone, measure
+from weft.bench.steps.peers import Missing, measure_peers
+from weft.bench.steps.regimes import MAIN_SHAPE, OURS, BenchProgram, BenchRun, Regime
+from weft.bench.steps.roofline import measure_roofline
+from weft.bench.steps.step import make_backbone, measure
 from weft.kernels.device import is_cpu
 
 

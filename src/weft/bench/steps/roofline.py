@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from weft.bench.clock import Measured, median_s
-from weft.bench.regimes import Workload
 from weft.bench.shapes import Shape
+from weft.bench.steps.regimes import Workload
 
 SIDE = 8192
 

@@ -10,7 +10,8 @@ import torch
 from weft.bench.clock import Measured
 from weft.bench.figures import Kind
 from weft.bench.kernels import CASES
-from weft.bench.regimes import (
+from weft.bench.shapes import SHAPES
+from weft.bench.steps.regimes import (
     FOUR,
     MAIN_SHAPE,
     MIXED_RANKS,
@@ -21,10 +22,9 @@ from weft.bench.regimes import (
     choose,
     regimes_of,
 )
-from weft.bench.roofline import seconds_per_token
-from weft.bench.samples import packed_samples, padded_batch
-from weft.bench.session import figure
-from weft.bench.shapes import SHAPES
+from weft.bench.steps.roofline import seconds_per_token
+from weft.bench.steps.samples import packed_samples, padded_batch
+from weft.bench.steps.session import figure
 from weft.errors import ConfigError
 
 WANTED = {
