@@ -60,7 +60,7 @@ class SlotWeights(ABC):
 
     def change_input(self, x_TD: torch.Tensor, rows: SlotRows) -> None:
         """Turns a copy of x into what the frozen product sees; asked only of those that say `changes_input`."""
-        raise NotImplementedError
+        raise AssertionError("a method that says `changes_input` has this hook")
 
     @abstractmethod
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> Any:
@@ -68,7 +68,7 @@ class SlotWeights(ABC):
 
     def change_gradient(self, dy_TO: torch.Tensor, rows: SlotRows) -> None:
         """Turns a copy of dy into the gradient of the frozen product; asked only of those that `changes_gradient`."""
-        raise NotImplementedError
+        raise AssertionError("a method that says `changes_gradient` has this hook")
 
     @abstractmethod
     def backward(
