@@ -95,15 +95,15 @@ def test_answer_when_interrupted_then_keeps_what_was_said_and_goes_on(
     loaded: Attached, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     talk = chat_verb.Talk(loaded, Decoding(max_new_tokens=20), None, interactive=True)
-    take = chat_verb.Stream.take
+    take = chat_verb.AnswerStream.take
 
-    def interrupted(stream: chat_verb.Stream, which: int, token: int) -> None:
+    def interrupted(stream: chat_verb.AnswerStream, which: int, token: int) -> None:
         take(stream, which, token)
         if stream.text == "pla":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(chat_verb.Stream, "take", interrupted)
+        patch.setattr(chat_verb.AnswerStream, "take", interrupted)
         talk.hear("planet")
     assert capsys.readouterr().out == "pla\n(stopped)\n"
     # The backbone takes up any pattern of a conversation, so the next answer shows that the cut one was kept.
@@ -114,7 +114,7 @@ def test_answer_when_interrupted_then_keeps_what_was_said_and_goes_on(
 def test_stream_when_a_character_spans_tokens_then_prints_it_once_it_is_whole(
     loaded: Attached, capsys: pytest.CaptureFixture[str]
 ):
-    stream = chat_verb.Stream(loaded.backbone)
+    stream = chat_verb.AnswerStream(loaded.backbone)
     printed = []
     for token in loaded.backbone.tokenizer.encode("né!", add_special_tokens=False):
         stream.take(0, token)
