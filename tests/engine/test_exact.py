@@ -51,10 +51,11 @@ def jobs() -> list[Job]:
         (job_spec(f"job{i}", max_steps=STEPS, seed=i, **s), random_data(i, num_samples=14 + i))
         for i, s in enumerate(settings)
     ]
-    # Chosen by outcome: of eight seeds tried (9 to 12, 18 to 21), six were above the bound in some case, the reference
-    # path included; a larger adam_epsilon did not help. Without weights two of eight were, in one case. Cause unknown.
-    weighted = job_spec("weighted", max_steps=STEPS, adapter={"r": 4})
-    return [*made, (weighted, weighted_data(random_data(21)))]
+    # Adam divides by the gradient's own size plus epsilon: where a gradient crosses zero, its rounding is multiplied by
+    # up to 1/epsilon. At epsilon 1e-8, PEFT in fp32 ends up to 6e-4 from PEFT in fp64 for some data of this job, and
+    # Weft up to 7e-4. An epsilon above the rounding takes chance out: with it nine of nine seeds were below 7e-6.
+    weighted = job_spec("weighted", max_steps=STEPS, adapter={"r": 4}, adam_epsilon=1e-3)
+    return [*made, (weighted, weighted_data(random_data(len(made))))]
 
 
 NAMES = {"lora": ("lora_A", "lora_B"), "ia3": ("ia3_l",)}
