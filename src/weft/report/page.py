@@ -13,13 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from weft import __version__
 from weft.report import readable
 from weft.report.charts import draw_charts
-from weft.report.document import Cell, json_for_script, template_file, templates
-from weft.report.figure import graph_objects
+from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates
 from weft.report.palette import job_colours
 from weft.report.run_data import JobReport, RunData, read_run
 from weft.report.time_charts import drawn_microbatches
@@ -72,9 +69,7 @@ def write_report(run_dir: Path, *, extra: ReportExtra | None = None) -> Path:
 
 def render(run: RunData, extra: ReportExtra | None = None) -> str:
     """The page as text."""
-    graph_objects()  # a missing plotly is reported before any work
-    from plotly.offline import get_plotlyjs
-
+    plotly = packed_plotly()  # a missing plotly is reported before any work
     environment = templates()
     charts = draw_charts(run)
     shown, total = len(drawn_microbatches(run)), len(run.microbatches)
@@ -90,9 +85,9 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
         extra=extra,
         skill_colours=dict(zip((job.name for job in run.jobs), job_colours(len(run.jobs)), strict=True)),
         readable=readable,
-        plotly=Markup(get_plotlyjs()),
-        style=Markup(template_file(environment, "page.css")),
-        script=Markup(template_file(environment, "page.js")),
+        plotly=plotly,
+        style=template_file(environment, "page.css"),
+        scripts=[template_file(environment, name) for name in ("page.js", "plotly.js")],
         version=__version__,
     )
 

@@ -11,12 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from weft import __version__
 from weft.report import readable
-from weft.report.document import Cell, json_for_script, template_file, templates
-from weft.report.figure import graph_objects
+from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates
 from weft.report.sweep.board import STATES, Board, BoardTrial, read_board
 from weft.report.sweep.charts import draw_sweep_charts
 from weft.report.sweep.figure import BEST_COLOUR, STATE_COLOURS, looks
@@ -39,9 +36,7 @@ def write_sweep_report(path: Path, board: Mapping[str, Any]) -> None:
 
 def render_sweep(board: Board, *, name: str) -> str:
     """The page as text."""
-    graph_objects()  # a missing plotly is reported before any work
-    from plotly.offline import get_plotlyjs
-
+    plotly = packed_plotly()  # a missing plotly is reported before any work
     environment = templates()
     charts = draw_sweep_charts(board)
     axes = varied_axes(board)
@@ -63,9 +58,9 @@ def render_sweep(board: Board, *, name: str) -> str:
         importance_note=_importance_note(board, axes),
         spent=_spent(board),
         readable=readable,
-        plotly=Markup(get_plotlyjs()),
-        style=Markup(template_file(environment, "page.css") + template_file(environment, "sweep.css")),
-        scripts=[Markup(template_file(environment, name)) for name in ("page.js", "sweep.js")],
+        plotly=plotly,
+        style=template_file(environment, "page.css") + template_file(environment, "sweep.css"),
+        scripts=[template_file(environment, name) for name in ("page.js", "sweep.js", "plotly.js")],
         version=__version__,
     )
 

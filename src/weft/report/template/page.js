@@ -1,5 +1,5 @@
 "use strict";
-(() => {
+document.addEventListener("plotly", () => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const names = Object.keys(figures);
   const isTouch = matchMedia("(pointer: coarse)").matches;
@@ -89,4 +89,4 @@
       table.append(...keyed.map(([, body]) => body));
     });
   }
-})();
+});

@@ -1,5 +1,5 @@
 "use strict";
-(() => {
+document.addEventListener("plotly", () => {
   const charts = [...document.querySelectorAll(".chart")];
   const buttons = new Map([...document.querySelectorAll("[data-pick]")].map((button) => [Number(button.dataset.pick), button]));
   const unpick = document.querySelector(".unpick");
@@ -50,4 +50,4 @@
     if (event.key === "Escape" && picked !== null) pick(picked);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(show));
-})();
+});
