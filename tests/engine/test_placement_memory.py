@@ -57,6 +57,7 @@ class FakeGpu:
         executor.facts = SimpleNamespace(state_bytes=state_bytes(executor.backbone))  # type: ignore[assignment]
         named: Any = {job.spec.name: job for job in jobs}
         self.places = Placement(executor, named, max_jobs=None, job_memory=None, weights={})
+        self.places._seated = {job.name for job in jobs if job.allocated}
         self.allocated = self.weights + sum(job.allocated for job in jobs)
         given = {
             "max_memory_allocated": lambda _: self.peak,
@@ -95,9 +96,9 @@ def placed(name: str, slot: int | None, patience: int | None = None, num_paramet
         name=name, early_stopping_patience=patience, adapter=AdapterSpec(r=8, rank_pattern={"q_proj": 16})
     )
     return SimpleNamespace(
+        name=name,
         spec=spec,
         num_parameters=num_parameters,
-        status=SimpleNamespace(has_place=slot is not None),
         progress=SimpleNamespace(has_best=False),
         allocated=18 * num_parameters if slot else 0,
     )

@@ -151,9 +151,11 @@ def test_preview_when_taken_during_or_after_training_then_no_job_changes(state):
     engine = prepared(backbone)
     if state == "done":
         engine.run()
-        before = {name: (job.state, job.step, job.status.has_place) for name, job in engine.jobs.items()}
+        before = {name: (job.state, job.step, engine._places.has_place(job)) for name, job in engine.jobs.items()}
         preview(engine)
-        assert {name: (job.state, job.step, job.status.has_place) for name, job in engine.jobs.items()} == before
+        assert {
+            name: (job.state, job.step, engine._places.has_place(job)) for name, job in engine.jobs.items()
+        } == before
         return
 
     def look(engine: Engine, event) -> None:

@@ -178,7 +178,7 @@ class Engine:
             self._stopping = False
             preempted = [job for job in self._places.waiting() if job.status.has_started]
             for job in [*self._lifecycle.running(), *preempted]:
-                yield from list(self._lifecycle.pause(job, RUN_STOPPED))
+                yield from list(self._lifecycle.transitions.pause(job, RUN_STOPPED))
         try:
             self._keeper.write_timeline(self.timeline)
         except StorageError as error:

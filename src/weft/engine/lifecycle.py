@@ -1,4 +1,4 @@
-"""What becomes of jobs at step boundaries: they start, wait, give way, pause and leave; microbatches get smaller."""
+"""What is decided about jobs at step boundaries by admission, by users and by a full memory."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.engine.capacity import NO_ROOM, OUT_OF_MEMORY, CapacityLimit, too_long
-from weft.engine.events import (
-    Event,
-    JobCancelled,
-    JobFailed,
-    JobPaused,
-    JobPreempted,
-    JobResumed,
-    JobStarted,
-    JobWaiting,
-    JobWarning,
-)
+from weft.engine.events import Event, JobWarning
 from weft.engine.live_job import LiveJob
 from weft.engine.placement import Placement
 from weft.engine.program_run import rewind
 from weft.engine.recorder import RunRecorder
 from weft.engine.timeline import TimelineRecorder
+from weft.engine.transitions import JobTransitions
 from weft.errors import CheckpointError, DataError, StorageError
 from weft.execute.protocol import Executor
 from weft.job_state import JobState, Reason, ReasonCode
@@ -58,6 +49,7 @@ class Lifecycle:
         self.places = places
         self.keeper = keeper
         self.timeline = timeline
+        self.transitions = JobTransitions(executor, places, keeper, timeline)
 
     def running(self) -> list[LiveJob]:
         """The jobs that train."""
@@ -70,12 +62,11 @@ class Lifecycle:
         if job.state.is_final:
             return
         if command.action == "cancel":
-            yield from self.leave(job, JobState.CANCELLED, Reason(ReasonCode.CANCELLED, "cancelled"))
-            yield JobCancelled(job.name, job.step)
+            yield from self.transitions.cancel(job)
         elif command.action == "pause" and job.state is not JobState.PAUSED:
-            yield from self.pause(job, None)
+            yield from self.transitions.pause(job, None)
         elif command.action == "resume" and job.state is JobState.PAUSED:
-            job.status.wait(None, has_heard=False)
+            self.transitions.queue(job)
 
     def admit(self) -> list[Event]:
         """Does what admission decides: some jobs start or go on, some give way, the others hear why they wait."""
@@ -85,17 +76,13 @@ class Lifecycle:
         with self.timeline.span("plan"):
             decision = self.places.decide(self.room.capacity)
         for held in decision.refuse:
-            job = self.jobs[held.job]
-            events += [*self.leave(job, JobState.FAILED, held.reason), JobFailed(held.job, job.step, held.reason)]
+            events += self.transitions.fail(self.jobs[held.job], held.reason)
         for held in decision.preempt:
-            events += self._preempt(self.jobs[held.job], held.reason)
+            events += self.transitions.preempt(self.jobs[held.job], held.reason)
         for name in decision.start:
             events += self._start(self.jobs[name])
         for held in decision.wait:
-            job = self.jobs[held.job]
-            if not job.status.has_heard:
-                job.status.has_heard = True
-                events.append(JobWaiting(held.job, job.step, held.reason))
+            events += self.transitions.tell_waiting(self.jobs[held.job], held.reason)
         return events
 
     def fit_microbatches(self) -> list[Event]:
@@ -103,31 +90,6 @@ class Lifecycle:
         said = None if self.running() else self.room.fit(self.places)
         names = tuple(job.name for job in self.places.waiting())
         return [] if said is None else [JobWarning(names, said)]
-
-    def leave(self, job: LiveJob, state: JobState, reason: Reason | None = None) -> list[Event]:
-        """The job's slot becomes free for others; what cannot be written about that is only a warning."""
-        self.places.take(job)
-        job.status.become(state, reason)
-        try:
-            self.keeper.flush(job)
-            self.keeper.write_status(job, self.timeline.now())
-        except StorageError as error:
-            return [JobWarning((job.name,), f"its end could not be recorded: {error}")]
-        return []
-
-    def pause(self, job: LiveJob, reason: Reason | None, *, save: bool = True) -> Iterator[Event]:
-        """Keeps a job at its last step boundary, saved unless told otherwise, with its place free for others."""
-        job.status.become(JobState.PAUSED, reason)
-        rewind(self.executor, job)
-        try:
-            # Before its first start, what is in memory is not the job's state; that may be on disk.
-            if save and job.status.has_started:
-                yield from self.keeper.save(job, self.timeline.now())
-            self.keeper.write_status(job, self.timeline.now())
-        except StorageError as error:
-            job.status.become(JobState.PAUSED, Reason.of(error))
-        self.places.take(job)
-        yield JobPaused(job.name, job.step, job.reason)
 
     def make_room(self, names: Sequence[str]) -> list[Event]:
         """After the memory ran out: smaller microbatches; the jobs concerned go on from their last step.
@@ -142,22 +104,11 @@ class Lifecycle:
         before = self.room.capacity
         if not self.room.shrink():
             for job in self.room.holders():
-                reason = too_long(job.longest)
-                events += [*self.leave(job, JobState.FAILED, reason), JobFailed(job.name, job.step, reason)]
+                events += self.transitions.fail(job, too_long(job.longest))
             self.room.shrink()
         if self.running() and self.room.capacity < before:
             events.append(JobWarning(tuple(names), OUT_OF_MEMORY.format(before=before, now=self.room.capacity)))
         return events
-
-    def _preempt(self, job: LiveJob, reason: Reason) -> Iterator[Event]:
-        """Lets a job wait at its last step boundary, its state on the CPU."""
-        job.status.wait(reason, has_heard=True)
-        self.places.take(job)
-        try:
-            self.keeper.write_status(job, self.timeline.now())
-        except StorageError as error:
-            yield JobWarning((job.name,), f"that it waits could not be recorded: {error}")
-        yield JobPreempted(job.name, job.step, reason)
 
     def _start(self, job: LiveJob) -> Iterator[Event]:
         """Gives the job a slot, and, the first time, its state from the run directory."""
@@ -166,33 +117,23 @@ class Lifecycle:
                 raise DataError(f"a sample of {job.longest} tokens is above the capacity of {self.room.capacity}.")
             if not job.status.has_started:
                 yield from self.keeper.open(job)
-            job.status.become(JobState.RUNNING)
-            self.keeper.write_status(job, self.timeline.now())
+            self.transitions.run(job)
         except StorageError as error:
-            job.status.become(JobState.PAUSED, Reason.of(error))
-            yield JobPaused(job.name, job.step, job.reason)
+            yield from self.transitions.pause_unrecorded(job, error)
             return
         except (DataError, CheckpointError) as error:
-            yield from self.leave(job, JobState.FAILED, Reason.of(error))
-            yield JobFailed(job.name, job.step, Reason.of(error))
+            yield from self.transitions.fail(job, Reason.of(error))
             return
         if not self.places.give(job):
             yield from self._do_without(job)
-        elif job.status.has_started:
-            yield JobResumed(job.name, job.step)
-        else:
-            job.status.has_started = True
+            return
+        if not job.status.has_started:
             self.timeline.offset_s = max(self.timeline.offset_s, self.keeper.elapsed_s(job))
-            # A job restored at its end still has to write its adapter.
-            job.status.settled_step = -1 if job.progress.is_complete else job.step
-            yield JobStarted(job.name, job.step, job.num_steps)
+        yield from self.transitions.tell_running(job)
 
-    def _do_without(self, job: LiveJob) -> Iterator[Event]:
+    def _do_without(self, job: LiveJob) -> list[Event]:
         """After the memory for a job turned out not to be there: it waits for others to end, or fails if alone."""
         self.executor.release_memory()
-        if any(other.status.has_place for other in self.jobs.values()):
-            job.status.wait(None, has_heard=True)
-            yield JobWaiting(job.name, job.step, LESS_WAS_FREE)
-            return
-        yield from self.leave(job, JobState.FAILED, NO_ROOM)
-        yield JobFailed(job.name, job.step, NO_ROOM)
+        if self.places.is_empty():
+            return self.transitions.fail(job, NO_ROOM)
+        return self.transitions.wait(job, LESS_WAS_FREE)

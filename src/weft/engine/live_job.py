@@ -1,6 +1,7 @@
 """A job in the engine: its specification and data, how far it has come, and where it stands.
 
-Its tensors are the executor's. Progress is written by its own methods alone, status by those of this file.
+Its tensors are the executor's. Its progress is changed by its own methods, its status by `JobTransitions`, and what is
+settled by `Settlement`.
 """
 
 from __future__ import annotations
@@ -26,38 +27,28 @@ class EvalResult:
     """Its share of the time."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobStatus:
-    """Where a job stands, as the engine alone needs to know it."""
+    """Where a job stands; `JobTransitions` alone replaces it."""
 
     state: JobState = JobState.QUEUED
     reason: Reason | None = None
-    has_place: bool = False
-    """It has a seat on the backbone."""
     has_started: bool = False
     """It has had a seat in this engine, so its state is the one in memory."""
     has_heard: bool = False
     """Its owner has been told that it waits."""
-    settled_step: int = 0
-    """The last step after which everything due is done: metrics, evaluation, checkpoint, adapter."""
-    evaluated_step: int = 0
-    saved_step: int = 0
-    looked: EvalResult | None = None
-    """The evaluation after its last step, if it was done together with others."""
 
-    def become(self, state: JobState, reason: Reason | None = None) -> None:
-        """Changes the state, with the reason that belongs to it."""
-        self.state, self.reason = state, reason
 
-    def wait(self, reason: Reason | None, *, has_heard: bool) -> None:
-        """Queues the job for a place."""
-        self.become(JobState.QUEUED, reason)
-        self.has_heard = has_heard
+@dataclass
+class SettledSteps:
+    """The last step after which each thing that is due has been done; `Settlement` writes it as it does them."""
 
-    def go_back_to(self, step: int) -> None:
-        """Takes everything as done that belongs to a step from which the job goes on."""
-        self.settled_step = self.evaluated_step = self.saved_step = step
-        self.looked = None
+    last: int = 0
+    """Everything: metrics, evaluation, checkpoint, adapter."""
+    evaluated: int = 0
+    saved: int = 0
+    untold: EvalResult | None = None
+    """The evaluation after the last step, if it was done together with others."""
 
 
 class LiveJob:
@@ -68,6 +59,7 @@ class LiveJob:
         self.data = data
         self.progress = JobProgress(spec, data)
         self.status = JobStatus()
+        self.settled = SettledSteps()
         self.num_parameters = 0
         """That are trained, once the executor knows the job."""
         self.lane = ""
@@ -113,12 +105,12 @@ class LiveJob:
     @property
     def is_settled(self) -> bool:
         """Everything is done that belongs after its last step."""
-        return self.status.settled_step == self.step
+        return self.settled.last == self.step
 
     @property
     def is_looked_at(self) -> bool:
         """The evaluation after the last step is done, but not yet told."""
-        return self.status.looked is not None and self.status.looked.step == self.step
+        return self.settled.untold is not None and self.settled.untold.step == self.step
 
     def queue(self) -> JobQueue:
         """The job's next global batches, for a planner."""
@@ -130,7 +122,7 @@ class LiveJob:
 
     def is_eval_due(self) -> bool:
         """An evaluation belongs after the last step and is not done yet."""
-        if self.data.eval is None or self.status.evaluated_step == self.step:
+        if self.data.eval is None or self.settled.evaluated == self.step:
             return False
         every = self.spec.eval_steps or self.progress.order.steps_per_epoch
         return self.step % every == 0 or self.step == self.num_steps
@@ -138,4 +130,4 @@ class LiveJob:
     def is_save_due(self) -> bool:
         """A checkpoint belongs after the last step and is not written yet."""
         is_due = self.step % self.spec.save_steps == 0 or self.progress.is_complete
-        return self.status.saved_step != self.step and is_due
+        return self.settled.saved != self.step and is_due

@@ -42,6 +42,8 @@ class Placement:
         self._executor = executor
         self._jobs = jobs
         self._max_jobs = max_jobs
+        self._seated: set[str] = set()
+        """Jobs with a place."""
         self._job_memory = job_memory
         self._measured_bytes: int | None = None
         """What a GPU has held at most besides its jobs, once microbatches have run."""
@@ -100,7 +102,7 @@ class Placement:
         job.progress.rewind()
         with suppress(ReplicaMemoryError):
             self._executor.seat(job.name)
-            job.status.has_place = True
+            self._seated.add(job.name)
             return True
         held = self.held_bytes()
         if held:
@@ -109,10 +111,18 @@ class Placement:
 
     def take(self, job: LiveJob) -> None:
         """Takes a job off the backbone; its state waits on the CPU."""
-        if job.status.has_place:
-            job.status.has_place = False
+        if self.has_place(job):
+            self._seated.remove(job.name)
             job.progress.rewind()
             self._executor.unseat(job.name)
+
+    def has_place(self, job: LiveJob) -> bool:
+        """Whether a job is on the backbone."""
+        return job.name in self._seated
+
+    def is_empty(self) -> bool:
+        """Whether no job is on the backbone."""
+        return not self._seated
 
     def held_bytes(self) -> int:
         """What the jobs with a place take, or will once each has a best to keep."""
@@ -152,7 +162,7 @@ class Placement:
         return 4 * job.num_parameters if job.spec.early_stopping_patience else 0
 
     def _placed(self) -> list[LiveJob]:
-        return [job for job in list(self._jobs.values()) if job.status.has_place]
+        return [job for job in list(self._jobs.values()) if self.has_place(job)]
 
     def _in_state(self, state: JobState) -> list[LiveJob]:
         # A copy at once: other threads may submit while we look.
@@ -190,7 +200,7 @@ class Placement:
         for job in list(self._jobs.values()):
             served[job.spec.tenant] = served.get(job.spec.tenant, 0) + job.num_tokens
         present = {job.spec.tenant for job in (*waiting, *running)}
-        stayed = {job.spec.tenant for job in (*waiting, *running) if job.status.has_place or job.status.has_heard}
+        stayed = {job.spec.tenant for job in (*waiting, *running) if self.has_place(job) or job.status.has_heard}
         had = {tenant: served[tenant] + self._credit.get(tenant, 0) for tenant in present}
         weight = {tenant: self._weights.get(tenant, 1.0) for tenant in present}
         least = min((had[tenant] / weight[tenant] for tenant in stayed), default=0.0)

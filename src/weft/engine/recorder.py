@@ -72,7 +72,6 @@ class RunRecorder:
             yield JobWarning((name,), f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
         self._unwritten.pop(name, None)
         job.progress.restore(checkpoint.step, checkpoint.state)
-        job.status.go_back_to(checkpoint.step)
         self._executor.restore(name, checkpoint.tensors)
         self._elapsed[name] = checkpoint.state["elapsed_s"]
         self.run_dir.truncate_metrics(name, checkpoint.step)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weft.engine.events import EvalDone, Event, JobFailed, JobSucceeded
+from weft.engine.events import EvalDone, Event
 from weft.engine.lifecycle import Lifecycle
 from weft.engine.live_job import EvalResult, LiveJob
 from weft.engine.program_run import ProgramRun
 from weft.errors import StorageError
 from weft.execute.protocol import EvaluationWork, ReplicaMemoryError
-from weft.job_state import JobState, Reason
+from weft.job_state import Reason
 
 
 class Settlement:
@@ -18,6 +18,7 @@ class Settlement:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._jobs = lifecycle
+        self._transitions = lifecycle.transitions
         self._executor = lifecycle.executor
         self._keeper = lifecycle.keeper
         self._timeline = lifecycle.timeline
@@ -28,8 +29,7 @@ class Settlement:
         A disk that is full pauses the job; once resumed, it goes on with what was not done.
         """
         if job.progress.diverged:
-            remarks = self._jobs.leave(job, JobState.FAILED, job.progress.diverged)
-            yield from [*remarks, JobFailed(job.name, job.step, job.progress.diverged)]
+            yield from self._transitions.fail(job, job.progress.diverged)
             return
         has_room = True
         try:
@@ -42,14 +42,14 @@ class Settlement:
             if job.is_save_due():
                 with self._timeline.span("checkpoint", jobs={job.name: 0}):
                     saved = list(self._keeper.save(job, self._timeline.now()))
-                job.status.saved_step = job.step
+                job.settled.saved = job.step
                 yield from saved
             if job.progress.is_complete:
                 yield from self._finish(job)
-            job.status.settled_step = job.step
+            job.settled.last = job.step
         except StorageError as error:
             # The weights in memory are good; what cannot go on is writing. The neighbours may write elsewhere.
-            yield from list(self._jobs.pause(job, Reason.of(error), save=False))
+            yield from list(self._transitions.pause(job, Reason.of(error), save=False))
         except ReplicaMemoryError:
             has_room = False
         if not has_room:
@@ -64,14 +64,14 @@ class Settlement:
                 other for other in others if other.is_eval_due() and not (other.is_looked_at or other.progress.diverged)
             ]
             self._look_at([job, *due])
-        looked, progress = job.status.looked, job.progress
+        looked, progress = job.settled.untold, job.progress
         assert looked is not None
         is_best = progress.is_best(looked.means.loss)
         if is_best and job.spec.early_stopping_patience is not None:
             # First: without the memory for it nothing has changed, and the evaluation is noted again.
             self._executor.keep_best(job.name)
         progress.record_eval(looked.means.loss)
-        job.status.evaluated_step, job.status.looked = job.step, None
+        job.settled.evaluated, job.settled.untold = job.step, None
         event = EvalDone(
             job.name,
             step=job.step,
@@ -97,11 +97,11 @@ class Settlement:
             )
         whole_s, total = self._timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
         for job, means in zip(jobs, found, strict=True):
-            job.status.looked = EvalResult(job.step, means, whole_s * tokens[job.name] / total)
+            job.settled.untold = EvalResult(job.step, means, whole_s * tokens[job.name] / total)
 
     def _finish(self, job: LiveJob) -> list[Event]:
         self._executor.use_best(job.name)
         adapter_dir = self._keeper.write_adapter(job)
-        remarks = self._jobs.leave(job, JobState.SUCCEEDED)
-        job.status.settled_step = job.step
-        return [*remarks, JobSucceeded(job.name, job.step, adapter_dir, job.progress.stopped_early)]
+        events = self._transitions.succeed(job, adapter_dir)
+        job.settled.last = job.step
+        return events

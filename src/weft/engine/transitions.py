@@ -1,0 +1,130 @@
+"""The one place where jobs change their state: each change is made, recorded on disk, and told as an event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from weft.engine.events import (
+    Event,
+    JobCancelled,
+    JobFailed,
+    JobPaused,
+    JobPreempted,
+    JobResumed,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+    JobWarning,
+)
+from weft.engine.live_job import LiveJob, SettledSteps
+from weft.engine.placement import Placement
+from weft.engine.program_run import rewind
+from weft.engine.recorder import RunRecorder
+from weft.engine.timeline import TimelineRecorder
+from weft.errors import StorageError
+from weft.execute.protocol import Executor
+from weft.job_state import JobState, Reason, ReasonCode
+
+
+class JobTransitions:
+    """Changes the state of jobs; nothing else assigns to `LiveJob.status`."""
+
+    def __init__(self, executor: Executor, places: Placement, keeper: RunRecorder, timeline: TimelineRecorder) -> None:
+        self._executor = executor
+        self._places = places
+        self._keeper = keeper
+        self._timeline = timeline
+
+    def queue(self, job: LiveJob) -> None:
+        """A paused job asks for a place again."""
+        self._set(job, JobState.QUEUED, None)
+        job.status = replace(job.status, has_heard=False)
+
+    def tell_waiting(self, job: LiveJob, reason: Reason) -> list[Event]:
+        """The owner of a queued job hears, once, why the job waits."""
+        if job.status.has_heard:
+            return []
+        job.status = replace(job.status, has_heard=True)
+        return [JobWaiting(job.name, job.step, reason)]
+
+    def wait(self, job: LiveJob, reason: Reason) -> list[Event]:
+        """A job that was about to train is queued after all."""
+        self.queue(job)
+        return self.tell_waiting(job, reason)
+
+    def preempt(self, job: LiveJob, reason: Reason) -> list[Event]:
+        """A job waits at its last step boundary, with its state on the CPU."""
+        self._set(job, JobState.QUEUED, reason)
+        job.status = replace(job.status, has_heard=True)
+        self._places.take(job)
+        remarks: list[Event] = []
+        try:
+            self._keeper.write_status(job, self._timeline.now())
+        except StorageError as error:
+            remarks.append(JobWarning((job.name,), f"that it waits could not be recorded: {error}"))
+        return [*remarks, JobPreempted(job.name, job.step, reason)]
+
+    def run(self, job: LiveJob) -> None:
+        """A job is to train; StorageError if that cannot be recorded."""
+        self._set(job, JobState.RUNNING, None)
+        self._keeper.write_status(job, self._timeline.now())
+
+    def tell_running(self, job: LiveJob) -> list[Event]:
+        """A job that is to train has its place: for the first time, or again."""
+        if job.status.has_started:
+            return [JobResumed(job.name, job.step)]
+        job.status = replace(job.status, has_started=True)
+        job.settled = SettledSteps(job.step, evaluated=job.step, saved=job.step)
+        if job.progress.is_complete:
+            # A job restored at its end still has to write its adapter.
+            job.settled.last = -1
+        return [JobStarted(job.name, job.step, job.num_steps)]
+
+    def pause(self, job: LiveJob, reason: Reason | None, *, save: bool = True) -> Iterator[Event]:
+        """A job stays at its last step boundary, saved unless told otherwise, with its place free for others."""
+        self._set(job, JobState.PAUSED, reason)
+        rewind(self._executor, job)
+        try:
+            # Before its first start, what is in memory is not the job's state; that may be on disk.
+            if save and job.status.has_started:
+                yield from self._keeper.save(job, self._timeline.now())
+            self._keeper.write_status(job, self._timeline.now())
+        except StorageError as error:
+            self._set(job, JobState.PAUSED, Reason.of(error))
+        self._places.take(job)
+        yield JobPaused(job.name, job.step, job.reason)
+
+    def pause_unrecorded(self, job: LiveJob, error: StorageError) -> list[Event]:
+        """A job without a place waits to be resumed, because nothing can be written about it now."""
+        self._set(job, JobState.PAUSED, Reason.of(error))
+        return [JobPaused(job.name, job.step, job.reason)]
+
+    def fail(self, job: LiveJob, reason: Reason) -> list[Event]:
+        """A job ends because it cannot go on."""
+        return [*self._end(job, JobState.FAILED, reason), JobFailed(job.name, job.step, reason)]
+
+    def cancel(self, job: LiveJob) -> list[Event]:
+        """A job ends because its owner wants it to."""
+        remarks = self._end(job, JobState.CANCELLED, Reason(ReasonCode.CANCELLED, "cancelled"))
+        return [*remarks, JobCancelled(job.name, job.step)]
+
+    def succeed(self, job: LiveJob, adapter_dir: str | None) -> list[Event]:
+        """A job ends because it is done."""
+        remarks = self._end(job, JobState.SUCCEEDED, None)
+        return [*remarks, JobSucceeded(job.name, job.step, adapter_dir, job.progress.stopped_early)]
+
+    def _end(self, job: LiveJob, state: JobState, reason: Reason | None) -> list[Event]:
+        """The job's slot becomes free for others; what cannot be written about that is only a warning."""
+        self._places.take(job)
+        self._set(job, state, reason)
+        try:
+            self._keeper.flush(job)
+            self._keeper.write_status(job, self._timeline.now())
+        except StorageError as error:
+            return [JobWarning((job.name,), f"its end could not be recorded: {error}")]
+        return []
+
+    def _set(self, job: LiveJob, state: JobState, reason: Reason | None) -> None:
+        assert not job.state.is_final, "nothing follows a final state"
+        job.status = replace(job.status, state=state, reason=reason)
