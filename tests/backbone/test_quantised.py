@@ -185,7 +185,7 @@ def test_run_when_resumed_with_another_quantisation_then_refused_before_anything
     spec = run_from_mapping(tree)
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         run = prepare_run(spec, base_dir=tmp_path)
-        assert run.engine.backbone.linears["model.layers.0.mlp.up_proj"].frozen.kind == "int8"
+        assert run.engine.executor.backbone.linears["model.layers.0.mlp.up_proj"].frozen.kind == "int8"
         execute_run(run, directory, on_event=lambda _: None)
         assert finished_jobs(spec, directory) == {"sort"}
         other = run_from_mapping({**tree, "quantization": "nf4"})

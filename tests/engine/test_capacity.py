@@ -256,13 +256,13 @@ def test_resume_when_memory_had_run_out_then_goes_on_with_the_capacity_it_was_le
 def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has_a_place(monkeypatch):
     """So no memory can run out while a job is made ready; `Executor.seat` is where it may."""
     engine, made = Engine(SmallGpu(10**6), capacity=48), []
-    new_adapter = engine.backbone.new_adapter
+    new_adapter = engine.executor.backbone.new_adapter
 
     def noted(spec: Any, seed: int, device: torch.device | None = None) -> Any:
         made.append(device)
         return new_adapter(spec, seed, device)
 
-    monkeypatch.setattr(engine.backbone, "new_adapter", noted)
+    monkeypatch.setattr(engine.executor.backbone, "new_adapter", noted)
     submit(engine, small_job("a"))
     assert made == [torch.device("cpu")]
     assert {tensor.device.type for tensor in engine.executor.jobs["a"].weights.tensors().values()} == {"cpu"}

@@ -13,7 +13,16 @@ from weft.backbone.packed import PackedBatch
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
 from weft.execute.local import LocalExecutor
-from weft.execute.protocol import AddedJob, MicrobatchWork, NewJob, ReplicaMemoryError, StateWork, StepOrder, StepsWork
+from weft.execute.protocol import (
+    AddedJob,
+    EvaluationWork,
+    MicrobatchWork,
+    NewJob,
+    ReplicaMemoryError,
+    StateWork,
+    StepOrder,
+    StepsWork,
+)
 from weft.plan.types import Microbatch, Segment
 
 Item = TypeVar("Item")
@@ -53,11 +62,10 @@ def jobs() -> list[Any]:
     return [small_job("a"), small_job("b", 1, global_batch_size=7), judged]
 
 
-def test_run_when_all_that_crosses_the_protocol_is_pickled_then_no_bit_changes(monkeypatch):
+def test_run_when_all_that_crosses_the_protocol_is_pickled_then_no_bit_changes():
     """Jobs, work, tickets and outcomes are plain data, so the other side can be another process."""
     expected = train(random_backbone("llama_odd"), jobs(), capacity=48)
-    monkeypatch.setattr("weft.engine.engine.local_executor", Piped)
-    engine = Engine(random_backbone("llama_odd"), capacity=48)
+    engine = Engine(Piped(random_backbone("llama_odd")), capacity=48)
     submit(engine, *jobs())
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
@@ -128,3 +136,27 @@ def test_microbatches_when_never_waited_for_then_only_the_last_two_are_held(exec
     executor.seat("a")
     tickets = [executor.start(microbatch(executor)) for _ in range(4)]
     assert set(executor._started) == {ticket.number for ticket in tickets[-2:]}
+
+
+def test_evaluation_when_the_job_has_no_seat_then_it_gets_one_for_as_long_as_it_takes():
+    """Sweeps judge jobs that have ended or wait, and take no slot from the others."""
+    executor = LocalExecutor(random_backbone("llama_odd"))
+    spec, data = job_spec("judged", eval_data=2), random_data(3, num_eval=2)
+    executor.add(NewJob(spec, LiveJob(spec, data).progress.batches, data.eval))
+    work = EvaluationWork(("judged",), 48, executor.row_tile(48))
+    (waiting,) = executor.wait(executor.start(work))
+    assert executor.jobs["judged"].weights.slot is None
+    assert not any(linear.slots for linear in executor.backbone.linears.values())
+    executor.seat("judged")
+    (seated,) = executor.wait(executor.start(work))
+    assert waiting == seated
+    assert executor.jobs["judged"].weights.slot is not None
+
+
+def test_executor_beside_another_when_it_has_a_job_of_the_same_name_then_the_other_keeps_its_own(executor):
+    """Trials are measured alone on the replica that has trained them."""
+    beside = executor.beside()
+    spec, data = small_job("a")
+    beside.add(NewJob(spec, LiveJob(spec, data).progress.batches, None))
+    beside.drop("a")
+    assert "a" in executor.jobs and beside.backbone is executor.backbone

@@ -14,6 +14,7 @@ import weft
 from weft.engine.engine import Engine
 from weft.engine.train import execute_run, prepare_run
 from weft.errors import ConfigError, StorageError
+from weft.execute.protocol import ReplicaMemoryError
 from weft.spec import load_run
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
@@ -139,7 +140,7 @@ def test_trial_when_memory_ends_while_it_is_judged_then_it_alone_fails_and_says_
     def end(self: TrialObjective, *given: Any) -> float:
         calls.append(given)
         if len(calls) == 1:
-            raise RuntimeError("CUDA error: out of memory")
+            raise ReplicaMemoryError("no room")
         return value(self, *given)
 
     monkeypatch.setattr(TrialObjective, "value", end)

@@ -147,10 +147,9 @@ def _plan_elsewhere(spec: SweepSpec, file: Path, console: Console, device: str |
 
 def _show_plan(prepared: PreparedSweep, console: Console) -> None:
     """The plan for the device that is here, or why there is none; the sweep does not depend on it."""
-    from weft.kernels.device import is_cpu
     from weft.sweeps.cost_preview import device_here, plan_configurations
 
-    here = "cpu" if is_cpu(prepared.engine.backbone.device) else device_here()
+    here = "cpu" if prepared.engine.executor.facts.device_kind == "cpu" else device_here()
     try:
         plan = plan_configurations(prepared.spec, prepared.configurations, here)
     except WeftError as error:
@@ -161,15 +160,15 @@ def _show_plan(prepared: PreparedSweep, console: Console) -> None:
 
 
 def _introduce(prepared: PreparedSweep, console: Console) -> None:
-    spec, backbone = prepared.spec, prepared.engine.backbone
+    spec, facts = prepared.spec, prepared.engine.executor.facts
     points = space_of(spec).num_points
     count = "endlessly many points" if points is None else f"{points:,} point{'s' * (points != 1)}"
     budgets = [(spec.trials, "trials"), (spec.max_tokens, "tokens"), (spec.max_seconds, "s")]
     limits = ", ".join(f"{amount:,} {unit}" for amount, unit in budgets if amount is not None)
     objective = spec.objective
     lines = [
-        f"backbone  {spec.base_model} on {backbone.device}, {str(backbone.dtype).removeprefix('torch.')}",
-        f"kernels   {backbone.kernels}",
+        f"backbone  {spec.base_model} on {facts.device}, {facts.dtype}",
+        f"kernels   {facts.kernels}",
         f"capacity  {spec.capacity:,} tokens a microbatch",
         *(f"note      {note}" for note in prepared.notes),
         f"space     {', '.join(p.name for p in prepared.space.parameters)}: {count}",

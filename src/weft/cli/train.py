@@ -118,7 +118,6 @@ def _failures(order: Order, directory: RunDirectory) -> int:
 
 
 def _prepare(order: Order, console: Console, finished: frozenset[str] = frozenset()) -> PreparedRun:
-    from weft.adapters.frozen import describe
     from weft.engine.train import prepare_run
     from weft.report.trackers import open_trackers
 
@@ -133,11 +132,10 @@ def _prepare(order: Order, console: Console, finished: frozenset[str] = frozense
             skip=finished,
             locate=order.locate,
         )
-    backbone = run.engine.backbone
-    dtype = str(backbone.dtype).removeprefix("torch.")
-    stored = describe(linear.frozen for linear in backbone.linears.values()) if spec.quantize != "none" else dtype
-    console.print(f"backbone  {spec.base_model} on {backbone.device}, {stored}", markup=False, highlight=False)
-    console.print(f"kernels   {backbone.kernels}", markup=False, highlight=False)
+    facts = run.engine.executor.facts
+    stored = facts.storage if spec.quantize != "none" else facts.dtype
+    console.print(f"backbone  {spec.base_model} on {facts.device}, {stored}", markup=False, highlight=False)
+    console.print(f"kernels   {facts.kernels}", markup=False, highlight=False)
     console.print(f"capacity  {run.spec.capacity:,} tokens a microbatch", markup=False, highlight=False)
     for note in run.notes:
         console.print(f"note      {note}", markup=False, highlight=False, soft_wrap=True)

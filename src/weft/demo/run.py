@@ -7,13 +7,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.data.prompts import Prompt, load_prompts
+from weft.data.prompts import load_prompts
 from weft.demo.skills import SKILLS, write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.train import PreparedRun
 from weft.errors import StorageError
-from weft.inference.answers import answers, exact_match
+from weft.execute.protocol import AnswersWork
+from weft.inference.answers import exact_match
 from weft.inference.generate import Decoding
 from weft.spec import RunSpec, run_from_mapping
 from weft.store.atomic import forget, storage_errors, write_file
@@ -103,19 +104,11 @@ def write_jobs(out: Path, model: str) -> RunSpec:
 
 def ask(run: PreparedRun, out: Path, *, trained: bool) -> dict[str, float]:
     """Exact match of every skill on prompts held out from training: of the bare backbone, or of the adapters."""
-    backbone = run.engine.backbone
-    slots = {
-        name: backbone.attach(run.engine.executor.jobs[name].weights.adapter) if trained else None
-        for name in run.engine.jobs
+    executor = run.engine.executor
+    prompts = {
+        name: load_prompts(f"data/{name}/eval.jsonl", executor.tokenizer, base_dir=out) for name in run.engine.jobs
     }
-    asked: dict[str, tuple[int | None, list[Prompt]]] = {
-        name: (slot, load_prompts(f"data/{name}/eval.jsonl", backbone.tokenizer, base_dir=out))
-        for name, slot in slots.items()
-    }
-    given = answers(backbone, asked, Decoding(max_new_tokens=24))
-    for slot in slots.values():
-        if slot is not None:
-            backbone.detach(slot)
+    given = executor.wait(executor.start(AnswersWork(prompts, Decoding(max_new_tokens=24), is_bare=not trained)))
     return {name: exact_match(found) for name, found in given.items()}
 
 
@@ -124,7 +117,7 @@ def measure_speed(run: PreparedRun) -> Speed:
     together = _rate(run.engine, since_step=3)
     tokens, seconds = 0, 0.0
     for job in run.engine.jobs.values():
-        alone = Engine(run.engine.backbone, capacity=run.spec.capacity)
+        alone = Engine(run.engine.executor.beside(), capacity=run.spec.capacity)
         alone.submit(job.spec, job.data)
         for event in alone.events():
             if isinstance(event, StepDone) and event.step == SOLO_STEPS + 2:

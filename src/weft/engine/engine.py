@@ -1,4 +1,4 @@
-"""Executes programs on a backbone, for jobs that come and go.
+"""Executes programs on a replica of the backbone, for jobs that come and go.
 
 `submit`, `cancel`, `pause` and `resume` may be called at any time, from any thread and between events; they take effect
 at the next step boundary. The backbone is never reloaded and no other job notices. Jobs without room wait, or give way
@@ -27,8 +27,8 @@ from weft.engine.recorder import RunRecorder
 from weft.engine.settle import Settlement
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError, WeftError
-from weft.execute.local import local_executor
-from weft.execute.protocol import ReplicaMemoryError
+from weft.execute.local import executor_on
+from weft.execute.protocol import Executor, ReplicaMemoryError
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.plan.pack import pack
 from weft.plan.program import Planner
@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(
         self,
-        backbone: Backbone | BackboneSpec | str,
+        replica: Executor | Backbone | BackboneSpec | str,
         *,
         capacity: Capacity = "auto",
         longest: int = 0,
@@ -59,12 +59,12 @@ class Engine:
     ) -> None:
         """Nothing is written until `keep_in` names a directory; read results from `adapter_of`.
 
+        `replica`: an executor, or a backbone in this process, which is loaded if only its name or description is given.
         A microbatch has at most `capacity` tokens; auto: what suits the device and holds a sample of `longest`. At most
         `max_jobs` train at a time, and their adapters with optimizers take at most `job_memory` bytes. Default: as many
         as there is room for on a GPU; all of them on a CPU. When not all fit, tenants get tokens by weight.
         """
-        self.executor = executor = local_executor(backbone)
-        self.backbone = executor.backbone
+        self.executor = executor = executor_on(replica)
         self.jobs: dict[str, LiveJob] = {}
         self.timeline = TimelineRecorder()
         self.planner = planner
@@ -110,8 +110,7 @@ class Engine:
         """
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
-        tokenizer, capacity = self.backbone.tokenizer, self.limits.capacity
-        job = prepare_job(spec, data, self.executor, tokenizer, capacity, Path(base_dir))
+        job = prepare_job(spec, data, self.executor, self.limits.capacity, Path(base_dir))
         try:
             self._places.check(job, self._room.least(job.longest))
         except WeftError:
@@ -125,7 +124,7 @@ class Engine:
         if not isinstance(directory, RunDirectory):
             path = Path(directory)
             directory = RunDirectory.open(path, resume=(path / "run.json").exists())
-            directory.write_run(RunRecord(run_name=path.resolve().name, base_model=self.backbone.name))
+            directory.write_run(RunRecord(run_name=path.resolve().name, base_model=self.executor.facts.base_model))
         self._keeper.run_dir = directory
 
     def cancel(self, name: str) -> None:

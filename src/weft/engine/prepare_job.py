@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.data.dataset import JobData, load_job_data
-from weft.data.template import Tokenizer
 from weft.engine.live_job import LiveJob
 from weft.errors import ConfigError, DataError
 from weft.execute.protocol import Executor, NewJob, ReplicaFacts
@@ -18,13 +17,11 @@ from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter
 
 
-def prepare_job(
-    spec: JobSpec, data: JobData | None, executor: Executor, tokenizer: Tokenizer, capacity: int, base_dir: Path
-) -> LiveJob:
+def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacity: int, base_dir: Path) -> LiveJob:
     """The job with its data, known to the executor, where jobs wait; paths are relative to `base_dir`."""
     _check_length(spec, executor.facts, capacity)
     if data is None:
-        data = load_job_data(spec, tokenizer, base_dir)
+        data = load_job_data(spec, executor.tokenizer, base_dir)
     _check_samples(spec, data, executor.facts, capacity)
     start, name = None, ""
     if spec.init_adapter is not None:

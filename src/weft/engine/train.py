@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from weft.data.dataset import JobData, load_job_data
 from weft.engine.engine import Engine
@@ -16,14 +16,12 @@ from weft.engine.events import Event, JobFailed
 from weft.engine.recorder import check_data
 from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.memory import load_within
+from weft.execute.protocol import ReplicaFacts
 from weft.job_state import FINAL_STATES, JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory, RunRecord
-
-if TYPE_CHECKING:
-    from weft.backbone.backbone import Backbone
 
 RunT = TypeVar("RunT", bound=RunSpec)
 OnEvent = Callable[[Event], None]
@@ -85,7 +83,7 @@ def prepare_run(
         if job.name in skip:
             continue
         try:
-            run.data[job.name] = load_job_data(job, engine.backbone.tokenizer, base_dir)
+            run.data[job.name] = load_job_data(job, engine.executor.tokenizer, base_dir)
             engine.submit(job, run.data[job.name], base_dir=base_dir)
             num_samples = run.data[job.name].train.num_groups
             if job.batch_size > num_samples:
@@ -128,16 +126,18 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
     """Records every job and the resolved run, as they are trained; the run last, because with it the run exists."""
     for job in run.spec.jobs:
         directory.write_job(job.name, job_settings(job))
-    directory.write_run(run_record(run.spec, run.engine.backbone, run.spec.run_name or directory.path.resolve().name))
+    directory.write_run(
+        run_record(run.spec, run.engine.executor.facts, run.spec.run_name or directory.path.resolve().name)
+    )
 
 
-def run_record(spec: RunSpec, backbone: Backbone, name: str) -> RunRecord:
+def run_record(spec: RunSpec, facts: ReplicaFacts, name: str) -> RunRecord:
     """What run.json tells of a run that starts now."""
     return RunRecord(
         run_name=name,
         base_model=spec.base_model,
-        device=str(backbone.device),
-        dtype=str(backbone.dtype).removeprefix("torch."),
+        device=facts.device,
+        dtype=facts.dtype,
         quantize=spec.quantize,
         capacity=spec.capacity,
         jobs=tuple(job.name for job in spec.jobs),

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 import weft
-from weft.adapters.frozen import quantisation
+from weft.adapters.frozen import describe, quantisation
 from weft.adapters.targets import leaf_names
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import PackedBatch
+from weft.data.template import Tokenizer
 from weft.execute.evaluate import mean_scores
 from weft.execute.memory import measure, release_memory, state_bytes, usable_bytes
 from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
 from weft.execute.protocol import (
     AddedJob,
+    AnswersWork,
     EvaluationWork,
+    Executor,
     MicrobatchWork,
     NewJob,
     OutcomeT,
@@ -35,6 +38,7 @@ from weft.execute.protocol import (
     Work,
 )
 from weft.execute.weights import JobWeights
+from weft.inference.answers import answers
 from weft.kernels.device import CPU, allocated_bytes, device_name, is_cpu, is_gpu, peak_bytes, reset_peak
 from weft.kernels.dropout import MASKS
 from weft.spec import AdapterSpec, BackboneSpec
@@ -46,12 +50,21 @@ class LocalExecutor:
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
         self.facts = replica_facts(backbone)
+        self.tokenizer: Tokenizer = backbone.tokenizer
         self.jobs: dict[str, ExecutedJob] = {}
         self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
         self._started: dict[int, Callable[[], Any]] = {}
         self._in_flight: dict[int, MicrobatchInFlight] = {}
         """The last two microbatches, for the steps behind them."""
         self._num_started = 0
+
+    def beside(self) -> LocalExecutor:
+        """Another executor on the same backbone, with jobs of its own."""
+        return LocalExecutor(self.backbone)
+
+    def check_adapter(self, adapter: AdapterSpec) -> None:
+        """ConfigError if an adapter does not fit the backbone; makes none."""
+        self.backbone.check_adapter(adapter)
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in."""
@@ -141,7 +154,7 @@ class LocalExecutor:
         return leaf_names(chosen, self.backbone.linears) or chosen
 
     @contextmanager
-    def slot_of(self, job: str) -> Iterator[int]:
+    def _slot_of(self, job: str) -> Iterator[int]:
         """A job's slot, or one for the moment: who has ended or waits has none."""
         weights = self.jobs[job].weights
         if weights.slot is not None:
@@ -202,12 +215,20 @@ class LocalExecutor:
                 begin = take_steps if behind is None else self._in_flight[behind.number].take_steps
                 return begin(self.jobs, steps)
             case EvaluationWork(names, capacity, row_tile):
-                jobs = [self.jobs[name] for name in names]
-                asked = [(job.weights.slot, job.given.eval_data) for job in jobs]
-                requests = [(slot, data) for slot, data in asked if data is not None]
-                assert len(requests) == len(jobs), "only jobs with evaluation data are asked for"
-                means = mean_scores(self.backbone, requests, capacity, row_tile)
+                with ExitStack() as slots:
+                    asked = [(slots.enter_context(self._slot_of(n)), self.jobs[n].given.eval_data) for n in names]
+                    requests = [(slot, data) for slot, data in asked if data is not None]
+                    assert len(requests) == len(names), "only jobs with evaluation data are asked for"
+                    means = mean_scores(self.backbone, requests, capacity, row_tile)
                 return lambda: means
+            case AnswersWork(prompts, decoding, is_bare):
+                with ExitStack() as slots:
+                    to_answer = {
+                        name: (None if is_bare else slots.enter_context(self._slot_of(name)), given)
+                        for name, given in prompts.items()
+                    }
+                    given = answers(self.backbone, to_answer, decoding)
+                return lambda: given
             case StateWork(name):
                 tensors = self.jobs[name].weights.tensors()
                 return lambda: tensors
@@ -224,18 +245,26 @@ class LocalExecutor:
         return ExecutedJob(given, weights)
 
 
-def local_executor(backbone: Backbone | BackboneSpec | str) -> LocalExecutor:
-    """An executor on a backbone, which is loaded if it is only described."""
-    if isinstance(backbone, str):
-        backbone = BackboneSpec(backbone)
-    return LocalExecutor(load_backbone(backbone) if isinstance(backbone, BackboneSpec) else backbone)
+def executor_on(replica: Executor | Backbone | BackboneSpec | str) -> Executor:
+    """An executor as it is, or one in this process on a backbone, which is loaded if it is only described."""
+    if isinstance(replica, str):
+        replica = BackboneSpec(replica)
+    if isinstance(replica, BackboneSpec):
+        replica = load_backbone(replica)
+    return LocalExecutor(replica) if isinstance(replica, Backbone) else replica
 
 
 def replica_facts(backbone: Backbone) -> ReplicaFacts:
     """What does not change about a backbone in this process."""
     return ReplicaFacts(
         base_model=backbone.name,
+        config=backbone.model.config.to_dict(),
+        modules=tuple(backbone.linears),
+        device=str(backbone.device),
         device_kind=backbone.device.type,
+        dtype=str(backbone.dtype).removeprefix("torch."),
+        storage=describe(linear.frozen for linear in backbone.linears.values()),
+        kernels=backbone.kernels,
         path=backbone.path.name,
         works_on=backbone.works_on,
         vocabulary=backbone.vocabulary,

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from weft.data.dataset import Dataset
 from weft.data.global_batch import GlobalBatches
+from weft.data.prompts import Prompt
+from weft.data.template import Tokenizer
 from weft.objectives.metrics import MeanScores, Score
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec, JobSpec
@@ -23,6 +25,8 @@ from weft.spec import AdapterSpec, JobSpec
 if TYPE_CHECKING:
     import torch
 
+    from weft.inference.answers import Answer
+    from weft.inference.generate import Decoding
     from weft.kernels.adamw import Updated
 
 OutcomeT = TypeVar("OutcomeT")
@@ -37,8 +41,20 @@ class ReplicaFacts:
     """What does not change about a replica."""
 
     base_model: str
+    config: Mapping[str, Any]
+    """The model's configuration as its files give it."""
+    modules: tuple[str, ...]
+    """Paths of the linears that adapters can adapt."""
+    device: str
+    """Such as `cpu` or `cuda:0`."""
     device_kind: str
     """`cpu` or `cuda`."""
+    dtype: str
+    """Of the frozen weights before they are quantised."""
+    storage: str
+    """How the frozen weights are stored, in words."""
+    kernels: str
+    """Which way through the model is taken and why, in words."""
     path: str
     """Which way through the model it takes: `reference` or `fused`."""
     works_on: bool
@@ -139,11 +155,22 @@ class StepsWork(Work[Sequence["Updated"]]):
 
 @dataclass(frozen=True)
 class EvaluationWork(Work[Sequence[MeanScores]]):
-    """The evaluation of some jobs that have seats, in the same microbatches."""
+    """The evaluation of some jobs, in the same microbatches; who has no seat gets one for as long as it takes."""
 
     jobs: tuple[str, ...]
     capacity: int
     row_tile: int
+
+
+@dataclass(frozen=True)
+class AnswersWork(Work[dict[str, list["Answer"]]]):
+    """What jobs answer to prompts as they are now, all decoded together."""
+
+    prompts: Mapping[str, Sequence[Prompt]]
+    """By job."""
+    decoding: Decoding
+    is_bare: bool = False
+    """Whether the bare backbone answers in the jobs' stead."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +192,16 @@ class Executor(Protocol):
     """One replica and the jobs on it."""
 
     facts: ReplicaFacts
+    tokenizer: Tokenizer
+    """Of the base model; data is read with it on the engine's side."""
+
+    def beside(self) -> Executor:
+        """Another executor on the same replica, with jobs of its own."""
+        ...
+
+    def check_adapter(self, adapter: AdapterSpec) -> None:
+        """ConfigError if an adapter does not fit the backbone."""
+        ...
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in: a fact of the device, never of the batch's contents."""

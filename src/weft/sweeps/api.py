@@ -132,12 +132,11 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
     objective = TrialObjective(spec.objective, base_dir)
     previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
     spec, engine, notes = load_engine(spec, longest_of(spec))
-    backbone = engine.backbone
-    configurations = Configurations(spec, backbone, base_dir)
+    configurations = Configurations(spec, engine.executor, base_dir)
     configurations.check(space, spec.trials)
     for data in configurations.loaded():
         if data.eval is not None:
-            objective.check(data.eval.samples, backbone)
+            objective.check(data.eval.samples, engine.executor.tokenizer)
     return PreparedSweep(
         spec=spec,
         base_dir=base_dir,
@@ -166,7 +165,7 @@ def open_run(
         write_file(
             folder / SETTINGS, yaml.safe_dump(resolved_sweep(spec), sort_keys=False, allow_unicode=True, width=120)
         )
-        directory.write_run(run_record(spec, engine.backbone, name))
+        directory.write_run(run_record(spec, engine.executor.facts, name))
         engine.keep_in(directory)
         context = SweepContext(
             spec=spec,

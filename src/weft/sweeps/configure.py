@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.backbone.backbone import Backbone
 from weft.data.dataset import JobData, load_job_data
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, WeftError
+from weft.execute.protocol import Executor
 from weft.spec import JobSpec
 from weft.spec.load_sweep import trial_job
 from weft.spec.space import Space, params_of, setting_path, value_key
@@ -36,9 +36,9 @@ _DATA_SETTINGS = (
 class Configurations:
     """From params to jobs and their data."""
 
-    def __init__(self, spec: SweepSpec, backbone: Backbone, base_dir: Path) -> None:
+    def __init__(self, spec: SweepSpec, executor: Executor, base_dir: Path) -> None:
         self._spec = spec
-        self.backbone = backbone
+        self.executor = executor
         self._base_dir = base_dir
         self._data: dict[tuple[Any, ...], JobData] = {}
         self._jobs: dict[tuple[str, str], JobSpec] = {}
@@ -63,7 +63,7 @@ class Configurations:
             )
         try:
             if job.init_adapter is None:
-                self.backbone.check_adapter(job.adapter)
+                self.executor.check_adapter(job.adapter)
         except ConfigError as error:
             raise self._error(error.message, error.where or "adapter", params, error.hint) from None
         return replace(job, eval_steps=self._eval_steps(job, data))
@@ -73,7 +73,7 @@ class Configurations:
         is_split = job.eval_data is not None and not isinstance(job.eval_data, tuple)
         key = (*(getattr(job, name) for name in _DATA_SETTINGS), job.chat_template, job.seed if is_split else None)
         if key not in self._data:
-            self._data[key] = load_job_data(job, self.backbone.tokenizer, self._base_dir)
+            self._data[key] = load_job_data(job, self.executor.tokenizer, self._base_dir)
         return self._data[key]
 
     def loaded(self) -> list[JobData]:

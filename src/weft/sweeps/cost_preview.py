@@ -15,12 +15,13 @@ from typing import Any
 
 from weft.adapters.methods import cost_ranks
 from weft.adapters.targets import choose_modules
-from weft.backbone.backbone import Backbone
 from weft.backbone.load import find_source, load_config, load_skeleton
 from weft.cost.hardware import find_hardware
 from weft.cost.rows import capacities
 from weft.cost.shape import ALL_LINEAR, ModelShape
 from weft.errors import ConfigError, PlanError
+from weft.execute.local import executor_on
+from weft.execute.protocol import ReplicaFacts
 from weft.kernels.device import default_device, device_name
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 from weft.spec import AdapterSpec
@@ -41,7 +42,7 @@ def plan_elsewhere(spec: SweepSpec, base_dir: Path, device: str, gpus: int) -> S
     """The plan for hardware that need not be here: reads the model's files but not its weights, and all of the data."""
     space = space_of(spec)
     sampler_name(spec, space)
-    configurations = Configurations(spec, load_skeleton(spec.base_model), base_dir)
+    configurations = Configurations(spec, executor_on(load_skeleton(spec.base_model)), base_dir)
     configurations.check(space, spec.trials)
     return plan_configurations(spec, configurations, device, gpus)
 
@@ -92,15 +93,15 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
         num_steps=configurations.num_steps(job),
         sample_tokens=mean,
         longest_tokens=max(lengths),
-        targets=_targets(job.adapter, configurations.backbone),
+        targets=_targets(job.adapter, configurations.executor.facts),
         eval_tokens=configurations.eval_tokens(job),
     )
 
 
-def _targets(adapter: AdapterSpec, backbone: Backbone) -> str | tuple[str, ...]:
+def _targets(adapter: AdapterSpec, facts: ReplicaFacts) -> str | tuple[str, ...]:
     """The adapted linears in the planner's words; all of them where a model has other words for its own."""
-    leaves = {path.rpartition(".")[2] for path in choose_modules(adapter, list(backbone.linears))}
-    known = ModelShape.from_config(backbone.model.config.to_dict()).linears
+    leaves = {path.rpartition(".")[2] for path in choose_modules(adapter, list(facts.modules))}
+    known = ModelShape.from_config(facts.config).linears
     names = tuple(name for name in known if name in leaves)
     return names if names and len(names) == len(leaves) < len(known) else ALL_LINEAR
 

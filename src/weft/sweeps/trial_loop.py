@@ -11,9 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
-from weft.backbone.out_of_memory import memory_errors
 from weft.engine.events import (
     EvalDone,
     Event,
@@ -28,6 +25,7 @@ from weft.engine.events import (
 )
 from weft.engine.train import job_settings
 from weft.errors import StorageError, WeftError
+from weft.execute.protocol import ReplicaMemoryError
 from weft.objectives.metrics import MeanScores
 from weft.spec.space import params_of
 from weft.sweeps.configure import configuration_error
@@ -207,12 +205,11 @@ class SweepRun:
         job = context.engine.jobs[trial.name]
         judged = context.directory.job_dir(trial.name) / "judged"
         try:
-            with memory_errors():
-                value = context.objective.value(context.engine, job, looked, judged)
+            value = context.objective.value(context.engine, job, looked, judged)
             reason = f"its {context.objective.metric} at step {job.step} is {value}"
         except StorageError:
             raise
-        except torch.OutOfMemoryError:
+        except ReplicaMemoryError:
             value, reason = math.nan, "the GPU ran out of memory while it was judged; lower capacity or max_jobs."
         except WeftError as error:
             value, reason = math.nan, str(error)

@@ -85,7 +85,7 @@ def test_prompts_when_asked_together_then_each_adapter_answers_as_if_alone(train
         thread.start()
     for thread in threads:
         thread.join()
-    tokenizer = worker.engine.backbone.tokenizer
+    tokenizer = worker.engine.executor.tokenizer
     prompt = prompt_of_chat(CHAT, tokenizer).tokens.tolist()
     for blob in blobs:
         tokens = expected(bench, blob, prompt, Decoding(12))

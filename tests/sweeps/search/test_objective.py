@@ -43,7 +43,7 @@ def test_prompts_when_made_of_samples_then_are_those_of_the_data(backbone, tmp_p
     from weft.data.prompts import load_prompts
 
     samples = eval_samples(backbone, tmp_path, SKILLS["shout"].rows(0, 5))
-    made = objective(metric="exact_match")._asked(samples, backbone)
+    made = objective(metric="exact_match")._asked(samples, backbone.tokenizer)
     read = load_prompts("eval.jsonl", backbone.tokenizer, base_dir=tmp_path)
     assert [p.tokens.tolist() for p in made] == [p.tokens.tolist() for p in read]
     assert [p.reference for p in made] == [p.reference for p in read]
@@ -52,15 +52,15 @@ def test_prompts_when_made_of_samples_then_are_those_of_the_data(backbone, tmp_p
 def test_prompts_when_a_chat_has_several_answers_then_the_last_one_is_the_reference(backbone, tmp_path):
     words = [("user", "one"), ("assistant", "ONE"), ("user", "two"), ("assistant", "TWO")]
     rows = [{"messages": [{"role": role, "content": text} for role, text in words]}]
-    (prompt,) = objective(metric="exact_match")._asked(eval_samples(backbone, tmp_path, rows), backbone)
+    (prompt,) = objective(metric="exact_match")._asked(eval_samples(backbone, tmp_path, rows), backbone.tokenizer)
     assert prompt.reference == "TWO" and "ONE" in prompt.text and "TWO" not in prompt.text
 
 
 def test_answers_when_the_data_is_only_text_then_there_is_nothing_to_compare_with(backbone, tmp_path):
     samples = eval_samples(backbone, tmp_path, [{"text": "nothing to ask"}])
     with pytest.raises(DataError, match="has no prompt to answer"):
-        objective(metric="exact_match").check(samples, backbone)
-    objective(metric="eval_loss").check(samples, backbone)
+        objective(metric="exact_match").check(samples, backbone.tokenizer)
+    objective(metric="eval_loss").check(samples, backbone.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_answers_when_the_data_is_only_text_then_there_is_nothing_to_compare_wit
 )
 def test_score_when_answers_are_compared_then_counts_what_the_metric_means(backbone, tmp_path, settings, value):
     made = objective(metric="exact_match")._asked(
-        eval_samples(backbone, tmp_path, SKILLS["shout"].rows(0, 1)), backbone
+        eval_samples(backbone, tmp_path, SKILLS["shout"].rows(0, 1)), backbone.tokenizer
     )
 
     told = [("answer A", "answer A"), ("the answer B!", "answer B, not A"), ("A 1", "it is A 1"), ("no", "answer B")]

@@ -59,6 +59,7 @@ class Worker:
         backbone, notes = load_within(options.backbone, options.memory_limit)
         for note in notes:
             LOG.warning("%s", note)
+        self._device = backbone.device
         # A number from here on: which jobs are taken must not depend on who came first.
         capacity = start_capacity(backbone, options.capacity)
         self.engine = Engine(
@@ -181,15 +182,15 @@ class Worker:
 
     def _update_info(self) -> None:
         """Updates what the worker's row says about the worker, for the dashboard and the metrics page."""
-        engine, backbone = self.engine, self.engine.backbone
+        engine = self.engine
         spans = list(itertools.islice(reversed(engine.timeline.spans), PROGRAM_SPANS))
         self.sync.info = {
             "version": weft.__version__,
             "pid": os.getpid(),
-            "kernels": backbone.kernels,
+            "kernels": engine.executor.facts.kernels,
             "capacity": engine.limits.capacity,
             "max_jobs": self._options.max_jobs,
-            **_device_info(backbone.device),
+            **_device_info(self._device),
             "tokens_per_s": round(self._tokens_per_s(), 1),
             "jobs": [
                 {

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from weft.backbone.backbone import Backbone
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
+from weft.data.template import Tokenizer
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
 from weft.errors import ConfigError, DataError, JobError
-from weft.execute.evaluate import mean_scores
-from weft.inference.answers import Answer, answers
+from weft.execute.protocol import AnswersWork, EvaluationWork
+from weft.inference.answers import Answer
 from weft.inference.generate import Decoding
 from weft.objectives.metrics import MeanScores
 from weft.spec.sweep import COMMAND, ObjectiveSpec
@@ -54,10 +54,10 @@ class TrialObjective:
         """Whether larger is better."""
         return self._spec.is_max
 
-    def check(self, samples: Sequence[Sample], backbone: Backbone) -> None:
+    def check(self, samples: Sequence[Sample], tokenizer: Tokenizer) -> None:
         """DataError if there is nothing to compare answers with."""
         if self._spec.needs_answers:
-            self._asked(samples, backbone)
+            self._asked(samples, tokenizer)
 
     def value(self, engine: Engine, job: LiveJob, looked: MeanScores | None, folder: Path) -> float:
         """The metric of a job as it is now; a JobError says why there is none.
@@ -80,17 +80,16 @@ class TrialObjective:
 
     def _evaluate(self, engine: Engine, job: LiveJob) -> MeanScores:
         assert job.data.eval is not None, "a sweep that is judged by evaluations has data for them"
-        with engine.executor.slot_of(job.name) as slot:
-            asked = [(slot, job.data.eval)]
-            (means,) = mean_scores(engine.backbone, asked, engine.limits.capacity, engine.row_tile)
+        work = EvaluationWork((job.name,), engine.limits.capacity, engine.row_tile)
+        (means,) = engine.executor.wait(engine.executor.start(work))
         return means
 
     def _answers(self, engine: Engine, job: LiveJob) -> list[Answer]:
         assert job.data.eval is not None
-        backbone = engine.backbone
-        prompts = self._asked(job.data.eval.samples, backbone)
-        with engine.executor.slot_of(job.name) as slot:
-            return answers(backbone, {job.spec.name: (slot, prompts)}, self._decoding(prompts, backbone))[job.spec.name]
+        executor = engine.executor
+        prompts = self._asked(job.data.eval.samples, executor.tokenizer)
+        work = AnswersWork({job.name: prompts}, self._decoding(prompts, executor.tokenizer))
+        return executor.wait(executor.start(work))[job.name]
 
     def _score(self, given: Sequence[Answer]) -> float:
         if self._function is not None:
@@ -129,19 +128,18 @@ class TrialObjective:
         except ValueError:
             raise JobError(f"the last line of the command's output is no number: {last[:80]!r}.") from None
 
-    def _asked(self, samples: Sequence[Sample], backbone: Backbone) -> list[Prompt]:
+    def _asked(self, samples: Sequence[Sample], tokenizer: Tokenizer) -> list[Prompt]:
         """The prompts of evaluation samples, made once for all trials that share them."""
         key = id(samples)
         if key not in self._prompts:
-            made = [_prompt(sample, i, backbone.tokenizer) for i, sample in enumerate(samples)]
+            made = [_prompt(sample, i, tokenizer) for i, sample in enumerate(samples)]
             self._prompts[key] = (samples, made)
         return self._prompts[key][1]
 
-    def _decoding(self, prompts: Sequence[Prompt], backbone: Backbone) -> Decoding:
+    def _decoding(self, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Decoding:
         if self._spec.max_new_tokens is not None:
             return Decoding(self._spec.max_new_tokens)
-        encode = backbone.tokenizer.encode
-        lengths = [len(encode(p.reference or "", add_special_tokens=False, verbose=False)) for p in prompts]
+        lengths = [len(tokenizer.encode(p.reference or "", add_special_tokens=False, verbose=False)) for p in prompts]
         return Decoding(max(lengths) + SPARE_TOKENS)
 
 
