@@ -128,6 +128,38 @@ def serve(json: JsonFile = None) -> None:
     raise typer.Exit(run_parts(PARTS, TARGETS, json))
 
 
+@bench.command("wall")
+def wall(
+    regime: Annotated[list[str] | None, typer.Option(help="tiny, 8b, share or cpu; may be repeated.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Data file of the jobs. Default: made-up problems as long as GSM8K's.")
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Also time transformers' Trainer with PEFT on the same jobs.")] = True,
+    json: JsonFile = None,
+) -> None:
+    """Whole runs of `weft train` from the command to the last adapter, cold and warm."""
+    from weft.bench import report
+    from weft.bench.output import check_files, conclude, say
+    from weft.bench.wall.session import WallSession, choose_cases
+    from weft.kernels.device import default_device, has_gpu
+
+    names = choose_cases(regime or [], has_gpu=has_gpu())
+    check_files(json, None)
+    if data is not None and not data.is_file():
+        raise ConfigError("there is no such file.", where=f"--data {data}")
+    device = default_device()
+    figures = []
+    with WallSession.open(device, data=data, peers=peers, say=say) as session:
+        for name in names:
+            found = session.measure(name)
+            figures += found
+            for figure in found:
+                say(f"  {figure.line}")
+            if json is not None:
+                report.write_json(json, {figure.key: figure.value for figure in found}, device)
+    raise typer.Exit(conclude(figures, [], device, None))
+
+
 def _device(*, needs_gpu: bool) -> torch.device:
     """The GPU, or the CPU for what also runs there."""
     from weft.kernels.device import default_device, has_gpu

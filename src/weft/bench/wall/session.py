@@ -1,0 +1,146 @@
+"""`weft bench wall`: which whole runs are timed, and what is read from them.
+
+| regime | run | figures |
+|---|---|---|
+| tiny | TinyLlama shape, 6 jobs of 40 steps | wall_tiny_cold_s, wall_tiny_warm_s, wall_tiny_vs_trainer |
+| 8b | Llama-3.1-8B shape, 8 jobs of 20 steps | wall_8b_cold_s, wall_8b_warm_s, wall_8b_vs_trainer |
+| share | TinyLlama shape, 8 jobs of 200 steps, evaluated every 50, saved every 25 | wall_share, write_stall_share |
+| cpu | the embedded model on the CPU, 2 jobs, 7,473 rows | first_step_cpu_s, first_step_cpu_again_s |
+
+*Cold* is a first run on a machine: nothing compiled, nothing prepared. *Warm* is the same command again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from weft.bench.figures import Figure, Kind
+from weft.bench.shapes import find_shape
+from weft.bench.wall.command import WallTime, caches, time_train, timed
+from weft.bench.wall.inputs import WallJobs, write_jobs, write_model, write_problems
+from weft.errors import ConfigError
+
+Say = Callable[[str], None]
+WRITING = ("checkpoint", "adapter")
+"""Spans in which training waits for files."""
+
+
+@dataclass(frozen=True)
+class WallCase:
+    """One run to time."""
+
+    shape: str
+    jobs: WallJobs
+    needs_gpu: bool = True
+
+
+CASES = {
+    "tiny": WallCase("tinyllama-1.1b", WallJobs(6, 40)),
+    "8b": WallCase("llama-3.1-8b", WallJobs(8, 20)),
+    "share": WallCase("tinyllama-1.1b", WallJobs(8, 200, settings={"eval_steps": 50, "save_steps": 25})),
+    "cpu": WallCase("tiny", WallJobs(2, 4), needs_gpu=False),
+}
+
+
+def choose_cases(names: Sequence[str], *, has_gpu: bool) -> list[str]:
+    """The cases of those names; all that this machine can run if there are none."""
+    for name in names:
+        if name not in CASES:
+            raise ConfigError(f"got {name!r}; accepted are {', '.join(CASES)}.", where="--regime")
+        if CASES[name].needs_gpu and not has_gpu:
+            raise ConfigError(f"{name} needs a CUDA GPU and torch sees none; cpu runs anywhere.", where="--regime")
+    return list(names) or [name for name, case in CASES.items() if has_gpu or not case.needs_gpu]
+
+
+class WallSession:
+    """Times whole runs in a folder of its own, which goes when all is done."""
+
+    def __init__(self, folder: Path, device: torch.device, *, data: Path | None, peers: bool, say: Say) -> None:
+        self.folder = folder
+        self.device = device
+        self.peers = peers
+        self.say = say
+        self._data = data
+        self._num_runs = 0
+
+    @classmethod
+    @contextmanager
+    def open(cls, device: torch.device, *, data: Path | None, peers: bool, say: Say) -> Iterator[WallSession]:
+        """A session whose files are deleted at its end."""
+        with tempfile.TemporaryDirectory(prefix="weft-wall-") as folder:
+            yield cls(Path(folder), device, data=data, peers=peers, say=say)
+
+    @cached_property
+    def data(self) -> Path:
+        """The data file of all jobs."""
+        if self._data is not None:
+            return self._data.resolve()
+        path = self.folder / "problems.jsonl"
+        write_problems(path)
+        return path
+
+    def measure(self, name: str) -> list[Figure]:
+        """The figures of one case."""
+        case = CASES[name]
+        jobs_file = self._inputs(name, case)
+        kept = self.folder / f"{name}-caches"
+        first = self.train(f"{name}, cold", jobs_file, kept)
+        warm = self.train(f"{name}, warm", jobs_file, kept)
+        figures = _figures(name, case, first, warm)
+        if self.peers and name in ("tiny", "8b"):
+            figures.append(self._peer(name, jobs_file, warm))
+        return figures
+
+    def train(self, title: str, jobs_file: Path, kept: Path) -> WallTime:
+        """One `weft train`, with whatever earlier ones kept in that folder."""
+        self._num_runs += 1
+        out = self.folder / f"run-{self._num_runs}"
+        found = time_train(jobs_file, out, caches(kept))
+        self.say(f"{title}: {found.line}")
+        shutil.rmtree(out)
+        return found
+
+    def _inputs(self, name: str, case: WallCase) -> Path:
+        model: Path | str = "tiny"
+        if case.shape != "tiny":
+            model = self.folder / case.shape
+            if not model.exists():
+                write_model(model, find_shape(case.shape), self.device)
+        jobs_file = self.folder / f"{name}.yaml"
+        write_jobs(jobs_file, model, case.jobs, self.data)
+        return jobs_file
+
+    def _peer(self, name: str, jobs_file: Path, ours: WallTime) -> Figure:
+        """The same jobs one after another with transformers' Trainer and PEFT."""
+        out = self.folder / f"{name}-trainer"
+        seconds = timed(["weft.bench.wall.trainer", str(jobs_file), str(out)], {}, out.with_suffix(".log"))
+        self.say(f"{name}, Trainer with PEFT: {seconds:.1f} s")
+        return Figure(
+            f"wall_{name}_vs_trainer", seconds / ours.wall_s, Kind.SPEEDUP, detail=f"Trainer with PEFT {seconds:.1f} s"
+        )
+
+
+def _figures(name: str, case: WallCase, cold: WallTime, warm: WallTime) -> list[Figure]:
+    if name == "cpu":
+        return [
+            Figure("first_step_cpu_s", cold.before_first_s, Kind.SECONDS, 8.0),
+            Figure("first_step_cpu_again_s", warm.before_first_s, Kind.SECONDS, 5.0),
+        ]
+    if name == "share":
+        computing = warm.spans.get("forward_backward", 0.0) + warm.spans.get("step", 0.0)
+        waiting = sum(warm.spans.get(kind, 0.0) for kind in WRITING)
+        return [
+            Figure("wall_share", computing / warm.training_s, Kind.SHARE, 0.95),
+            Figure("write_stall_share", waiting / warm.training_s, Kind.WASTE, 0.01),
+        ]
+    targets = {"wall_tiny_cold_s": 45.0, "wall_tiny_warm_s": 25.0, "wall_8b_warm_s": 75.0}
+    seconds = {f"wall_{name}_cold_s": cold.wall_s, f"wall_{name}_warm_s": warm.wall_s}
+    return [Figure(key, value, Kind.SECONDS, targets.get(key)) for key, value in seconds.items()]
