@@ -94,10 +94,10 @@ class WallSession:
         kept = self.folder / f"{name}-caches"
         first = self.train(f"{name}, cold", jobs_file, kept)
         warm = self.train(f"{name}, warm", jobs_file, kept)
-        figures = _figures(name, case, first, warm)
+        found = figures(name, first, warm)
         if self.peers and name in ("tiny", "8b"):
-            figures.append(self._peer(name, jobs_file, warm))
-        return figures
+            found.append(self._peer(name, jobs_file, warm))
+        return found
 
     def train(self, title: str, jobs_file: Path, kept: Path) -> WallTime:
         """One `weft train`, with whatever earlier ones kept in that folder."""
@@ -128,7 +128,8 @@ class WallSession:
         )
 
 
-def _figures(name: str, case: WallCase, cold: WallTime, warm: WallTime) -> list[Figure]:
+def figures(name: str, cold: WallTime, warm: WallTime) -> list[Figure]:
+    """What two runs of a case say."""
     if name == "cpu":
         return [
             Figure("first_step_cpu_s", cold.before_first_s, Kind.SECONDS, 8.0),

@@ -1,0 +1,67 @@
+"""Whole runs are timed with inputs anybody can make."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.bench.shapes import find_shape
+from weft.bench.wall import session as wall
+from weft.bench.wall.command import WallTime, time_train, timed
+from weft.bench.wall.inputs import WallJobs, problems, write_jobs, write_model, write_problems
+from weft.errors import ConfigError, WeftError
+from weft.spec import load_run
+
+
+def test_problems_then_they_are_as_long_as_those_they_stand_for_and_all_differ():
+    rows = list(problems(2000))
+    mean = sum(len(row["prompt"]) + len(row["completion"]) for row in rows) / len(rows)
+    assert mean == pytest.approx(522, rel=0.15)  # the mean of GSM8K's training rows
+    assert len({row["prompt"] for row in rows}) == 2000
+    assert rows == list(problems(2000))
+
+
+def test_time_train_when_a_run_ends_then_its_phases_lie_within_the_wall_clock(tmp_path: Path):
+    shape = dataclasses.replace(find_shape("tiny"), vocabulary=300)  # a byte each, and a few marks
+    write_model(tmp_path / "model", shape, torch.device("cpu"))
+    write_problems(tmp_path / "rows.jsonl", 30)
+    jobs = WallJobs(2, 2, batch=2, settings={"save_steps": 1})
+    write_jobs(tmp_path / "jobs.yaml", tmp_path / "model", jobs, tmp_path / "rows.jsonl")
+    assert [job.adapter.r for job in load_run(tmp_path / "jobs.yaml").jobs] == [8, 16]
+    found = time_train(tmp_path / "jobs.yaml", tmp_path / "run", {})
+    assert 0 < found.before_first_s < found.before_first_s + found.training_s < found.wall_s
+    assert found.spans["forward_backward"] <= found.training_s
+    assert (tmp_path / "run" / "job1" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_timed_when_the_command_fails_then_its_last_words_are_told(tmp_path: Path):
+    with pytest.raises(WeftError, match="No such command"):
+        timed(["weft", "no-such-command"], {}, tmp_path / "log")
+
+
+def test_choose_cases_when_a_gpu_is_missing_then_only_what_runs_here_is_chosen():
+    assert wall.choose_cases([], has_gpu=False) == ["cpu"]
+    assert wall.choose_cases([], has_gpu=True) == list(wall.CASES)
+    with pytest.raises(ConfigError, match="needs a CUDA GPU"):
+        wall.choose_cases(["tiny"], has_gpu=False)
+    with pytest.raises(ConfigError, match="accepted are tiny, 8b, share, cpu"):
+        wall.choose_cases(["small"], has_gpu=True)
+
+
+def test_figures_when_training_waits_for_files_then_the_shares_say_so():
+    warm = WallTime(30.0, {"forward_backward": 15.0, "step": 1.0, "checkpoint": 4.0}, training_s=20.0)
+    share, stall = wall.figures("share", WallTime(60.0, {}), warm)
+    assert (share.key, share.value, share.is_met) == ("wall_share", 0.8, False)
+    assert (stall.key, stall.value, stall.is_met) == ("write_stall_share", 0.2, False)
+    cold, again = wall.figures("tiny", WallTime(44.0, {}), warm)
+    assert (cold.key, cold.is_met, again.key, again.is_met) == ("wall_tiny_cold_s", True, "wall_tiny_warm_s", False)
+
+
+def test_jobs_file_then_everything_but_the_search_is_left_to_the_defaults(tmp_path: Path):
+    write_jobs(tmp_path / "jobs.yaml", "tiny", WallJobs(1, 3), tmp_path / "rows.jsonl")
+    (job,) = json.loads((tmp_path / "jobs.yaml").read_text())["jobs"]
+    assert set(job) == {"name", "data", "max_steps", "global_batch_size", "learning_rate", "adapter"}
