@@ -26,7 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from weft.backbone.load import load_backbone, load_plain_model
-from weft.data.dataset import JobData, load_job_data
+from weft.data.dataset import JobData
+from weft.data.load import load_job_data
 from weft.demo.skills import SKILLS, write_skill
 from weft.engine.engine import Engine
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec

@@ -9,7 +9,8 @@ import pytest
 from tiny_data import supervised_text
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.dataset import Dataset, load_dataset, load_job_data
+from weft.data.dataset import Dataset
+from weft.data.load import load_dataset, load_job_data
 from weft.data.sample import Sample
 from weft.errors import DataError
 from weft.spec import JobSpec

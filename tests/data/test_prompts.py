@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.dataset import load_dataset
+from weft.data.load import load_dataset
 from weft.data.prompts import load_prompts, prompt_of
 from weft.errors import DataError
 

@@ -4,8 +4,10 @@ import pytest
 from tiny_tokenizer import CHATML, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from weft.data.chat.chat_template import ChatTemplate, Tokenizer
+from weft.data.chat.rendered import Rendered
 from weft.data.conversation import ChatTurn, Conversation, Text
-from weft.data.template import Rendered, Renderer, Tokenizer
+from weft.data.template import Renderer
 from weft.errors import ConfigError, DataError
 
 PLACE = "train.jsonl line 17"
@@ -24,6 +26,11 @@ TOOLS = (
 )
 
 
+def only(texts: tuple[Rendered, ...]) -> Rendered:
+    (text,) = texts
+    return text
+
+
 def trained(rendered: Rendered) -> list[str]:
     return [rendered.text[start:end] for start, end in rendered.spans]
 
@@ -34,7 +41,7 @@ def test_protocol_when_tokenizer_is_hugging_faces_then_it_has_all_we_need(tokeni
 
 
 def test_chat_when_rendered_then_assistant_turns_with_their_end_markers_are_trained(tokenizer: PreTrainedTokenizerFast):
-    rendered = Renderer(tokenizer).render(CHAT, PLACE)
+    rendered = only(Renderer(ChatTemplate(tokenizer)).render(CHAT, PLACE))
     assert trained(rendered) == ["hello<|im_end|>\n", "bye<|im_end|>\n"]
     assert rendered.text.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>")
     assert not rendered.is_bare
@@ -42,39 +49,40 @@ def test_chat_when_rendered_then_assistant_turns_with_their_end_markers_are_trai
 
 def test_chat_when_a_turn_is_not_trained_then_only_the_others_are(tokenizer: PreTrainedTokenizerFast):
     quiet = Conversation((ChatTurn("user", "hi"), ChatTurn("assistant", "hello"), *CHAT.turns[2:]))
-    assert trained(Renderer(tokenizer).render(quiet, PLACE)) == ["bye<|im_end|>\n"]
+    assert trained(only(Renderer(ChatTemplate(tokenizer)).render(quiet, PLACE))) == ["bye<|im_end|>\n"]
 
 
 def test_chat_when_trained_on_inputs_then_everything_is_trained(tokenizer: PreTrainedTokenizerFast):
-    rendered = Renderer(tokenizer, train_on_inputs=True).render(CHAT, PLACE)
+    rendered = only(Renderer(ChatTemplate(tokenizer), train_on_inputs=True).render(CHAT, PLACE))
     assert trained(rendered) == [rendered.text]
 
 
 def test_chat_when_the_template_adds_a_system_prompt_then_it_is_not_trained():
-    rendered = Renderer(make_tokenizer(template=DEFAULT_SYSTEM)).render(CHAT, PLACE)
+    rendered = only(Renderer(ChatTemplate(make_tokenizer(template=DEFAULT_SYSTEM))).render(CHAT, PLACE))
     assert rendered.text.startswith("<|im_start|>system\nYou help.")
     assert trained(rendered) == ["hello<|im_end|>\n", "bye<|im_end|>\n"]
 
 
 def test_chat_when_the_job_has_its_own_template_then_it_wins(tokenizer: PreTrainedTokenizerFast):
     own = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}{{ 'a:' if add_generation_prompt }}"
-    rendered = Renderer(tokenizer, own).render(CHAT, PLACE)
+    rendered = only(Renderer(ChatTemplate(tokenizer, own)).render(CHAT, PLACE))
     assert rendered.text == "u:hi|a:hello|u:more|a:bye|"
     assert trained(rendered) == ["hello|", "bye|"]
 
 
-def test_chat_when_the_template_rewrites_earlier_turns_then_says_so_unless_trained_on_inputs():
-    tokenizer = make_tokenizer(template=FORGETFUL)
-    with pytest.raises(DataError, match=rf"^{PLACE}: the chat template rewrites earlier turns .* train_on_inputs"):
-        Renderer(tokenizer).render(CHAT, PLACE)
-    assert Renderer(tokenizer).render(PAIR, PLACE).spans
-    assert Renderer(tokenizer, train_on_inputs=True).render(CHAT, PLACE).spans
+def test_chat_when_trained_on_inputs_then_a_template_that_rewrites_history_gives_one_sample():
+    rendered = only(
+        Renderer(ChatTemplate(make_tokenizer(template=FORGETFUL)), train_on_inputs=True).render(CHAT, PLACE)
+    )
+    assert trained(rendered) == [rendered.text]
 
 
-def test_chat_when_the_generation_prompt_is_no_prefix_then_says_so():
-    thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
-    with pytest.raises(DataError, match="starts an assistant turn otherwise than its generation prompt"):
-        Renderer(make_tokenizer(template=thinking)).render(PAIR, PLACE)
+def test_chat_when_history_is_masked_then_only_the_last_answer_is_trained(tokenizer: PreTrainedTokenizerFast):
+    for template in (CHATML, FORGETFUL):
+        renderer = Renderer(ChatTemplate(make_tokenizer(template=template)), mask_history=True)
+        rendered = only(renderer.render(CHAT, PLACE))
+        assert trained(rendered) == [("<think></think>" if template == FORGETFUL else "") + "bye<|im_end|>\n"]
+        assert "hello<|im_end|>" in rendered.text
 
 
 def test_chat_when_the_template_refuses_then_the_error_names_the_line_and_its_words():
@@ -82,41 +90,43 @@ def test_chat_when_the_template_refuses_then_the_error_names_the_line_and_its_wo
     with pytest.raises(
         DataError, match=rf"^{PLACE}: the chat template refuses this conversation: roles must alternate\."
     ):
-        Renderer(make_tokenizer(template=strict)).render(CHAT, PLACE)
+        only(Renderer(ChatTemplate(make_tokenizer(template=strict))).render(CHAT, PLACE))
     with pytest.raises(DataError, match="the chat template refuses this conversation"):
-        Renderer(make_tokenizer(template="{{ messages[0].content + 1 }}")).render(CHAT, PLACE)
+        only(Renderer(ChatTemplate(make_tokenizer(template="{{ messages[0].content + 1 }}"))).render(CHAT, PLACE))
 
 
 def test_template_when_not_jinja_then_is_a_config_error(tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(ConfigError, match="chat_template: 'chatml' is not a Jinja template"):
-        Renderer(tokenizer, "chatml")
+        ChatTemplate(tokenizer, "chatml")
     with pytest.raises(ConfigError, match=r"chat_template: is not a valid Jinja template: .* \(line 1\)"):
-        Renderer(tokenizer, "{% for x in %}").render(CHAT, PLACE)
+        only(Renderer(ChatTemplate(tokenizer, "{% for x in %}")).render(CHAT, PLACE))
 
 
 def test_chat_when_there_is_no_template_then_says_to_set_one(base_tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(
         DataError, match=rf"^{PLACE}: the row is a chat, but .* has no chat template\. Set chat_template"
     ):
-        Renderer(base_tokenizer).render(CHAT, PLACE)
+        only(Renderer(ChatTemplate(base_tokenizer)).render(CHAT, PLACE))
 
 
 def test_completion_when_there_is_a_template_then_is_rendered_as_turns(tokenizer: PreTrainedTokenizerFast):
-    assert trained(Renderer(tokenizer).render(PAIR, PLACE)) == ["hello<|im_end|>\n"]
+    assert trained(only(Renderer(ChatTemplate(tokenizer)).render(PAIR, PLACE))) == ["hello<|im_end|>\n"]
 
 
 def test_completion_when_there_is_no_template_then_is_joined_as_it_is(base_tokenizer: PreTrainedTokenizerFast):
-    rendered = Renderer(base_tokenizer).render(PAIR, PLACE)
+    rendered = only(Renderer(ChatTemplate(base_tokenizer)).render(PAIR, PLACE))
     assert (rendered.text, trained(rendered), rendered.is_bare) == ("hihello", ["hello"], True)
     both = Conversation((ChatTurn("system", "be kind"), *PAIR.turns), is_chat=False)
-    assert Renderer(base_tokenizer).render(both, PLACE).text == "be kind\n\nhihello"
-    assert trained(Renderer(base_tokenizer, train_on_inputs=True).render(PAIR, PLACE)) == ["hihello"]
+    assert only(Renderer(ChatTemplate(base_tokenizer)).render(both, PLACE)).text == "be kind\n\nhihello"
+    assert trained(only(Renderer(ChatTemplate(base_tokenizer), train_on_inputs=True).render(PAIR, PLACE))) == [
+        "hihello"
+    ]
 
 
 def test_text_when_rendered_then_is_all_trained_and_blank_text_is_nothing(tokenizer: PreTrainedTokenizerFast):
-    rendered = Renderer(tokenizer).render(Text("once"), PLACE)
+    rendered = only(Renderer(ChatTemplate(tokenizer)).render(Text("once"), PLACE))
     assert (trained(rendered), rendered.is_bare) == (["once"], True)
-    assert Renderer(tokenizer).render(Text(" \n"), PLACE).text == ""
+    assert only(Renderer(ChatTemplate(tokenizer)).render(Text(" \n"), PLACE)).text == ""
 
 
 def call_turn() -> Conversation:
@@ -126,17 +136,17 @@ def call_turn() -> Conversation:
 
 
 def test_tools_when_the_template_knows_them_then_it_gets_them():
-    renderer = Renderer(make_tokenizer(template=TOOLS))
+    renderer = Renderer(ChatTemplate(make_tokenizer(template=TOOLS)))
     assert not renderer.ignores_tools
-    assert renderer.render(call_turn(), PLACE).text == (
+    assert only(renderer.render(call_turn(), PLACE)).text == (
         '[{"name": "f"}]go;[{"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}];'
     )
 
 
 def test_tool_calls_when_the_template_does_not_know_them_then_they_are_text(tokenizer: PreTrainedTokenizerFast):
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(ChatTemplate(tokenizer))
     assert renderer.ignores_tools
-    assert trained(renderer.render(call_turn(), PLACE)) == ['{"name": "f", "arguments": {"x": "é"}}<|im_end|>\n']
+    assert trained(only(renderer.render(call_turn(), PLACE))) == ['{"name": "f", "arguments": {"x": "é"}}<|im_end|>\n']
 
 
 def test_tool_calls_when_nested_too_deeply_to_write_then_is_a_data_error(tokenizer: PreTrainedTokenizerFast):
@@ -146,25 +156,25 @@ def test_tool_calls_when_nested_too_deeply_to_write_then_is_a_data_error(tokeniz
     calls = [{"function": {"name": "f", "arguments": {"x": deep}}}]
     form = Conversation((ChatTurn("user", "go"), ChatTurn("assistant", "", True, {"tool_calls": calls})))
     with pytest.raises(DataError, match=rf"^{PLACE}: the chat template refuses this conversation"):
-        Renderer(tokenizer).render(form, PLACE)
+        only(Renderer(ChatTemplate(tokenizer)).render(form, PLACE))
 
 
 def test_template_when_there_are_several_then_the_one_for_tools_is_used_with_tools(tokenizer: PreTrainedTokenizerFast):
     several = make_tokenizer()
     several.chat_template = {"default": CHATML, "tool_use": TOOLS}
-    assert trained(Renderer(several).render(PAIR, PLACE)) == ["hello<|im_end|>\n"]
-    assert Renderer(several).render(call_turn(), PLACE).text.startswith('[{"name": "f"}]go;')
+    assert trained(only(Renderer(ChatTemplate(several)).render(PAIR, PLACE))) == ["hello<|im_end|>\n"]
+    assert only(Renderer(ChatTemplate(several)).render(call_turn(), PLACE)).text.startswith('[{"name": "f"}]go;')
 
 
 def test_prompt_when_rendered_then_ends_where_the_model_writes(
     tokenizer: PreTrainedTokenizerFast, base_tokenizer: PreTrainedTokenizerFast
 ):
-    rendered, reference = Renderer(tokenizer).render_prompt(CHAT, PLACE)
+    rendered, reference = Renderer(ChatTemplate(tokenizer)).render_prompt(CHAT, PLACE)
     assert rendered.text.endswith("<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
     assert reference == "bye"
-    rendered, reference = Renderer(tokenizer).render_prompt(Conversation(CHAT.turns[:3]), PLACE)
+    rendered, reference = Renderer(ChatTemplate(tokenizer)).render_prompt(Conversation(CHAT.turns[:3]), PLACE)
     assert rendered.text.endswith("more<|im_end|>\n<|im_start|>assistant\n")
     assert reference is None
-    rendered, reference = Renderer(base_tokenizer).render_prompt(PAIR, PLACE)
+    rendered, reference = Renderer(ChatTemplate(base_tokenizer)).render_prompt(PAIR, PLACE)
     assert (rendered.text, rendered.is_bare, reference) == ("hi", True, "hello")
-    assert Renderer(tokenizer).render_prompt(Text("once"), PLACE)[0].text == "once"
+    assert Renderer(ChatTemplate(tokenizer)).render_prompt(Text("once"), PLACE)[0].text == "once"

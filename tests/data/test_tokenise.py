@@ -8,9 +8,11 @@ from tiny_data import supervised_text
 from tiny_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from weft.data.chat.chat_template import ChatTemplate
+from weft.data.chat.rendered import Rendered
 from weft.data.conversation import ChatTurn, Conversation, Tokens
 from weft.data.sample import Sample
-from weft.data.template import Rendered, Renderer
+from weft.data.template import Renderer
 from weft.data.tokenise import leading_bos, sample_of_tokens, tokenise, tokenise_prompt
 from weft.errors import DataError
 
@@ -56,7 +58,7 @@ def test_tokenise_when_a_text_is_longer_than_the_model_allows_then_transformers_
 def test_tokens_when_chat_is_tokenised_then_are_those_of_the_whole_text(tokenizer: PreTrainedTokenizerFast):
     messages = [{"role": "user", "content": "héllo"}, {"role": "assistant", "content": "où? 😀"}]
     chat = Conversation((ChatTurn("user", "héllo"), ChatTurn("assistant", "où? 😀", True)))
-    sample = one(Renderer(tokenizer).render(chat, "x"), tokenizer)
+    sample = one(Renderer(ChatTemplate(tokenizer)).render(chat, "x")[0], tokenizer)
     assert sample.tokens.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
     assert supervised_text(sample, tokenizer) == ["où? 😀<|im_end|>\n"]
 
@@ -64,7 +66,7 @@ def test_tokens_when_chat_is_tokenised_then_are_those_of_the_whole_text(tokenize
 def test_bos_when_the_template_writes_it_then_it_is_not_doubled():
     tokenizer = make_tokenizer(template="<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}", adds_bos=True)
     chat = Conversation((ChatTurn("user", "a"), ChatTurn("assistant", "b", True)))
-    sample = one(Renderer(tokenizer).render(chat, "x"), tokenizer)
+    sample = one(Renderer(ChatTemplate(tokenizer)).render(chat, "x")[0], tokenizer)
     assert tokenizer.convert_ids_to_tokens(sample.tokens.tolist()) == ["<s>", "a", "</s>", "b", "</s>"]
 
 
@@ -110,7 +112,7 @@ def test_token_when_it_starts_with_the_space_of_the_answer_then_it_stays_whole(t
 def test_space_before_an_answer_when_offsets_are_trimmed_then_is_still_prompt(trims_offsets: bool):
     tokenizer = make_tokenizer(trims_offsets=trims_offsets)
     chat = Conversation((ChatTurn("user", "a"), ChatTurn("assistant", "b", True), ChatTurn("user", "c")))
-    sample = one(Renderer(tokenizer).render(chat, "x"), tokenizer)
+    sample = one(Renderer(ChatTemplate(tokenizer)).render(chat, "x")[0], tokenizer)
     assert supervised_text(sample, tokenizer) == ["b<|im_end|>\n"]
 
 
@@ -123,7 +125,7 @@ def test_slow_tokenizer_when_used_then_gives_the_same_samples(tokenizer: PreTrai
             ChatTurn("assistant", "d", True),
         )
     )
-    rendered = Renderer(tokenizer).render(chat, "x")
+    rendered = Renderer(ChatTemplate(tokenizer)).render(chat, "x")[0]
     fast, slow = one(rendered, tokenizer), one(rendered, SlowTokenizer(tokenizer))
     assert fast.tokens.tolist() == slow.tokens.tolist()
     assert fast.supervised.tolist() == slow.supervised.tolist()

@@ -11,7 +11,8 @@ import pytest
 from tiny_models import assert_same_bits, job_spec, random_backbone, random_data, small_job, train, weighted_data
 from tiny_tokenizer import make_tokenizer
 
-from weft.data.dataset import Dataset, load_dataset
+from weft.data.dataset import Dataset
+from weft.data.load import load_dataset
 from weft.errors import DataError
 from weft.objectives.registry import OBJECTIVES
 

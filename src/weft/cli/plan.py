@@ -71,7 +71,7 @@ def plan(
 
 def _outlines(spec: RunSpec, base_dir: Path, num_planned: int) -> list[JobOutline]:
     from weft.backbone.load import load_tokenizer
-    from weft.data.dataset import load_job_data
+    from weft.data.load import load_job_data
 
     tokenizer = load_tokenizer(spec.base_model)
     return [_outline(job, load_job_data(job, tokenizer, base_dir), num_planned) for job in spec.jobs]

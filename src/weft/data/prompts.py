@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.conversation import ChatTurn, Conversation, Form, Tokens
 from weft.data.formats import convert_rows
 from weft.data.sources import read_rows
-from weft.data.template import Renderer, Tokenizer
+from weft.data.template import Renderer
 from weft.data.tokenise import tokenise_prompt
 from weft.errors import DataError
 
@@ -40,7 +41,7 @@ def load_prompts(
     base_dir: Path,
 ) -> list[Prompt]:
     """One prompt per row of a file or Hub data set; rows need no answer here."""
-    renderer = Renderer(tokenizer, chat_template)
+    renderer = Renderer(ChatTemplate(tokenizer, chat_template))
     rows = read_rows(source, base_dir)
     _, forms = convert_rows(rows, data_format, need_answer=False)
     return [_prompt(form, renderer, row.where) for row, form in zip(rows, forms, strict=True)]
@@ -49,7 +50,7 @@ def load_prompts(
 def prompt_of(text: str, tokenizer: Tokenizer, *, chat_template: str | None = None) -> Prompt:
     """The prompt for one typed question: a user turn if there is a chat template, else the text as it is."""
     question = Conversation((ChatTurn("user", text),), is_chat=False)
-    return _prompt(question, Renderer(tokenizer, chat_template), "the prompt")
+    return _prompt(question, Renderer(ChatTemplate(tokenizer, chat_template)), "the prompt")
 
 
 def prompt_of_chat(
@@ -57,7 +58,7 @@ def prompt_of_chat(
 ) -> Prompt:
     """The prompt for the next turn of a chat of `role` and `content`; without a template, the turns joined."""
     turns = tuple(ChatTurn(message["role"], message["content"]) for message in messages)
-    return _prompt(Conversation(turns, is_chat=False), Renderer(tokenizer, chat_template), "the chat")
+    return _prompt(Conversation(turns, is_chat=False), Renderer(ChatTemplate(tokenizer, chat_template)), "the chat")
 
 
 def _prompt(form: Form, renderer: Renderer, where: str) -> Prompt:

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat.rendered import Rendered
 from weft.data.conversation import Tokens
 from weft.data.sample import Sample
-from weft.data.template import Rendered, Tokenizer
 from weft.errors import DataError
 
 TEXTS_PER_CALL = 1024

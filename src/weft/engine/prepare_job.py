@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from weft.data.dataset import JobData, load_job_data
+from weft.data.dataset import JobData
+from weft.data.load import load_job_data
 from weft.engine.live_job import LiveJob
 from weft.errors import ConfigError, DataError
 from weft.execute.protocol import Executor, NewJob, ReplicaFacts

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.data.dataset import JobData, load_job_data
+from weft.data.dataset import JobData
+from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
 from weft.engine.recorder import check_data

@@ -16,7 +16,7 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.backbone.out_of_memory import memory_errors
 from weft.backbone.packed import PackedBatch
-from weft.data.template import Tokenizer
+from weft.data.chat.chat_template import Tokenizer
 from weft.execute.evaluate import mean_scores
 from weft.execute.memory import measure, release_memory, state_bytes, usable_bytes
 from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import Dataset
 from weft.data.global_batch import GlobalBatches
 from weft.data.prompts import Prompt
-from weft.data.template import Tokenizer
 from weft.objectives.metrics import MeanScores, Score
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec, JobSpec

@@ -76,6 +76,8 @@ class JobSpec:
     """What happens to longer ones: truncate (counted), drop (counted) or error."""
     train_on_inputs: bool = setting(False, aliases=("train_on_prompt", "train_on_input"))
     """Count the prompt and user turns in the loss as well."""
+    mask_history: bool = setting(False)
+    """Train only the last answer of each chat. Default: every assistant turn that has something before it."""
     chat_template: str | None = setting(None, aliases=("chat_template_jinja",))
     """A Jinja chat template to use instead of the tokenizer's."""
     shuffle: bool = setting(True)

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.data.dataset import JobData, load_job_data
+from weft.data.dataset import JobData
+from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, WeftError
 from weft.execute.protocol import Executor
@@ -30,6 +31,7 @@ _DATA_SETTINGS = (
     "max_length",
     "long_samples",
     "train_on_inputs",
+    "mask_history",
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import weft
 from weft.backbone.load import load_backbone
-from weft.data.dataset import load_dataset
+from weft.data.load import load_dataset
 from weft.demo.skills import SKILLS
 from weft.errors import ConfigError, DataError
 from weft.inference.answers import Answer

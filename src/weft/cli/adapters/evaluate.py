@@ -96,7 +96,7 @@ def _wants_answers(chosen: list[str] | None, dataset: Dataset) -> bool:
 
 
 def _samples(data: str, backbone: Backbone, limit: int | None, chat_template: str | None) -> Dataset:
-    from weft.data.dataset import load_dataset
+    from weft.data.load import load_dataset
 
     dataset = load_dataset(
         [data],

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from weft.data.dataset import JobData, load_job_data
-from weft.data.template import Tokenizer
+from weft.data.chat.chat_template import Tokenizer
+from weft.data.dataset import JobData
+from weft.data.load import load_job_data
 from weft.errors import ConfigError, DataError
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, Tx

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from weft.data.chat.chat_template import Tokenizer
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
-from weft.data.template import Tokenizer
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
 from weft.errors import ConfigError, DataError, JobError

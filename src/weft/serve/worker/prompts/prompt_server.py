@@ -27,8 +27,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
+from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat.rendered import Rendered
 from weft.data.prompts import prompt_of_chat
-from weft.data.template import Rendered, Tokenizer
 from weft.data.tokenise import tokenise_prompt
 from weft.errors import DataError, StorageError, WeftError
 from weft.inference.attach import StoredAdapter

@@ -1,0 +1,1 @@
+"""From conversations to text: chat templates, and which characters of what they render an assistant has to write."""

@@ -1,0 +1,196 @@
+"""Finds what an assistant has to write in a chat, and the text that each answer is trained in.
+
+An answer is what follows the text that the model is given when it is asked for it: everything from the end of the
+generation prompt to the end of the turn, end-of-turn marker included. Where the template marks the answers itself, with
+`{% generation %}`, they are what it says. Otherwise they are found by rendering the turns before an answer and those
+through it.
+
+Most templates render a turn the same whatever follows, and a chat is one sample with many answers. Some show an earlier
+answer otherwise once later turns follow (its thoughts are left out, a closing token goes, the system prompt moves).
+There, each answer is trained as the model would meet it: a chat becomes several samples, every answer in the longest
+one that shows it so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from weft.data.chat.chat_template import ChatTemplate
+from weft.data.chat.landmarks import Landmarks
+from weft.data.chat.rendered import Rendered
+from weft.data.conversation import Conversation
+from weft.errors import DataError
+
+MAX_RENDERED_ALL = 8
+"""Answers of a chat that are all found by rendering; in longer chats, landmarks spare most of it."""
+TAG = re.compile(r"<[^<>]*>")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One trained turn, in the text that the model is given and goes on."""
+
+    turn: int
+    """Its place in the conversation."""
+    text: str
+    start: int
+    end: int
+    """The answer is text[start:end]."""
+
+
+def train_answers(form: Conversation, template: ChatTemplate, where: str) -> tuple[Rendered, ...]:
+    """The samples of a chat; a chat without a trained turn is one sample with nothing to learn."""
+    marked = template.apply_marked(form, where)
+    if marked is not None:
+        text, blocks = marked
+        spans = _blocks_of_turns(form, blocks)
+        if spans is not None:
+            return (_rendered(form, text, spans, where),)
+    full = template.apply(form.turns, form, where)
+    trained = [i for i, turn in enumerate(form.turns) if turn.trained]
+
+    def find(i: int) -> Answer:
+        return _find_answer(i, form, template, where, full)
+
+    if len(trained) > MAX_RENDERED_ALL:
+        spans = _spans_by_landmarks(form, trained, full, template, where, find)
+        if spans is not None:
+            return (_rendered(form, full, spans, where),)
+    groups = _gather(full, [find(i) for i in trained], form, template.ends_text)
+    return tuple(_rendered(form, text, {a.turn: (a.start, a.end) for a in answers}, where) for text, answers in groups)
+
+
+def _rendered(form: Conversation, text: str, spans: dict[int, tuple[int, int]], where: str) -> Rendered:
+    """A sample with the spans of its trained turns."""
+    turns = sorted(spans)
+    return Rendered(text, tuple(spans[i] for i in turns), False, where, tuple(form.turns[i].weight for i in turns))
+
+
+def _blocks_of_turns(form: Conversation, blocks: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]] | None:
+    """The blocks of the trained turns; None where the template does not mark each assistant turn once."""
+    turns = [i for i, turn in enumerate(form.turns) if turn.role == "assistant"]
+    if len(turns) != len(blocks):
+        return None
+    return {i: block for i, block in zip(turns, blocks, strict=True) if form.turns[i].trained}
+
+
+def _find_answer(i: int, form: Conversation, template: ChatTemplate, where: str, full: str) -> Answer:
+    """The answer of turn `i`, from the text before it and the text through it."""
+    turns = form.turns
+    before = template.apply(turns[:i], form, where, generation=True)
+    through = full if i + 1 == len(turns) else template.apply(turns[: i + 1], form, where)
+    if through.startswith(before):
+        return Answer(i, through, len(before), len(through))
+    agreed = _agreement(before, through)
+    opening = before[agreed:]
+    asked = turns[i - 1].content.strip()
+    if asked in opening and agreed < _agreement(template.apply(turns[:i], form, where), before):
+        body = _after_question(before, through, asked, turns[i].content.strip())
+        if body is None:
+            raise DataError(
+                "the chat template shows the turns before an answer otherwise when it asks for it, so it does not show "
+                "which tokens the assistant wrote.",
+                where=where,
+                hint="Set another chat_template, or train_on_inputs to train on all tokens.",
+            )
+        return Answer(i, before + body, len(before), len(before) + len(body))
+    # The generation prompt says more than the turn does. What is complete, such as an empty thought, the model meets
+    # before every answer. What is only opened, such as a thought, is for the model to close, and the data has none.
+    if len(TAG.findall(opening)) < 2:
+        return Answer(i, through, agreed, len(through))
+    rest = through[agreed:]
+    # Not said twice: what the generation prompt ends with and the turn begins with.
+    repeated = next(n for n in range(min(len(opening), len(rest)), -1, -1) if opening.endswith(rest[:n]))
+    return Answer(i, before + rest[repeated:], len(before), len(before) + len(rest) - repeated)
+
+
+def _after_question(before: str, through: str, asked: str, content: str) -> str | None:
+    """What follows the question and the generation prompt in the text through an answer, or None if it lacks them.
+
+    For templates that change what stands before a question once it is answered, such as its system prompt.
+    """
+    prompt = before[before.rfind(asked) :]
+    at = through.rfind(prompt, 0, through.rfind(content)) if asked and content else -1
+    return None if at < 0 else through[at + len(prompt) :]
+
+
+def _agreement(one: str, other: str) -> int:
+    """How many characters two texts begin alike with, not counting part of a tag such as `<think>`."""
+    alike = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    opened = one.rfind("<", 0, alike)
+    return opened if opened > one.rfind(">", 0, alike) else alike
+
+
+def _gather(full: str, answers: Sequence[Answer], form: Conversation, ends_text: str) -> list[tuple[str, list[Answer]]]:
+    """The texts to train, each with the answers that it shows as the model writes them, in the order of the turns."""
+    groups: list[tuple[str, list[Answer]]] = [(full, [])]
+    for answer in reversed(answers):
+        text, shown = groups[-1]
+        end = _shown_until(text, answer, form.turns[answer.turn].content, ends_text)
+        if end is None:
+            groups.append((answer.text, [answer]))
+        else:
+            shown.append(replace(answer, end=end))
+    if answers and not groups[0][1]:
+        # Nothing but turns that come after the last answer.
+        groups.pop(0)
+    return groups[::-1]
+
+
+def _shown_until(text: str, answer: Answer, content: str, ends_text: str) -> int | None:
+    """Where the answer ends in a longer text, or None if that shows it otherwise.
+
+    What a template writes once, behind the last turn, may be missing: a token that ends the text, if the turn has an
+    end-of-turn marker before it, and all that follows such a token.
+    """
+    if text.startswith(answer.text):
+        return answer.end
+    at = answer.text.rfind(ends_text, answer.start) if ends_text else -1
+    if at < 0:
+        return None
+    has_marker = not answer.text[:at].rstrip().endswith(content.strip())
+    for end in (at + len(ends_text), at if has_marker else 0):
+        if end > answer.start and text.startswith(answer.text[:end]):
+            return end
+    return None
+
+
+def _spans_by_landmarks(
+    form: Conversation,
+    trained: Sequence[int],
+    full: str,
+    template: ChatTemplate,
+    where: str,
+    find: Callable[[int], Answer],
+) -> dict[int, tuple[int, int]] | None:
+    """The spans of a long chat that is one sample, most of them by comparison with turns that look alike.
+
+    Turns with the same text before and behind their content are rendered once at the first and once at the last of
+    them. None where the chat has to be rendered turn by turn.
+    """
+    landmarks = Landmarks.of(form, template.apply(Landmarks.marked(form), form, where), full)
+    if landmarks is None:
+        return None
+    spans: dict[int, tuple[int, int]] = {}
+    for alike in _by_surroundings(trained, landmarks):
+        offsets: set[tuple[int, int]] = set()
+        for i in {alike[0], alike[-1]}:
+            answer = find(i)
+            end = _shown_until(full, answer, form.turns[i].content, template.ends_text)
+            if end is None:
+                return None
+            offsets.add(landmarks.offsets(i, answer.start, end))
+        if len(offsets) > 1:
+            return None
+        distances = offsets.pop()
+        spans |= {i: landmarks.span(i, *distances) for i in alike}
+    return spans
+
+
+def _by_surroundings(trained: Iterable[int], landmarks: Landmarks) -> list[list[int]]:
+    groups: dict[object, list[int]] = {}
+    for i in trained:
+        groups.setdefault(landmarks.surroundings(i), []).append(i)
+    return list(groups.values())

@@ -1,0 +1,167 @@
+"""A chat template as a function from turns to text, and what Weft needs of a tokenizer to apply it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jinja2
+
+from weft.data.conversation import ChatTurn, Conversation
+from weft.errors import ConfigError, DataError
+
+# What a template may raise besides Jinja's own errors: it is a program run on data it was not written for.
+TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What Weft needs of a tokenizer; every Hugging Face tokenizer has it."""
+
+    @property
+    def chat_template(self) -> Any:
+        """A Jinja template, named templates, or None."""
+        ...
+
+    @property
+    def bos_token_id(self) -> Any:
+        """The id that starts a text, or None."""
+        ...
+
+    @property
+    def eos_token_id(self) -> Any:
+        """The id that ends a text, or None."""
+        ...
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """The special tokens as text, by the names that templates know them by."""
+        ...
+
+    @property
+    def name_or_path(self) -> str:
+        """The model it belongs to."""
+        ...
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether calling it can return the characters each token came from."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of tokens it knows."""
+        ...
+
+    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]:
+        """Token ids and offsets of many texts."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool, **options: Any) -> list[int]:
+        """Token ids of one text."""
+        ...
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[dict[str, Any]] | None = None) -> str:
+        """The template for conversations with these tools: the given one, else the tokenizer's."""
+        ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
+        """The conversation as text."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The template that a tokenizer's conversations are rendered with."""
+
+    tokenizer: Tokenizer
+    own: str | None = None
+    """Used instead of the tokenizer's."""
+
+    def __post_init__(self) -> None:
+        if self.own is not None and "{" not in self.own:
+            found = self.own if len(self.own) <= 40 else self.own[:37] + "..."
+            raise ConfigError(f"{found!r} is not a Jinja template: it has no {{{{ }}}} in it.", where="chat_template")
+
+    @property
+    def text(self) -> str:
+        """The template, or all of them joined where the tokenizer picks one by whether there are tools."""
+        template = self.own if self.own is not None else self.tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    @property
+    def ends_text(self) -> str:
+        """The token that ends a text, as templates write it; empty for a tokenizer without one."""
+        return str(self.tokenizer.special_tokens_map.get("eos_token") or "")
+
+    def apply(self, turns: Sequence[ChatTurn], form: Conversation, where: str, *, generation: bool = False) -> str:
+        """The turns as text, with the tools of their conversation; `generation` asks for the next answer behind them.
+
+        A conversation that the template refuses is a DataError at `where`.
+        """
+        with self._refusals(where):
+            text = self.tokenizer.apply_chat_template(
+                [self._message(turn) for turn in turns],
+                tools=_tools(form),
+                chat_template=self._chosen(form),
+                add_generation_prompt=generation,
+                tokenize=False,
+            )
+        assert isinstance(text, str), "a template renders one conversation as one text"
+        return text
+
+    def apply_marked(self, form: Conversation, where: str) -> tuple[str, list[tuple[int, int]]] | None:
+        """The conversation as text, with the characters that the template's `{% generation %}` blocks wrote.
+
+        None for a template without such blocks.
+        """
+        if not GENERATION_TAG.search(self.text):
+            return None
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with self._refusals(where):
+            # Annotated as a text, but it is the texts and their blocks.
+            rendered: Any = render_jinja_template(
+                conversations=[[self._message(turn) for turn in form.turns]],
+                tools=[*form.tools] or None,
+                chat_template=self._chosen(form),
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        (text,), (blocks,) = rendered
+        return text, blocks
+
+    def _chosen(self, form: Conversation) -> str:
+        """The template for this conversation; some tokenizers have another one for conversations with tools."""
+        return self.tokenizer.get_chat_template(self.own, _tools(form))
+
+    @contextlib.contextmanager
+    def _refusals(self, where: str) -> Iterator[None]:
+        """What a template raises, as errors that say whose fault it is."""
+        try:
+            yield
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"is not a valid Jinja template: {(error.message or '').rstrip('.')} (line {error.lineno}).",
+                where="chat_template",
+            ) from None
+        except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
+            said = str(error).rstrip(".")
+            raise DataError(f"the chat template refuses this conversation: {said}.", where=where) from None
+
+    def _message(self, turn: ChatTurn) -> dict[str, Any]:
+        """The turn for the template; calls go into the text of templates that know no tool_calls."""
+        message = turn.message
+        if "tool_calls" in message and "tool_calls" not in self.text:
+            functions = [call["function"] for call in message.pop("tool_calls")]
+            calls = json.dumps(functions if len(functions) > 1 else functions[0], ensure_ascii=False)
+            message["content"] = "\n".join(part for part in (turn.content, calls) if part)
+        return message
+
+
+def _tools(form: Conversation) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in form.tools] or None
