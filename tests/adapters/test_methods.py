@@ -10,14 +10,18 @@ from typing import Any
 import peft
 import pytest
 import torch
+from bottleneck_method import BOTTLENECK, register
 from tiny_models import Job, assert_same_bits, flat, job_spec, random_backbone, random_data, random_model, train
 from torch import nn
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.method import Attachment, Method
 from weft.adapters.methods import METHODS
+from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.adapters.targets import leaf_names
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
+from weft.cost.shape import ModelShape
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.inference.attach import attach_adapter, read_named
@@ -25,20 +29,32 @@ from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter, write_adapter
 from weft.store.run_dir import RunDirectory, RunRecord
 
-TARGETS = ("q_proj", "v_proj", "down_proj")
-METHOD_NAMES = sorted(METHODS)
+EVERY: dict[str, Method] = {**METHODS, "bottleneck": BOTTLENECK}
+"""The registered ones, and one that sits on the outputs of blocks."""
+METHOD_NAMES = sorted(EVERY)
+TARGETS = {Attachment.LINEAR: ("q_proj", "v_proj", "down_proj"), Attachment.BLOCK_OUTPUT: ("self_attn", "mlp")}
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    """An adapter on some places of the method's kind."""
+    return {"method": method, "target_modules": TARGETS[EVERY[method].attachment]}
 
 
 def changed_adapter(backbone: Backbone, method: str) -> Adapter:
     """An adapter whose weights are not those it starts with."""
-    adapter = backbone.new_adapter(AdapterSpec(method=method, target_modules=TARGETS), 3)
+    adapter = backbone.new_adapter(AdapterSpec(**settings_of(method)), 3)
     generator = torch.Generator().manual_seed(5)
     adapter.put({name: x + 0.2 * torch.randn(x.shape, generator=generator) for name, x in adapter.flat().items()})
     return adapter
 
 
 def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
-    names = leaf_names(adapter.modules, backbone.linears)
+    names = leaf_names(adapter.modules, backbone.shapes_for(adapter.method))
     assert names is not None
     write_adapter(path, adapter.spec, adapter.tensors(), base_model=backbone.name, target_names=names)
     return path
@@ -57,8 +73,7 @@ def plain_logits(model: Any) -> torch.Tensor:
 
 def me(method: str, **settings: Any) -> Job:
     settings = {"max_steps": 5, "eval_steps": 2, "eval_data": 3, "seed": 3, "learning_rate": 3e-2, **settings}
-    adapter = {"method": method, "target_modules": TARGETS}
-    return job_spec("me", adapter=adapter, **settings), random_data(3, num_samples=10, num_eval=3)
+    return job_spec("me", adapter=settings_of(method), **settings), random_data(3, num_samples=10, num_eval=3)
 
 
 def neighbours() -> list[Job]:
@@ -75,13 +90,13 @@ def test_files_when_written_and_read_then_the_adapter_is_the_same(method, tmp_pa
     backbone = random_backbone("llama_bias")
     adapter = changed_adapter(backbone, method)
     spec, tensors, config = read_adapter(written(backbone, adapter, tmp_path / "a"))
-    assert (spec.method, config["peft_type"]) == (method, METHODS[method].files.peft_type)
+    assert (spec.method, config["peft_type"]) == (method, EVERY[method].files.peft_type)
     again = backbone.new_adapter(spec, 0)
     again.load(tensors, "a")
     assert all(x.equal(y) for x, y in zip(flat(again.tensors()), flat(adapter.tensors()), strict=True))
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if EVERY[name].files.in_peft])
 def test_files_when_peft_loads_them_then_it_computes_the_same(method, tmp_path):
     backbone, plain = random_backbone("llama_bias"), random_model("llama_bias")
     plain.set_attn_implementation("eager")
@@ -92,7 +107,7 @@ def test_files_when_peft_loads_them_then_it_computes_the_same(method, tmp_path):
     assert (logits(backbone, slot) - logits(backbone, None)).abs().max() > 1e-2, "the adapter does nothing"
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if EVERY[name].attachment is Attachment.LINEAR])
 def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(method):
     backbone, plain = random_backbone("llama_bias"), random_model("llama_bias")
     plain.set_attn_implementation("eager")
@@ -116,6 +131,39 @@ def test_job_when_others_train_beside_it_then_both_have_the_bits_they_have_alone
     assert alone.state == "succeeded" and len(alone.eval_losses) == 3
     assert_same_bits(together["me"], alone)
     assert_same_bits(together["lora"], lora)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_cost_when_counted_then_is_no_less_than_what_the_adapter_holds(method):
+    """Weights as those of a LoRA of the stated rank on all linears; per row what its forward really keeps."""
+    backbone = random_backbone("llama_bias")
+    adapter = changed_adapter(backbone, method)
+    shape = ModelShape.from_config(backbone.model.config.to_dict())
+    assert adapter.num_parameters <= shape.adapter_parameters(adapter.method.cost_ranks(adapter.spec).widest)
+    shapes, rows = backbone.shapes_for(adapter.method), slot_rows(0, [Rows(0, 8)], None, 8)
+    total = 0
+    for path, weights in adapter.modules.items():
+        num_out, num_in = shapes[path]
+        kept = weights.forward(torch.ones(8, num_in), torch.ones(8, num_out), rows, Routing())
+        width = adapter.method.kept_width(adapter.spec, path, shapes[path])
+        assert sum(tensor.numel() for tensor in tensors_in(kept)) == 8 * width
+        total += width
+    if not adapter.method.has_kernels:
+        found = [backbone.activation_bytes(8, specs) for specs in ([adapter.spec], [])]
+        assert found[0] - found[1] == 8 * 4 * total
+
+
+def tensors_in(kept: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists and tuples."""
+    if isinstance(kept, torch.Tensor):
+        return [kept]
+    return [tensor for part in kept or () for tensor in tensors_in(part)]
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_job_when_its_batches_are_cut_otherwise_then_ends_with_the_same_bits(method):
+    backbone = random_backbone("llama_bias")
+    assert_same_bits(train(backbone, [me(method)], capacity=24)["me"], train(backbone, [me(method)], capacity=96)["me"])
 
 
 @pytest.mark.parametrize("kernels", ["reference", "fused"])

@@ -25,8 +25,9 @@ base_model: tiny
 output_dir: swept
 capacity: 128
 compare_speed: false
-job: {train_data: rows.jsonl, eval_data: 2, max_length: 48, max_steps: 2, global_batch_size: 2}
-space: {method: [lora, ia3], lr: [1e-3, 8e-3]}
+job:
+  {train_data: rows.jsonl, eval_data: 2, max_length: 48, max_steps: 2, global_batch_size: 2, adapter: {alpha: 4}}
+space: {method: [ia3, lora], r: [2, 4]}
 """
 
 
@@ -56,9 +57,16 @@ def test_config_when_a_job_is_ia3_then_what_is_printed_is_a_jobs_file(weft, fold
     assert yaml.safe_load(weft("config", "again.yaml").out) == yaml.safe_load(printed)
 
 
-def test_sweep_when_the_method_is_searched_then_both_are_tried(weft, folder):
-    assert weft("sweep", "sweep.yaml").code == 0
+def test_sweep_when_the_method_is_searched_then_ranks_are_tried_of_lora_only(weft, folder):
+    """The two points with IA³ differ in nothing that applies to it, so it is trained once."""
+    assert "3 points" in weft("sweep", "sweep.yaml").out
     kinds = [json.loads(f.read_text())["peft_type"] for f in (folder / "swept").rglob("adapter_config.json")]
     assert "IA3" in kinds or "LORA" in kinds
-    board = (folder / "swept" / "leaderboard.json").read_text()
-    assert '"ia3"' in board and '"lora"' in board
+    board = json.loads((folder / "swept" / "leaderboard.json").read_text())
+    tried = sorted((trial["params"] for trial in board["trials"]), key=str)
+    assert tried == [{"method": "ia3"}, {"method": "lora", "r": 2}, {"method": "lora", "r": 4}]
+
+
+def test_sweep_when_a_parameter_is_of_no_method_in_the_space_then_one_sentence_says_so(refused, folder):
+    (folder / "sweep.yaml").write_text(SWEEP.replace("[ia3, lora]", "[ia3]"))
+    assert "space.r: is a setting of lora; the method is ia3." in refused("sweep", "sweep.yaml")

@@ -121,3 +121,13 @@ def test_space_when_it_cannot_be_meant_then_one_sentence_says_why(tree, says):
     with pytest.raises(ConfigError) as error:
         read_space(tree)
     assert str(error.value).startswith(says)
+
+
+def test_params_when_the_method_is_searched_then_hold_what_applies_to_it():
+    space = read_space({"method": ["ia3", "lora"], "r": [8, 16], "lr": [1e-3], "init_ia3_weights": [True]})
+    params = [params_of(space.point_at(index)) for index in range(space.num_points or 0)]
+    assert params[0] == params[1] == {"method": "ia3", "lr": 1e-3, "init_ia3_weights": True}
+    assert params[3] == {"method": "lora", "r": 16, "lr": 1e-3}
+    assert (space.num_points, space.num_distinct) == (4, 3)
+    assert [space.point_of(p) for p in params[1:3]] == [space.point_at(0), space.point_at(2)]
+    assert {params_of(point).get("r") for point in space.probes()} == {None, 8, 16}

@@ -1,16 +1,9 @@
 """A frozen linear with slots: y = x Wᵀ + b for all rows, and each job's own adapter on its own rows.
 
-Forward: the frozen product of x, in which a method may have changed its rows, then each slot's method on y.
-Backward: dx = dy W, where a method may have changed its rows of dy, then each slot's method on its gradients and dx.
-What a method does is written in its `SlotWeights`. Products over rows run in blocks of a fixed size, so that a row's
-result does not depend on its neighbours, and a NaN in another segment or another slot changes nothing here.
-
-Shape suffixes: T rows of the microbatch, D in, O out.
+Products over rows run in blocks of a fixed size, so that a row's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +11,8 @@ from torch import nn
 from weft.adapters.frozen import Dense, FrozenWeight
 from weft.adapters.frozen import tiled_mm as tiled_mm
 from weft.adapters.method import SlotWeights
-from weft.adapters.routing import Routing, SlotRows
-
-Active = list[tuple[SlotRows, SlotWeights]]
-"""The slots with rows in the microbatch and an adapter on this linear."""
+from weft.adapters.routing import Routing
+from weft.adapters.slots import active_slots, run_slots
 
 
 class SlotLinear(nn.Module):
@@ -52,64 +43,18 @@ class SlotLinear(nn.Module):
         """O."""
         return self.frozen.shape[0]
 
+    def put(self, slot: int, weights: SlotWeights) -> None:
+        """Lets an adapter sit here."""
+        self.slots[slot] = weights
+
+    def free(self, slot: int) -> None:
+        """Makes a slot free again, if an adapter sits on it."""
+        self.slots.pop(slot, None)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X (..., D) to (..., O); the leading dimensions together are the rows of the microbatch."""
         x_TD = x.reshape(-1, x.shape[-1])
-        active = [(rows, self.slots[rows.slot]) for rows in self.routing.slots if rows.slot in self.slots]
+        active = active_slots(self.slots, self.routing)
         anchor = self.anchor if active else self.anchor.detach()
-        y_TO: torch.Tensor = _SlotLinearFunction.apply(  # type: ignore[no-untyped-call]
-            x_TD, anchor, self.frozen, self.bias_O, active, self.routing
-        )
+        y_TO = run_slots(x_TD, anchor, self.frozen, self.bias_O, active, self.routing)
         return y_TO.view(*x.shape[:-1], self.out_features)
-
-
-class _SlotLinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: torch.Tensor,
-        anchor: torch.Tensor,
-        frozen: FrozenWeight,
-        bias_O: torch.Tensor | None,
-        active: Active,
-        routing: Routing,
-    ) -> torch.Tensor:
-        y_TO = frozen.product(_changed_input(x_TD, active), routing.row_tile)
-        if bias_O is not None:
-            y_TO += bias_O
-        ctx.kept = [weights.forward(x_TD, y_TO, rows, routing) for rows, weights in active]
-        # The weight is among the saved so that autograd refuses one that was changed in between.
-        ctx.save_for_backward(x_TD if active else None, *frozen.stored.values())
-        ctx.frozen, ctx.active, ctx.row_tile = frozen, active, routing.row_tile
-        return y_TO
-
-    @staticmethod
-    def backward(ctx: Any, dy_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TD = ctx.saved_tensors[0]
-        dy_TO = dy_TO.contiguous()
-        dx_TD = None
-        if ctx.needs_input_grad[0] or any(weights.changes_input for _, weights in ctx.active):
-            dx_TD = ctx.frozen.input_gradient(_changed_gradient(dy_TO, ctx.active), ctx.row_tile)
-        for (rows, weights), kept in zip(ctx.active, ctx.kept, strict=True):
-            weights.backward(x_TD, dy_TO, dx_TD, rows, kept)
-        return dx_TD if ctx.needs_input_grad[0] else None, None, None, None, None, None
-
-
-def _changed_input(x_TD: torch.Tensor, active: Active) -> torch.Tensor:
-    """What the frozen product sees: x, or a copy in which some slots have changed their own rows."""
-    changing = [(rows, weights) for rows, weights in active if weights.changes_input]
-    if changing:
-        x_TD = x_TD.clone()
-    for rows, weights in changing:
-        weights.change_input(x_TD, rows)
-    return x_TD
-
-
-def _changed_gradient(dy_TO: torch.Tensor, active: Active) -> torch.Tensor:
-    """The gradient of the frozen product: dy, or a copy in which some slots have changed their own rows."""
-    changing = [(rows, weights) for rows, weights in active if weights.changes_gradient]
-    if changing:
-        dy_TO = dy_TO.clone()
-    for rows, weights in changing:
-        weights.change_gradient(dy_TO, rows)
-    return dy_TO

@@ -3,15 +3,16 @@
 A method is a folder `adapters/methods/<name>/` with one `Method`, and a line in `adapters/methods/__init__.py`. Its
 settings are fields of `spec/adapter.py` that carry its name. Nothing else knows it: the engine steps, checkpoints and
 moves named groups of parameters (`adapters/adapter.py`), the reference path calls the hooks of `SlotWeights` on each
-slot's own rows (`adapters/linear.py`), files are written as the method's `PeftFormat` says, and planners count its cost
+slot's own rows (`adapters/slots.py`), files are written as the method's `PeftFormat` says, and planners count its cost
 in ranks. `tests/adapters/test_methods.py` runs for every entry of the registry.
 
 A method without kernels costs its neighbours nothing: on a fused backbone its jobs have microbatches of their own,
 which run on the reference path over the same weights.
 
-A method for the outputs of blocks says `Attachment.BLOCK_OUTPUT`. The backbone offers no such places yet: the first
-such method wraps the blocks in `Backbone._install`, as linears are wrapped in `SlotLinear`, and lists them in
-`Backbone._places`; from there on they are attached and freed like linears.
+An adapter sits on linears, or on the outputs of attention and MLP blocks before these are normed or added to the
+residual stream (`Attachment`). `target_modules` names either by the same rules: `[q_proj, v_proj]` or `all-linear`,
+`[self_attn, mlp]` or `all-blocks`. What `auto` means for a method is decided in `spec/adapter.py`. The output of a
+block is a place of D outputs and D inputs (`adapters/block_output.py`), so one set of hooks serves both.
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
 LinearShape = tuple[int, int]
-"""(out, in) of a linear module."""
+"""(out, in) of a linear module; of a block's output both are its width."""
 ModuleTensors = tuple[torch.Tensor, ...]
 """An adapter's tensors on one module, in the order of its method's groups."""
 
 
 class Attachment(enum.Enum):
-    """What of a backbone an adapter sits on."""
+    """What of a backbone an adapter sits on; the value is what errors call one such place."""
 
-    LINEAR = "linear"
-    BLOCK_OUTPUT = "block output"
+    LINEAR = "linear module"
+    BLOCK_OUTPUT = "block"
 
 
 class SlotWeights(ABC):
-    """A method's weights on one linear, which a slot holds: views into the adapter's flat buffers.
+    """A method's weights in one place, which a slot holds: views into the adapter's flat buffers.
+
+    On a linear, x is its input and the frozen product is x Wᵀ + b. On a block's output, x is that output and the frozen
+    product is x itself: `forward` adds to a copy of it, and `backward` finds dy in dx.
 
     All hooks get the buffers of the whole microbatch and change the rows of their own slot alone. Rows of others may be
     NaN: they are left out by slicing, never masked by a product. Gradients are added in fp32, sample by sample in the
@@ -102,6 +106,8 @@ class PeftFormat(Protocol):
 
     peft_type: str
     """What adapter_config.json calls the method."""
+    in_peft: bool
+    """Whether PEFT has the method; where it has not, only Weft reads the files."""
     title: str
     """What people call it."""
     suffixes: Mapping[str, str]
@@ -164,7 +170,10 @@ class Method(Protocol):
         """What the fused path's kernels read; asked only of those that say `has_kernels`."""
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Puts an adapter's effect on one module into the module itself."""
+        """Puts an adapter's effect on one linear into the linear itself; asked only of those that sit on linears."""
+
+    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+        """Numbers that `SlotWeights.forward` keeps of a row in one place, dropout masks apart."""
 
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """What such an adapter costs."""

@@ -1,39 +1,47 @@
-"""Which modules of a backbone an adapter sits on, by PEFT's rules."""
+"""Which places of a backbone an adapter sits in, by PEFT's rules: its linears, or for some methods its blocks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
+from weft.adapters.method import Attachment
+from weft.adapters.methods import method_of
 from weft.errors import ConfigError, closest
+from weft.families.registry import FAMILIES
 from weft.spec import AdapterSpec
 
-ALL_LINEAR = ("all-linear", "all")
+ALL = {Attachment.LINEAR: ("all-linear", "all"), Attachment.BLOCK_OUTPUT: ("all-blocks", "all")}
+"""Words for all places of a kind; the first is the one to write."""
 _LAYER_INDEX = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 
 def choose_modules(spec: AdapterSpec, paths: Sequence[str]) -> list[str]:
-    """The adapted ones among `paths` (every linear of the backbone but its output head), in their order.
+    """The adapted ones among `paths`, all places of the method's kind on the backbone, in their order.
 
     A name in target_modules that no module answers to is an error, even if others match.
     """
-    chosen = [p for p in paths if _matches(spec.target_modules, p)]
+    kind = method_of(spec).attachment
+    if not paths:
+        families = ", ".join(FAMILIES)
+        raise ConfigError(f"the backbone has no {kind.value} to adapt; {families} models do.", where="adapter.method")
+    chosen = [p for p in paths if _matches(spec.target_modules, p, kind)]
     if isinstance(spec.target_modules, tuple):
         leaves = {p.rsplit(".", 1)[-1] for p in paths}
         for name in spec.target_modules:
             if not any(_named(name, p) for p in paths):
                 guess = closest(name, sorted(leaves))
                 raise ConfigError(
-                    f"the backbone has no linear module {name!r}; it has {', '.join(sorted(leaves))}.",
+                    f"the backbone has no {kind.value} {name!r}; it has {', '.join(sorted(leaves))}.",
                     where="adapter.target_modules",
                     hint=f"Did you mean {guess}?" if guess else None,
                 )
     if spec.exclude_modules is not None:
-        chosen = [p for p in chosen if not _matches(spec.exclude_modules, p)]
+        chosen = [p for p in chosen if not _matches(spec.exclude_modules, p, kind)]
     if spec.layers_to_transform is not None:
         chosen = _in_layers(chosen, spec.layers_to_transform)
     if not chosen:
-        raise _nothing_chosen(spec, paths)
+        raise _nothing_chosen(spec, paths, kind)
     return chosen
 
 
@@ -47,7 +55,7 @@ def is_target(spec: AdapterSpec, path: str) -> bool:
         return False
     names = spec.target_modules
     if isinstance(names, str):
-        return names == ALL_LINEAR[0] or _answers(names, path)
+        return names == ALL[method_of(spec).attachment][0] or _answers(names, path)
     if path in names:
         return True
     if not _answers(names, path):
@@ -58,9 +66,14 @@ def is_target(spec: AdapterSpec, path: str) -> bool:
     return match is not None and int(match[1]) in spec.layers_to_transform
 
 
-def _nothing_chosen(spec: AdapterSpec, paths: Sequence[str]) -> ConfigError:
-    found = "no linear module of the backbone matches"
-    if isinstance(spec.target_modules, str) and not any(_matches(spec.target_modules, p) for p in paths):
+def _nothing_chosen(spec: AdapterSpec, paths: Sequence[str], kind: Attachment) -> ConfigError:
+    found = f"no {kind.value} of the backbone matches"
+    if spec.target_modules in {words[0] for words in ALL.values()} - {ALL[kind][0]}:
+        return ConfigError(
+            f"got {spec.target_modules}; {spec.method} adapters sit on {kind.value}s, for which it is {ALL[kind][0]}.",
+            where="adapter.target_modules",
+        )
+    if isinstance(spec.target_modules, str) and not any(_matches(spec.target_modules, p, kind) for p in paths):
         return ConfigError(
             f"{found} {spec.target_modules!r}; one text is a regular expression over whole paths such as {paths[0]}, "
             "names go in a list.",
@@ -78,8 +91,8 @@ def leaf_names(chosen: Iterable[str], paths: Iterable[str]) -> list[str] | None:
     return sorted(leaves) if same == chosen else None
 
 
-def _matches(targets: str | tuple[str, ...], path: str) -> bool:
-    return targets in ALL_LINEAR or _answers(targets, path)
+def _matches(targets: str | tuple[str, ...], path: str, kind: Attachment) -> bool:
+    return targets in ALL[kind] or _answers(targets, path)
 
 
 def _answers(targets: str | tuple[str, ...], path: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.block_output import BlockOutput
 from weft.adapters.frozen import Fp8, quantisation
 from weft.adapters.linear import SlotLinear
 from weft.adapters.method import Attachment, LinearShape, Method
@@ -26,6 +27,7 @@ from weft.backbone.scores import PendingScores
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ModelError
+from weft.families.registry import FAMILIES, describe
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
@@ -50,10 +52,15 @@ class Backbone:
         self.kernels = "reference: as loaded"
         """Which path runs, and why."""
         self._install(torch.zeros((), device=model.device, requires_grad=True))
+        self.blocks = _blocks(model, self.routing)
+        """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
         self._reference = ReferencePath(model, self.linears, self.routing)
         self.path: Path = self._reference
         """How microbatches run, unless an adapter's method has no kernels."""
-        self._places: dict[Attachment, Mapping[str, SlotLinear]] = {Attachment.LINEAR: self.linears}
+        self._places: dict[Attachment, Mapping[str, SlotLinear | BlockOutput]] = {
+            Attachment.LINEAR: self.linears,
+            Attachment.BLOCK_OUTPUT: self.blocks,
+        }
         self._slot_paths: dict[int, Path] = {}
 
     @property
@@ -98,7 +105,7 @@ class Backbone:
 
         To be called before adapters are attached.
         """
-        assert not any(linear.slots for linear in self.linears.values()), "adapters are attached already"
+        assert not self._slot_paths, "adapters are attached already"
         obstacle = why_not(self.model, self.linears, self.device, self.dtype)
         if choice == "auto":
             obstacle = obstacle or why_slow(self.device, self.dtype)
@@ -139,15 +146,29 @@ class Backbone:
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
         widest = max((cost_ranks(spec).widest for spec in adapters), default=1)
-        paths = {self.path, *(self._path_for(method_of(spec)) for spec in adapters)}
-        return max(path.activation_bytes(capacity, widest) for path in paths)
+        found = [self.path.activation_bytes(capacity, widest)]
+        for spec in adapters:
+            if not method_of(spec).has_kernels:
+                kept = capacity * self._kept_width(spec) * self.dtype.itemsize
+                found.append(self._reference.activation_bytes(capacity, widest) + kept)
+        return max(found)
+
+    def _kept_width(self, spec: AdapterSpec) -> int:
+        """Numbers of a row that an adapter's slots keep on the reference path, beside the linears' own."""
+        method = method_of(spec)
+        return sum(method.kept_width(spec, path, shape) for path, shape in self._targets(spec).items())
 
     def _path_for(self, method: Method) -> Path:
         return self.path if method.has_kernels else self._reference
 
+    def shapes_for(self, method: Method) -> dict[str, LinearShape]:
+        """Every place that adapters of a method can sit in, by path, with its outputs and inputs."""
+        places = self._places[method.attachment]
+        return {path: (place.out_features, place.in_features) for path, place in places.items()}
+
     def _targets(self, spec: AdapterSpec) -> dict[str, LinearShape]:
-        chosen = choose_modules(spec, list(self.linears))
-        return {path: (self.linears[path].out_features, self.linears[path].in_features) for path in chosen}
+        shapes = self.shapes_for(method_of(spec))
+        return {path: shapes[path] for path in choose_modules(spec, list(shapes))}
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""
@@ -156,7 +177,7 @@ class Backbone:
         self._slot_paths[slot] = path
         places = self._places[adapter.method.attachment]
         for module, weights in adapter.modules.items():
-            places[module].slots[slot] = weights
+            places[module].put(slot, weights)
         return slot
 
     def detach(self, slot: int) -> None:
@@ -164,7 +185,7 @@ class Backbone:
         self._slot_paths.pop(slot).free_slot(slot)
         for places in self._places.values():
             for place in places.values():
-                place.slots.pop(slot, None)
+                place.free(slot)
 
     def forward_backward(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
         """Runs a microbatch; adds to every attached adapter's gradients; returns each segment's summed loss."""
@@ -209,6 +230,17 @@ class Backbone:
             self.linears[path] = slotted
         for module in self.model.modules():
             object.__setattr__(module, "weft_routing", self.routing)
+
+
+def _blocks(model: PreTrainedModel, routing: Routing) -> dict[str, BlockOutput]:
+    """The outputs of a decoder's blocks, as its family's description names them."""
+    config = model.config
+    if config.model_type not in FAMILIES:
+        return {}
+    sizes = describe(config.to_dict()).sizes
+    ends = tuple(f"layers.{layer}.{name}" for layer in range(sizes.num_layers) for name in sizes.form.blocks)
+    found = [(path, module) for path, module in model.named_modules() if path.endswith(ends)]
+    return {path: BlockOutput(block, sizes.hidden, routing) for path, block in found}
 
 
 def why_slow(device: torch.device, dtype: torch.dtype) -> str | None:

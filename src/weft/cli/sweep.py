@@ -161,7 +161,7 @@ def _show_plan(prepared: PreparedSweep, console: Console) -> None:
 
 def _introduce(prepared: PreparedSweep, console: Console) -> None:
     spec, facts = prepared.spec, prepared.engine.executor.facts
-    points = space_of(spec).num_points
+    points = space_of(spec).num_distinct
     count = "endlessly many points" if points is None else f"{points:,} point{'s' * (points != 1)}"
     budgets = [(spec.trials, "trials"), (spec.max_tokens, "tokens"), (spec.max_seconds, "s")]
     limits = ", ".join(f"{amount:,} {unit}" for amount, unit in budgets if amount is not None)

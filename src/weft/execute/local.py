@@ -150,8 +150,9 @@ class LocalExecutor:
 
     def target_names(self, job: str) -> list[str]:
         """The adapted modules in the words of PEFT's target_modules."""
-        chosen = list(self.jobs[job].weights.adapter.modules)
-        return leaf_names(chosen, self.backbone.linears) or chosen
+        adapter = self.jobs[job].weights.adapter
+        chosen = list(adapter.modules)
+        return leaf_names(chosen, self.backbone.shapes_for(adapter.method)) or chosen
 
     @contextmanager
     def _slot_of(self, job: str) -> Iterator[int]:

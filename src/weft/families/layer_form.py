@@ -60,6 +60,11 @@ class LayerForm:
     """q and k are normed head by head; their raw values are then kept for the way back."""
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """The modules whose results are added to the residual stream: attention and the feed-forward block."""
+        return tuple(dict.fromkeys(path.partition(".")[0] for site in self.sites for path in site))
+
+    @property
     def norms_results(self) -> bool:
         """Whether a block's result is normed before it is added to the residual stream."""
         return self.norms.after_mlp is not None

@@ -84,21 +84,22 @@ def read_named(text: str) -> StoredAdapter:
     return StoredAdapter(name, path, spec, tensors, stated, read_chat_template(path))
 
 
-def check_fit(stored: StoredAdapter, linears: Mapping[str, LinearShape], base_model: str) -> None:
-    """AdapterFileError says why an adapter does not fit a model with these linear modules (path to out and in)."""
-    where, files = str(stored.path), method_of(stored.spec).files
+def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_model: str) -> None:
+    """AdapterFileError says why an adapter does not fit a model where its method has these places (path to shape)."""
+    where, method = str(stored.path), method_of(stored.spec)
     for path, tensors in stored.tensors.items():
-        if path not in linears:
-            raise AdapterFileError(f"{path} is not a linear module of base_model {base_model}.", where=where)
-        given = files.linear_shape(tensors)
-        if any(size not in (None, real) for size, real in zip(given, linears[path], strict=True)):
+        if path not in shapes:
+            place = method.attachment.value
+            raise AdapterFileError(f"{path} is not a {place} of base_model {base_model}.", where=where)
+        given = method.files.linear_shape(tensors)
+        if any(size not in (None, real) for size, real in zip(given, shapes[path], strict=True)):
             found = " x ".join("any" if size is None else str(size) for size in given)
             raise AdapterFileError(
                 f"{path} is for a module of {found}; in base_model {base_model} it is "
-                f"{linears[path][0]} x {linears[path][1]}.",
+                f"{shapes[path][0]} x {shapes[path][1]}.",
                 where=where,
             )
-    for path in linears:
+    for path in shapes:
         if path not in stored.tensors and is_target(stored.spec, path):
             raise AdapterFileError(
                 f"has no weights for {path} of base_model {base_model}, which its config targets.", where=where
@@ -108,12 +109,12 @@ def check_fit(stored: StoredAdapter, linears: Mapping[str, LinearShape], base_mo
 def attach_adapter(backbone: Backbone, stored: StoredAdapter) -> int:
     """Puts an adapter that answers, and does not train, on a free slot and returns the slot; AdapterFileError says why
     it does not fit the backbone."""
-    linears = {path: (linear.out_features, linear.in_features) for path, linear in backbone.linears.items()}
-    check_fit(stored, linears, backbone.name)
+    shapes = backbone.shapes_for(method_of(stored.spec))
+    check_fit(stored, shapes, backbone.name)
     # Jobs that train beside it need no kernels for its dropout.
     spec = replace(stored.spec, lora_dropout=0.0)
     try:
-        adapter = Adapter(spec, {path: linears[path] for path in stored.tensors}, 0, backbone.device)
+        adapter = Adapter(spec, {path: shapes[path] for path in stored.tensors}, 0, backbone.device)
     except ConfigError as error:
         raise AdapterFileError(error.message, where=str(stored.path)) from None
     adapter.load(stored.tensors, str(stored.path))

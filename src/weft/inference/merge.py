@@ -11,9 +11,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from weft.adapters.method import Attachment
 from weft.adapters.methods import method_of
 from weft.backbone.load import load_plain_model, load_tokenizer
-from weft.errors import StorageError
+from weft.errors import AdapterFileError, StorageError
 from weft.inference.attach import StoredAdapter, check_fit
 from weft.spec import BackboneSpec
 from weft.store.atomic import make_directories, staged_directory
@@ -22,12 +23,18 @@ from weft.store.atomic import make_directories, staged_directory
 @torch.no_grad()
 def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     """Writes the merged model and its tokenizer to `out`; returns the number of merged modules."""
+    method = method_of(stored.spec)
+    if method.attachment is not Attachment.LINEAR:
+        raise AdapterFileError(
+            f"a {method.files.title} adapter sits on the outputs of blocks, where there are no weights to merge "
+            "it into.",
+            where=str(stored.path),
+        )
     model = load_plain_model(spec)
     tokenizer = load_tokenizer(spec.base_model)
     head = model.get_output_embeddings()
     linears = {path: m for path, m in model.named_modules() if type(m) is nn.Linear and m is not head}
     check_fit(stored, {path: (m.out_features, m.in_features) for path, m in linears.items()}, spec.base_model)
-    method = method_of(stored.spec)
     for path, tensors in stored.tensors.items():
         method.merge(stored.spec, path, tensors, linears[path])
     if stored.chat_template is not None:

@@ -16,7 +16,7 @@ from weft.spec.fields import describe, field_names, join, read
 from weft.spec.job import JobSpec
 from weft.spec.load import apply_override, canonical, merge, parse, place_of
 from weft.spec.misplaced import check_job, check_space, check_top
-from weft.spec.space import Space, is_number, params_of, read_space, setting_path
+from weft.spec.space import TOGETHER, Space, is_number, owner_of, params_of, read_space, setting_path
 from weft.spec.sweep import TIMES_R, SweepSpec
 
 _DEFAULTS = "defaults"
@@ -73,6 +73,7 @@ def _read_sweep(tree: Mapping[Any, Any], base_dir: Path) -> SweepSpec:
     assert isinstance(spec.space, dict)
     check_space(spec.space)
     found = read_space(spec.space)
+    _check_methods(found)
     for point in found.probes():
         job = trial_job(spec, "trial", params_of(point))
         try:
@@ -101,10 +102,18 @@ def trial_job(spec: SweepSpec, name: str, params: Mapping[str, Any]) -> JobSpec:
         head, _, rest = setting_path(key).partition(".")
         own = merge(own, {head: {rest: value}} if rest else {head: value})
     settings = merge(canonical(spec.defaults, JobSpec, _DEFAULTS), {**own, "name": name})
+    if isinstance(own.get("adapter"), Mapping) and "method" in own["adapter"]:
+        settings = _for_method(settings, own["adapter"]["method"])
     try:
         return read(JobSpec, _with_alpha(settings))
     except ConfigError as error:
         raise _traced(error, error.where or "", params) from None
+
+
+def _for_method(settings: Mapping[str, Any], method: Any) -> dict[str, Any]:
+    """Settings without those of other methods: where the method is searched, what all trials share is for some."""
+    adapter = {key: value for key, value in settings["adapter"].items() if owner_of(f"adapter.{key}") in (None, method)}
+    return {key: value for key, value in settings.items() if owner_of(key) in (None, method)} | {"adapter": adapter}
 
 
 def _traced(error: ConfigError, where: str, params: Mapping[str, Any]) -> ConfigError:
@@ -150,6 +159,17 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
         several = error.message.startswith("expected a") and error.message.endswith(("got a list.", "got a mapping."))
         hint = "What is to be searched goes in space." if several else error.hint
         raise ConfigError(error.message, where=error.where, hint=hint) from None
+
+
+def _check_methods(space: Space) -> None:
+    """ConfigError for a parameter that applies to no point, since none has the method that it is a setting of."""
+    used = {name for point in space.probes() for name in params_of(point)}
+    methods = {point[name] for point in space.probes() for name in point if setting_path(name) == "adapter.method"}
+    for parameter in space.parameters:
+        owner = owner_of(setting_path(parameter.name))
+        if parameter.name != TOGETHER and parameter.name not in used:
+            found = " and ".join(sorted(map(str, methods))) or "another"
+            raise ConfigError(f"is a setting of {owner}; the method is {found}.", where=f"space.{parameter.name}")
 
 
 def _check_comparable(spec: SweepSpec, space: Space) -> None:

@@ -6,11 +6,14 @@
     _: [{r: 8, lora_alpha: 8}, {r: 64, lora_alpha: 16}] settings that vary together
 
 A point of the space maps the name of each parameter to a value. `params` are the same with the settings that vary
-together told apart; they become a job's settings by their own names.
+together told apart; they become a job's settings by their own names. Where `method` is searched, a setting of one
+method does not apply to points of another and is not among their params, so some points have the same params.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -24,6 +27,7 @@ from weft.spec.job import JobSpec
 
 TOGETHER = "_"
 """The parameter whose values are settings that vary together."""
+_METHOD = "adapter.method"
 _WORDS = ("choices", "min", "max", "log", "step", "int", "times_r")
 _ELSEWHERE = {
     **dict.fromkeys(("low", "lower", "from", "start"), "Did you mean min?"),
@@ -33,6 +37,8 @@ _ELSEWHERE = {
 }
 """What other tools' words are here."""
 _NOT_SEARCHED = ("name", "priority", "tenant")
+_MOST_COMPARED = 1000
+"""Points of a space that are compared with each other; more are taken to be all different."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,14 @@ class Space:
             total *= len(values)
         return total
 
+    @functools.cached_property
+    def num_distinct(self) -> int | None:
+        """How many points differ in what applies to them; None if they cannot be counted."""
+        total = self.num_points
+        if total is None or total > _MOST_COMPARED:
+            return total
+        return len({value_key(params_of(self.point_at(index))) for index in range(total)})
+
     def point_at(self, index: int) -> dict[str, Any]:
         """One of the countable points; the last parameter varies fastest."""
         point: dict[str, Any] = {}
@@ -128,14 +142,20 @@ class Space:
         return {parameter.name: point[parameter.name] for parameter in self.parameters}
 
     def probes(self) -> Iterator[dict[str, Any]]:
-        """Points that show every choice and every end of a range at least once."""
+        """Points that show every choice and every end of a range at least once, with a method that it applies to."""
         firsts = {parameter.name: parameter.samples()[0] for parameter in self.parameters}
+        method = next((p for p in self.parameters if setting_path(p.name) == _METHOD), None)
         for parameter in self.parameters:
+            owner = owner_of(setting_path(parameter.name))
+            its_method = {method.name: owner} if method is not None and method.holds(owner) else {}
             for value in parameter.samples():
-                yield {**firsts, parameter.name: value}
+                yield {**firsts, **its_method, parameter.name: value}
 
     def point_of(self, params: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The point that has these params, under whatever names; None if it is not of this space."""
+        """The point that has these params, under whatever names; None if it is not of this space.
+
+        Of a parameter that does not apply to it the point has the first value.
+        """
         given = {setting_path(name): value for name, value in params.items()}
         point: dict[str, Any] = {}
         for parameter in self.parameters:
@@ -143,7 +163,10 @@ class Space:
                 fitting = [v for v in parameter.values or () if _is_part(v, given)]
                 value = fitting[0] if fitting else None
             else:
-                value = given.get(setting_path(parameter.name))
+                path = setting_path(parameter.name)
+                value = given.get(path)
+                if path not in given and not _applies(path, given.get(_METHOD)):
+                    value = parameter.samples()[0]
             if value is None or not parameter.holds(value):
                 return None
             point[parameter.name] = value
@@ -155,7 +178,20 @@ def params_of(point: Mapping[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for name, value in point.items():
         params |= value if name == TOGETHER else {name: value}
-    return params
+    method = next((value for name, value in params.items() if setting_path(name) == _METHOD), None)
+    return {name: value for name, value in params.items() if _applies(setting_path(name), method)}
+
+
+def owner_of(path: str) -> str | None:
+    """The one PEFT method that a setting, such as `adapter.r`, is for; None if it is for all."""
+    inner = path.removeprefix("adapter.")
+    cls = JobSpec if inner == path else AdapterSpec
+    return next((field.metadata["method"] for field in dataclasses.fields(cls) if field.name == inner), None)
+
+
+def _applies(path: str, method: Any) -> bool:
+    """Whether a setting means something to points of a method; None: the method is not searched."""
+    return method is None or owner_of(path) in (None, method)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -124,12 +124,18 @@ def adapter_files(
 
 def _model_card(spec: AdapterSpec, base_model: str) -> str:
     files = method_of(spec).files
+    if files.in_peft:
+        library = "library_name: peft\n"
+        use = (
+            "```python\nfrom peft import PeftModel\n\n"
+            "model = PeftModel.from_pretrained(base_model, adapter_directory)\n```\n"
+        )
+    else:
+        library, use = "", "```bash\nweft chat --adapter ADAPTER_DIRECTORY\n```\n"
     return (
-        f"---\nlibrary_name: peft\npipeline_tag: text-generation\ntags:\n- {spec.method}\n- weft\n---\n\n"
+        f"---\n{library}pipeline_tag: text-generation\ntags:\n- {spec.method}\n- weft\n---\n\n"
         f"# {files.title} adapter\n\n"
-        f"Trained with Weft on `{base_model}`: {files.summary(spec)}.\n\n"
-        "```python\nfrom peft import PeftModel\n\n"
-        "model = PeftModel.from_pretrained(base_model, adapter_directory)\n```\n"
+        f"Trained with Weft on `{base_model}`: {files.summary(spec)}.\n\n{use}"
     )
 
 

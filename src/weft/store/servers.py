@@ -1,6 +1,6 @@
 """Whether an inference server will take an adapter, and what to tell it when starting.
 
-The rules are those of vLLM 0.32 and SGLang 0.5.23. PEFT itself loads whatever Weft writes.
+The rules are those of vLLM 0.32 and SGLang 0.5.23. PEFT itself loads whatever Weft writes of a method that PEFT has.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from weft.adapters.method import Attachment
 from weft.adapters.methods import cost_ranks, method_of
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
@@ -42,11 +43,17 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
     """Why a server would refuse the adapter and what it must be started with; empty when it just works."""
     if server not in SERVERS:
         raise ConfigError(f"{server!r} is not a known server; accepted are {', '.join(SERVERS)}.")
+    method = method_of(spec)
+    title = method.files.title
     if server == "peft":
-        return []
+        return (
+            [] if method.files.in_peft else [ServingRemark(f"PEFT has no {title}; only Weft runs this adapter.", True)]
+        )
     if spec.method != "lora":
-        title = method_of(spec).files.title
-        return [ServingRemark(f"{_TITLES[server]} takes LoRA adapters only; merge this {title} into its base.", True)]
+        only = f"{_TITLES[server]} takes LoRA adapters only"
+        if method.attachment is not Attachment.LINEAR:
+            return [ServingRemark(f"{only}, and this {title} cannot be merged into its base.", True)]
+        return [ServingRemark(f"{only}; merge this {title} into its base.", True)]
     remarks = _outside(module_paths, server)
     # Servers look at every pattern, also at those that match no module of this backbone.
     top = cost_ranks(spec).widest

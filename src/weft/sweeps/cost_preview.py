@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.adapters.methods import cost_ranks
+from weft.adapters.method import Attachment
+from weft.adapters.methods import cost_ranks, method_of
 from weft.adapters.targets import choose_modules
 from weft.backbone.load import find_source, load_config, load_skeleton
 from weft.cost.hardware import find_hardware
@@ -99,7 +100,9 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
 
 
 def _targets(adapter: AdapterSpec, facts: ReplicaFacts) -> str | tuple[str, ...]:
-    """The adapted linears in the planner's words; all of them where a model has other words for its own."""
+    """The adapted linears in the planner's words; all where a model has other words, or the method other places."""
+    if method_of(adapter).attachment is not Attachment.LINEAR:
+        return ALL_LINEAR
     leaves = {path.rpartition(".")[2] for path in choose_modules(adapter, list(facts.modules))}
     known = ModelShape.from_config(facts.config).linears
     names = tuple(name for name in known if name in leaves)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import ConfigError, MissingExtraError
-from weft.spec.space import Choices, Parameter, Space, same
+from weft.spec.space import Choices, Parameter, Space, params_of, same
 from weft.sweeps.record.trial import Trial, TrialState
 from weft.sweeps.search.samplers import MAX_DRAWS, IsNew
 
@@ -48,7 +48,7 @@ class OptunaSampler:
     def tell(self, point: Mapping[str, Any], trial: Trial) -> None:
         """Passes on how a trial ended; one that Optuna did not propose here is added."""
         for place, (asked, proposed) in enumerate(self._asked):
-            if all(same(asked[name], value) for name, value in point.items()):
+            if same(params_of(asked), params_of(point)):
                 del self._asked[place]
                 for seen in trial.points:
                     if math.isfinite(seen.value):

@@ -125,7 +125,7 @@ def sampler_name(spec: SweepSpec, space: Space) -> str:
 
 def num_planned(spec: SweepSpec, space: Space) -> int | None:
     """Trials there will be, as far as that is known."""
-    total = space.num_points
+    total = space.num_distinct
     if sampler_name(spec, space) == "grid":
         return min(total or 0, spec.trials or total or 0)
     return spec.trials

@@ -63,6 +63,10 @@ class Ia3:
         if bias_O is not None and not spec.is_feedforward(path):
             bias_O.copy_((bias_O.float() * scale.flatten()).to(bias_O.dtype))
 
+    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+        """The outputs before they were scaled."""
+        return 0 if spec.is_feedforward(path) else linear[0]
+
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
-        """Less than a LoRA of rank 1, the smallest the models know."""
+        """Its weights are fewer than those of a LoRA of rank 1, the smallest the models know."""
         return CostRanks(1, 1)

@@ -81,6 +81,7 @@ class LoraFiles:
     """What PEFT's LoRA writes."""
 
     peft_type = "LORA"
+    in_peft = True
     title = "LoRA"
     suffixes: Mapping[str, str] = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
     defaults: Mapping[str, Any] = DEFAULTS
