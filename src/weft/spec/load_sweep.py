@@ -73,13 +73,13 @@ def _read_sweep(tree: Mapping[Any, Any], base_dir: Path) -> SweepSpec:
     assert isinstance(spec.space, dict)
     check_space(spec.space)
     found = read_space(spec.space)
-    _check_methods(found)
     for point in found.probes():
         job = trial_job(spec, "trial", params_of(point))
         try:
             spec.run(job)
         except ConfigError as error:
             raise _traced(error, (error.where or "").removeprefix("jobs.0."), params_of(point)) from None
+    _check_methods(found)
     _check_comparable(spec, found)
     return spec
 
@@ -163,12 +163,12 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
 
 def _check_methods(space: Space) -> None:
     """ConfigError for a parameter that applies to no point, since none has the method that it is a setting of."""
-    used = {name for point in space.probes() for name in params_of(point)}
-    methods = {point[name] for point in space.probes() for name in point if setting_path(name) == "adapter.method"}
+    params = [params_of(point) for point in space.probes()]
+    used = {name for own in params for name in own}
+    methods = sorted({own[name] for own in params for name in own if setting_path(name) == "adapter.method"})
     for parameter in space.parameters:
-        owner = owner_of(setting_path(parameter.name))
         if parameter.name != TOGETHER and parameter.name not in used:
-            found = " and ".join(sorted(map(str, methods))) or "another"
+            owner, found = owner_of(setting_path(parameter.name)), " and ".join(methods)
             raise ConfigError(f"is a setting of {owner}; the method is {found}.", where=f"space.{parameter.name}")
 
 
