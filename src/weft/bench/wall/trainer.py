@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.data.dataset import load_job_data
+from weft.data.load import load_job_data
 from weft.kernels.device import default_device, is_gpu
 from weft.spec import JobSpec, load_run
 

@@ -127,7 +127,7 @@ class ChatTemplate:
             # Annotated as a text, but it is the texts and their blocks.
             rendered: Any = render_jinja_template(
                 conversations=[[self._message(turn) for turn in form.turns]],
-                tools=[*form.tools] or None,
+                tools=[dict(tool) for tool in form.tools] or None,
                 chat_template=self._chosen(form),
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
