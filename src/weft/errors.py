@@ -16,6 +16,8 @@ The text of an error says where it happened, what was found, and what would be r
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class WeftError(Exception):
     """A mistake with a clear sentence; the command line prints it and exits with 2."""
@@ -87,6 +89,13 @@ class MissingExtraError(WeftError):
     """An optional package is needed and not installed."""
 
     code = "missing_extra"
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra of Weft beside the copy that runs: its package, or its folder if that is a clone."""
+    folder = Path(__file__).parents[2]
+    name = str(folder) if (folder / "pyproject.toml").is_file() else "weft-lora"
+    return f"pip install {'-e ' if name != 'weft-lora' else ''}'{name}[{extra}]'"
 
 
 def closest(word: str, accepted: list[str]) -> str | None:

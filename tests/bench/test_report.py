@@ -71,7 +71,7 @@ def test_picture_when_it_cannot_be_drawn_then_is_refused_before_measuring(tmp_pa
     with pytest.raises(StorageError, match="there is no directory"):
         check_plot(tmp_path / "gone" / "figures.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"matplotlib is not installed; pip install 'weft-lora\[bench\]'"):
+    with pytest.raises(MissingExtraError, match=r"matplotlib is not installed; pip install -e '.*\[bench\]'"):
         check_plot(tmp_path / "figures.png")
 
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weft.errors import install_command
+
 JOBS = """\
 base_model: tiny
 output_dir: out
@@ -189,12 +191,12 @@ RUN = [
     ),
     Case(
         "tracker not installed",
-        ("report_to: wandb cannot be imported", "pip install 'weft-lora[wandb]'"),
+        ("report_to: wandb cannot be imported", install_command("wandb")),
         (OUT, f"{OUT}\nreport_to: wandb"),
     ),
     Case(
         "tracker not installed, tried dry",
-        ("report_to: wandb cannot be imported", "pip install 'weft-lora[wandb]'"),
+        ("report_to: wandb cannot be imported", install_command("wandb")),
         (OUT, f"{OUT}\nreport_to: wandb"),
         args=("jobs.yaml", "--dry-run"),
     ),

@@ -78,3 +78,20 @@ def test_config_when_the_file_is_wrong_then_names_the_line(refused, tmp_path: Pa
     )
     assert "`weft init` writes a jobs file" in refused("config", tmp_path / "gone.yaml")
     assert refused("config", path, "--schema") == "--schema: describes all jobs files; leave out the file."
+
+
+def test_config_when_a_job_is_of_another_method_then_only_its_own_settings_are_printed(weft, tmp_path: Path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(
+        "base_model: tiny\njobs: [{name: a, data: a.jsonl, adapter: {method: ia3}}, {name: b, data: b.jsonl}]\n"
+    )
+    scaled, tuned = (job["adapter"] for job in yaml.safe_load(weft("config", path).out)["jobs"])
+    assert "init_ia3_weights" in scaled and "r" not in scaled
+    assert "init_ia3_weights" not in tuned and tuned["r"] == 16
+
+
+def test_config_when_a_setting_is_misspelt_and_misplaced_then_both_are_said(weft, tmp_path: Path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(JOBS)
+    done = weft("config", path, "learning_rat=1")
+    assert "learning_rat: unknown setting. Did you mean learning_rate, a setting of a job; write it in" in done.err

@@ -7,7 +7,7 @@ import pytest
 
 from weft.cli import doctor as doctor_verb
 from weft.engine import engine as engine_module
-from weft.errors import ModelError
+from weft.errors import ModelError, install_command
 
 
 def test_doctor_when_all_is_well_then_says_so_and_leaves_nothing_behind(
@@ -56,5 +56,5 @@ def test_doctor_when_packages_and_room_are_missing_then_advises(monkeypatch: pyt
     monkeypatch.setattr(doctor_verb, "_version", lambda package: None)
     found = {finding.name: finding for finding in doctor_verb._software()}
     assert (found["torch"].state, found["torch"].advice) == ("warn", "pip install torch")
-    assert (found["extra hub"].state, found["extra hub"].advice) == ("missing", "pip install 'weft-lora[hub]'")
+    assert (found["extra hub"].state, found["extra hub"].advice) == ("missing", install_command("hub"))
     assert doctor_verb._disk(tmp_path / "gone").state == "warn"

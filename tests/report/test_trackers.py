@@ -220,7 +220,7 @@ def test_open_trackers_when_a_package_is_missing_then_it_names_the_extra(
     for loaded in [m for m in sys.modules if m.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'weft-lora\[{name}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install -e '.*\[{name}\]'"):
         open_trackers([name], tmp_path, "evening")
 
 

@@ -91,7 +91,7 @@ def test_url_when_unknown_then_one_sentence():
 
 def test_url_when_its_package_is_missing_then_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'weft-lora\[s3\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '.*\[s3\]'"):
         Blobs("s3://bucket/prefix")
 
 

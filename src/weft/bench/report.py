@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 
 from weft.bench.figures import Figure, Kind
-from weft.errors import ConfigError, MissingExtraError, StorageError
+from weft.errors import ConfigError, MissingExtraError, StorageError, install_command
 from weft.kernels.device import device_name, is_gpu
 from weft.store.atomic import storage_error, storage_errors, write_file
 from weft.store.json_text import dump, parse
@@ -90,7 +90,7 @@ def check_plot(path: Path) -> None:
     if not path.parent.is_dir():
         raise StorageError(f"there is no directory {path.parent}.", where=f"--plot {path}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib is not installed; pip install 'weft-lora[bench]'.", where="--plot")
+        raise MissingExtraError(f"matplotlib is not installed; {install_command('bench')}.", where="--plot")
 
 
 def draw(path: Path, figures: Sequence[Figure], title: str) -> None:

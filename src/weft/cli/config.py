@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.errors import ConfigError
-from weft.spec import RunSpec, load_run
+from weft.spec import AdapterSpec, RunSpec, load_run
+from weft.spec.fields import without_foreign
 from weft.spec.load_sweep import load_sweep
 from weft.spec.sweep import resolved_sweep
 
@@ -55,6 +56,7 @@ def resolved(run: RunSpec) -> dict[str, Any]:
     del values["defaults"]
     for job, spec in zip(values["jobs"], run.jobs, strict=True):
         job["global_batch_size"] = spec.batch_size
+        job["adapter"] = without_foreign(AdapterSpec, job["adapter"], spec.adapter.method)
         if spec.adapter.method == "lora":
             job["adapter"]["lora_alpha"] = spec.adapter.default_alpha
     # The jobs are by far the longest part; the short settings read better above them.

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft import __version__
-from weft.errors import WeftError
+from weft.errors import WeftError, install_command
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
@@ -84,7 +84,7 @@ def _software() -> Iterator[Finding]:
         yield Finding(package, "ok" if version else "warn", version or "is not installed", advice)
     for extra, (package, use) in EXTRAS.items():
         version = _version(package)
-        advice = "" if version else f"pip install 'weft-lora[{extra}]'"
+        advice = "" if version else install_command(extra)
         yield Finding(f"extra {extra}", "ok" if version else "missing", f"{use} ({version or 'optional'})", advice)
     yield _smollm2()
 

@@ -24,6 +24,7 @@ from weft.cli.measure.bench import bench
 from weft.cli.measure.profile import profile
 from weft.cli.measure.tune import tune
 from weft.cli.plan import plan
+from weft.cli.report import report
 from weft.cli.service.keys import keys
 from weft.cli.service.serve import serve
 from weft.cli.service.worker import worker
@@ -46,6 +47,7 @@ for verb, name in (
     (init, "init"),
     (config, "config"),
     (plan, "plan"),
+    (report, "report"),
     (generate, "generate"),
     (chat, "chat"),
     (evaluate, "eval"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from weft.data.json_rows import MAX_LINE_BYTES, read_json, read_jsonl
 from weft.data.row import Row, read_text
-from weft.errors import DataError, MissingExtraError, closest
+from weft.errors import DataError, MissingExtraError, closest, install_command
 
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>[\w.\[\]:%+-]+))?")
 
@@ -158,7 +158,7 @@ def _read_hub(source: str) -> Iterator[Row]:
 
 
 def _missing(message: str, where: str, extra: str) -> MissingExtraError:
-    return MissingExtraError(message, where=where, hint=f"Install it: pip install 'weft-lora[{extra}]'.")
+    return MissingExtraError(message, where=where, hint=f"Install it: {install_command(extra)}.")
 
 
 def _first_line(error: Exception) -> str:

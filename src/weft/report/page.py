@@ -133,7 +133,7 @@ def _job_rows(run: RunData) -> list[dict[str, Any]]:
     rows = []
     for job, colour in zip(run.jobs, job_colours(len(run.jobs)), strict=True):
         row: dict[str, Any] = {"name": job.name, "colour": colour, "state": job.state, "remarks": job.remarks}
-        row |= {"cells": _cells(job), "adapter": job.adapter_path, "settings": list(_flat(job.settings))}
+        row |= {"cells": _cells(job), "adapter": job.adapter_path, "settings": list(_flat(job.own_settings))}
         rows.append(row)
     return rows
 
@@ -146,10 +146,17 @@ def _cells(job: JobReport) -> list[Cell]:
         ("loss", readable.loss(job.final_loss), job.final_loss),
         ("best eval", readable.loss(job.best_eval_loss), job.best_eval_loss),
         ("lr", readable.learning_rate(job.learning_rate), job.learning_rate),
-        ("rank", readable.NOTHING if job.rank is None else str(job.rank), job.rank),
+        ("rank", _rank(job), job.rank),
         ("tokens", readable.count(job.trained_tokens), job.trained_tokens),
         ("tokens/s", readable.rate(job.tokens_per_s), job.tokens_per_s),
     ]
+
+
+def _rank(job: JobReport) -> str:
+    """The rank, or the method that has none."""
+    if job.method != "lora":
+        return job.method
+    return readable.NOTHING if job.rank is None else str(job.rank)
 
 
 def _work(run: RunData) -> list[tuple[str, str, str, float]]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import StorageError
+from weft.spec import AdapterSpec
+from weft.spec.fields import without_foreign
 
 JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
 
@@ -137,11 +139,26 @@ class JobReport:
         return number(self.settings.get("learning_rate"))
 
     @property
+    def own_settings(self) -> dict[str, Any]:
+        """Its settings, less those that only adapters of other methods have."""
+        own = without_foreign(AdapterSpec, self._adapter, self.method)
+        return {**self.settings, "adapter": own} if own else dict(self.settings)
+
+    @property
+    def method(self) -> str:
+        """The PEFT method of its adapter."""
+        return str(self._adapter.get("method", "lora"))
+
+    @property
     def rank(self) -> int | None:
-        """The rank of its adapter."""
-        adapter = self.settings.get("adapter")
-        rank = number(adapter.get("r")) if isinstance(adapter, Mapping) else None
+        """The rank of its adapter, if that is a LoRA."""
+        rank = number(self._adapter.get("r")) if self.method == "lora" else None
         return int(rank) if rank is not None else None
+
+    @property
+    def _adapter(self) -> Mapping[str, Any]:
+        adapter = self.settings.get("adapter")
+        return adapter if isinstance(adapter, Mapping) else {}
 
 
 @dataclass(frozen=True)

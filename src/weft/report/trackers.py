@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weft.engine.events import EvalDone, Event, JobEnded, StepDone
-from weft.errors import ConfigError, MissingExtraError, closest
+from weft.errors import ConfigError, MissingExtraError, closest, install_command
 
 LOG = logging.getLogger(__name__)
 TRACKED = (
@@ -223,7 +223,7 @@ def open_trackers(
         try:
             opened[name] = TRACKERS[name](run_dir, run_name)
         except ImportError as error:
-            message = f"{name} cannot be imported ({error}); install it with: pip install 'weft-lora[{name}]'"
+            message = f"{name} cannot be imported ({error}); install it with: {install_command(name)}"
             raise MissingExtraError(message, where="report_to") from None
     return Trackers(opened, warn)
 

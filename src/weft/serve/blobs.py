@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from weft import faults
-from weft.errors import ConfigError, MissingExtraError, StorageError, WeftError
+from weft.errors import ConfigError, MissingExtraError, StorageError, WeftError, install_command
 from weft.serve.errors import NotFound
 from weft.store.atomic import TEMP_PREFIX, storage_errors, sync
 
 CHUNK_BYTES = 2**20
-EXTRAS = {"s3": "'weft-lora[s3]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""What to install for each kind of URL."""
+FILE_SYSTEMS = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+"""The package behind each kind of URL that no extra brings."""
 _NAME = re.compile(rf"[0-9a-f]{{2}}/({re.escape(TEMP_PREFIX)})?[0-9a-f]{{32}}(\.[a-z]{{1,12}})?")
 
 
@@ -270,14 +270,15 @@ def _remote(url: str) -> tuple[Any, str]:
         raise MissingExtraError(
             "a file store behind a URL needs fsspec.",
             where="--store",
-            hint="Install it: pip install 'weft-lora[serve]'.",
+            hint=f"Install it: {install_command('serve')}.",
         ) from None
     try:
         # Other processes write to the same store: what was listed once is not what is there.
         fs, root = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         kind = url.partition("://")[0]
-        hint = f"Install it: pip install {EXTRAS.get(kind, f'the fsspec file system of {kind}://')}."
+        package = FILE_SYSTEMS.get(kind, f"the fsspec file system of {kind}://")
+        hint = f"Install it: {install_command('s3') if kind == 's3' else f'pip install {package}'}."
         raise MissingExtraError(
             f"{kind}:// needs a package that is not here ({error}).", where="--store", hint=hint
         ) from None

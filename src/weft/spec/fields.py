@@ -117,6 +117,12 @@ def refuse_foreign(spec: Any, method: str) -> None:
             raise ConfigError(f"is a setting of {owner}; the method is {method}.", where=field.name)
 
 
+def without_foreign(spec: type, settings: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Settings as they were recorded, less those that only other PEFT methods have."""
+    foreign = {field.name for field in dataclasses.fields(spec) if field.metadata["method"] not in (None, method)}
+    return {name: value for name, value in settings.items() if name not in foreign}
+
+
 def field_names(cls: type) -> dict[str, str]:
     """Every accepted spelling of every field of `cls`, mapped to the field's own name."""
     names: dict[str, str] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, closest
 from weft.spec.adapter import AdapterSpec
 from weft.spec.fields import describe, field_names, join, read
 from weft.spec.job import JobSpec
@@ -91,12 +91,22 @@ def _check_places(values: Any, cls: type, where: str = "") -> None:
         # Jobs and runs both have a name, and each is far from the other.
         if str(key) not in (*names, "name") and home is not None:
             raise ConfigError(f"is a setting of {_HOMES[home]}.", where=place)
+        if str(key) not in names and home is None and closest(str(key), list(names)) is None:
+            _guess_home(str(key), place)
         below = _BELOW.get((cls, names.get(str(key), "")))
         if below is not None and isinstance(value, list):
             for i, item in enumerate(value):
                 _check_places(item, below, f"{place}.{i}")
         elif below is not None:
             _check_places(value, below, place)
+
+
+def _guess_home(key: str, place: str) -> None:
+    """ConfigError if a setting of another place has nearly that name."""
+    for other, home in _HOMES.items():
+        guess = closest(key, list(field_names(other)))
+        if guess is not None:
+            raise ConfigError("unknown setting.", where=place, hint=f"Did you mean {guess}, a setting of {home}?")
 
 
 def _job(job: Any, defaults: Mapping[str, Any], index: int) -> JobSpec:

@@ -11,7 +11,7 @@ import pytest
 
 from weft.cli.service import worker as verb
 from weft.cli.service.worker import AT_ONCE, REPEAT_S, StopSignals, worker
-from weft.errors import ConfigError, MissingExtraError, WeftError
+from weft.errors import ConfigError, MissingExtraError, WeftError, install_command
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_worker_when_the_extra_is_missing_then_says_what_to_install(monkeypatch,
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     with pytest.raises(MissingExtraError) as caught:
         worker(data_dir=tmp_path / "data")
-    assert "weft-lora[serve]" in str(caught.value)
+    assert install_command("serve") in str(caught.value)
 
 
 def test_worker_when_the_database_comes_from_the_environment_or_a_file_then_it_is_that_one(weft, monkeypatch, tmp_path):

@@ -138,7 +138,7 @@ def test_storage_when_given_trials_then_a_study_can_read_them_and_has_each_once(
 
 def test_optuna_when_it_is_not_installed_then_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MissingExtraError, match=r"pip install weft-lora\[optuna\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '.*\[optuna\]'"):
         OptunaSampler("tpe", SPACE, 0, is_max=False)
 
 

@@ -21,7 +21,7 @@ from weft.bench.clock import Effort, Measured, median_s, peak_gb, release
 from weft.bench.shapes import Shape, build
 from weft.bench.steps.regimes import BenchProgram, BenchRun
 from weft.bench.steps.samples import padded_batch
-from weft.errors import MissingExtraError
+from weft.errors import MissingExtraError, install_command
 from weft.kernels.device import is_gpu
 
 RANK = 16
@@ -64,7 +64,7 @@ def measure_peers(
 
 def _no_liger(device: torch.device) -> str | None:
     if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed (pip install 'weft-lora[bench]')"
+        return f"liger-kernel is not installed ({install_command('bench')})"
     return None if is_gpu(device) else "Liger's kernels need a GPU"
 
 
@@ -100,7 +100,7 @@ def frozen_steps(model: Any) -> PeerStep:
 def need_peft() -> None:
     """PEFT is installed, or a clear sentence says how to install it."""
     if importlib.util.find_spec("peft") is None:
-        hint = "Install it: pip install 'weft-lora[bench]'."
+        hint = f"Install it: {install_command('bench')}."
         raise MissingExtraError("PEFT, which Weft is measured beside, is not installed.", hint=hint)
 
 

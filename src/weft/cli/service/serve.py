@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.errors import ConfigError, MissingExtraError
+from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
     from weft.serve.db.engine import Database
@@ -122,7 +122,7 @@ def need_serve() -> None:
         import sqlalchemy  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        hint = "Install it: pip install 'weft-lora[serve]'."
+        hint = f"Install it: {install_command('serve')}."
         raise MissingExtraError(f"the service needs {error.name}.", hint=hint) from None
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.service.serve import DbUrl, StoreUrl
-from weft.errors import ConfigError, MissingExtraError
+from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
     from weft.serve.worker.worker import Worker
@@ -87,7 +87,7 @@ def worker(
         import sqlalchemy  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        hint = "Install it: pip install 'weft-lora[serve]'."
+        hint = f"Install it: {install_command('serve')}."
         raise MissingExtraError(f"a worker needs {error.name}.", hint=hint) from None
     signals = StopSignals()
     name, equals, model = base_model.partition("=")

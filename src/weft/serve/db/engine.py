@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from weft.errors import ConfigError, MissingExtraError
+from weft.errors import ConfigError, MissingExtraError, install_command
 from weft.serve.errors import Busy, Unsure
 
 Tx = sa.Connection
@@ -119,7 +119,7 @@ def open_database(url: str, *, lock_wait_s: float = LOCK_WAIT_S) -> Database:
         engine = sa.create_engine(parsed, **options)
     except ImportError:
         raise MissingExtraError(
-            "PostgreSQL needs psycopg.", where="--db", hint="Install it: pip install 'weft-lora[postgres]'."
+            "PostgreSQL needs psycopg.", where="--db", hint=f"Install it: {install_command('postgres')}."
         ) from None
     if parsed.get_backend_name() == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from weft.errors import ConfigError, MissingExtraError
+from weft.errors import ConfigError, MissingExtraError, install_command
 from weft.spec.space import Choices, Parameter, Space, params_of, same
 from weft.sweeps.record.trial import Trial, TrialState
 from weft.sweeps.search.samplers import MAX_DRAWS, IsNew
@@ -88,7 +88,7 @@ def import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise MissingExtraError("Optuna is not installed; `pip install weft-lora[optuna]` brings it.") from None
+        raise MissingExtraError(f"Optuna is not installed; {install_command('optuna')} brings it.") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -1,0 +1,36 @@
+"""`weft report`."""
+
+import json
+from pathlib import Path
+
+
+def write_run(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"run_name": "first", "jobs": ["tuned", "scaled"]}))
+    for name, adapter in (("tuned", {"method": "lora", "r": 8}), ("scaled", {"method": "ia3", "r": 16})):
+        (folder / name).mkdir()
+        (folder / name / "job.json").write_text(json.dumps({"name": name, "adapter": adapter}))
+        (folder / name / "status.json").write_text(json.dumps({"state": "running", "step": 2, "num_steps": 4}))
+
+
+def test_report_when_a_run_was_killed_then_its_page_is_made_from_what_is_there(weft, tmp_path: Path):
+    """Also: a method without ranks is called by its name, and settings of other methods are not shown for it."""
+    write_run(tmp_path / "run")
+    done = weft("report", tmp_path / "run")
+    assert done.code == 0 and str(tmp_path / "run" / "report.html") in done.out
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert ">8<" in page.replace(" ", "") and ">ia3<" in page.replace(" ", "")
+    assert "adapter.r" in page and page.count("adapter.r<") == 1
+
+
+def test_report_when_the_directory_is_a_sweeps_then_its_leaderboard_is_drawn(weft, tmp_path: Path):
+    (tmp_path / "leaderboard.json").write_text(json.dumps({"metric": "eval_loss", "trials": []}))
+    assert weft("report", tmp_path).code == 0
+    assert "weft sweep" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "leaderboard.json").write_text("{")
+    assert "leaderboard.json: is not JSON" in weft("report", tmp_path).err
+
+
+def test_report_when_there_is_no_run_then_one_sentence_says_so(weft, tmp_path: Path):
+    done = weft("report", tmp_path)
+    assert done.code == 2 and "is not a run directory" in done.err
