@@ -101,13 +101,13 @@ def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftErr
 
 def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, resume: bool, dry_run: bool) -> int:
     from weft.cli.watch import StopRequest, stop_signals
-    from weft.sweeps.api import check_folder, conclude, open_run, prepare_sweep
+    from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
     from weft.sweeps.live_board import LiveBoard
 
     folder = out or Path(spec.output_dir)
     spec = check_folder(spec, folder, resume=resume)
     with console.status("loading the backbone and the data"):
-        prepared = prepare_sweep(spec, file.parent)
+        prepared = prepare_sweep(spec, file.parent, begun_at(folder) if resume else None)
     _introduce(prepared, console)
     if dry_run:
         _show_plan(prepared, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,7 +74,7 @@ class Order:
 def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
     """Runs or resumes; returns the exit code."""
     from weft.cli.watch import conclude, follow
-    from weft.engine.train import as_begun, check_same_data, finished_jobs
+    from weft.engine.train import as_begun, check_same_data, clock_of, finished_jobs
     from weft.store.run_dir import RunDirectory
 
     RunDirectory.check(out, resume=resume)
@@ -85,7 +86,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
                 conclude(out, console)
                 return _failures(order, directory)
             order = replace(order, spec=as_begun(order.spec, directory))
-            run = _prepare(order, console, finished)
+            run = _prepare(order, console, finished, clock_of(directory.read_run()))
             check_same_data(run, directory)
             states, stopped = follow(run, directory, console)
             code = _failures(order, directory)
@@ -117,7 +118,13 @@ def _failures(order: Order, directory: RunDirectory) -> int:
     return 1 if "failed" in states else 0
 
 
-def _prepare(order: Order, console: Console, finished: frozenset[str] = frozenset()) -> PreparedRun:
+def _prepare(
+    order: Order,
+    console: Console,
+    finished: frozenset[str] = frozenset(),
+    clock: datetime.datetime | None = None,
+) -> PreparedRun:
+    """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
     from weft.engine.train import prepare_run
     from weft.report.trackers import open_trackers
 
@@ -130,6 +137,7 @@ def _prepare(order: Order, console: Console, finished: frozenset[str] = frozense
             base_dir=order.jobs_file.parent,
             keep_going=order.keep_going,
             skip=finished,
+            clock=clock,
             locate=order.locate,
         )
     facts = run.engine.executor.facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,10 +41,14 @@ def load_dataset(
     train_on_inputs: bool = False,
     mask_history: bool = False,
     chat_template: str | None = None,
+    clock: datetime.datetime | None = None,
     base_dir: Path,
 ) -> Dataset:
-    """The samples of files (relative to `base_dir`) or Hub data sets; any problem is a DataError naming the row."""
-    renderer = Renderer(ChatTemplate(tokenizer, chat_template), train_on_inputs, mask_history)
+    """The samples of files (relative to `base_dir`) or Hub data sets; any problem is a DataError naming the row.
+
+    `clock` is what time it is for chat templates that ask; None: what time it is.
+    """
+    renderer = Renderer(ChatTemplate(tokenizer, chat_template, clock), train_on_inputs, mask_history)
     sieve = _Sieve(max_length, long_samples)
     formats: list[str] = []
     read = [read_rows(source, base_dir) for source in sources]
@@ -77,8 +82,14 @@ def load_dataset(
     return Dataset(kept, summary, chosen, tuple(sieve.rows) if sieve.num_split else ())
 
 
-def load_job_data(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> JobData:
-    """The training and evaluation data of a job; a fraction or count is split off by the job's seed."""
+def load_job_data(
+    job: JobSpec, tokenizer: Tokenizer, base_dir: Path, *, clock: datetime.datetime | None = None
+) -> JobData:
+    """The training and evaluation data of a job; a fraction or count is split off by the job's seed.
+
+    `clock` is what time it is for chat templates that ask: when the job's run began; None: now.
+    """
+    at = clock or datetime.datetime.now()
 
     def load(sources: Sequence[str], objective: str) -> Dataset:
         return load_dataset(
@@ -91,6 +102,7 @@ def load_job_data(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> JobData
             train_on_inputs=job.train_on_inputs,
             mask_history=job.mask_history,
             chat_template=job.chat_template,
+            clock=at,
             base_dir=base_dir,
         )
 

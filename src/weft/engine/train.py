@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weft.data.chat.chat_template import template_digest
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
@@ -17,7 +18,7 @@ from weft.engine.events import Event, JobFailed
 from weft.engine.recorder import check_data
 from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.memory import load_within
-from weft.execute.protocol import ReplicaFacts
+from weft.execute.protocol import Executor
 from weft.job_state import FINAL_STATES, JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
@@ -45,6 +46,8 @@ class PreparedRun:
     """Jobs that cannot start, and why."""
     notes: tuple[str, ...] = ()
     """What a user should know."""
+    clock: datetime.datetime = field(default_factory=datetime.datetime.now)
+    """What time it is for its chat templates."""
 
 
 def load_engine(spec: RunT, longest: int) -> tuple[RunT, Engine, tuple[str, ...]]:
@@ -71,20 +74,21 @@ def prepare_run(
     base_dir: Path,
     keep_going: bool = False,
     skip: frozenset[str] = frozenset(),
+    clock: datetime.datetime | None = None,
     locate: Locate = str,
 ) -> PreparedRun:
     """Loads and checks everything and writes nothing.
 
     A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
-    are left out.
+    are left out. `clock` is when the run began, if that was before now.
     """
     spec, engine, notes = load_engine(spec, spec.longest)
-    run = PreparedRun(spec, engine, notes=notes)
+    run = PreparedRun(spec, engine, notes=notes, clock=clock or datetime.datetime.now())
     for place, job in enumerate(spec.jobs):
         if job.name in skip:
             continue
         try:
-            run.data[job.name] = load_job_data(job, engine.executor.tokenizer, base_dir)
+            run.data[job.name] = load_job_data(job, engine.executor.tokenizer, base_dir, clock=run.clock)
             engine.submit(job, run.data[job.name], base_dir=base_dir)
             num_samples = run.data[job.name].train.num_groups
             if job.batch_size > num_samples:
@@ -127,13 +131,13 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
     """Records every job and the resolved run, as they are trained; the run last, because with it the run exists."""
     for job in run.spec.jobs:
         directory.write_job(job.name, job_settings(job))
-    directory.write_run(
-        run_record(run.spec, run.engine.executor.facts, run.spec.run_name or directory.path.resolve().name)
-    )
+    name = run.spec.run_name or directory.path.resolve().name
+    directory.write_run(run_record(run.spec, run.engine.executor, name, run.clock))
 
 
-def run_record(spec: RunSpec, facts: ReplicaFacts, name: str) -> RunRecord:
-    """What run.json tells of a run that starts now."""
+def run_record(spec: RunSpec, executor: Executor, name: str, clock: datetime.datetime) -> RunRecord:
+    """What run.json tells of a run that starts now, or goes on; `clock` is when it began."""
+    facts = executor.facts
     return RunRecord(
         run_name=name,
         base_model=spec.base_model,
@@ -143,7 +147,14 @@ def run_record(spec: RunSpec, facts: ReplicaFacts, name: str) -> RunRecord:
         capacity=spec.capacity,
         jobs=tuple(job.name for job in spec.jobs),
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        template_clock=clock.isoformat(timespec="seconds"),
+        template_digest=template_digest(executor.tokenizer),
     )
+
+
+def clock_of(record: RunRecord) -> datetime.datetime | None:
+    """What time it is for the chat templates of a recorded run; None if that was not recorded."""
+    return None if record.template_clock is None else datetime.datetime.fromisoformat(record.template_clock)
 
 
 def job_settings(job: JobSpec) -> dict[str, Any]:
@@ -187,10 +198,18 @@ def as_begun(spec: RunSpec, directory: RunDirectory) -> RunSpec:
 
 def check_same_data(run: PreparedRun, directory: RunDirectory) -> None:
     """Refuses to resume jobs on other data than their checkpoints were trained on, before anything is changed."""
+    digest = directory.read_run().template_digest
     for name, data in run.data.items():
         checkpoint, _ = latest_checkpoint(directory.checkpoints_dir(name))
-        if checkpoint is not None:
+        if checkpoint is None:
+            continue
+        try:
             check_data(checkpoint, data, name)
+        except DataError:
+            if digest in (None, template_digest(run.engine.executor.tokenizer)):
+                raise
+            found = f"the chat template of {run.spec.base_model} is not the one that the run began with"
+            raise DataError(f"{found}; put that back, or start a new run.", where=name) from None
 
 
 def _check_unchanged(job: JobSpec, recorded: dict[str, Any] | None, where: str, locate: Locate) -> None:

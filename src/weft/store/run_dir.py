@@ -60,6 +60,10 @@ class RunRecord:
     jobs: tuple[str, ...] = ()
     """The jobs of a jobs file; empty where jobs come and go."""
     started_at: str | None = None
+    template_clock: str | None = None
+    """What time it is for the run's chat templates, however often it is resumed: when it began, in local time."""
+    template_digest: str | None = None
+    """SHA-256 of the tokenizer's chat template."""
     versions: Mapping[str, str] | None = None
     """Of the libraries, by name; `write_run` fills them in."""
 
@@ -173,9 +177,14 @@ class RunDirectory:
 
     def read_run(self) -> RunRecord:
         """What `write_run` recorded."""
-        found = _read_json(self.path / _RUN)
+        return self.record_of(self.path)
+
+    @staticmethod
+    def record_of(path: Path) -> RunRecord:
+        """What `write_run` recorded in a directory that need not be open."""
+        found = _read_json(path / _RUN)
         if found is None:
-            raise StorageError("is missing.", where=str(self.path / _RUN))
+            raise StorageError("is missing.", where=str(path / _RUN))
         return RunRecord.from_json(found)
 
     def write_job(self, name: str, job: Mapping[str, Any]) -> None:

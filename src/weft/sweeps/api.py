@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 import yaml
 
 from weft.engine.engine import Engine
-from weft.engine.train import load_engine, run_record
+from weft.engine.train import clock_of, load_engine, run_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
@@ -89,7 +90,7 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
     folder = Path(spec.output_dir)
     spec = check_folder(spec, folder, resume=resume)
     try:
-        prepared = prepare_sweep(spec, base_dir)
+        prepared = prepare_sweep(spec, base_dir, begun_at(folder) if resume else None)
     except ConfigError as error:
         raise in_its_words(error, tree) from None
     with open_run(prepared, folder, resume=resume) as run:
@@ -119,8 +120,13 @@ def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> SweepSpec:
     return spec
 
 
-def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
-    """Loads and checks everything and writes nothing."""
+def begun_at(folder: Path) -> datetime.datetime | None:
+    """When the sweep in a folder began, to its chat templates; None if that was not recorded."""
+    return clock_of(RunDirectory.record_of(folder / TRIALS))
+
+
+def prepare_sweep(spec: SweepSpec, base_dir: Path, clock: datetime.datetime | None = None) -> PreparedSweep:
+    """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed."""
     space = space_of(spec)
     name = sampler_name(spec, space)
     make_sampler(spec, space)
@@ -132,7 +138,7 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path) -> PreparedSweep:
     objective = TrialObjective(spec.objective, base_dir)
     previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
     spec, engine, notes = load_engine(spec, longest_of(spec))
-    configurations = Configurations(spec, engine.executor, base_dir)
+    configurations = Configurations(spec, engine.executor, base_dir, clock)
     configurations.check(space, spec.trials)
     for data in configurations.loaded():
         if data.eval is not None:
@@ -165,7 +171,7 @@ def open_run(
         write_file(
             folder / SETTINGS, yaml.safe_dump(resolved_sweep(spec), sort_keys=False, allow_unicode=True, width=120)
         )
-        directory.write_run(run_record(spec, engine.executor.facts, name))
+        directory.write_run(run_record(spec, engine.executor, name, prepared.configurations.clock))
         engine.keep_in(directory)
         context = SweepContext(
             spec=spec,

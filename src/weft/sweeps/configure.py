@@ -5,6 +5,7 @@ Everything that can be wrong with a configuration is found here, before the swee
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,10 +39,14 @@ _DATA_SETTINGS = (
 class Configurations:
     """From params to jobs and their data."""
 
-    def __init__(self, spec: SweepSpec, executor: Executor, base_dir: Path) -> None:
+    def __init__(
+        self, spec: SweepSpec, executor: Executor, base_dir: Path, clock: datetime.datetime | None = None
+    ) -> None:
+        """`clock` is what time it is for the chat templates: when the sweep began; None: now."""
         self._spec = spec
         self.executor = executor
         self._base_dir = base_dir
+        self.clock = clock or datetime.datetime.now()
         self._data: dict[tuple[Any, ...], JobData] = {}
         self._jobs: dict[tuple[str, str], JobSpec] = {}
 
@@ -75,7 +80,7 @@ class Configurations:
         is_split = job.eval_data is not None and not isinstance(job.eval_data, tuple)
         key = (*(getattr(job, name) for name in _DATA_SETTINGS), job.chat_template, job.seed if is_split else None)
         if key not in self._data:
-            self._data[key] = load_job_data(job, self.executor.tokenizer, self._base_dir)
+            self._data[key] = load_job_data(job, self.executor.tokenizer, self._base_dir, clock=self.clock)
         return self._data[key]
 
     def loaded(self) -> list[JobData]:

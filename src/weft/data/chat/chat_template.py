@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jinja2
 
+from weft.data.chat.clock import freeze_clock
 from weft.data.conversation import ChatTurn, Conversation
 from weft.errors import ConfigError, DataError
 
@@ -81,6 +84,8 @@ class ChatTemplate:
     tokenizer: Tokenizer
     own: str | None = None
     """Used instead of the tokenizer's."""
+    clock: datetime.datetime | None = None
+    """What time it is for the template; None: what time it is."""
 
     def __post_init__(self) -> None:
         if self.own is not None and "{" not in self.own:
@@ -137,7 +142,8 @@ class ChatTemplate:
 
     def _chosen(self, form: Conversation) -> str:
         """The template for this conversation; some tokenizers have another one for conversations with tools."""
-        return self.tokenizer.get_chat_template(self.own, _tools(form))
+        template = self.tokenizer.get_chat_template(self.own, _tools(form))
+        return template if self.clock is None else freeze_clock(template, self.clock)
 
     @contextlib.contextmanager
     def _refusals(self, where: str) -> Iterator[None]:
@@ -161,6 +167,11 @@ class ChatTemplate:
             calls = json.dumps(functions if len(functions) > 1 else functions[0], ensure_ascii=False)
             message["content"] = "\n".join(part for part in (turn.content, calls) if part)
         return message
+
+
+def template_digest(tokenizer: Tokenizer) -> str:
+    """SHA-256 of a tokenizer's chat template, to notice that it changed."""
+    return hashlib.sha256(ChatTemplate(tokenizer).text.encode()).hexdigest()
 
 
 def _tools(form: Conversation) -> list[dict[str, Any]] | None:

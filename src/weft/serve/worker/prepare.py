@@ -6,6 +6,7 @@ database.
 
 from __future__ import annotations
 
+import datetime
 import queue
 import threading
 from collections import deque
@@ -98,7 +99,9 @@ def prepare(claim: Claim, database: Database, blobs: Blobs, work: WorkDirectory,
     spec = replace(spec_of(job, train, evaluation), name=claim.name)
     if spec.init_adapter is not None:
         spec = replace(spec, init_adapter=fetch_init_adapter(job, spec.init_adapter, database, blobs, place))
-    data = load_job_data(spec, tokenizer, place)
+    # Whenever and wherever a job is prepared again, it is the moment it was created to its chat template.
+    created = datetime.datetime.fromtimestamp(job["created_at"], datetime.UTC)
+    data = load_job_data(spec, tokenizer, place, clock=created)
     with database.begin() as tx:
         reserve(tx, job, count_tokens(spec, data.train.group_tokens))
     step = work.adopt(claim.name, claim.id)
