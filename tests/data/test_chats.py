@@ -212,3 +212,46 @@ def test_sharegpt_when_it_is_wrong_then_the_error_names_the_field(values: dict[s
 
 def test_chat_when_no_answer_is_needed_then_a_question_alone_is_read():
     assert len(read(messages(HELLO[0]), need_answer=False).turns) == 1
+
+
+@pytest.mark.parametrize("mask", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}])
+def test_turn_when_masked_as_other_trainers_have_it_then_is_not_trained(mask: dict[str, Any]):
+    """Masks of OpenAI, ShareGPT, Axolotl and ms-swift are honoured in both kinds of chats."""
+    quiet, ask = {"role": "assistant", "content": "no"}, {"role": "user", "content": "hi", **mask, "weight": None}
+    assert [t.trained for t in read(messages(ask, {**quiet, **mask}, *HELLO)).turns] == [False, False, False, True]
+    human, gpt = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}
+    chat = read({"conversations": [human, {**gpt, **mask}, human, gpt]})
+    assert [t.trained for t in chat.turns] == [False, False, False, True]
+    assert not any(set(mask) & set(t.extra) for t in chat.turns)
+
+
+def test_turn_when_a_sharegpt_turn_has_a_weight_then_it_counts_so_much():
+    """A weight between 0 and 1 is kept."""
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes", "weight": 0.5}]
+    assert read({"conversations": turns}).turns[1].weight == 0.5
+
+
+def test_turn_when_its_mask_cannot_be_honoured_then_says_so():
+    """A mask that means something else here is not passed over."""
+    assert error_of(messages(HELLO[0], {**HELLO[1], "train": "no"})) == "messages[1].train is 'no'; use true or false."
+    assert error_of(messages({**HELLO[0], "train": True}, HELLO[1])) == (
+        "messages[0].train is true, but only assistant turns are trained."
+    )
+    detail = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    assert error_of(messages(HELLO[0], {**HELLO[1], "train_detail": detail})) == (
+        "messages[1].train_detail masks parts of a turn; only whole turns can be left out."
+    )
+
+
+def test_functions_when_written_the_old_way_then_are_tools():
+    """OpenAI's `functions`, `function_call` and role `function` mean what tools mean."""
+    called = {"name": "add", "arguments": '{"a": 1}'}
+    turns = [HELLO[0], {"role": "assistant", "content": None, "function_call": called}]
+    turns += [{"role": "function", "name": "add", "content": "1"}, HELLO[1]]
+    chat = read({"messages": turns, "functions": [{"name": "add"}]})
+    assert chat.tools == ({"type": "function", "function": {"name": "add"}},)
+    assert [t.role for t in chat.turns] == ["user", "assistant", "tool", "assistant"]
+    assert chat.turns[1].extra == {
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    }
+    assert chat.turns[2].extra == {"name": "add"}

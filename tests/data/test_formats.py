@@ -213,3 +213,33 @@ def test_row_when_no_answer_is_needed_then_a_prompt_alone_is_read(values: dict[s
     form = read(values, need_answer=False)
     assert isinstance(form, Conversation)
     assert form.turns[0].role == "user"
+
+
+@pytest.mark.parametrize("name", ["image", "images", "audio", "audios", "video", "videos"])
+def test_media_when_a_row_has_any_then_is_refused(name: str):
+    """Images are not trained as text; a stated format trains the text, if that has no place for them."""
+    values = {"prompt": "What is this?", "completion": "A cat.", name: ["cat.png"]}
+    with pytest.raises(
+        DataError, match=rf"^line 1: has {name}, but only text can be trained on\. To train on the text"
+    ):
+        convert_rows([Row(values, "line 1")], "auto")
+    assert convert_rows([Row(values, "line 1")], "completion")[0] == "completion"
+    assert convert_rows([Row({**values, name: []}, "line 1")], "auto")[0] == "completion"
+
+
+@pytest.mark.parametrize("mark", ["<image>", "<|image|>", "<image_1>", "<|image_pad|>", "<audio>", "<video>"])
+@pytest.mark.parametrize("data_format", ["auto", "chat"])
+def test_media_when_the_text_has_a_place_for_it_then_is_refused_whatever_is_stated(mark: str, data_format: str):
+    """A placeholder beside its column would be trained as text."""
+    turns = [{"role": "user", "content": f"{mark} What?"}, {"role": "assistant", "content": "A cat."}]
+    with pytest.raises(DataError, match=r"^line 1: images belongs to the <.*> in the text, but only text"):
+        convert_rows([Row({"messages": turns, "images": ["cat.png"]}, "line 1")], data_format)
+    assert convert_rows([Row({"messages": turns}, "line 1")], data_format)[0] == "chat"
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}])
+def test_media_when_it_is_a_part_of_a_message_then_is_refused(part: dict[str, object]):
+    """Parts of a content that are not text are refused by their type."""
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A cat."}]
+    with pytest.raises(DataError, match=rf"type is '{part['type']}'; only text parts can be trained on"):
+        convert_rows([Row({"messages": turns}, "line 1")], "auto")

@@ -1,6 +1,8 @@
 """Reads chats: OpenAI's `messages` and ShareGPT's `conversations`, with tools and tool calls.
 
 A trained turn is an assistant turn with something before it: an opening assistant turn answers nothing and is context.
+Turns are left out of training by a `weight` of 0, or by `train`, `training` or `loss` set to false, as other trainers
+have it. OpenAI's older `functions`, `function_call` and role `function` are read as tools.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from weft.spec.fields import describe
 
 # Templates know no developer role; it is the newer name of the system prompt.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TRAIN_FLAGS = ("train", "training", "loss")
+"""True/false fields of a turn that say whether it is trained."""
+DETAIL_FIELDS = ("train_detail", "training_detail")
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -61,11 +66,15 @@ def message_turns(items: list[Any], name: str, where: str, *, opening: bool = Tr
 
 
 def read_tools(row: Row) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a row: a list of objects, or the same as JSON text; none is an empty tuple."""
-    if not has(row, "tools") or row.values["tools"] == "":
-        return ()
-    tools = list_column(row, "tools")
-    return tuple(expect_object(tool, f"tools[{i}]", row.where) for i, tool in enumerate(tools))
+    """The tools of a row: a list of objects, or the same as JSON text; none is an empty tuple.
+
+    `functions`, as they were called once, are tools of one kind.
+    """
+    for name in ("tools", "functions"):
+        if has(row, name) and row.values[name] != "":
+            found = [expect_object(item, f"{name}[{i}]", row.where) for i, item in enumerate(list_column(row, name))]
+            return tuple(found if name == "tools" else ({"type": "function", "function": item} for item in found))
+    return ()
 
 
 def _conversation(turns: tuple[ChatTurn, ...], name: str, row: Row, need_answer: bool) -> Conversation:
@@ -92,10 +101,14 @@ def _message_turn(item: Any, place: str, where: str, first: bool) -> ChatTurn:
     role = message.pop("role", None)
     if role is None:
         raise DataError(f"{place}.role is missing.", where=where)
+    role = "tool" if role == "function" else role
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{place}.role is {describe(role)}; use system, user, assistant or tool.", where=where)
-    weight = _turn_weight(message.pop("weight", None), role, f"{place}.weight", where)
+    weight = _turn_weight(message, role, place, where)
     calls = _tool_calls(message.pop("tool_calls", None) or [], f"{place}.tool_calls", where)
+    if "function_call" in message:
+        called = expect_object(message.pop("function_call"), f"{place}.function_call", where)
+        calls.append({"type": "function", "function": _function(called, f"{place}.function_call", where)})
     if calls:
         message["tool_calls"] = calls
     content = message.pop("content", "" if calls else None)
@@ -108,13 +121,24 @@ def _message_turn(item: Any, place: str, where: str, first: bool) -> ChatTurn:
     return ChatTurn(ROLES[role], text, trained, message, weight)
 
 
-def _turn_weight(value: Any, role: str, place: str, where: str) -> float:
-    """What a turn counts in the loss: 0 or 1 in OpenAI's files, any number from 0 up here."""
-    if value is None:
-        return 1.0
-    if role != "assistant" or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise DataError(f"{place} is {describe(value)}; use a number from 0 up, on assistant turns only.", where=where)
-    return float(value)
+def _turn_weight(turn: dict[str, Any], role: str, place: str, where: str) -> float:
+    """Takes what a turn counts in the loss out of it: 0 or 1 in OpenAI's files, any number from 0 up here."""
+    for name in DETAIL_FIELDS:
+        if turn.get(name):
+            raise DataError(f"{place}.{name} masks parts of a turn; only whole turns can be left out.", where=where)
+    flags = {name: turn.pop(name) for name in TRAIN_FLAGS if name in turn}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise DataError(f"{place}.{name} is {describe(flag)}; use true or false.", where=where)
+        if flag and role != "assistant":
+            raise DataError(f"{place}.{name} is true, but only assistant turns are trained.", where=where)
+    weight = turn.pop("weight", None)
+    if weight is not None and (
+        role != "assistant" or not isinstance(weight, int | float) or not 0 <= weight < math.inf
+    ):
+        found = f"{place}.weight is {describe(weight)}"
+        raise DataError(f"{found}; use a number from 0 up, on assistant turns only.", where=where)
+    return 0.0 if False in flags.values() else 1.0 if weight is None else float(weight)
 
 
 def _content_text(content: Any, place: str, where: str) -> str:
@@ -153,7 +177,7 @@ def _function(value: Mapping[str, Any], place: str, where: str) -> dict[str, Any
 
 
 def _sharegpt_turn(item: Any, place: str, where: str, first: bool) -> ChatTurn:
-    entry = expect_object(item, place, where)
+    entry = dict(expect_object(item, place, where))
     speaker = entry.get("from")
     if speaker is None:
         raise DataError(f"{place}.from is missing.", where=where)
@@ -164,15 +188,16 @@ def _sharegpt_turn(item: Any, place: str, where: str, first: bool) -> ChatTurn:
         raise DataError(f"{place}.value is missing.", where=where)
     text = expect_text(entry["value"], f"{place}.value", where)
     role = SHAREGPT_ROLES[speaker]
-    trained = role == "assistant" and not first
+    weight = _turn_weight(entry, role, place, where)
+    trained = role == "assistant" and weight != 0 and not first
     if trained and not text.strip():
         raise DataError(f"{place}.value is empty; an assistant turn needs text.", where=where)
     if speaker != "function_call":
-        return ChatTurn(role, text, trained)
+        return ChatTurn(role, text, trained, weight=weight)
     value = parse_json(text, f"{where}: {place}.value")
     functions = value if isinstance(value, list) else [value]
     calls = [
         {"type": "function", "function": _function(expect_object(f, f"{place}.value", where), f"{place}.value", where)}
         for f in functions
     ]
-    return ChatTurn(role, "", trained, {"tool_calls": calls})
+    return ChatTurn(role, "", trained, {"tool_calls": calls}, weight)

@@ -11,11 +11,13 @@
 
 Further columns are ignored, but for those the job's objective reads. Rows with chosen and rejected answers, or with a
 true/false label, are preference data and refused, unless the job states a format: then the other columns are read as
-that format says.
+that format says. Rows with images, audios or videos are refused likewise; always, where the text has a place for one.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -29,6 +31,8 @@ from weft.spec.job import FORMATS
 
 IGNORED_LABEL = -100
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
+MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
+MEDIA_MARK = re.compile(r"<\|?(image|audio|video)(_?pad|_?[0-9]+|_url)?\|?>")
 PREFERENCE_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 
 
@@ -41,11 +45,14 @@ def convert_rows(rows: Sequence[Row], data_format: str, *, need_answer: bool = T
     if data_format not in FORMATS:
         raise ConfigError(f"got {data_format!r}; accepted are {', '.join(FORMATS)}.", where="data_format")
     if data_format != "auto":
+        for row in rows:
+            _refuse_media(row, is_stated=True)
         return data_format, [READERS[data_format](row, need_answer) for row in rows]
     chosen = _detect_first(rows[0], need_answer)
     forms: list[Form] = []
     for row in rows:
         _refuse_preferences(row)
+        _refuse_media(row, is_stated=False)
         found = detect(row, need_answer)
         if found not in (chosen, None):
             raise DataError(f"is in the {found} format, but the rows before it are {chosen}.", where=row.where)
@@ -72,6 +79,7 @@ def detect(row: Row, need_answer: bool = True) -> str | None:
 
 def _detect_first(row: Row, need_answer: bool) -> str:
     _refuse_preferences(row)
+    _refuse_media(row, is_stated=False)
     found = detect(row, need_answer)
     if found is not None:
         return found
@@ -107,6 +115,24 @@ def _refuse_preferences(row: Row) -> None:
             "a true/false label is preference (KTO) data, which needs an objective Weft does not have yet.",
             where=row.where,
             hint="To train on every answer alike, state its data_format.",
+        )
+
+
+def _refuse_media(row: Row, *, is_stated: bool) -> None:
+    """Refuses rows with images, audios or videos; where a format is stated, only if the text has a place for them."""
+    name = next((name for name in MEDIA_COLUMNS if row.values.get(name) not in (None, "", [], {})), None)
+    if name is None:
+        return
+    others = {key: value for key, value in row.values.items() if key not in MEDIA_COLUMNS}
+    mark = MEDIA_MARK.search(json.dumps(others, ensure_ascii=False, default=str))
+    if mark is not None:
+        found = f"{name} belongs to the {mark[0]} in the text"
+        raise DataError(f"{found}, but only text can be trained on.", where=row.where)
+    if not is_stated:
+        raise DataError(
+            f"has {name}, but only text can be trained on.",
+            where=row.where,
+            hint="To train on the text alone, state its data_format.",
         )
 
 
