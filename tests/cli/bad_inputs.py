@@ -338,7 +338,7 @@ DATASET = [
     source("https://x.org/rows.jsonl", "https://x.org/rows.jsonl: is a URL; download it and name the file, "),
     source("{path: rows.jsonl}", at(11, "jobs.1.train_data"), "expected files such as rows.jsonl, got a mapping;"),
     source("row.jsonl", "row.jsonl: there is no such file. Did you mean rows.jsonl?"),
-    source(".", ".: is a directory; name its files (.jsonl, .json, .csv, "),
+    source(".", ".: is a directory; name its files (.jsonl, .ndjson, .json, .csv, "),
     source('""', at(11, "jobs.1.train_data"), "no files; name at least one."),
     source("3", at(11, "jobs.1.train_data.0"), "expected text, got 3."),
     data("suffix", "x", "bad.docx: has the suffix '.docx'; accepted are .jsonl, ", file="bad.docx"),
@@ -364,10 +364,10 @@ DATASET = [
     ),
     data("columns", "a,b\n1,2\n", "bad.csv line 2: has the columns a, b; expected messages (chat), ", file="bad.csv"),
     data(
-        "semicolons",
-        "prompt;completion\na;b\n",
-        "bad.csv line 2: has the columns prompt;completion; ",
-        "The cells of a .csv file are separated by commas, those of a .tsv file by tabs.",
+        "bars",
+        "prompt|completion\na|b\n",
+        "bad.csv line 2: has the columns prompt|completion; ",
+        "The cells of a .csv file are separated by commas, semicolons or tabs, those of a .tsv file by tabs.",
         file="bad.csv",
     ),
     data(

@@ -50,7 +50,7 @@ def test_source_when_a_file_has_nearly_that_name_then_it_is_suggested(write: Wri
 def test_source_when_directory_then_names_the_accepted_suffixes(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     assert error_of("folder", tmp_path) == (
-        "folder: is a directory; name its files (.jsonl, .json, .csv, .tsv, .parquet, .txt)."
+        "folder: is a directory; name its files (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt)."
     )
 
 

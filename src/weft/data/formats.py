@@ -4,8 +4,8 @@
 |---|---|
 | chat | messages, each with role and content; optional tools |
 | sharegpt | conversations, each with from and value; optional tools, system |
-| alpaca | instruction, output; optional input, system, history |
-| completion | prompt and completion, prompt and response, question and answer, or input and output |
+| alpaca | instruction, output (or response); optional input (or context), system, history |
+| completion | prompt and completion (or response), question and answer, input and output, sentence or text and label |
 | text | text |
 | tokens | input_ids; optional labels (-100 is not trained), attention_mask |
 
@@ -31,6 +31,8 @@ from weft.spec.job import FORMATS
 
 IGNORED_LABEL = -100
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
+LABELLED = (("sentence", "label"), ("text", "label"))
+"""Texts and their classes; a true/false label is a judgement of an answer instead."""
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 MEDIA_MARK = re.compile(r"<\|?(image|audio|video)(_?pad|_?[0-9]+|_url)?\|?>")
 PREFERENCE_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
@@ -72,9 +74,17 @@ def detect(row: Row, need_answer: bool = True) -> str | None:
         return "alpaca"
     if any(has(row, *pair) for pair in PAIRS):
         return "completion"
+    if has(row, "instruction", "response"):
+        return "alpaca"
+    if _is_labelled(row):
+        return "completion"
     if not need_answer and any(has(row, prompt) for prompt, _ in PAIRS):
         return "completion"
     return "text" if has(row, "text") else None
+
+
+def _is_labelled(row: Row) -> bool:
+    return any(has(row, *pair) for pair in LABELLED) and not isinstance(row.values["label"], bool)
 
 
 def _detect_first(row: Row, need_answer: bool) -> str:
@@ -96,11 +106,14 @@ def _detect_first(row: Row, need_answer: bool) -> str:
 def _other_columns(row: Row, columns: list[str], need_answer: bool) -> str | None:
     """What may be meant by columns that nobody knows."""
     if len(columns) == 1 and any(mark in columns[0] for mark in ";|\t,"):
-        return "The cells of a .csv file are separated by commas, those of a .tsv file by tabs."
+        return "The cells of a .csv file are separated by commas, semicolons or tabs, those of a .tsv file by tabs."
     lower = {name.strip().lower(): value for name, value in row.values.items()}
     if detect(Row(lower, row.where), need_answer) is not None:
         return f"Names are written in lower case: {', '.join(name.strip().lower() for name in columns)}."
-    return None
+    if len(columns) < 2:
+        return None
+    numbers = "; in a table without a line of names, {prompt: 1, completion: 2}" if " line " in row.where else ""
+    return f"Say which is which, such as data_columns: {{prompt: {columns[0]}, completion: {columns[1]}}}{numbers}."
 
 
 def _refuse_preferences(row: Row) -> None:
@@ -155,7 +168,7 @@ def _read_completion(row: Row, need_answer: bool) -> Conversation:
 
 def _pair(row: Row, need_answer: bool) -> tuple[str, str]:
     """The names of the prompt and the completion column."""
-    for pair in PAIRS:
+    for pair in (*PAIRS, *LABELLED):
         if has(row, *pair):
             return pair
     for pair in PAIRS:
@@ -172,12 +185,17 @@ def _side(row: Row, name: str, turn: ChatTurn) -> tuple[ChatTurn, ...]:
     value = row.values[name]
     if isinstance(value, list):
         return message_turns(value, name, row.where, opening=False)
+    if name == "label" and type(value) in (int, float):
+        value = str(value)
     return (replace(turn, content=expect_text(value, name, row.where)),)
 
 
 def _read_alpaca(row: Row, need_answer: bool) -> Conversation:
     instruction = text_column(row, "instruction")
-    question = "\n\n".join(part for part in (instruction, text_column(row, "input", "")) if part.strip())
+    # Dolly's names for the same.
+    is_dolly = has(row, "response") and not has(row, "output")
+    given = text_column(row, "context" if is_dolly else "input", "")
+    question = "\n\n".join(part for part in (instruction, given) if part.strip())
     if not question:
         raise DataError("instruction is empty.", where=row.where)
     turns = []
@@ -190,10 +208,11 @@ def _read_alpaca(row: Row, need_answer: bool) -> Conversation:
             raise DataError(f"{found}; expected a list of two texts, question and answer.", where=row.where)
         turns += [ChatTurn("user", pair[0]), ChatTurn("assistant", pair[1], trained=True)]
     turns.append(ChatTurn("user", question))
-    if need_answer or has(row, "output"):
-        output = text_column(row, "output")
+    answered = "response" if is_dolly else "output"
+    if need_answer or has(row, answered):
+        output = text_column(row, answered)
         if need_answer and not output.strip():
-            raise DataError("output is empty.", where=row.where)
+            raise DataError(f"{answered} is empty.", where=row.where)
         turns.append(ChatTurn("assistant", output, trained=True))
     return Conversation(tuple(turns), is_chat=False)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
+from weft.data.column_map import ColumnMap
 from weft.data.conversation import Conversation, Form, Tokens
 from weft.data.dataset import Dataset, DataSummary, JobData, measures
 from weft.data.formats import convert_rows
@@ -36,6 +38,7 @@ def load_dataset(
     *,
     objective: str = "auto",
     data_format: str = "auto",
+    data_columns: Mapping[str, str | int] = MappingProxyType({}),
     max_length: int,
     long_samples: str = "truncate",
     train_on_inputs: bool = False,
@@ -51,7 +54,10 @@ def load_dataset(
     renderer = Renderer(ChatTemplate(tokenizer, chat_template, clock), train_on_inputs, mask_history)
     sieve = _Sieve(max_length, long_samples)
     formats: list[str] = []
-    read = [read_rows(source, base_dir) for source in sources]
+    named = ColumnMap(data_columns)
+    read = [
+        [named.apply(row) for row in read_rows(source, base_dir, has_header=not named.by_number)] for source in sources
+    ]
     columns = [row.values for rows in read for row in rows]
     chosen = choose_objective(objective, columns)
     notes = _objective_notes(chosen, choose_objective("auto", columns))
@@ -97,6 +103,7 @@ def load_job_data(
             tokenizer,
             objective=objective,
             data_format=job.data_format,
+            data_columns=job.data_columns,
             max_length=job.max_length,
             long_samples=job.long_samples,
             train_on_inputs=job.train_on_inputs,

@@ -19,10 +19,11 @@ from weft.errors import DataError, MissingExtraError, closest, install_command
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>[\w.\[\]:%+-]+))?")
 
 
-def read_rows(source: str, base_dir: Path) -> list[Row]:
+def read_rows(source: str, base_dir: Path, *, has_header: bool = True) -> list[Row]:
     """The rows of a file, or of a Hub data set named `owner/name` or `owner/name:split`.
 
-    A relative path is relative to `base_dir`; errors name the source as the user wrote it.
+    A relative path is relative to `base_dir`; errors name the source as the user wrote it. Without `has_header` the
+    source is a table whose columns are named by their numbers, from 1.
     """
     path = base_dir / os.path.expanduser(source)
     accepted = ", ".join(READERS)
@@ -33,8 +34,10 @@ def read_rows(source: str, base_dir: Path) -> list[Row]:
         if reader is None:
             found = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
             raise DataError(f"has {found}; accepted are {accepted}.", where=source)
+        if not has_header and path.suffix.lower() not in TABLES:
+            raise DataError(f"is no table ({', '.join(TABLES)}), whose columns have numbers; name them.", where=source)
         try:
-            rows = list(reader(path, source))
+            rows = list(reader(path, source) if has_header else _read_table(path, source, has_header=False))
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror or error}).", where=source) from None
     elif os.path.exists(path):
@@ -80,18 +83,10 @@ def _read_txt(path: Path, name: str) -> Iterator[Row]:
             paragraph = []
 
 
-def _read_csv(path: Path, name: str) -> list[Row]:
-    return _read_table(path, name, ",")
-
-
-def _read_tsv(path: Path, name: str) -> list[Row]:
-    return _read_table(path, name, "\t")
-
-
-def _read_table(path: Path, name: str, delimiter: str) -> list[Row]:
+def _read_table(path: Path, name: str, *, has_header: bool = True) -> list[Row]:
     """A header line of column names, then one row per line; quoted cells may span lines."""
-    text = io.StringIO(read_text(path, name), newline="")
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    text = read_text(path, name)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(path, text), strict=True)
     rows: list[Row] = []
     header: list[str] = []
     # The module's limit of 128 KiB per cell is one setting for the whole process.
@@ -105,15 +100,25 @@ def _read_table(path: Path, name: str, delimiter: str) -> list[Row]:
             if not any(cells):
                 continue
             if not header:
-                header = _header(cells, where)
-            elif len(cells) != len(header):
-                raise DataError(f"has {len(cells)} cells; the header has {len(header)}.", where=where)
-            else:
-                rows.append(Row(dict(zip(header, cells, strict=True)), where))
+                header = _header(cells, where) if has_header else [str(i + 1) for i in range(len(cells))]
+                if has_header:
+                    continue
+            if len(cells) != len(header):
+                first = "the header" if has_header else "the first line"
+                raise DataError(f"has {len(cells)} cells; {first} has {len(header)}.", where=where)
+            rows.append(Row(dict(zip(header, cells, strict=True)), where))
     except csv.Error as error:
         raise DataError(f"is not a valid table: {error}.", where=f"{name} line {reader.line_num}") from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _delimiter(path: Path, text: str) -> str:
+    """What separates the cells: tabs in a .tsv file, else commas, or what the first line has instead of them."""
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    return next((mark for mark in (",", ";", "\t") if mark in first), ",")
 
 
 def _header(cells: list[str], where: str) -> list[str]:
@@ -166,11 +171,13 @@ def _first_line(error: Exception) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
+TABLES = (".csv", ".tsv")
 READERS: dict[str, Callable[[Path, str], Iterable[Row]]] = {
     ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
     ".json": read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".csv": _read_table,
+    ".tsv": _read_table,
     ".parquet": _read_parquet,
     ".txt": _read_txt,
 }

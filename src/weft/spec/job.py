@@ -12,6 +12,10 @@ from weft.spec.fields import above, at_least, between, refuse_foreign, setting, 
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
+COLUMNS = (
+    *("prompt", "completion", "text", "instruction", "input", "output", "system", "history"),
+    *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
+)
 OBJECTIVES = ("auto", "supervised", "weighted")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -26,13 +30,16 @@ class JobSpec:
     name: str = setting()
     """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
     train_data: tuple[str, ...] = setting(aliases=("dataset", "datasets", "train_file", "data"))
-    """Files (jsonl, json, csv, parquet, txt) or Hub data set names; paths are relative to the jobs file."""
+    """Files (jsonl, json, csv, tsv, parquet, txt) or Hub data set names; paths are relative to the jobs file."""
     eval_data: float | int | tuple[str, ...] | None = setting(
         None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction")
     )
     """A fraction below 1 or a count to split off the training data, or files. Default: no evaluation."""
     data_format: str = setting("auto", aliases=("format", "formatting"), choices=FORMATS)
     """Format of the rows; `auto` looks at their columns."""
+    data_columns: dict[str, str | int] = setting(factory=dict)
+    """Which columns are which, e.g. `{prompt: question, completion: reply}`: names, texts with columns in braces like
+    `"Classify: {sentence}"`, or numbers from 1 for tables without a line of names. Default: by their usual names."""
     objective: str = setting("auto", choices=OBJECTIVES)
     """What the job learns by: supervised (every supervised token counts the same) or weighted (as much as the row's
     `weight` and its messages' weights say). auto: weighted where the data has weights."""
@@ -117,6 +124,7 @@ class JobSpec:
         if isinstance(self.eval_data, tuple) and not (self.eval_data and all(self.eval_data)):
             raise ConfigError("no files; name at least one, or leave it out.", where="eval_data")
         self._check_eval_amount()
+        self._check_columns()
         if self.early_stopping_patience and self.eval_data is None:
             raise ConfigError("needs eval_data to judge by.", where="early_stopping_patience")
         product = (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1)
@@ -144,6 +152,18 @@ class JobSpec:
             if any(isinstance(item, Mapping) for item in (given if isinstance(given, list | tuple) else [given])):
                 raise ConfigError(
                     "expected files such as rows.jsonl, got a mapping; their format goes in data_format.", where=name
+                )
+
+    def _check_columns(self) -> None:
+        for name, column in self.data_columns.items():
+            if name not in COLUMNS:
+                raise ConfigError(
+                    f"{name!r} is no column that a format reads; use {', '.join(COLUMNS)}.", where="data_columns"
+                )
+            if column == "" or (isinstance(column, int) and column < 1):
+                raise ConfigError(
+                    f"got {column!r}; use a column's name, a text with columns in braces, or a number from 1.",
+                    where=f"data_columns.{name}",
                 )
 
     def _check_eval_amount(self) -> None:

@@ -279,7 +279,8 @@ def _kind_schemas(kind: Any, rule: Rule | None) -> list[dict[str, Any]]:
         number = {"type": "integer" if kind is int else "number", **_bounds(rule)}
         return [number, {"type": "string", "pattern": _NUMBER}]
     if origin is dict:
-        return [{"type": "object", "additionalProperties": {"anyOf": _kind_schemas(args[1], None)}}]
+        values = [schema for value in _kinds(args[1]) for schema in _kind_schemas(value, None)]
+        return [{"type": "object", "additionalProperties": {"anyOf": values}}]
     if origin is tuple:
         items = _kind_schemas(args[0], None)
         array = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}

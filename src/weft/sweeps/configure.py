@@ -78,7 +78,9 @@ class Configurations:
     def data(self, job: JobSpec) -> JobData:
         """The data of a job; jobs that read the same files in the same way get the very same samples."""
         is_split = job.eval_data is not None and not isinstance(job.eval_data, tuple)
-        key = (*(getattr(job, name) for name in _DATA_SETTINGS), job.chat_template, job.seed if is_split else None)
+        named = tuple(sorted(job.data_columns.items()))
+        settings = (getattr(job, name) for name in _DATA_SETTINGS)
+        key = (*settings, named, job.chat_template, job.seed if is_split else None)
         if key not in self._data:
             self._data[key] = load_job_data(job, self.executor.tokenizer, self._base_dir, clock=self.clock)
         return self._data[key]

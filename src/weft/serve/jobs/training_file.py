@@ -6,10 +6,12 @@ the same code, so a file that passes here is one that `weft train` accepts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import IO
 
+from weft.data.column_map import ColumnMap
 from weft.data.formats import convert_rows
 from weft.data.json_rows import parse_json
 from weft.data.row import BOM, Row, decode
@@ -45,6 +47,7 @@ def check_training_file(
     limits: ServiceLimits,
     *,
     data_format: str | None = "auto",
+    data_columns: Mapping[str, str | int] = MappingProxyType({}),
     objective: str = "auto",
     min_samples: int | None = None,
 ) -> Report:
@@ -59,6 +62,7 @@ def check_training_file(
                 continue
             count += 1
             if data_format is not None:
+                row = ColumnMap(data_columns).apply(row)
                 parts = choose_objective(objective, [row.values]).parts(row.values, row.where)
                 found, _ = convert_rows([Row(part.values, row.where) for part in parts], data_format)
                 if chosen not in (None, found):

@@ -161,7 +161,8 @@ def _columns(service: ApiService, user: Caller, body: CreateJob) -> dict[str, An
     _build(spec.job_settings(spec.resolve(given, 1), extra), body)
     train = find_training_file(service, user, body.training_file, "training_file")
     valid = body.validation_file and find_training_file(service, user, body.validation_file, "validation_file")
-    reading = {name: str(extra.get(name, "auto")) for name in ("data_format", "objective")}
+    reading: dict[str, Any] = {name: str(extra.get(name, "auto")) for name in ("data_format", "objective")}
+    reading["data_columns"] = extra.get("data_columns") or {}
     num_samples = _check_file(service, train, "training_file", reading)
     if valid:
         _check_file(service, valid, "validation_file", reading, min_samples=1)
@@ -239,10 +240,10 @@ def _build(settings: Mapping[str, Any], body: CreateJob) -> JobSpec:
 
 
 def _check_file(
-    service: ApiService, file: DbRow, param: str, reading: Mapping[str, str], *, min_samples: int | None = None
+    service: ApiService, file: DbRow, param: str, reading: Mapping[str, Any], *, min_samples: int | None = None
 ) -> int:
     """Checks a file and returns its number of samples; a blob never changes, so each is read once."""
-    asked = (file["blob"], *reading.values(), min_samples)
+    asked = (file["blob"], json.dumps(reading, sort_keys=True), min_samples)
     known = service.checked.get(asked)
     if known is not None:
         return known
