@@ -7,7 +7,7 @@ import pytest
 
 from weft.data.conversation import Conversation
 from weft.data.formats import convert_rows
-from weft.data.row import Row
+from weft.data.rows.row import Row
 from weft.errors import DataError
 
 PLACE = "train.jsonl line 17"

@@ -6,7 +6,7 @@ import pytest
 
 from weft.data.conversation import Conversation, Form, Text, Tokens
 from weft.data.formats import READERS, convert_rows
-from weft.data.row import Row
+from weft.data.rows.row import Row
 from weft.errors import ConfigError, DataError
 from weft.spec.job import FORMATS
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.rendered import Rendered
+from weft.data.chat.renderer import Renderer
 from weft.data.conversation import ChatTurn, Conversation, Tokens
 from weft.data.sample import Sample
-from weft.data.template import Renderer
 from weft.data.tokenise import leading_bos, sample_of_tokens, tokenise, tokenise_prompt
 from weft.errors import DataError
 

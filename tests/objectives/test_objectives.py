@@ -8,7 +8,7 @@ from pair_objective import PAIRS
 
 from weft.backbone.judge import Groups
 from weft.data.formats import convert_rows
-from weft.data.row import Row
+from weft.data.rows.row import Row
 from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 from weft.spec.job import OBJECTIVES as NAMES

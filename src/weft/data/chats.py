@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from weft.data.columns import expect_list, expect_object, expect_text, has, list_column, text_column
 from weft.data.conversation import ChatTurn, Conversation
-from weft.data.json_rows import parse_json
-from weft.data.row import Row
+from weft.data.rows.columns import expect_list, expect_object, expect_text, has, list_column, text_column
+from weft.data.rows.json_rows import parse_json
+from weft.data.rows.row import Row
 from weft.errors import DataError
 from weft.spec.fields import describe
 

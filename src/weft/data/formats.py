@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.data.chats import message_turns, read_chat, read_sharegpt, read_tools
-from weft.data.columns import expect_text, has, list_column, text_column
 from weft.data.conversation import ChatTurn, Conversation, Form, Text, Tokens
-from weft.data.row import Row
+from weft.data.rows.columns import expect_text, has, list_column, text_column
+from weft.data.rows.row import Row
 from weft.errors import ConfigError, DataError
 from weft.spec.fields import describe
 from weft.spec.job import FORMATS

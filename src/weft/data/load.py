@@ -11,15 +11,15 @@ from types import MappingProxyType
 import numpy as np
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
-from weft.data.column_map import ColumnMap
+from weft.data.chat.renderer import Renderer
 from weft.data.conversation import Conversation, Form, Tokens
 from weft.data.dataset import Dataset, DataSummary, JobData, measures
 from weft.data.formats import convert_rows
 from weft.data.order import permutation
-from weft.data.row import Row
+from weft.data.rows.column_map import ColumnMap
+from weft.data.rows.row import Row
+from weft.data.rows.sources import read_rows
 from weft.data.sample import Sample
-from weft.data.sources import read_rows
-from weft.data.template import Renderer
 from weft.data.tokenise import sample_of_tokens, tokenise
 from weft.errors import DataError
 from weft.objectives.objective import Objective, Part

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
+from weft.data.chat.renderer import Renderer
 from weft.data.conversation import ChatTurn, Conversation, Form, Tokens
 from weft.data.formats import convert_rows
-from weft.data.sources import read_rows
-from weft.data.template import Renderer
+from weft.data.rows.sources import read_rows
 from weft.data.tokenise import tokenise_prompt
 from weft.errors import DataError
 

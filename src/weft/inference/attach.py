@@ -13,7 +13,7 @@ from weft.adapters.methods import method_of
 from weft.adapters.targets import is_target
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
-from weft.data.template import check_template
+from weft.data.chat.renderer import check_template
 from weft.errors import AdapterFileError, ConfigError, ModelError
 from weft.spec import AdapterSpec, BackboneSpec
 from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, read_adapter, read_chat_template

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO
 
-from weft.data.column_map import ColumnMap
 from weft.data.formats import convert_rows
-from weft.data.json_rows import parse_json
-from weft.data.row import BOM, Row, decode
+from weft.data.rows.column_map import ColumnMap
+from weft.data.rows.json_rows import parse_json
+from weft.data.rows.row import BOM, Row, decode
 from weft.errors import DataError
 from weft.objectives.registry import choose_objective
 from weft.serve.settings import ServiceLimits

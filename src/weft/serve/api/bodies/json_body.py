@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from weft.data.json_rows import parse_json
+from weft.data.rows.json_rows import parse_json
 from weft.errors import DataError
 from weft.serve.api.errors import ApiError, from_validation, invalid
 from weft.serve.api.service import service_of

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerFast
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.rendered import Rendered
+from weft.data.chat.renderer import Renderer
 from weft.data.conversation import ChatTurn, Conversation, Text
-from weft.data.template import Renderer
 from weft.errors import ConfigError, DataError
 
 PLACE = "train.jsonl line 17"

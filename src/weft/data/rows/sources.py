@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from weft.data.json_rows import MAX_LINE_BYTES, read_json, read_jsonl
-from weft.data.row import Row, read_text
+from weft.data.rows.json_rows import MAX_LINE_BYTES, read_json, read_jsonl
+from weft.data.rows.row import Row, read_text
 from weft.errors import DataError, MissingExtraError, closest, install_command
 
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>[\w.\[\]:%+-]+))?")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.row import Row
+from weft.data.rows.row import Row
 from weft.errors import DataError, closest
 
 KEPT = ("weight", "tools")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.data.row import BOM, Row, decode, read_text
+from weft.data.rows.row import BOM, Row, decode, read_text
 from weft.errors import DataError
 from weft.spec.fields import describe
 

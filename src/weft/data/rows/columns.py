@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.data.json_rows import parse_json
-from weft.data.row import Row
+from weft.data.rows.json_rows import parse_json
+from weft.data.rows.row import Row
 from weft.errors import DataError
 from weft.spec.fields import describe
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_data import assert_rows_or_data_error
 
-from weft.data.sources import read_rows
+from weft.data.rows.sources import read_rows
 from weft.errors import DataError, MissingExtraError
 
 Write = Callable[..., str]
