@@ -296,7 +296,7 @@ def test_evaluation_when_memory_ends_while_a_microbatch_is_under_way_then_is_don
 def test_job_when_it_fails_while_its_next_samples_run_then_neighbours_and_its_slot_are_unharmed(expected):
     backbone = Ahead()
     engine = Engine(backbone, capacity=48)
-    submit(engine, *jobs(), small_job("bad", 9, learning_rate=1e30))
+    submit(engine, *jobs(), small_job("bad", 9, learning_rate=1e18))
     seen: list[Event] = []
     outcomes = finish(engine, lambda _, event: seen.append(event))
     assert [event.job for event in seen if isinstance(event, JobFailed)] == ["bad"]

@@ -132,7 +132,7 @@ def test_neighbours_when_a_job_is_nan_from_the_start_then_unharmed_and_it_fails(
     assert_failed(outcomes["bad"], events, backbone)
 
 
-@pytest.mark.parametrize("rate", [1e10, 1e30])
+@pytest.mark.parametrize("rate", [1e10, 1e18])
 def test_neighbours_when_a_learning_rate_is_absurd_then_unharmed_and_it_fails(backbone, healthy, rate):
     events: list[Event] = []
     jobs = all_jobs(learning_rate=rate, max_grad_norm=0)

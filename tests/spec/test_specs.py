@@ -1,14 +1,18 @@
 """What adapters, jobs and runs may be, beyond the limits of single settings."""
 
+import dataclasses
 import math
 import re
+import typing
 from typing import Any
 
 import pytest
 
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec, JobSpec, RunSpec
+from weft.spec.fields import read
 from weft.spec.run import memory_fraction
+from weft.spec.sweep import EarlyStopSpec, ObjectiveSpec, SweepSpec
 
 
 def job(**settings: Any) -> JobSpec:
@@ -35,7 +39,7 @@ def test_adapter_when_patterns_match_then_the_first_gives_rank_alpha_and_scale()
         ({"target_modules": "("}, "target_modules: '(' is not a regular expression"),
         ({"rank_pattern": {"[": 1}}, "rank_pattern: '[' is not a regular expression"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj: must be at least 1, got 0."),
-        ({"alpha_pattern": {"q_proj": "inf"}}, "alpha_pattern.q_proj: must be at least 0, got inf."),
+        ({"alpha_pattern": {"q_proj": "inf"}}, "alpha_pattern.q_proj: expected a finite number, got inf."),
         ({"r": 3, "init_lora_weights": "orthogonal"}, "init_lora_weights: orthogonal needs even ranks."),
         ({"method": "dora"}, "method: got 'dora'; accepted are lora, ia3."),
     ],
@@ -146,3 +150,35 @@ def test_adapter_when_targets_are_auto_then_each_method_has_its_own():
     found = [name for name in names if re.fullmatch(pattern, f"model.layers.0.x.{name}")]
     assert found == ["k_proj", "v_proj", "down_proj", "query_key_value", "dense_4h_to_h", "fc2"]
     assert [n for n in found if AdapterSpec(method="ia3").is_feedforward(n)] == ["down_proj", "dense_4h_to_h", "fc2"]
+
+
+def wild_value(hint: Any) -> Any:
+    """A value with a wild number wherever a setting of this type takes one; None if it takes none."""
+    if hint in (int, float):
+        return 1e300
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is dict:
+        inner = wild_value(args[1])
+        return None if inner is None else {"q_proj": inner}
+    found = [wild_value(arg) for arg in args]
+    inner = next((value for value in found if value is not None), None)
+    return [inner] if origin is tuple and inner is not None else inner
+
+
+NUMBERS = [
+    (cls, name, wild_value(hint))
+    for cls in (AdapterSpec, JobSpec, RunSpec, SweepSpec, ObjectiveSpec, EarlyStopSpec)
+    for name, hint in typing.get_type_hints(cls).items()
+    if wild_value(hint) is not None
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "wild"), NUMBERS)
+def test_setting_when_its_number_is_beyond_what_can_be_computed_with_then_it_is_refused_by_name(cls, name, wild):
+    """A number that float32 has no room for would raise in the middle of a step, beside other jobs."""
+    needed = {"name": "a", "train_data": "x", "base_model": "tiny", "jobs": [{"name": "a", "train_data": "x"}]}
+    given = {field.name: needed[field.name] for field in dataclasses.fields(cls) if field.name in needed}
+    with pytest.raises(ConfigError) as caught:
+        read(cls, {**given, name: wild})
+    assert (caught.value.where or "").startswith(name)
+    assert "1e+300" in str(caught.value)

@@ -69,7 +69,7 @@ class AdapterSpec:
             if rank < 1:
                 raise ConfigError(f"must be at least 1, got {rank}.", where=f"rank_pattern.{name}")
         for name, alpha in self.alpha_pattern.items():
-            if not (alpha >= 0 and math.isfinite(alpha)):
+            if alpha < 0:
                 raise ConfigError(f"must be at least 0, got {alpha}.", where=f"alpha_pattern.{name}")
         ranks = [self.r, *self.rank_pattern.values()]
         if self.init_lora_weights == "orthogonal" and any(rank % 2 for rank in ranks):

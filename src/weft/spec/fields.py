@@ -18,16 +18,29 @@ from weft.errors import ConfigError, closest
 
 T = TypeVar("T")
 REQUIRED: Any = dataclasses.MISSING
-LARGEST = 2**63 - 1
-"""Whole numbers beyond it mean nothing to the libraries below."""
+LARGEST = 10**18
+"""The size of the largest number that any setting takes. The product of two is still a float32, and a whole number of
+this size is still one of 64 bits; beyond that, the libraries below raise in the middle of a step."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must satisfy, in words and as a test."""
+    """What a value must satisfy, in words and as a test; `most` is the upper end, where it has one of its own."""
 
-    text: str
+    low: str
     test: Callable[[Any], bool]
+    most: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole rule in words."""
+        return self.low if self.most is None else f"{self.low} and at most {_plain(self.most)}"
+
+    def broken_by(self, value: Any) -> str | None:
+        """The part of the rule that a value breaks, in words; None if it breaks none."""
+        if not self.test(value):
+            return self.low
+        return f"at most {_plain(self.most)}" if self.most is not None and value > self.most else None
 
 
 def setting(
@@ -46,14 +59,14 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def at_least(low: float) -> Rule:
-    """The value is `low` or more."""
-    return Rule(f"at least {_plain(low)}", lambda v: v >= low)
+def at_least(low: float, most: float | None = None) -> Rule:
+    """The value is `low` or more, and no more than `most`."""
+    return Rule(f"at least {_plain(low)}", lambda v: v >= low, most)
 
 
-def above(low: float) -> Rule:
-    """The value is more than `low`."""
-    return Rule(f"above {_plain(low)}", lambda v: v > low)
+def above(low: float, most: float | None = None) -> Rule:
+    """The value is more than `low`, and no more than `most`."""
+    return Rule(f"above {_plain(low)}", lambda v: v > low, most)
 
 
 def between(low: float, high: float) -> Rule:
@@ -189,15 +202,16 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
     # A value that already is one of the options stays it: 0.1 must not become "0.1", nor true become 1.
     for option in options:
         if isinstance(option, type) and type(value) is option:
-            return value
-    for option in options:
-        if option is type(None):
-            continue
+            return convert(value, option, where)
+    others = [option for option in options if option is not type(None)]
+    if len(others) == 1:
+        return convert(value, others[0], where)
+    for option in others:
         try:
             return convert(value, option, where)
         except ConfigError:
             continue
-    names = [_with_article(o) for o in options if o is not type(None)]
+    names = [_with_article(option) for option in others]
     raise ConfigError(f"expected {' or '.join(names)}, got {describe(value)}.", where=where)
 
 
@@ -213,12 +227,14 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
     if hint in (int, float) and not isinstance(value, bool):
         number = _number(value)
         # Whole numbers first: one of a thousand digits has no float to ask.
-        is_exact = isinstance(number, int) or (hint is int and number is not None and math.isfinite(number))
-        if number is not None and is_exact and abs(number) > LARGEST:
-            raise ConfigError(f"{describe(value)} is too large.", where=where)
+        is_finite = number is not None and (isinstance(number, int) or math.isfinite(number))
+        if number is not None and not is_finite and hint is float:
+            raise ConfigError(f"expected a finite number, got {number}.", where=where)
+        if number is not None and is_finite and abs(number) > LARGEST:
+            raise ConfigError(f"{describe(value)} is too large; the most is {LARGEST:.0e}.", where=where)
         if number is not None and hint is float:
             return float(number)
-        if number is not None and math.isfinite(number) and float(number).is_integer():
+        if number is not None and is_finite and float(number).is_integer():
             return int(number)
     raise ConfigError(f"expected {_with_article(hint)}, got {describe(value)}.", where=where)
 
@@ -242,11 +258,11 @@ def _number(value: Any) -> float | int | None:
 def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
     if value is None:
         return
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"expected a finite number, got {value}.", where=where)
     rule: Rule | None = field.metadata.get("rule")
-    if rule is not None and isinstance(value, int | float) and not isinstance(value, bool) and not rule.test(value):
-        raise ConfigError(f"must be {rule.text}, got {describe(value)}.", where=where)
+    if rule is not None and isinstance(value, int | float) and not isinstance(value, bool):
+        broken = rule.broken_by(value)
+        if broken is not None:
+            raise ConfigError(f"must be {broken}, got {describe(value)}.", where=where)
     choices = field.metadata.get("choices")
     if choices is not None and value not in choices:
         accepted = ", ".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices)

@@ -54,15 +54,15 @@ class JobSpec:
     """Shape of the learning rate over the job's steps."""
     warmup_steps: float = setting(0.0, aliases=("warmup_ratio", "num_warmup_steps"), rule=at_least(0))
     """Steps of linear warm-up; a value below 1 is a fraction of all steps."""
-    num_train_epochs: float = setting(1.0, aliases=("num_epochs", "epochs", "n_epochs"), rule=above(0))
+    num_train_epochs: float = setting(1.0, aliases=("num_epochs", "epochs", "n_epochs"), rule=above(0, 10**6))
     """Passes over the training data; fractions allowed."""
-    max_steps: int | None = setting(None, rule=at_least(1))
+    max_steps: int | None = setting(None, rule=at_least(1, 10**9))
     """Number of optimizer steps; overrides num_train_epochs."""
-    global_batch_size: int | None = setting(None, aliases=("batch_size",), rule=at_least(1))
+    global_batch_size: int | None = setting(None, aliases=("batch_size",), rule=at_least(1, 10**6))
     """Samples per optimizer step. Default: per_device_train_batch_size x gradient_accumulation_steps, else 8."""
-    per_device_train_batch_size: int | None = setting(None, aliases=("micro_batch_size",), rule=at_least(1))
+    per_device_train_batch_size: int | None = setting(None, aliases=("micro_batch_size",), rule=at_least(1, 10**6))
     """Accepted from other tools' files; only its product with gradient_accumulation_steps matters here."""
-    gradient_accumulation_steps: int | None = setting(None, rule=at_least(1))
+    gradient_accumulation_steps: int | None = setting(None, rule=at_least(1, 10**6))
     """Accepted from other tools' files; see per_device_train_batch_size."""
     weight_decay: float = setting(0.0, rule=at_least(0))
     """Decoupled weight decay of AdamW."""

@@ -23,7 +23,7 @@ from weft.spec.job import JobSpec
 from weft.spec.run import RunSpec
 from weft.spec.sweep import RULES, TIMES_R, EarlyStopSpec, ObjectiveSpec, SweepSpec
 
-_BOUNDS = {"at least": "minimum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
+_BOUNDS = {"at least": "minimum", "at most": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
 _WORDS = {
     tuple[JobSpec, ...]: "list of jobs",
     AdapterSpec: "mapping of adapter settings",
@@ -295,7 +295,7 @@ def _kind_schemas(kind: Any, rule: Rule | None) -> list[dict[str, Any]]:
 
 
 def _bounds(rule: Rule | None) -> dict[str, float]:
-    found = re.findall(r"(at least|above|below) (\S+)", rule.text) if rule else []
+    found = re.findall(r"(at least|at most|above|below) (\S+)", rule.text) if rule else []
     assert bool(found) == bool(rule), f"{rule} has no schema"
     return {_BOUNDS[word]: json.loads(number) for word, number in found}
 

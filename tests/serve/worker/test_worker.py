@@ -187,7 +187,7 @@ UNFIT: dict[str, tuple[dict, str, str, str]] = {
     "validation data": ({"validation": b"\n\n"}, "invalid_validation_file", "validation_file", "no rows"),
     "targets": ({"adapter": {"target_modules": ["nowhere"]}}, "invalid_settings", "target_modules", "nowhere"),
     "length": ({"max_length": 4000}, "invalid_settings", "max_length", "capacity"),
-    "rate": ({"learning_rate": 1e30, "max_grad_norm": 0}, "diverged", "learning_rate", "lower learning_rate"),
+    "rate": ({"learning_rate": 1e18, "max_grad_norm": 0}, "diverged", "learning_rate", "lower learning_rate"),
 }
 
 

@@ -21,6 +21,8 @@ from pydantic_core import PydanticCustomError
 from weft.serve.api.bodies.problems import NOT_SERVED
 
 ShortText = Annotated[StrictStr, Field(min_length=1, max_length=512)]
+AnswerLength = Annotated[StrictInt, Field(ge=1, lt=2**31)]
+"""Tokens; the service's own limit is lower and says so by itself."""
 Auto = Literal["auto"]
 Unused = Annotated[Any, Field(description="Taken, since clients send it, and of no effect.")]
 SUFFIX = r"^[A-Za-z0-9._-]{1,64}$"
@@ -159,7 +161,7 @@ class _Generate(Body):
     """What both kinds of completion take. What would change an answer and cannot is refused, not passed over."""
 
     model: ShortText
-    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: AnswerLength | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -192,7 +194,7 @@ class CreateChat(_Generate):
     """A chat to answer."""
 
     messages: list[Message] = Field(min_length=1, max_length=2048)
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_completion_tokens: AnswerLength | None = None
     response_format: Annotated[Any, only({"type": "text"})] = None
     tools: Annotated[Any, only([])] = None
     tool_choice: Annotated[Any, only("none", "auto")] = None

@@ -60,10 +60,10 @@ class PromptBody(BaseModel):
     base: str | None = None
     messages: list[PromptMessage] | None = None
     prompt: str | None = None
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(256, ge=1, lt=2**31)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     stop: list[str] = Field(default_factory=list, max_length=16)
     stream: bool = False
 
@@ -141,7 +141,7 @@ class PromptServer:
             )
         temperature = 0.0 if body.temperature < COLDEST else body.temperature
         longest = min(body.max_tokens, room)
-        request = PromptRequest(tokens, adapter, Decoding(longest, temperature, body.top_p, body.seed % 2**32))
+        request = PromptRequest(tokens, adapter, Decoding(longest, temperature, body.top_p, body.seed))
         self._scheduler.submit(request)
         try:
             yield from self._pieces(request, body.stop)
