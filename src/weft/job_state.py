@@ -53,7 +53,9 @@ class ReasonCode(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     JOB = "job"
     ERROR = "error"
-    """Any other error."""
+    """Any other error raised on purpose."""
+    INTERNAL = "internal"
+    """An error that nobody raised on purpose, in work for this job alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class Reason:
         """The reason that an error gives."""
         codes = {code.value: code for code in ReasonCode}
         return cls(codes.get(error.code, ReasonCode.ERROR), str(error))
+
+    @classmethod
+    def of_bug(cls, error: Exception) -> Reason:
+        """The reason that an error gives which nobody raised on purpose."""
+        return cls(ReasonCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
 
     def __str__(self) -> str:
         return self.text

@@ -13,7 +13,11 @@ from tiny_models import VOCABULARY, Job, Outcome, assert_same_bits, job_spec, ra
 
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobStarted, StepDone
+from weft.engine.recorder import RunRecorder
 from weft.execute import local
+from weft.execute.microbatch import ExecutedJob
+from weft.execute.optimizer import Optimizer
+from weft.execute.protocol import ReplicaFaultError
 from weft.execute.weights import JobWeights
 from weft.job_state import ReasonCode
 
@@ -244,3 +248,68 @@ def test_neighbours_when_a_job_is_nan_on_another_family_then_unharmed(family):
     outcomes, events = train_damaged(backbone, nan_in_b, 1)
     assert_others_unharmed(outcomes, healthy)
     assert_failed(outcomes["bad"], events, backbone)
+
+
+BUG = ValueError("value cannot be converted to type float without overflow")
+
+
+def is_bad(thing: Any) -> bool:
+    """Whether a call is about the bad job, whatever it is given of it."""
+    spec = getattr(thing, "spec", thing)
+    return getattr(spec, "name", spec) == "bad"
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Makes the calls of a function about the bad job raise, from the n-th on."""
+
+    def arm(owner: Any, name: str, job: Callable[..., Any], after: int = 0, error: Exception = BUG) -> None:
+        call, met = getattr(owner, name), Counter[str]()
+
+        def breaks(*arguments: Any, **options: Any) -> Any:
+            if is_bad(job(*arguments)):
+                met["bad"] += 1
+                if met["bad"] > after:
+                    raise error
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, breaks)
+
+    return arm
+
+
+BREAKS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
+    "its seat": (local.LocalExecutor, "seat", lambda executor, job: job, 0),
+    "its first sample": (ExecutedJob, "place", lambda executed, segment: executed.given, 0),
+    "a later sample": (ExecutedJob, "place", lambda executed, segment: executed.given, 7),
+    "its first step": (Optimizer, "step", lambda optimizer, is_finite: optimizer, 0),
+    "a later step": (Optimizer, "step", lambda optimizer, is_finite: optimizer, 3),
+    "its first checkpoint": (RunRecorder, "save", lambda keeper, job, *_: job, 0),
+    "its end": (local.LocalExecutor, "use_best", lambda executor, job: job, 0),
+}
+
+
+@pytest.mark.parametrize("where", BREAKS)
+def test_neighbours_when_a_job_raises_what_nobody_expects_then_unharmed_and_it_alone_fails(
+    backbone, healthy, broken, where
+):
+    """Whatever one job raises, wherever it does, ends that job: the others go on with the same bits."""
+    broken(*BREAKS[where])
+    events: list[Event] = []
+    outcomes = train(backbone, all_jobs(save_steps=2), on_event=lambda _, event: events.append(event))
+    assert_others_unharmed(outcomes, healthy)
+    (failure,) = [event for event in events if isinstance(event, JobFailed)]
+    assert (failure.job, failure.reason.code) == ("bad", ReasonCode.INTERNAL)
+    assert failure.reason.text == f"internal error: ValueError: {BUG}"
+    assert outcomes["bad"].state == "failed"
+    assert all(not linear.slots for linear in backbone.linears.values())
+
+
+def test_engine_when_the_device_has_failed_then_it_says_so_and_blames_no_job(backbone, broken):
+    """A failed device fails for everybody: only another process can go on."""
+    fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+    broken(local, "pack_microbatch", lambda *_: "bad", 2, fault)
+    events: list[Event] = []
+    with pytest.raises(ReplicaFaultError, match="illegal memory access"):
+        train(backbone, all_jobs(), on_event=lambda _, event: events.append(event))
+    assert not any(isinstance(event, JobFailed) for event in events)

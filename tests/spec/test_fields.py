@@ -54,7 +54,10 @@ def test_read_when_values_are_good_then_converts_and_fills_in():
         ({"wheels": [{}]}, "bike.wheels.0: size is missing."),
         ({"wheels": [{"size": 1}, {"size": 0}]}, "bike.wheels.1.size: must be above 0, got 0.0."),
         ({"wheels": [{"size": 1, "spokes": 2.5}]}, "bike.wheels.0.spokes: expected a whole number, got 2.5."),
-        ({"wheels": [{"size": 1, "spokes": 10**400}]}, f"bike.wheels.0.spokes: 1{'0' * 56}... is too large; the most is 1e+18."),
+        (
+            {"wheels": [{"size": 1, "spokes": 10**400}]},
+            f"bike.wheels.0.spokes: 1{'0' * 56}... is too large; the most is 1e+18.",
+        ),
         ({"wheels": [{"size": 1, "spokes": "1e30"}]}, "bike.wheels.0.spokes: '1e30' is too large; the most is 1e+18."),
         ({"wheels": [{"size": 10**400}]}, f"bike.wheels.0.size: 1{'0' * 56}... is too large; the most is 1e+18."),
         ({"wheels": [{"size": 1, "spokes": "inf"}]}, "bike.wheels.0.spokes: expected a whole number, got 'inf'."),

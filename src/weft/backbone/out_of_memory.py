@@ -1,4 +1,4 @@
-"""What running out of a GPU's memory looks like: torch's allocator has an error of its own, others have only words."""
+"""What a GPU out of memory and a failed one look like: torch has errors of its own, others have only words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import torch
 
 _WORDS = ("error: out of memory", "error [cuda]: out of memory", "status_alloc_failed")
 """Of the CUDA runtime and driver (graphs, pinned memory), of Triton as it loads a kernel, of cuBLAS and cuDNN."""
+_FAULTS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "CUDNN_STATUS_")
+"""What a failed GPU is called by torch, Triton, cuBLAS and cuDNN."""
+
+
+def is_device_fault(error: RuntimeError) -> bool:
+    """Whether an error says that the GPU itself has failed; every later call on it fails too, whoever makes it."""
+    return isinstance(error, torch.AcceleratorError) or any(word in str(error) for word in _FAULTS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -7,7 +7,6 @@ to a higher priority and go on later; no result depends on it.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from weft.engine.settle import Settlement
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.execute.local import executor_on
-from weft.execute.protocol import Executor, ReplicaMemoryError
+from weft.execute.protocol import Executor, ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.plan.pack import pack
 from weft.plan.program import Planner
@@ -161,12 +160,12 @@ class Engine:
             yield from self._finish_program()
             while self._commands:
                 # Done before it is told: a reader that leaves here must not leave half a command behind.
-                yield from list(self._lifecycle.obey(self._commands.popleft()))
+                yield from self._lifecycle.obey(self._commands.popleft())
             yield from self._lifecycle.admit()
             for job in self._lifecycle.running():
                 if not job.is_settled:
                     yield from self._settlement.settle(job, self._program)
-            running = self._lifecycle.running()
+            running = self._lifecycle.running_next()
             if running:
                 with self._places.watched():
                     yield from self._execute(running)
@@ -215,21 +214,30 @@ class Engine:
         self._program = program
         while names := program.next_jobs():
             done: list[Event] | None = None
+            failure: Exception | None = None
             self._is_within = True
-            with contextlib.suppress(ReplicaMemoryError):
+            try:
                 done = program.advance()
+            except ReplicaMemoryError:
+                pass
+            except Exception as error:
+                if isinstance(error, ReplicaFaultError) or program.is_mid_step:
+                    raise
+                failure = error
             self._is_within = False
             if done is None:
                 # Not in a handler, which would hold on to the tensors of what failed.
-                yield from self._lifecycle.make_room(names)
+                jobs = self._lifecycle
+                yield from jobs.make_room(names) if failure is None else jobs.find_culprit(names, failure)
                 return
             for event in done:
                 if isinstance(event, StepDone):
                     self._keeper.note_step(self.jobs[event.job], event)
+                    self.jobs[event.job].is_suspect = False
             self._untold.extend(done)
             yield from self._tell()
             is_settled = all(job.state is JobState.RUNNING and job.is_settled for job in running)
-            if self._stopping or self._commands or not is_settled:
+            if self._stopping or self._commands or not is_settled or running != self._lifecycle.running_next():
                 return
 
     def _finish_program(self) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,9 +16,10 @@ from weft.engine.recorder import RunRecorder
 from weft.engine.timeline import TimelineRecorder
 from weft.engine.transitions import JobTransitions
 from weft.errors import CheckpointError, DataError, StorageError
-from weft.execute.protocol import Executor
+from weft.execute.protocol import Executor, ReplicaFaultError
 from weft.job_state import JobState, Reason, ReasonCode
 
+LOG = logging.getLogger("weft.engine")
 LESS_WAS_FREE = Reason(ReasonCode.NO_MEMORY_NOW, "waits for memory: less was free than its adapter takes")
 
 
@@ -56,9 +58,23 @@ class Lifecycle:
         # A copy at once: other threads may submit while we look.
         return [job for job in list(self.jobs.values()) if job.state is JobState.RUNNING]
 
-    def obey(self, command: Command) -> Iterator[Event]:
-        """Carries out what a user asked for."""
+    def running_next(self) -> list[LiveJob]:
+        """The jobs that train next: all, or one alone while it is to be found out which of them cannot."""
+        running = self.running()
+        suspects = [job for job in running if job.is_suspect]
+        return suspects[:1] or running
+
+    def obey(self, command: Command) -> list[Event]:
+        """Carries out what a user asked for; whole, so that a reader who leaves does not leave half of it behind."""
         job = self.jobs[command.job]
+        try:
+            return list(self._obey(command, job))
+        except ReplicaFaultError:
+            raise
+        except Exception as error:
+            return self.blame(job, error)
+
+    def _obey(self, command: Command, job: LiveJob) -> Iterator[Event]:
         if job.state.is_final:
             return
         if command.action == "cancel":
@@ -80,7 +96,7 @@ class Lifecycle:
         for held in decision.preempt:
             events += self.transitions.preempt(self.jobs[held.job], held.reason)
         for name in decision.start:
-            events += self._start(self.jobs[name])
+            events += self._start_alone(self.jobs[name])
         for held in decision.wait:
             events += self.transitions.tell_waiting(self.jobs[held.job], held.reason)
         return events
@@ -90,6 +106,25 @@ class Lifecycle:
         said = None if self.running() else self.room.fit(self.places)
         names = tuple(job.name for job in self.places.waiting())
         return [] if said is None else [JobWarning(names, said)]
+
+    def blame(self, job: LiveJob, error: Exception) -> list[Event]:
+        """Ends a job because of an error that nobody raised on purpose; its neighbours go on."""
+        LOG.error("%s failed", job.name, exc_info=error)
+        return self.transitions.fail(job, Reason.of_bug(error))
+
+    def find_culprit(self, names: Sequence[str], error: Exception) -> list[Event]:
+        """After a microbatch raised: a job that was alone in it fails; of several, each runs its next step alone.
+
+        Nothing of the microbatch has been counted, so all jobs go on from their last step boundary, exact to the bit.
+        """
+        for job in self.running():
+            rewind(self.executor, job)
+        if len(names) == 1:
+            return self.blame(self.jobs[names[0]], error)
+        LOG.warning("a microbatch of %s failed; each runs alone next", ", ".join(names), exc_info=error)
+        for name in names:
+            self.jobs[name].is_suspect = True
+        return []
 
     def make_room(self, names: Sequence[str]) -> list[Event]:
         """After the memory ran out: smaller microbatches; the jobs concerned go on from their last step.
@@ -109,6 +144,15 @@ class Lifecycle:
         if self.running() and self.room.capacity < before:
             events.append(JobWarning(tuple(names), OUT_OF_MEMORY.format(before=before, now=self.room.capacity)))
         return events
+
+    def _start_alone(self, job: LiveJob) -> list[Event]:
+        """Starts a job; what that raises ends this job and no other."""
+        try:
+            return list(self._start(job))
+        except ReplicaFaultError:
+            raise
+        except Exception as error:
+            return self.blame(job, error)
 
     def _start(self, job: LiveJob) -> Iterator[Event]:
         """Gives the job a slot, and, the first time, its state from the run directory."""

@@ -60,6 +60,8 @@ class LiveJob:
         self.progress = JobProgress(spec, data)
         self.status = JobStatus()
         self.settled = SettledSteps()
+        self.is_suspect = False
+        """A microbatch raised in which it took part with others; it runs its next step alone."""
         self.num_parameters = 0
         """That are trained, once the executor knows the job."""
         self.lane = ""

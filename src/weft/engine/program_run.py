@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from weft.adapters.methods import cost_ranks
@@ -23,6 +22,7 @@ from weft.execute.protocol import (
     Executor,
     MicrobatchOutcome,
     MicrobatchWork,
+    ReplicaFaultError,
     ReplicaMemoryError,
     StepOrder,
     StepsWork,
@@ -94,8 +94,10 @@ class ProgramRun:
         """What the executor was told to make ready."""
         self._ahead: StartedMicrobatch | None = None
         """The microbatch that is next, where it has been started already."""
-        self._found_no_memory = False
-        """Starting it was tried, and the memory ended."""
+        self._ahead_error: Exception | None = None
+        """What starting it raised; it is raised when its turn has come."""
+        self.is_mid_step = False
+        """Steps have been started and not counted, so a job may be ahead of what is known of it."""
 
     def next_jobs(self) -> list[str]:
         """The jobs that the next call of `advance` is about; none at the end."""
@@ -106,9 +108,9 @@ class ProgramRun:
 
     def advance(self) -> list[Event]:
         """Runs the next microbatch with the steps behind it, or only steps that are due; says what has been done."""
-        if self._found_no_memory:
-            self._found_no_memory = False
-            raise ReplicaMemoryError("the memory ended while the microbatch was started ahead")
+        if self._ahead_error is not None:
+            error, self._ahead_error = self._ahead_error, None
+            raise error
         turn = self._rest[0]
         done = self._run(turn) if turn.microbatch.segments else self._take(turn.steps, None)
         self._rest.popleft()
@@ -121,9 +123,9 @@ class ProgramRun:
 
     def finish(self) -> list[Event]:
         """Counts what has been started, so that jobs stand where their gradients do; nothing may come in between."""
-        if self._found_no_memory:
-            # Half of its gradients may be written.
-            self._found_no_memory = False
+        if self._ahead_error is not None:
+            # Half of its gradients may be written. What was raised will be raised again when it is run again.
+            self._ahead_error = None
             for name in self._rest[0].microbatch.job_tokens:
                 rewind(self._executor, self._jobs[name])
         if self._ahead is None:
@@ -140,10 +142,7 @@ class ProgramRun:
         begun = None
         if self._executor.facts.works_on:
             begun = self._begin(steps, current.ticket) if steps else None
-            with suppress(ReplicaMemoryError):
-                self._found_no_memory = True
-                self._start_ahead(following)
-                self._found_no_memory = False
+            self._start_ahead(following)
         done = [self._count(current)]
         return [*done, *self._take(steps, begun)] if steps else done
 
@@ -155,8 +154,17 @@ class ProgramRun:
         return StartedMicrobatch(self._executor, [self._jobs[segment.job] for segment in microbatch.segments], work)
 
     def _start_ahead(self, microbatch: Microbatch | None) -> None:
-        if microbatch is not None:
+        if microbatch is None:
+            return
+        try:
             self._ahead = self._start(microbatch)
+        except ReplicaFaultError:
+            raise
+        except ReplicaMemoryError:
+            # A new one: that one's traceback would hold on to the tensors of what failed.
+            self._ahead_error = ReplicaMemoryError("the memory ended while the microbatch was started ahead")
+        except Exception as error:
+            self._ahead_error = error
 
     def _count(self, current: StartedMicrobatch) -> Event:
         """Waits for a microbatch and learns from it."""
@@ -201,14 +209,18 @@ class ProgramRun:
             for step, progress in zip(steps, due, strict=True)
         ]
         work = StepsWork(tuple(orders), behind)
-        return work, self._executor.start(work)
+        ticket = self._executor.start(work)
+        self.is_mid_step = True
+        return work, ticket
 
     def _take(self, steps: Sequence[Step], begun: Begun | None) -> list[Event]:
         """Waits for steps, which it starts if nobody has."""
         with self._timeline.span("step", jobs={step.job: 0 for step in steps}):
             work, ticket = begun or self._begin(steps, None)
             found = self._executor.wait(ticket)
-        return [self._step_done(order, updated) for order, updated in zip(work.steps, found, strict=True)]
+        done = [self._step_done(order, updated) for order, updated in zip(work.steps, found, strict=True)]
+        self.is_mid_step = False
+        return done
 
     def _step_done(self, order: StepOrder, updated: Updated) -> StepDone:
         """Counts a step."""

@@ -133,7 +133,9 @@ class JobProgress:
         self._begin_batch()
         self.num_tokens += batch.num_tokens
         result = StepResult(means, updated.grad_norm, rate, batch.num_tokens, updated.skipped)
-        self.diverged = self._divergence(result, updated.largest)
+        self.diverged = (
+            self._divergence(result, updated.largest) if updated.error is None else Reason.of_bug(updated.error)
+        )
         return result
 
     def is_best(self, eval_loss: float) -> bool:

@@ -9,7 +9,7 @@ from weft.engine.lifecycle import Lifecycle
 from weft.engine.live_job import EvalResult, LiveJob
 from weft.engine.program_run import ProgramRun
 from weft.errors import StorageError
-from weft.execute.protocol import EvaluationWork, ReplicaMemoryError
+from weft.execute.protocol import EvaluationWork, ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import Reason
 
 
@@ -31,7 +31,7 @@ class Settlement:
         if job.progress.diverged:
             yield from self._transitions.fail(job, job.progress.diverged)
             return
-        has_room = True
+        has_room, failure = True, None
         try:
             self._keeper.flush(job)
             if program is not None and (job.is_eval_due() or job.is_save_due()):
@@ -52,6 +52,12 @@ class Settlement:
             yield from list(self._transitions.pause(job, Reason.of(error), save=False))
         except ReplicaMemoryError:
             has_room = False
+        except ReplicaFaultError:
+            raise
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            yield from self._jobs.blame(job, failure)
         if not has_room:
             # The job is not settled, so the evaluation is tried again.
             yield from self._jobs.make_room([job.name])
@@ -63,7 +69,15 @@ class Settlement:
             due = [
                 other for other in others if other.is_eval_due() and not (other.is_looked_at or other.progress.diverged)
             ]
-            self._look_at([job, *due])
+            try:
+                self._look_at([job, *due])
+            except (ReplicaMemoryError, ReplicaFaultError):
+                raise
+            except Exception:
+                if not due:
+                    raise
+                # An evaluation changes no job; alone, it tells whether it is this one that cannot be evaluated.
+                self._look_at([job])
         looked, progress = job.settled.untold, job.progress
         assert looked is not None
         is_best = progress.is_best(looked.means.loss)

@@ -14,7 +14,7 @@ from weft.adapters.frozen import describe, quantisation
 from weft.adapters.targets import leaf_names
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
-from weft.backbone.out_of_memory import memory_errors
+from weft.backbone.out_of_memory import is_device_fault, memory_errors
 from weft.backbone.packed import PackedBatch
 from weft.data.chat.chat_template import Tokenizer
 from weft.execute.evaluate import mean_scores
@@ -29,6 +29,7 @@ from weft.execute.protocol import (
     NewJob,
     OutcomeT,
     ReplicaFacts,
+    ReplicaFaultError,
     ReplicaMemory,
     ReplicaMemoryError,
     StateWork,
@@ -108,7 +109,7 @@ class LocalExecutor:
         weights = self.jobs[job].weights
         has_place = False
         try:
-            with _told_of_memory():
+            with _told_of_device():
                 weights.move_to(self.backbone.device)
                 weights.optimizer.make_moments()
                 weights.slot = self.backbone.attach(weights.adapter)
@@ -137,7 +138,7 @@ class LocalExecutor:
 
     def keep_best(self, job: str) -> None:
         """Keeps a copy of a job's weights as the best so far."""
-        with _told_of_memory():
+        with _told_of_device():
             self.jobs[job].weights.keep_best()
 
     def use_best(self, job: str) -> None:
@@ -171,19 +172,20 @@ class LocalExecutor:
 
     def prepare(self, work: MicrobatchWork) -> None:
         """Packs a microbatch; it is used if the very same is started before a job comes or goes."""
-        self._ready = (work, pack_microbatch(self.backbone, self.jobs, work))
+        with _told_of_device():
+            self._ready = (work, pack_microbatch(self.backbone, self.jobs, work))
 
     def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
         """Starts work on the device; on a CPU most of it is done when this returns."""
         self._num_started += 1
         number = self._num_started
-        with _told_of_memory():
+        with _told_of_device():
             self._started[number] = self._begin(work, number)
         return Ticket(number)
 
     def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
         """Waits for what was started, once."""
-        with _told_of_memory():
+        with _told_of_device():
             outcome: OutcomeT = self._started.pop(ticket.number)()
         return outcome
 
@@ -196,7 +198,7 @@ class LocalExecutor:
             self.backbone.launch(batch, work.row_tile).losses()
 
         try:
-            with _told_of_memory():
+            with _told_of_device():
                 return measure(self.backbone, run)
         finally:
             for twin in twins.values():
@@ -291,10 +293,14 @@ def environment(backbone: Backbone) -> dict[str, Any]:
 
 
 @contextmanager
-def _told_of_memory() -> Iterator[None]:
-    """Whoever runs out of memory inside, the engine hears it in its own words."""
+def _told_of_device() -> Iterator[None]:
+    """Whoever runs out of memory inside or meets a failed device, the engine hears it in its own words."""
     try:
         with memory_errors():
             yield
     except torch.OutOfMemoryError as error:
         raise ReplicaMemoryError(str(error)) from error
+    except RuntimeError as error:
+        if is_device_fault(error):
+            raise ReplicaFaultError(str(error)) from error
+        raise

@@ -134,8 +134,18 @@ def step_together(
 def _step_each(optimizers: Sequence[Optimizer], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
     if finite_J is not None:
         finite = [known and found > 0 for known, found in zip(finite, finite_J.tolist(), strict=True)]
-    results = [optimizer.step(is_finite) for optimizer, is_finite in zip(optimizers, finite, strict=True)]
+    results = [_step_alone(optimizer, is_finite) for optimizer, is_finite in zip(optimizers, finite, strict=True)]
     return lambda: results
+
+
+def _step_alone(optimizer: Optimizer, is_finite: bool) -> Updated:
+    """Steps one job. What that raises is an answer about this job: the steps of the others are taken."""
+    try:
+        return optimizer.step(is_finite)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return Updated(math.nan, math.nan, True, error)
 
 
 def step_fused(

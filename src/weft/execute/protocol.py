@@ -36,6 +36,10 @@ class ReplicaMemoryError(Exception):
     """The replica had no memory for what it was asked; gradients of the jobs concerned may be half written."""
 
 
+class ReplicaFaultError(Exception):
+    """The replica's device has failed: nothing on it can be trusted, whichever job met it first."""
+
+
 @dataclass(frozen=True)
 class ReplicaFacts:
     """What does not change about a replica."""

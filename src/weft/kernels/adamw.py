@@ -65,6 +65,8 @@ class Updated:
     """The largest size of a weight after the step."""
     skipped: bool
     """The loss or the gradient was not finite, so weights and moments stayed as they were."""
+    error: Exception | None = None
+    """What this job's step raised, if it did; its neighbours have been stepped all the same."""
 
 
 def adamw_reference(updates: Sequence[Update], finite_J: torch.Tensor) -> list[Updated]:

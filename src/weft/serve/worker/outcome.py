@@ -38,7 +38,10 @@ PUBLIC_CODES = (ReasonCode.DIVERGED, ReasonCode.DOES_NOT_FIT, ReasonCode.SAMPLE_
 
 
 def error_of_reason(reason: Reason) -> dict[str, Any]:
-    """Returns the error object of a job that failed while it trained."""
+    """Returns the error object of a job that failed while it trained; the log says more about an internal error."""
+    if reason.code is ReasonCode.INTERNAL:
+        message = "The job could not be trained because of an internal error; other jobs are not affected."
+        return {"code": "server_error", "message": message, "param": None}
     code = reason.code.value if reason.code in PUBLIC_CODES else "training_failed"
     param = "learning_rate" if reason.code is ReasonCode.DIVERGED else None
     return {"code": code, "message": reason.text, "param": param}

@@ -152,9 +152,10 @@ class Worker:
         directory = self._work.run.job_dir(event.job) / f"export-{event.step}"
         try:
             self.engine.export_adapter(event.job, directory)
-        except StorageError as error:
+        except Exception as error:
             # The checkpoint itself is safe, but nobody can prompt it.
-            LOG.warning("no adapter of step %d of %s: %s", event.step, event.job, error)
+            bug = None if isinstance(error, StorageError) else error
+            LOG.warning("no adapter of step %d of %s: %s", event.step, event.job, error, exc_info=bug)
             return None
         return directory
 
