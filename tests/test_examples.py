@@ -26,7 +26,7 @@ def test_example_when_run_as_it_says_then_leaves_adapters(name: str, tmp_path: P
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = command_of(EXAMPLES / name)
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3600)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert list(tmp_path.rglob("adapter_model.safetensors"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -154,22 +154,27 @@ NEEDS_A_SEARCH = [JobQueue("a", (Batch(0, 0, (7,)),), True), JobQueue("b", (Batc
 
 @dataclass(frozen=True)
 class Slow(ExactPlanner):
-    """A planner that takes all the time it is given."""
+    """A planner that does not answer while training goes on."""
+
+    may_answer: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
-        time.sleep(self.budget_s)
+        # Without a budget it is asked for the greedy plan.
+        assert not self.budget_s or self.may_answer.wait(600)
         return super().__call__(queues, limits)
 
 
 def test_steps_when_the_planner_is_slow_then_they_do_not_wait_for_it(expected):
     """Every program that is not there in time is packed greedily; no result changes."""
-    engine = Engine(random_backbone("llama_odd"), capacity=48, planner=Slow(300, 1.5))
+    planner = Slow(300, 1.5)
+    engine = Engine(random_backbone("llama_odd"), capacity=48, planner=planner)
     submit(engine, *jobs())
+    # All of it is trained before the planner has answered once.
     outcomes = finish(engine)
+    planner.may_answer.set()
     for name, outcome in outcomes.items():
         assert_same_bits(outcome, expected[name])
-    spans = [span for span in engine.timeline.spans if span.name == "plan"]
-    assert len(spans) > 3 and max(span.duration_s for span in spans) < 0.5
+    assert len([span for span in engine.timeline.spans if span.name == "plan"]) > 3
     assert engine._plans._ahead is not None, "it was asked, and is still thinking or too late"
 
 
@@ -178,7 +183,7 @@ def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_aga
 
     def planner(queues: Sequence[JobQueue], limits: Limits) -> Program:
         asked.append(list(queues))
-        assert may_go.wait(10)
+        assert may_go.wait(600)
         return planner_named("exact")(queues, limits)
 
     plans, limits = lookahead.LookaheadPlanner(planner, TimelineRecorder()), Limits(10)
@@ -187,11 +192,11 @@ def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_aga
     plans.foresee(NEEDS_A_SEARCH[:1], limits)
     may_go.set()
     assert plans._ahead is not None
-    plans._ahead[2].result(10)
+    plans._ahead[2].result(600)
     assert plans.program(NEEDS_A_SEARCH, limits) != pack(NEEDS_A_SEARCH, limits), "late for one, in time for another"
     assert asked == [NEEDS_A_SEARCH], "one plan at a time"
     plans.foresee(NEEDS_A_SEARCH, limits)
-    plans._ahead[2].result(10)
+    plans._ahead[2].result(600)
     assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from weft.serve import supervise
-from weft.serve.supervise import Child, Supervisor
+from weft.serve.supervise import WORKER_NICE, Child, Supervisor
 
+_REAL_START = supervise._START
+PATIENCE_S = 300.0
+"""How long a test waits for what must happen; it matters only if it does not."""
 CHILD = """
 import ctypes, json, pathlib, signal, sys, time
 if sys.platform == "linux":
@@ -29,6 +33,7 @@ note("started")
 if kind == "tells":
     import os
     note(os.environ.get("OMP_NUM_THREADS"))
+    note(int(sys.argv[2]))
     note(int(os.getpgid(0) == os.getpid()))
     note(int(os.getsid(0) == os.getsid(os.getppid())))
     kind = "slow"
@@ -57,7 +62,7 @@ def notes(path: Path) -> list[str]:
 
 
 def wait(until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not until():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.01)
@@ -69,7 +74,7 @@ def test_child_when_asked_to_stop_again_and_again_then_is_told_once_and_has_its_
     wait(lambda: notes(tmp_path / "one") == ["started"])
     supervisor.ask_to_stop()
     supervisor.ask_to_stop()
-    assert supervisor.stop(20)
+    assert supervisor.stop(PATIENCE_S)
     assert notes(tmp_path / "one") == ["started", "told", "left"]
 
 
@@ -87,7 +92,7 @@ def test_child_when_it_dies_then_is_started_again_a_little_later_each_time(tmp_p
     supervisor = Supervisor([Child(kind, [kind, str(tmp_path / kind)], backoff_s=0.05) for kind in ("dies", "slow")])
     supervisor.start()
     wait(lambda: notes(tmp_path / "dies") == ["started"] * 4)
-    supervisor.stop(10)
+    supervisor.stop(PATIENCE_S)
     times = [float(line.split()[1]) for line in (tmp_path / "dies").read_text().splitlines()]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert all(gap >= least for gap, least in zip(gaps, (0.1, 0.2, 0.4), strict=False)), gaps
@@ -107,7 +112,7 @@ def test_child_when_it_cannot_be_started_then_tried_again_and_the_others_live_on
     wait(lambda: second.backoff_s > 0.1)
     monkeypatch.setattr(sys, "executable", python)
     wait(lambda: notes(tmp_path / "second") == ["started"])
-    assert supervisor.stop(10)
+    assert supervisor.stop(PATIENCE_S)
     assert notes(tmp_path / "first") == ["started", "told", "left"]
 
 
@@ -123,17 +128,33 @@ def test_workers_when_started_then_share_the_cores_and_leave_one_to_requests(
     children = [Child(str(i), [*verb, "tells", str(tmp_path / str(i))]) for i, verb in enumerate(verbs)]
     supervisor = Supervisor(children)
     supervisor.start()
-    wait(lambda: all(len(notes(tmp_path / child.name)) == 4 for child in children))
-    supervisor.stop(10)
-    told = [notes(tmp_path / child.name)[1:4] for child in children]
-    # Its own group, so that Ctrl-C is not for it; our session, so that `nice` counts between us.
-    assert told == [[threads, "1", "1"]] * num_workers + [["None", "1", "1"]]
+    wait(lambda: all(len(notes(tmp_path / child.name)) == 5 for child in children))
+    supervisor.stop(PATIENCE_S)
+    told = [notes(tmp_path / child.name)[1:5] for child in children]
+    # Its own group, so that Ctrl-C is not for it; our session, so that `nice` counts between us. It is the worker that
+    # stands back: a request comes before a training step.
+    assert told == [[threads, str(WORKER_NICE), "1", "1"]] * num_workers + [["None", "0", "1", "1"]]
+
+
+def test_worker_when_it_is_started_then_its_process_stands_back_and_ours_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The program of a child lowers its own priority before it imports anything else."""
+    program = _REAL_START.partition("sys.argv =")[0] + f"open({str(tmp_path / 'nice')!r}, 'w').write(str(os.nice(0)))\n"
+    monkeypatch.setattr(supervise, "_START", program)
+    before = os.nice(0)
+    supervisor = Supervisor([Child("one", ["worker"])])
+    supervisor.start()
+    wait(lambda: (tmp_path / "nice").exists() and (tmp_path / "nice").read_text() != "")
+    supervisor.stop(PATIENCE_S)
+    assert (tmp_path / "nice").read_text() == str(min(19, before + WORKER_NICE))
+    assert os.nice(0) == before
 
 
 def test_worker_when_the_operator_says_how_many_threads_then_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     supervisor = Supervisor([Child("one", ["worker", "tells", str(tmp_path / "one")])])
     supervisor.start()
-    wait(lambda: len(notes(tmp_path / "one")) == 4)
-    supervisor.stop(10)
+    wait(lambda: len(notes(tmp_path / "one")) == 5)
+    supervisor.stop(PATIENCE_S)
     assert notes(tmp_path / "one")[1] == "5"

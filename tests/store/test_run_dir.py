@@ -180,7 +180,7 @@ else:
 
 def ask_another_process(path, how) -> str:
     command = [sys.executable, "-c", OTHER, str(path), how]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.strip()
 
 
 def test_open_when_another_process_has_it_then_it_is_named_until_it_closes(tmp_path):

@@ -35,7 +35,7 @@ def lines(folder: str | Path, kind: str) -> list[dict]:
 def test_sweep_when_killed_again_and_again_then_ends_as_if_it_never_was(settings, small_model, tmp_path):
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(small_model), "2"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=one_thread)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False, env=one_thread)
     assert finished.returncode == 0, finished.stderr
     ends = json.loads(finished.stdout)
     assert ends[-1] == "done", finished.stderr

@@ -3,8 +3,9 @@
 A child gets SIGTERM when this process dies, however it dies, so that no worker trains on behind a dead service. While
 this process lives it sends the signal only once, because a second one tells a worker not to save anything.
 
-Workers share the processor's cores and leave one for requests: training on a CPU waits for the slowest of its threads,
-so one thread that makes way for a request costs as much as if all of them did.
+A request comes before a training step. Workers share the processor's cores and leave one for requests: training on a
+CPU waits for the slowest of its threads, so one thread that makes way for a request costs as much as if all did. Where
+there is no core to leave, or other programs take it, workers stand back (`nice`) and the API keeps its share.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ POLL_S = 0.2
 BACKOFF_S = (0.5, 30.0)
 STEADY_S = 60.0
 """A child that lived this long starts again as soon as one that never died."""
+WORKER_NICE = 5
+"""How far workers stand back behind requests. Beside another program that never rests, a worker so gets a quarter of a
+core and not a half; the API, which rests most of the time, gets a core as soon as a request comes."""
 _START = (
-    "import ctypes, json, signal, sys\n"
+    "import ctypes, json, os, signal, sys\n"
+    "os.nice(int(sys.argv[2]))\n"
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
     "signal.signal(signal.SIGTTOU, signal.SIG_IGN)\n"
     "sys.argv = ['weft', *json.loads(sys.stdin.buffer.readline())]\n"
@@ -148,7 +153,7 @@ def _num_cores() -> int:
 
 def _start(child: Child, num_threads: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _START, child.name],
+        [sys.executable, "-c", _START, child.name, str(WORKER_NICE if child.trains else 0)],
         # A value that the operator has set is kept.
         env={"OMP_NUM_THREADS": str(num_threads), **os.environ} if child.trains else None,
         pass_fds=child.pass_fds,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.service.load import PARTS, TARGETS, Load, measure_load
+from weft.bench.service.load import PARTS, TARGETS, Listener, Load, Stretches, measure_load
+from weft.bench.service.process import Service
 from weft.bench.service.training import TrainedStep, read_steps, tokens_per_s
 
 
@@ -19,17 +20,44 @@ def test_load_when_measured_then_every_figure_is_there_and_plausible(monkeypatch
     monkeypatch.setattr(load, "TENANTS", ("acme", "globex"))
     monkeypatch.setattr(load, "POLL_S", {"serve": 0.5})
     figures = measure_load(Load(num_jobs=12, num_clients=8, stretch_s=6.0, num_pairs=1))
-    wanted = {key.replace("_1000_", "_12_") for key in TARGETS if "eager" not in key}
-    assert len(wanted) == 6 and wanted <= figures.keys()
+    # On a machine that is busy with other things, no job may have trained two steps in so short a time.
+    unsure = {"serve_training_slowed", "serve_worker_cpu_lost", "serve_event_latency_s", "serve_event_latency_p50_s"}
+    wanted = {key.replace("_1000_", "_12_") for key in TARGETS if "eager" not in key and "contended" not in key}
+    assert len(wanted) == 6 and wanted - unsure <= figures.keys()
     for kind in ("retrieve", "list"):
-        assert 0 < figures[f"serve_{kind}_p50_ms"] <= figures[f"serve_{kind}_p99_ms"] < 5000
-    assert 0 < figures["serve_event_latency_p50_s"] <= figures["serve_event_latency_s"] < 10
-    assert 0 < figures["serve_clients_cores"] < 1 and 0 < figures["serve_api_cores"] < 1
-    assert -0.5 < figures["serve_worker_cpu_lost"] < 0.5
-    quiet, busy = figures["serve_tokens_per_s_quiet"], figures["serve_tokens_per_s_busy"]
-    assert quiet > 0 and busy > 0
-    assert figures["serve_training_slowed"] == pytest.approx(1 - busy / quiet)
+        assert 0 < figures[f"serve_{kind}_p50_ms"] <= figures[f"serve_{kind}_p99_ms"]
+    assert figures["serve_clients_cores"] > 0 and figures["serve_api_cores"] > 0
     assert PARTS["load"] is measure_load
+
+
+def stretches(steps_of_busy: int) -> tuple[Stretches, list[TrainedStep]]:
+    """A quiet and a busy time of 10 s each: a step a second in the quiet one, some in the busy one."""
+    made = Stretches(Service(0, Path("nowhere"), 0), quiet=[(0.0, 10.0)], busy=[(10.0, 20.0)])
+    made.milliseconds = {"retrieve": [1.0, 3.0], "list": [2.0]}
+    made.worker_cores = {"quiet": [0.5], "busy": [0.25]}
+    made.cpu_s.update(api=1.0, clients=2.0)
+    quiet = [TrainedStep("a", n, float(n), 10) for n in range(10)]
+    return made, [*quiet, *(TrainedStep("a", 10 + n, 10.0 + 2 * n, 10) for n in range(steps_of_busy))]
+
+
+def test_figures_when_training_was_slower_beside_clients_then_say_by_how_much():
+    made, steps = stretches(steps_of_busy=5)
+    listener = Listener(made.service, "a", "key", seen={11: 12.25})
+    figures = made.figures("serve", steps, listener)
+    assert figures["serve_training_slowed"] == pytest.approx(0.5)
+    assert figures["serve_worker_cpu_lost"] == pytest.approx(0.5)
+    assert figures["serve_event_latency_s"] == pytest.approx(0.25)
+    assert (figures["serve_api_cores"], figures["serve_clients_cores"]) == (0.1, 0.2)
+    assert (figures["serve_retrieve_p50_ms"], figures["serve_retrieve_p99_ms"]) == (3.0, 3.0)
+
+
+def test_figures_when_nothing_was_trained_in_the_quiet_time_then_what_cannot_be_said_is_left_out():
+    """A machine that is busy with other things divides by no time."""
+    made, _ = stretches(steps_of_busy=0)
+    made.worker_cores["quiet"] = [0.0]
+    figures = made.figures("serve", [], Listener(made.service, "a", "key"))
+    assert not {"serve_training_slowed", "serve_worker_cpu_lost", "serve_event_latency_s"} & figures.keys()
+    assert figures["serve_list_p99_ms"] == 2.0
 
 
 def test_steps_when_read_from_metrics_then_have_their_wall_time_and_their_tokens(tmp_path: Path):

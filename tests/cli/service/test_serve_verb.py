@@ -17,8 +17,10 @@ import openai
 import pytest
 from verb_result import Weft
 
-from weft.cli.service.serve import API_NICE
+from weft.serve.supervise import WORKER_NICE
 
+PATIENCE_S = 600.0
+"""How long a test waits for what must happen; it matters only if it does not."""
 ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "HI"}]}\n' * 4
 
 
@@ -49,7 +51,7 @@ class Served:
 
     def pids(self, num: int) -> list[int]:
         """The processes it has started, once there have been `num` of them."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}")]
             found = [line["pid"] for line in lines if "pid" in line]
@@ -60,7 +62,7 @@ class Served:
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(30)
+        code = self.process.wait(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
         self._stderr.close()
@@ -130,17 +132,18 @@ def test_serve_when_several_processes_answer_then_all_do_and_one_that_dies_comes
     assert both.stop() == 0
 
 
-def test_serve_when_workers_train_beside_several_api_processes_then_all_of_these_stand_back(
+def test_serve_when_workers_train_beside_several_api_processes_then_the_workers_stand_back(
     served: Callable[..., Served],
 ):
+    """A request comes before a training step."""
     service = served("--api-processes", "2", "--no-auth")
     worker, *apis = service.pids(3)
     ours = os.getpriority(os.PRIO_PROCESS, 0)
-    deadline = time.monotonic() + 30
-    while (found := {os.getpriority(os.PRIO_PROCESS, pid) for pid in apis}) != {min(ours + API_NICE, 19)}:
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := os.getpriority(os.PRIO_PROCESS, worker)) != min(ours + WORKER_NICE, 19):
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
-    assert len(apis) == 2 and os.getpriority(os.PRIO_PROCESS, worker) == ours
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in apis] == [ours, ours]
 
 
 def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):

@@ -51,7 +51,7 @@ def test_run_when_two_transactions_wait_for_each_other_then_both_are_done(databa
             tx.exec_driver_sql("SET LOCAL deadlock_timeout = '20ms'")
             rename(tx, first, f"by {first}")
             if len(tries) <= 2:
-                meet.wait(10)
+                meet.wait(600)
             rename(tx, second, f"by {first}")
 
         try:
@@ -63,7 +63,7 @@ def test_run_when_two_transactions_wait_for_each_other_then_both_are_done(databa
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(600)
     assert failed == []
     assert len(tries) == 3, "one of the two was undone and done again"
     assert len(set(names(database))) == 1, "each of them changed both rows or neither"

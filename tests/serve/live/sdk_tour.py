@@ -79,7 +79,7 @@ def jobs(client: openai.OpenAI, file: str) -> dict[str, Any]:
 
 
 def until(client: openai.OpenAI, id: str, *states: str) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while (status := str(client.fine_tuning.jobs.retrieve(id).status)) not in states:
         assert time.monotonic() < deadline, status
         time.sleep(0.05)

@@ -22,6 +22,9 @@ import yaml
 
 from weft.cli.main import main
 
+PATIENCE_S = 600.0
+"""How long a test waits for what must happen; it matters only if it does not."""
+
 WORDS = ("warp", "Weft", "loom", "Yarn", "shed", "Reed", "heddle", "Shuttle", "selvage", "Twill")
 CAPACITY = 2048
 """Of a microbatch, in `weft serve` as in a jobs file that says nothing else."""
@@ -38,7 +41,7 @@ def weft(*arguments: object) -> str:
     return said.getvalue()
 
 
-def wait(until: Callable[[], Any], timeout: float = 60.0) -> Any:
+def wait(until: Callable[[], Any], timeout: float = PATIENCE_S) -> Any:
     """What `until` returns, once that is something."""
     deadline = time.monotonic() + timeout
     while not (found := until()):
@@ -210,6 +213,6 @@ class Service:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(60)
+            return self.process.wait(PATIENCE_S)
         finally:
             self.process.kill()

@@ -18,7 +18,7 @@ from typing import Any
 import openai
 import pytest
 import sqlalchemy as sa
-from service_process import Service, Trained, Wish, train, wait
+from service_process import PATIENCE_S, Service, Trained, Wish, train, wait
 
 from weft.job_state import FINAL_STATES
 from weft.serve.blob_gc import delete_unnamed_blobs, named_blobs
@@ -94,7 +94,7 @@ def send(story: Story, number: int) -> None:
 
 
 def until_answered(ask: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             return ask()

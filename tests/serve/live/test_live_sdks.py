@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_process import Service, Wish
+from service_process import PATIENCE_S, Service, Wish
 
 pytestmark = pytest.mark.slow
 TOUR = Path(__file__).parent / "sdk_tour.py"
@@ -50,7 +50,7 @@ def tour(service: Service, version: str, place: Path | None, tmp_path: Path) -> 
 
 
 def answers(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=2 * PATIENCE_S)
     assert process.returncode == 0, err
     found: dict[str, Any] = json.loads(out)
     return found

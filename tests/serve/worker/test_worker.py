@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from worker_bench import Bench
+from worker_bench import PATIENCE_S, Bench
 
 from weft.cost.rows import choose_capacity
 from weft.serve.errors import Busy
@@ -174,7 +174,7 @@ def test_job_when_its_priority_changes_while_training_then_the_engine_knows(benc
     with bench.worker() as worker:
         bench.wait_for_step(id, 1)
         bench.set(id, priority=3)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while [job.spec.priority for job in worker.engine.jobs.values()] != [3]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -244,7 +244,7 @@ def test_job_when_it_is_taken_from_a_live_worker_then_that_one_drops_it_and_writ
         bench.wait_for_step(id, 3)
         # As if another worker had taken it over and holds it now.
         bench.set(id, fence=9, worker="another", lease_until=2.0**40, trained_tokens=5)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while worker.engine.jobs:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from postgres_server import find_binaries, running_postgres
-from worker_bench import Bench
+from worker_bench import PATIENCE_S, Bench
 from worker_processes import bench_at
 
 from weft.serve.db.tables import METADATA, MODELS, WORKERS
@@ -58,7 +58,9 @@ def played(tmp_path_factory):
         ids[name] = [benches[name].submit(**job) for job in wanted]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(place)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=one_thread)
+    finished = subprocess.run(
+        command, capture_output=True, text=True, timeout=6 * PATIENCE_S, check=False, env=one_thread
+    )
     assert finished.returncode == 0, finished.stderr
     told = json.loads(finished.stdout)
     print(told)

@@ -11,7 +11,7 @@ import time
 import pytest
 import sqlalchemy as sa
 from postgres_server import find_binaries
-from worker_bench import Bench
+from worker_bench import PATIENCE_S, Bench
 
 import weft.serve.worker.claims
 from weft.serve.blobs import Blobs
@@ -39,7 +39,7 @@ def pg_bench(bare, tmp_path):
     return Bench(tmp_path, bare, Blobs(str(tmp_path / "blobs")))
 
 
-def wait(until, timeout=30.0):
+def wait(until, timeout=PATIENCE_S):
     deadline = time.monotonic() + timeout
     while not until():
         assert time.monotonic() < deadline, "it does not happen"

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from postgres_server import find_binaries, running_postgres
-from worker_bench import CAPACITY, Bench
+from worker_bench import CAPACITY, PATIENCE_S, Bench
 
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import open_database
@@ -94,7 +94,7 @@ def test_weft_worker_when_run_then_trains_and_leaves_when_asked(bench):
     process.send_signal(signal.SIGTERM)
     # A supervisor that ends sends another at once; that is no hurry.
     process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=20)
+    _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, log
     assert bench.adapter(id) == bench.twin(id)[0]
     job = bench.job(long)

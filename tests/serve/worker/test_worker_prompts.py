@@ -12,7 +12,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from tiny_models import random_backbone
-from worker_bench import Bench
+from worker_bench import PATIENCE_S, Bench
 
 from weft.data.prompts import prompt_of_chat
 from weft.errors import WeftError
@@ -31,7 +31,7 @@ CHAT = [{"role": "user", "content": "heddle"}]
 
 def ask(worker, **question):
     headers = {"X-Weft-Token": question.pop("token", worker._server.token)}
-    return httpx.post(f"{worker.address}/generate", json=question, headers=headers, timeout=60)
+    return httpx.post(f"{worker.address}/generate", json=question, headers=headers, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def backbone():
 
 def written(request):
     tokens = []
-    while not isinstance(got := request.answer.get(timeout=1), AnswerEnd):
+    while not isinstance(got := request.answer.get(timeout=PATIENCE_S), AnswerEnd):
         tokens.append(got)
     return tokens, got.reason
 
@@ -265,7 +265,7 @@ def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answ
     with monkeypatch.context() as patch:
         patch.setattr(scheduler_module, "advance", lambda *_: 1 / 0)
         scheduler.take_turn(0.0)
-    assert isinstance(first.answer.get(timeout=1), ZeroDivisionError)
+    assert isinstance(first.answer.get(timeout=PATIENCE_S), ZeroDivisionError)
     scheduler.submit(second)
     while scheduler.take_turn(None):
         pass
@@ -281,7 +281,7 @@ def test_turn_when_the_driver_has_no_memory_then_its_prompts_hear_that_they_may_
     scheduler.submit(request)
     monkeypatch.setattr(scheduler_module, "advance", end)
     scheduler.take_turn(0.0)
-    assert isinstance(request.answer.get(timeout=1), Busy)
+    assert isinstance(request.answer.get(timeout=PATIENCE_S), Busy)
 
 
 def test_scheduler_when_closed_then_those_who_wait_hear_it(backbone):
@@ -292,8 +292,8 @@ def test_scheduler_when_closed_then_those_who_wait_hear_it(backbone):
     scheduler.submit(waiting)
     scheduler.close()
     active.answer.get()
-    assert isinstance(active.answer.get(timeout=1), Busy)
-    assert isinstance(waiting.answer.get(timeout=1), Busy)
+    assert isinstance(active.answer.get(timeout=PATIENCE_S), Busy)
+    assert isinstance(waiting.answer.get(timeout=PATIENCE_S), Busy)
     with pytest.raises(Busy):
         scheduler.submit(PromptRequest([5], None, Decoding(1)))
 

@@ -33,6 +33,8 @@ from weft.spec import RunSpec
 from weft.store.run_dir import RunDirectory
 
 CAPACITY = 96
+PATIENCE_S = 600.0
+"""How long a test waits for what must happen; it matters only if it does not."""
 WORDS = ("warp", "Weft", "loom", "Yarn", "shed", "Reed", "heddle", "Shuttle", "selvage", "Twill")
 SETTINGS: dict[str, Any] = {
     "max_length": 48,
@@ -110,7 +112,7 @@ class Bench:
             found = [dict(row) for row in tx.execute(query).mappings()]
         return [event for event in found if type in (None, event["type"])]
 
-    def wait(self, *ids: str, until: tuple[str, ...] = FINAL_STATES, timeout: float = 60.0) -> list[DbRow]:
+    def wait(self, *ids: str, until: tuple[str, ...] = FINAL_STATES, timeout: float = PATIENCE_S) -> list[DbRow]:
         """The jobs once all of them are in one of the states."""
         deadline = time.monotonic() + timeout
         while True:
@@ -120,7 +122,7 @@ class Bench:
             assert time.monotonic() < deadline, [(job["id"], job["status"], job["error"]) for job in jobs]
             time.sleep(0.02)
 
-    def wait_for_step(self, id: str, step: int, timeout: float = 60.0) -> None:
+    def wait_for_step(self, id: str, step: int, timeout: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout
         while self.job(id)["step"] < step:
             assert time.monotonic() < deadline, self.job(id)
@@ -193,7 +195,7 @@ class Bench:
             yield worker
         finally:
             worker.stop()
-            thread.join(30)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
             if failed:
                 raise failed[0]

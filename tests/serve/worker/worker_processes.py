@@ -26,7 +26,7 @@ from typing import Any
 
 import sqlalchemy as sa
 import torch
-from worker_bench import Bench
+from worker_bench import PATIENCE_S, Bench
 
 import weft.serve.jobs.leases
 import weft.serve.worker.prepare
@@ -206,7 +206,7 @@ def state(pid: int) -> str:
         return file.read().rpartition(")")[2].split()[0]
 
 
-def wait(until: Callable[[], bool], timeout: float = 60.0) -> None:
+def wait(until: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout
     while not until():
         assert time.monotonic() < deadline, "it does not happen"

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import heapq
 import json
-import os
 import selectors
 import socket
 import sys
@@ -24,8 +23,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-NICENESS = 10
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,6 @@ def write_plan(plan: Plan) -> str:
 
 def main() -> None:
     """Reads a plan and prints the answers."""
-    os.nice(NICENESS)
     began = time.process_time()
     answers = follow(read_plan(sys.stdin.read()))
     print(json.dumps({**vars(answers), "cpu_s": time.process_time() - began}))

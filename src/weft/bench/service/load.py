@@ -11,6 +11,7 @@ serve_api_cores         processor time of the process that answers, per second b
 serve_clients_cores     and that of the clients themselves, which share the machine with what they measure.
 serve_event_latency_s   from the end of a step to its event at a client that streams, beside the others: p99.
 serve_eager_…           the same beside clients that ask every second.
+serve_contended_…       the same as the first while as many other programs as there are cores never rest.
 
 Clients, service and training share the cores, so what the clients take slows training like what the service takes.
 """
@@ -18,6 +19,7 @@ Clients, service and training share the cores, so what the clients take slows tr
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -28,12 +30,13 @@ from pathlib import Path
 
 from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.service.clients import Ask, Plan
-from weft.bench.service.process import Service, run_clients, running_service
+from weft.bench.service.process import Service, run_clients, running_service, spinning_programs
 from weft.bench.service.training import TrainedStep, read_steps, tokens_per_s
 from weft.demo.skills import SKILLS
 from weft.errors import WeftError
 
-POLL_S = {"serve": 5.0, "serve_eager": 1.0}
+CONTENDED = "serve_contended"
+POLL_S = {"serve": 5.0, "serve_eager": 1.0, CONTENDED: 5.0}
 """Seconds between two requests of a client, by what its figures are called."""
 NUM_SUBMITTERS = 8
 TENANTS = ("acme", "globex", "initech", "umbrella")
@@ -129,7 +132,7 @@ class Stretches:
             for part in (self.quiet, self.busy)
         ]
         latencies = listener.latencies(steps, self.busy)
-        return {
+        found = {
             **{f"{name}_{kind}_p99_ms": _quantile(times, 0.99) for kind, times in self.milliseconds.items()},
             **{f"{name}_{kind}_p50_ms": _quantile(times, 0.5) for kind, times in self.milliseconds.items()},
             f"{name}_training_slowed": _median_loss(*rates),
@@ -140,6 +143,8 @@ class Stretches:
             f"{name}_event_latency_s": _quantile(latencies, 0.99),
             f"{name}_event_latency_p50_s": _quantile(latencies, 0.5),
         }
+        # On a slow machine a stretch may be too short for two steps of a job; what was not measured is left out.
+        return {key: value for key, value in found.items() if value is not None}
 
 
 def measure_load(load: Load = FULL) -> dict[str, float]:
@@ -154,7 +159,8 @@ def measure_load(load: Load = FULL) -> dict[str, float]:
         stretches = {name: Stretches(service) for name in POLL_S}
         for _ in range(load.num_pairs):
             for name, every_s in POLL_S.items():
-                stretches[name].add(_polling(service.port, jobs[-load.num_clients :], every_s, load.stretch_s))
+                with spinning_programs(os.cpu_count() or 1 if name == CONTENDED else 0):
+                    stretches[name].add(_polling(service.port, jobs[-load.num_clients :], every_s, load.stretch_s))
         steps = read_steps(service.data_dir)
     figures = {f"serve_submit_{load.num_jobs}_s": submit_s}
     for name, found in stretches.items():
@@ -203,19 +209,19 @@ def _wait_for_training(service: Service) -> None:
             raise WeftError(f"no job trains after {WAIT_S:.0f} s.", where="weft bench serve")
 
 
-def _median_loss(quiet: list[float], busy: list[float]) -> float:
-    return statistics.median(1 - b / q for q, b in zip(quiet, busy, strict=True))
+def _median_loss(quiet: list[float], busy: list[float]) -> float | None:
+    """The median of what was lost from each quiet time to its busy one; None if nothing was done in any quiet time."""
+    losses = [1 - b / q for q, b in zip(quiet, busy, strict=True) if q > 0]
+    return statistics.median(losses) if losses else None
 
 
 def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def _quantile(values: list[float], share: float) -> float:
-    """The smallest value that is at least as large as `share` of them."""
-    if not values:
-        raise WeftError("nothing was measured.", where="weft bench serve")
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+def _quantile(values: list[float], share: float) -> float | None:
+    """The smallest value that is at least as large as `share` of them; None if there are none."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else None
 
 
 TARGETS: Targets = {
@@ -225,6 +231,10 @@ TARGETS: Targets = {
     "serve_training_slowed": (Kind.WASTE, 0.05),
     "serve_event_latency_s": (Kind.SECONDS, 1.0),
     "serve_worker_cpu_lost": (Kind.WASTE, 0.05),
+    f"{CONTENDED}_retrieve_p99_ms": (Kind.MILLISECONDS, 250.0),
+    f"{CONTENDED}_list_p99_ms": (Kind.MILLISECONDS, 250.0),
+    f"{CONTENDED}_training_slowed": (Kind.WASTE, None),
+    f"{CONTENDED}_worker_cpu_lost": (Kind.WASTE, None),
     "serve_eager_retrieve_p99_ms": (Kind.MILLISECONDS, None),
     "serve_eager_list_p99_ms": (Kind.MILLISECONDS, None),
     "serve_eager_training_slowed": (Kind.WASTE, None),

@@ -99,6 +99,18 @@ def running_service(data_dir: Path) -> Iterator[Service]:
                 process.wait()
 
 
+@contextlib.contextmanager
+def spinning_programs(num: int) -> Iterator[None]:
+    """Programs that never rest, as others on a busy machine; they end with the block."""
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
 def _wait_for_worker(service: Service) -> None:
     deadline = time.monotonic() + START_S
     while True:

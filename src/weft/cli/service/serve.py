@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import threading
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 EMBEDDED = ("tiny", "smollm2")
 """Models that are known by a word."""
-API_NICE = 10
-"""How far requests stand back behind training where both share a machine."""
 WORKER_GRACE_S = 60.0
 BLOB_GC_EVERY_S = 24 * 3600.0
 
@@ -96,7 +93,7 @@ def serve(
         typer.echo(f"the database is at revision {migrate(database)}")
         return
     if api_fd is not None:
-        _run_api(settings, database, socket.socket(fileno=api_fd), workers > 0)
+        _run_api(settings, database, socket.socket(fileno=api_fd))
         return
     from weft.serve.api.server import listen
     from weft.serve.blobs import Blobs
@@ -209,26 +206,20 @@ def _run(settings: Settings, database: Database, sock: socket.socket, num_worker
         if settings.api_processes > 1:
             _wait_for_signal()
         else:
-            _run_api(settings, database, sock, num_workers > 0, supervisor)
+            _run_api(settings, database, sock, supervisor)
     finally:
         supervisor.ask_to_stop()
         clean = supervisor.stop(WORKER_GRACE_S)
     return clean
 
 
-def _run_api(
-    settings: Settings, database: Database, sock: socket.socket, has_workers: bool, supervisor: Supervisor | None = None
-) -> None:
-    """Answers requests until asked to stop, standing back where workers train on the same machine."""
+def _run_api(settings: Settings, database: Database, sock: socket.socket, supervisor: Supervisor | None = None) -> None:
+    """Answers requests until asked to stop. Workers on the same machine stand back, this process does not."""
     from weft.serve.api.app import make_app
     from weft.serve.api.server import run_app
     from weft.serve.blobs import Blobs
 
     app = make_app(settings, database, Blobs(settings.store_url))
-    if has_workers:
-        # Workers train on the same cores. Whoever asks can wait a few milliseconds; training waits as a whole for the
-        # one thread that had to make room. On Linux this is the priority of this thread, not that of the workers.
-        os.nice(API_NICE)
     run_app(app, sock, supervisor.ask_to_stop if supervisor else lambda: None)
     database.close()
 
