@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.renderer import Renderer
+from weft.data.chats import message_turns
 from weft.data.conversation import ChatTurn, Conversation, Form, Tokens
 from weft.data.formats import convert_rows
 from weft.data.rows.sources import read_rows
@@ -54,11 +56,23 @@ def prompt_of(text: str, tokenizer: Tokenizer, *, chat_template: str | None = No
 
 
 def prompt_of_chat(
-    messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, *, chat_template: str | None = None
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, chat_template: str | None = None
 ) -> Prompt:
-    """The prompt for the next turn of a chat of `role` and `content`; without a template, the turns joined."""
-    turns = tuple(ChatTurn(message["role"], message["content"]) for message in messages)
-    return _prompt(Conversation(turns, is_chat=False), Renderer(ChatTemplate(tokenizer, chat_template)), "the chat")
+    """The prompt for the next turn of a chat of OpenAI messages; without a template, the turns joined.
+
+    What a tool was asked and what it answered must show in the prompt; a template that leaves it out is refused.
+    """
+    where = "the chat"
+    # Nothing is trained here, so an assistant turn may also be empty.
+    untrained = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in messages]
+    turns = message_turns(untrained, "messages", where)
+    prompt = _prompt(Conversation(turns, is_chat=False), Renderer(ChatTemplate(tokenizer, chat_template)), where)
+    for number, turn in enumerate(turns):
+        names = [call["function"]["name"] for call in turn.extra.get("tool_calls", ())]
+        texts = [turn.content.strip()] if turn.role == "tool" else names
+        if not all(text in prompt.text for text in texts):
+            raise DataError(f"messages[{number}] is about a tool; this model's chat template has no place for it.")
+    return prompt
 
 
 def _prompt(form: Form, renderer: Renderer, where: str) -> Prompt:

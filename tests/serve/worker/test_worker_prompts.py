@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -272,6 +272,20 @@ def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answ
     assert len(written(second)[0]) == 2
 
 
+def test_turn_when_an_adapter_cannot_be_attached_then_only_its_own_prompt_hears_it(backbone, monkeypatch):
+    """Whatever one prompt raises, the others are answered and the worker lives."""
+    scheduler = PromptScheduler(backbone, 64)
+    broken = PromptRequest([5, 6], StoredAdapter("a", Path("a"), AdapterSpec(), {}, None), Decoding(2))
+    good = PromptRequest([5, 6], None, Decoding(2))
+    monkeypatch.setattr(scheduler_module, "attach_adapter", lambda *_: 1 / 0)
+    scheduler.submit(broken)
+    scheduler.submit(good)
+    while scheduler.take_turn(None):
+        pass
+    assert isinstance(broken.answer.get(timeout=PATIENCE_S), ZeroDivisionError)
+    assert len(written(good)[0]) == 2
+
+
 def test_turn_when_the_driver_has_no_memory_then_its_prompts_hear_that_they_may_try_again(backbone, monkeypatch):
     def end(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
@@ -323,33 +337,24 @@ def test_text_when_it_may_be_the_start_of_a_stop_then_is_held_back(text, stops, 
     assert _safe_length(text, stops) == said
 
 
-def test_worker_when_it_trains_with_prompts_waiting_then_is_held_up_by_its_share_only(trained):
+def test_worker_when_it_trains_with_prompts_waiting_all_the_time_then_goes_on_training(trained):
+    """How much of the time is whose, the tests of a turn say."""
     bench, _, blobs, worker = trained
     id = bench.submit("ash", seed=12, max_steps=100_000, save_steps=100_000)
     bench.wait_for_step(id, 3)
-    time.sleep(0.5)
-
-    def steps_in(seconds):
-        (job,) = worker.engine.jobs.values()
-        before, at = job.step, time.monotonic()
-        time.sleep(seconds)
-        return (job.step - before) / (time.monotonic() - at)
-
-    quiet = steps_in(1.5)
-    is_over = threading.Event()
+    is_over, answered = threading.Event(), []
 
     def chatter():
         while not is_over.is_set():
-            ask(worker, model_blob=blobs[0], prompt="warp\n", max_tokens=64, temperature=1.0)
+            answered.append(ask(worker, model_blob=blobs[0], prompt="warp\n", max_tokens=64, temperature=1.0))
 
     threads = [threading.Thread(target=chatter) for _ in range(4)]
     for thread in threads:
         thread.start()
-    loud = steps_in(1.5)
+    bench.wait_for_step(id, bench.job(id)["step"] + 10)
     is_over.set()
     bench.ask(id, "cancel")
     bench.wait(id)
     for thread in threads:
         thread.join()
-    print(f"steps/s {quiet:.1f} quiet, {loud:.1f} with prompts: {loud / quiet:.2f}")
-    assert loud > 0.3 * quiet
+    assert [answer.status_code for answer in answered] == [200] * len(answered)

@@ -1,7 +1,8 @@
 """Sends prompts to the worker that holds a backbone: one POST to the address in its row, with its token.
 
-`POST {address}/generate` takes {model_blob, base, messages or prompt, max_tokens, temperature, top_p, seed, stop,
-stream} and answers {"text", "done", "prompt_tokens", "completion_tokens"} as JSON, or as a stream of such events.
+`POST {address}/generate` takes {model_blob, base, messages or prompt (a text or token ids), max_tokens, temperature,
+top_p, seed, stop, stream} and answers {"text", "done", "prompt_tokens", "completion_tokens"} as JSON, or as a stream of
+such events.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,44 +43,64 @@ def choose_worker(workers: list[DbRow], base: str) -> DbRow:
     return random.choice(able)
 
 
-def generate(worker: DbRow, prompt: dict[str, Any]) -> Iterator[AnswerPiece]:
-    """Yields the answer piece by piece; without streaming it is one piece."""
-    connection, answer = _post(worker, prompt)
-    try:
-        if not prompt["stream"]:
-            yield _piece(json.loads(answer.read()))
-            return
-        while line := answer.readline():
-            text = line.decode().strip()
-            if not text.startswith(_CHUNK) or text == "data: [DONE]":
-                continue
-            piece = _piece(json.loads(text.removeprefix(_CHUNK)))
-            yield piece
-            if piece.done:
+class PendingAnswer:
+    """A prompt that has been sent to a worker; its answer is read later, so that several can be under way."""
+
+    def __init__(self, worker: DbRow, prompt: dict[str, Any]) -> None:
+        place = urlsplit(worker["address"])
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(place.hostname or "", place.port, timeout=TIMEOUT_S)
+        self._is_stream = bool(prompt["stream"])
+        headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}
+        try:
+            self._connection.request("POST", place.path.rstrip("/") + "/generate", json.dumps(prompt), headers)
+        except (OSError, http.client.HTTPException):
+            self.close()
+            raise _broken() from None
+
+    def close(self) -> None:
+        """Hangs up; a worker that still writes the answer then stops."""
+        self._connection.close()
+
+    def pieces(self) -> Iterator[AnswerPiece]:
+        """Yields the answer piece by piece; without streaming it is one piece."""
+        try:
+            answer = self._response()
+            if not self._is_stream:
+                yield _piece(json.loads(answer.read()))
                 return
-        raise _broken()
-    except (OSError, http.client.HTTPException, ValueError):
-        raise _broken() from None
-    finally:
-        connection.close()
+            while line := answer.readline():
+                text = line.decode().strip()
+                if not text.startswith(_CHUNK) or text == "data: [DONE]":
+                    continue
+                piece = _piece(json.loads(text.removeprefix(_CHUNK)))
+                yield piece
+                if piece.done:
+                    return
+            raise _broken()
+        except (OSError, http.client.HTTPException, ValueError):
+            raise _broken() from None
+        finally:
+            self.close()
+
+    def _response(self) -> http.client.HTTPResponse:
+        answer = self._connection.getresponse()
+        if answer.status != 200:
+            raise _refused(answer.status, answer.read(65_536), answer.getheader("retry-after"))
+        return answer
 
 
-def _post(worker: DbRow, prompt: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    place = urlsplit(worker["address"])
-    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-    connection = kind(place.hostname or "", place.port, timeout=TIMEOUT_S)
-    headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}
+def ask_all(worker: DbRow, prompts: Sequence[dict[str, Any]]) -> list[PendingAnswer]:
+    """Sends all prompts to a worker before the first answer is read; it answers them together."""
+    asked: list[PendingAnswer] = []
     try:
-        connection.request("POST", place.path.rstrip("/") + "/generate", json.dumps(prompt), headers)
-        answer = connection.getresponse()
-        if answer.status == 200:
-            return connection, answer
-        body = answer.read(65_536)
-    except (OSError, http.client.HTTPException):
-        connection.close()
-        raise _broken() from None
-    connection.close()
-    raise _refused(answer.status, body, answer.getheader("retry-after"))
+        for prompt in prompts:
+            asked.append(PendingAnswer(worker, prompt))
+    except ApiError:
+        for answer in asked:
+            answer.close()
+        raise
+    return asked
 
 
 def _refused(status: int, body: bytes, retry_after: str | None) -> ApiError:

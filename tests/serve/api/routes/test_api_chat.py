@@ -119,6 +119,69 @@ def test_completion_when_asked_then_goes_on_with_the_text(home: Home, worker: Wo
     assert [asked["prompt"] for asked in worker.asked] == ["once", "once"]
 
 
+PROMPT_LISTS = {
+    "texts": (["once", "twice", ""], ["once", "twice", ""]),
+    "one list of tokens": ([5, 6, 7], [[5, 6, 7]]),
+    "lists of tokens": ([[5, 6], [7]], [[5, 6], [7]]),
+}
+
+
+@pytest.mark.parametrize("name", PROMPT_LISTS)
+def test_completion_when_it_has_a_list_of_prompts_then_each_has_its_choice_and_tokens_are_added_up(
+    home: Home, worker: Worker, name: str
+):
+    prompt, asked = PROMPT_LISTS[name]
+    answer = home.sdk().completions.create(model="tiny", prompt=prompt)
+    # They are sent one after another and answered together, in any order.
+    assert sorted(map(str, (question["prompt"] for question in worker.asked))) == sorted(map(str, asked))
+    assert [choice.index for choice in answer.choices] == list(range(len(asked)))
+    assert {(choice.text, choice.finish_reason) for choice in answer.choices} == {("well, hello", "length")}
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5 * len(asked), 3 * len(asked))
+    assert home.call("GET", "/v1/usage").json()["prompt_tokens"] == 5 * len(asked)
+
+
+def test_completion_when_a_list_of_prompts_is_streamed_then_every_chunk_says_whose_it_is(home: Home, worker: Worker):
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(home.sdk().completions.create(model="tiny", prompt=["a", "b"], **options))
+    texts = {0: "", 1: ""}
+    for chunk in chunks[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: "well, hello", 1: "well, hello"}
+    ends = [chunk.choices[0].index for chunk in chunks[:-1] if chunk.choices[0].finish_reason]
+    assert sorted(ends) == [0, 1]
+    assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 16)
+
+
+def test_completion_when_one_of_its_prompts_is_refused_then_all_are_and_nothing_is_counted(home: Home, worker: Worker):
+    worker.mode = "refuse"
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        home.sdk().completions.create(model="tiny", prompt=["a", "b"])
+    assert home.call("GET", "/v1/usage").json()["prompt_tokens"] == 0
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["a"] * 21, [1, "a"], [-1], [2**31], [1.5], {"a": 1}, [["a"]], None])
+def test_completion_when_its_prompts_are_none_of_openais_then_400(home: Home, worker: Worker, prompt: Any):
+    answer = home.call("POST", "/v1/completions", json={"model": "tiny", "prompt": prompt})
+    assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, "prompt")
+    assert worker.asked == []
+
+
+def test_chat_when_a_tool_was_asked_then_the_worker_hears_what_and_what_it_answered(home: Home, worker: Worker):
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ghent"}'}}
+    chat = [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "no"},
+    ]
+    answer = home.sdk().chat.completions.create(model="tiny", messages=chat)
+    assert answer.choices[0].message.content == "well, hello"
+    assert worker.asked[0]["messages"] == [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "no", "tool_call_id": "call_1"},
+    ]
+
+
 def test_checkpoint_when_asked_then_answers_as_a_model(home: Home, worker: Worker):
     model = home.finish(home.job())
     home.sdk().chat.completions.create(model=f"{model}:ckpt-step-1", messages=CHAT)

@@ -23,6 +23,13 @@ from weft.serve.api.bodies.problems import NOT_SERVED
 ShortText = Annotated[StrictStr, Field(min_length=1, max_length=512)]
 AnswerLength = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 """Tokens; the service's own limit is lower and says so by itself."""
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+MAX_PROMPTS = 20
+"""The most prompts of one completion: each waits for the worker like a request of its own."""
+Prompts = (
+    Annotated[list[StrictStr], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
 Auto = Literal["auto"]
 Unused = Annotated[Any, Field(description="Taken, since clients send it, and of no effect.")]
 SUFFIX = r"^[A-Za-z0-9._-]{1,64}$"
@@ -182,12 +189,30 @@ class TextPart(BaseModel):
     text: StrictStr
 
 
+class CalledFunction(BaseModel):
+    """The function that a tool call names, with its arguments as JSON."""
+
+    name: ShortText
+    arguments: StrictStr
+
+
+class ToolCall(BaseModel):
+    """What an assistant asked of a tool."""
+
+    id: Annotated[StrictStr, Field(max_length=512)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """One turn."""
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | list[TextPart] | None = None
+    name: Annotated[StrictStr, Field(max_length=512)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Annotated[StrictStr, Field(max_length=512)] | None = None
 
 
 class CreateChat(_Generate):
@@ -222,7 +247,7 @@ class CreateChat(_Generate):
 class CreateCompletion(_Generate):
     """A text to go on with."""
 
-    prompt: StrictStr
+    prompt: StrictStr | TokenIds | Prompts
     best_of: Annotated[Any, only(1)] = None
     echo: Annotated[Any, only(False)] = None
     logprobs: Annotated[Any, only()] = None

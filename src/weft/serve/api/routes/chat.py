@@ -21,8 +21,8 @@ from weft.serve.api.errors import ApiError, invalid
 from weft.serve.api.model_lookup import resolve_model
 from weft.serve.api.responses import event_stream
 from weft.serve.api.service import ApiService, service_of
-from weft.serve.api.worker_client import AnswerPiece, choose_worker, generate
-from weft.serve.records.rows import DbRow, new_id
+from weft.serve.api.worker_client import AnswerPiece, PendingAnswer, ask_all, choose_worker
+from weft.serve.records.rows import new_id
 from weft.serve.records.usage import add_usage
 from weft.serve.records.workers import live_workers
 
@@ -37,16 +37,17 @@ class _CompletionKind:
     prefix: str
     object: str
     chunk_object: str
-    choice: Callable[[str, str | None, bool], dict[str, Any]]
+    choice: Callable[[int, str, str | None, bool], dict[str, Any]]
+    """Makes one choice: its index, its text, why it ended, and whether it is a piece of a stream."""
 
 
-def _chat_choice(text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+def _chat_choice(index: int, text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
     said = {"delta": {"content": text} if text else {}} if is_chunk else {"message": _message(text)}
-    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
 
 
-def _text_choice(text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+def _text_choice(index: int, text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
 CHAT = _CompletionKind("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice)
@@ -58,18 +59,27 @@ async def chat(request: Request, user: ChatUser, body: Annotated[CreateChat, Dep
     """Answers a chat with a backbone, a fine-tuned model or a checkpoint."""
     prompt = _prompt_of(request, body, body.max_completion_tokens or body.max_tokens)
     # As in training files, `developer` is the newer name of the system prompt.
-    prompt["messages"] = [{"role": ROLES[m.role], "content": _text(m, i)} for i, m in enumerate(body.messages)]
-    return await _answer(request, user, body, prompt, CHAT)
+    prompt["messages"] = [_turn(message, place) for place, message in enumerate(body.messages)]
+    return await _answer(request, user, body, [prompt], CHAT)
 
 
 @router.post("/completions", openapi_extra=documented(CreateCompletion), response_model=None)
 async def complete(
     request: Request, user: ChatUser, body: Annotated[CreateCompletion, Depends(body_of(CreateCompletion))]
 ) -> Response:
-    """Goes on with a text."""
-    prompt = _prompt_of(request, body, body.max_tokens)
-    prompt["prompt"] = body.prompt
-    return await _answer(request, user, body, prompt, TEXT)
+    """Goes on with a text, given as text or as the ids of its tokens, or with each of a list of them."""
+    given = body.prompt
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    texts: list[Any] = [given] if is_one else list(given)
+    prompts = [{**_prompt_of(request, body, body.max_tokens), "prompt": text} for text in texts]
+    return await _answer(request, user, body, prompts, TEXT)
+
+
+def _turn(message: Message, index: int) -> dict[str, Any]:
+    """A message as the worker takes it; what a tool was asked may stand in place of a text."""
+    tools = message.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+    text = "" if message.content is None and message.tool_calls else _text(message, index)
+    return {"role": ROLES[message.role], "content": text, **tools}
 
 
 def _text(message: Message, index: int) -> str:
@@ -96,70 +106,99 @@ def _prompt_of(request: Request, body: CreateChat | CreateCompletion, max_tokens
 
 
 async def _answer(
-    request: Request, user: Caller, body: CreateChat | CreateCompletion, prompt: dict[str, Any], kind: _CompletionKind
+    request: Request,
+    user: Caller,
+    body: CreateChat | CreateCompletion,
+    prompts: list[dict[str, Any]],
+    kind: _CompletionKind,
 ) -> Response:
     service = service_of(request)
-    worker = await run_in_threadpool(_choose_worker, service, user.tenant, body.model, prompt)
-    reply = _CompletionReply(service, user, body.model, kind)
-    pieces = generate(worker, prompt)
+    asked = await run_in_threadpool(_ask, service, user.tenant, body.model, prompts)
+    reply = _CompletionReply(service, user, body.model, kind, asked)
+    if not body.stream:
+        return JSONResponse(await run_in_threadpool(reply.whole))
     # The first piece is awaited before the answer begins, so that an error until then is still a proper error.
-    first = await run_in_threadpool(next, pieces)
-    if not prompt["stream"]:
-        return JSONResponse(await run_in_threadpool(reply.whole, first))
+    await run_in_threadpool(reply.begin)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    chunks = reply.stream(first, pieces, with_usage)
+    chunks = reply.stream(with_usage)
     return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
-def _choose_worker(service: ApiService, tenant: str, model: str, prompt: dict[str, Any]) -> DbRow:
+def _ask(service: ApiService, tenant: str, model: str, prompts: list[dict[str, Any]]) -> list[PendingAnswer]:
+    """Sends the prompts to a worker that holds the model's backbone."""
     with service.database.read() as tx:
         found = resolve_model(tx, service, tenant, model)
         worker = choose_worker(live_workers(tx, found.base), found.base)
-    prompt |= {"base": found.base, "model_blob": found.blob}
-    return worker
+    return ask_all(worker, [{**prompt, "base": found.base, "model_blob": found.blob} for prompt in prompts])
 
 
 class _CompletionReply:
-    """One answer as OpenAI's objects; its tokens are counted once."""
+    """The answers to a request's prompts as OpenAI's objects; their tokens are counted once."""
 
-    def __init__(self, service: ApiService, user: Caller, model: str, kind: _CompletionKind) -> None:
-        self._service, self._user, self._kind = service, user, kind
+    def __init__(
+        self, service: ApiService, user: Caller, model: str, kind: _CompletionKind, asked: list[PendingAnswer]
+    ) -> None:
+        self._service, self._user, self._kind, self._asked = service, user, kind, asked
+        self._answers = [answer.pieces() for answer in asked]
+        self._first: AnswerPiece | None = None
         self._same = {"id": new_id(kind.prefix), "created": int(time.time()), "model": model}
 
-    def whole(self, piece: AnswerPiece) -> dict[str, Any]:
-        usage = self._count(piece)
-        choice = self._kind.choice(piece.text, piece.finish_reason or "stop", False)
-        return {"object": self._kind.object, **self._same, "choices": [choice], "usage": usage}
+    def whole(self) -> dict[str, Any]:
+        """Waits for all answers."""
+        try:
+            pieces = [next(answer) for answer in self._answers]
+        finally:
+            self._close()
+        choices = [
+            self._kind.choice(place, piece.text, piece.finish_reason or "stop", False)
+            for place, piece in enumerate(pieces)
+        ]
+        return {"object": self._kind.object, **self._same, "choices": choices, "usage": self._count(pieces)}
 
-    def stream(self, first: AnswerPiece, rest: Iterator[AnswerPiece], with_usage: bool) -> Iterator[bytes]:
-        """Yields chunks until the answer is complete; an answer that breaks off ends with an error and no [DONE]."""
+    def begin(self) -> None:
+        """Waits for the first piece."""
+        try:
+            self._first = next(self._answers[0])
+        except BaseException:
+            self._close()
+            raise
+
+    def stream(self, with_usage: bool) -> Iterator[bytes]:
+        """Yields chunks until every answer is complete; one that breaks off ends with an error and no [DONE]."""
         if self._kind is CHAT:
             opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             yield self._chunk([opening])
-        piece = first
+        last: list[AnswerPiece] = []
         try:
-            while True:
-                if piece.text:
-                    yield self._chunk([self._kind.choice(piece.text, None, True)])
-                if piece.done:
-                    break
-                piece = next(rest)
+            for place, answer in enumerate(self._answers):
+                piece = self._first if place == 0 and self._first is not None else next(answer)
+                while True:
+                    if piece.text:
+                        yield self._chunk([self._kind.choice(place, piece.text, None, True)])
+                    if piece.done:
+                        break
+                    piece = next(answer)
+                yield self._chunk([self._kind.choice(place, "", piece.finish_reason or "stop", True)])
+                last.append(piece)
         except ApiError as error:
             yield event_stream(json.dumps(error.body))
             return
         finally:
-            rest.close()  # type: ignore[attr-defined]
-        yield self._chunk([self._kind.choice("", piece.finish_reason or "stop", True)])
-        usage = self._count(piece)
+            self._close()
+        usage = self._count(last)
         if with_usage:
             yield self._chunk([], usage=usage)
         yield event_stream("[DONE]")
 
+    def _close(self) -> None:
+        for answer in self._asked:
+            answer.close()
+
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event_stream(json.dumps({"object": self._kind.chunk_object, **self._same, "choices": choices, **more}))
 
-    def _count(self, piece: AnswerPiece) -> dict[str, int]:
-        asked, said = piece.prompt_tokens, piece.completion_tokens
+    def _count(self, pieces: list[AnswerPiece]) -> dict[str, int]:
+        asked, said = sum(piece.prompt_tokens for piece in pieces), sum(piece.completion_tokens for piece in pieces)
         with self._service.database.begin() as tx:
             for name, tokens in (("prompt", asked), ("completion", said)):
                 add_usage(

@@ -70,6 +70,7 @@ class PromptScheduler:
         self.num_answered = 0
         self.tokenizer = backbone.tokenizer
         self.max_positions = backbone.max_positions
+        self.vocabulary = backbone.vocabulary
 
     @property
     def num_waiting(self) -> int:
@@ -127,7 +128,10 @@ class PromptScheduler:
                 return
             try:
                 slot = self._slot(request.adapter)
-            except (WeftError, torch.OutOfMemoryError) as error:
+            except Exception as error:
+                # An adapter that cannot be attached costs its own prompt and nobody else's.
+                if not isinstance(error, WeftError | torch.OutOfMemoryError):
+                    LOG.exception("an adapter could not be attached")
                 request.answer.put(error)
                 continue
             self._active[request] = Continuation(Request(request.tokens, slot), request.decoding)

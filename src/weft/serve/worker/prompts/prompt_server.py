@@ -19,7 +19,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Header, Request
@@ -46,11 +46,17 @@ SILENCE_S = 300.0
 """How long a token may take before an answer is given up."""
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class PromptMessage(BaseModel):
     """One turn of a chat."""
 
     role: str
     content: str
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class PromptBody(BaseModel):
@@ -59,7 +65,8 @@ class PromptBody(BaseModel):
     model_blob: str | None = None
     base: str | None = None
     messages: list[PromptMessage] | None = None
-    prompt: str | None = None
+    prompt: str | list[TokenId] | None = None
+    """A text, or the ids of its tokens."""
     max_tokens: int = Field(256, ge=1, lt=2**31)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -131,7 +138,7 @@ class PromptServer:
         """Yields the answer piece by piece; closing the iterator ends the answer."""
         adapter = self._adapters.get(body.model_blob) if body.model_blob else None
         with self._tokenizer_lock:
-            tokens = _tokens(body, self._tokenizer, adapter)
+            tokens = _tokens(body, self._tokenizer, adapter, self._scheduler.vocabulary)
         room = self._max_positions - len(tokens)
         if room < 1:
             raise DataError(
@@ -178,7 +185,15 @@ class PromptServer:
             return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def _tokens(body: PromptBody, tokenizer: Tokenizer, adapter: StoredAdapter | None) -> list[int]:
+def _known(tokens: list[int], vocabulary: int) -> list[int]:
+    if not tokens:
+        raise DataError("is empty.", where="prompt")
+    if max(tokens) >= vocabulary:
+        raise DataError(f"has the token {max(tokens)}; the model knows 0 to {vocabulary - 1}.", where="prompt")
+    return tokens
+
+
+def _tokens(body: PromptBody, tokenizer: Tokenizer, adapter: StoredAdapter | None, vocabulary: int) -> list[int]:
     """Returns the tokens of the prompt: a chat goes through its template, a text is taken as it is."""
     template = adapter.chat_template if adapter else None
     if (body.messages is None) == (body.prompt is None):
@@ -186,8 +201,10 @@ def _tokens(body: PromptBody, tokenizer: Tokenizer, adapter: StoredAdapter | Non
     if body.messages is not None:
         if not body.messages:
             raise DataError("is empty.", where="messages")
-        turns = [{"role": message.role, "content": message.content} for message in body.messages]
+        turns = [message.model_dump(exclude_none=True) for message in body.messages]
         return list(map(int, prompt_of_chat(turns, tokenizer, chat_template=template).tokens))
+    if isinstance(body.prompt, list):
+        return _known(body.prompt, vocabulary)
     tokens = tokenise_prompt(Rendered(body.prompt or "", (), True, "prompt"), tokenizer)
     if not len(tokens):
         raise DataError("is empty.", where="prompt")
