@@ -218,7 +218,7 @@ class ProgramRun:
         with self._timeline.span("step", jobs={step.job: 0 for step in steps}):
             work, ticket = begun or self._begin(steps, None)
             found = self._executor.wait(ticket)
-        done = [self._step_done(order, updated) for order, updated in zip(work.steps, found, strict=True)]
+        done: list[Event] = [self._step_done(order, updated) for order, updated in zip(work.steps, found, strict=True)]
         self.is_mid_step = False
         return done
 

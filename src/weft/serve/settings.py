@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.serve.limited_process import FileLimits
 
 MIB = 2**20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -52,6 +53,8 @@ class Settings:
     """Without authentication everybody is the tenant `default`; that is allowed only on a loopback address."""
     api_processes: int = 1
     limits: ServiceLimits = ServiceLimits()
+    file_limits: FileLimits = FileLimits()
+    """What reading the files of one job may take; a worker reads them, in a process of its own."""
 
     def __post_init__(self) -> None:
         if not self.auth and self.host not in LOOPBACK:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
-from worker_bench import CAPACITY, Bench
+from worker_bench import CAPACITY, PATIENCE_S, Bench, rows_of
 
 from weft.engine.train import execute_run, prepare_run
 from weft.serve.blobs import Blobs
 from weft.serve.jobs.spec import build_spec
+from weft.serve.limited_process import FileLimits
 from weft.serve.records.models import delete_model
 from weft.serve.records.tenants import update_tenant
+from weft.serve.worker import prepare as prepare_module
+from weft.serve.worker.claim import Claim
+from weft.serve.worker.prepare import SMALL_BYTES, JobPreparer
 from weft.spec import RunSpec
 from weft.store.run_dir import RunDirectory
 
@@ -79,3 +84,48 @@ def test_job_when_it_would_pass_the_quota_then_fails_before_it_trains(bench):
     assert (done["status"], refused["status"], refused["trained_tokens"]) == ("succeeded", "failed", 0)
     assert refused["error"]["code"] == "quota_exceeded"
     assert "of at most 500" in refused["error"]["message"]
+
+
+LONG_ROWS = rows_of("long") * (SMALL_BYTES // len(rows_of("long")) + 1)
+
+
+def test_job_when_its_file_is_long_then_it_is_read_in_another_process_and_no_bit_differs(bench):
+    id = bench.submit(data=LONG_ROWS)
+    with bench.worker():
+        bench.wait(id)
+    assert bench.adapter(id) == bench.twin(id)[0]
+
+
+def test_job_when_reading_its_file_takes_too_long_then_it_fails_alone_with_a_sentence(bench):
+    """Another tenant's job is prepared and trained meanwhile."""
+    slow, other = bench.submit("ash", data=LONG_ROWS), bench.submit("birch")
+    with bench.worker(file_limits=FileLimits(seconds=0.001)):
+        failed, done = bench.wait(slow, other)
+    assert (failed["status"], done["status"]) == ("failed", "succeeded")
+    assert failed["error"]["code"] == "invalid_training_file"
+    assert "took more than the 0.001 s that a file may take to be read" in failed["error"]["message"]
+    assert failed["training_file"] in failed["error"]["message"]
+
+
+def test_preparers_when_a_tenant_has_many_long_files_then_one_is_left_to_others(monkeypatch):
+    """Tenant a's first file is never done; its second waits, and b's is prepared although it came last."""
+    may_end, begun = threading.Event(), []
+
+    def prepare(claim, *_):
+        begun.append(claim.id)
+        assert claim.tenant != "a" or may_end.wait(PATIENCE_S)
+        return claim.id
+
+    monkeypatch.setattr(prepare_module, "prepare", prepare)
+    is_ready = threading.Semaphore(0)
+    preparer = JobPreparer(None, None, None, None, limits=FileLimits(), on_ready=is_ready.release)
+    for id, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b")):
+        preparer.put(Claim({"id": id, "tenant": tenant, "fence": 1}))
+    preparer.start()
+    assert is_ready.acquire(timeout=PATIENCE_S)
+    assert [future.result() for _, future in preparer.ready()] == ["b1"]
+    assert "a2" not in begun
+    may_end.set()
+    for _ in range(2):
+        assert is_ready.acquire(timeout=PATIENCE_S)
+    assert [future.result() for _, future in preparer.ready()] == ["a1", "a2"]

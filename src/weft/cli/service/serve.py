@@ -50,6 +50,10 @@ DbUrl = Annotated[
 StoreUrl = Annotated[
     str, typer.Option("--store", help="Directory or fsspec URL of the file store.", envvar="WEFT_STORE")
 ]
+FileSeconds = Annotated[
+    float, typer.Option(help="Most seconds that reading one job's files may take.", min=0.001, max=1e6)
+]
+FileMemory = Annotated[float, typer.Option(help="Most GiB that reading one job's files may take.", min=0.001, max=1e6)]
 DataDir = Annotated[Path, typer.Option(help="Home of the database, the files and the workers.")]
 
 
@@ -67,6 +71,8 @@ def serve(
     workers: Annotated[int, typer.Option(help="Worker processes for each backbone.", min=0)] = 1,
     api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1)] = 1,
     min_samples: Annotated[int, typer.Option(help="Fewest lines of a training file.", min=1)] = 1,
+    file_seconds: FileSeconds = 600.0,
+    file_memory: FileMemory = 4.0,
     migrate_only: Annotated[
         bool, typer.Option("--migrate-only", help="Bring the database up to date, and end.")
     ] = False,
@@ -75,6 +81,7 @@ def serve(
     """Serve fine-tuning to many tenants behind OpenAI's API."""
     need_serve()
     from weft.serve.db.migrate import migrate
+    from weft.serve.limited_process import FileLimits
     from weft.serve.settings import ServiceLimits, Settings
 
     settings = Settings(
@@ -87,6 +94,7 @@ def serve(
         auth=not no_auth,
         api_processes=api_processes,
         limits=ServiceLimits(min_samples=min_samples),
+        file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
     )
     database = open_home(settings)
     if migrate_only:
@@ -245,7 +253,9 @@ def _wait_for_signal() -> None:
 
 def _worker_arguments(settings: Settings, name: str, path: str) -> list[str]:
     home = ["--data-dir", str(settings.data_dir), "--db", settings.db_url, "--store", settings.store_url]
-    return ["worker", *home, "--base-model", f"{name}={path}"]
+    reading = settings.file_limits
+    limits = ["--file-seconds", str(reading.seconds), "--file-memory", str(reading.memory_bytes / 2**30)]
+    return ["worker", *home, "--base-model", f"{name}={path}", *limits]
 
 
 def _api_arguments(settings: Settings, fd: int, num_workers: int) -> list[str]:

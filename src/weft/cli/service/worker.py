@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.service.serve import DbUrl, StoreUrl
+from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, StoreUrl
 from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def worker(
     lease: Annotated[float, typer.Option(help="Seconds of silence after which others take its jobs.")] = 30.0,
     pulse: Annotated[float, typer.Option(help="Seconds between two signs of life.")] = 0.5,
     grace: Annotated[float, typer.Option(help="Seconds it may take to give its jobs back when it is stopped.")] = 30.0,
+    file_seconds: FileSeconds = 600.0,
+    file_memory: FileMemory = 4.0,
 ) -> None:
     """Train the jobs of a service and answer its prompts, until stopped."""
     try:
@@ -97,6 +99,7 @@ def worker(
     from weft.serve.blobs import Blobs
     from weft.serve.db.engine import open_database
     from weft.serve.db.migrate import migrate
+    from weft.serve.limited_process import FileLimits
     from weft.serve.settings import Settings
     from weft.serve.worker.options import WorkerOptions
     from weft.serve.worker.worker import Worker
@@ -115,6 +118,7 @@ def worker(
         lease_s=lease,
         pulse_s=pulse,
         grace_s=grace,
+        file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
         host=host,
     )
     log_json()

@@ -22,6 +22,7 @@ from weft.serve.blob_gc import discard
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
 from weft.serve.errors import Busy
+from weft.serve.limited_process import FileLimits
 from weft.serve.records.rows import DbRow
 from weft.serve.worker.claim import Claim, EngineNotice
 from weft.serve.worker.directory import WorkDirectory
@@ -46,17 +47,19 @@ class Claims:
         work: WorkDirectory,
         engine: Engine,
         *,
+        limits: FileLimits,
         wake: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
-        """`wake` tells the trainer that there is work; `on_ready` is called when a job has been prepared."""
+        """`limits` are those of reading one job's files; `wake` tells the trainer that there is work; `on_ready` is
+        called when a job has been prepared."""
         self.by_name: dict[str, Claim] = {}
         """Every claim by its name."""
         self.num_claimed = 0
         """How many jobs the worker has claimed since it started."""
         self.claim_after = 0.0
         """The worker claims no new jobs before this time of the monotonic clock."""
-        self.preparer = JobPreparer(database, blobs, work, engine.executor.tokenizer, on_ready=on_ready)
+        self.preparer = JobPreparer(database, blobs, work, engine.executor.tokenizer, limits=limits, on_ready=on_ready)
         self.tracking = Tracking(
             work.run.path, lambda name, text: self.add_notice(name, EngineNotice(JobWarning((name,), text)))
         )

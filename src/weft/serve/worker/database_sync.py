@@ -89,7 +89,9 @@ class DatabaseSync:
         self._hurry = threading.Event()
         self._is_draining = False
         self._has_left = False
-        self._claims = Claims(database, blobs, work, engine, wake=wake, on_ready=self._hurry.set)
+        self._claims = Claims(
+            database, blobs, work, engine, limits=options.file_limits, wake=wake, on_ready=self._hurry.set
+        )
         # A daemon thread: a process that must end does not wait for a database that is away.
         self._thread = threading.Thread(target=self._run, name="weft-database-sync", daemon=True)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weft.errors import ConfigError
 from weft.serve.jobs.leases import LEASE_S
+from weft.serve.limited_process import FileLimits
 from weft.spec import BackboneSpec
 from weft.spec.run import Capacity
 
@@ -42,6 +43,8 @@ class WorkerOptions:
     """How long one microbatch, evaluation or checkpoint may take before training is taken to hang."""
     grace_s: float = 30.0
     """How long the worker may take to leave once it is asked to."""
+    file_limits: FileLimits = FileLimits()
+    """What reading the files of one job may take."""
     host: str = "127.0.0.1"
     """The address on which it listens for prompts; every prompt must bring its token."""
     id: str = field(default_factory=_new_id)
@@ -51,6 +54,8 @@ class WorkerOptions:
         for name, value, least in (("--max-jobs", self.max_jobs, 1), ("--capacity", self.capacity, 2)):
             if value != "auto" and value < least:
                 raise ConfigError(f"must be at least {least}, got {value}.", where=name)
+        if self.file_limits.seconds <= 0 or self.file_limits.memory_bytes <= 0:
+            raise ConfigError("the limits of reading a file must be above 0.", where="--file-seconds, --file-memory")
         if not 0 < self.pulse_s * 2 < self.lease_s:
             raise ConfigError(
                 f"is {self.lease_s:g} s; it must be more than twice the pulse of {self.pulse_s:g} s.", where="--lease"

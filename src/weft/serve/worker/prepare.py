@@ -1,15 +1,17 @@
 """Prepares claimed jobs for the engine: fetches their files, reads their samples and finds their checkpoint.
 
-This happens one job after another in a thread of its own, so that a long file holds up neither training nor the
-database.
+This happens in threads of their own, so that a long file holds up neither training nor the database. Several jobs are
+prepared side by side, and no tenant has all of the threads. A file that is not small is read in a process of its own
+with limits of time and memory, so that it can hurt no job but its own.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
-import queue
+import functools
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,6 +29,7 @@ from weft.serve.db.tables import FILES
 from weft.serve.errors import NotFound
 from weft.serve.jobs.quota import count_tokens, reserve
 from weft.serve.jobs.spec import spec_of
+from weft.serve.limited_process import FileLimits, LimitedProcess
 from weft.serve.records.checkpoints import get_checkpoint
 from weft.serve.records.files import get_file
 from weft.serve.records.models import get_model
@@ -40,8 +43,14 @@ from weft.store.atomic import storage_errors
 PreparedJob = tuple[JobSpec, JobData]
 
 
+NUM_PREPARERS = 2
+"""How many jobs are prepared at a time."""
+SMALL_BYTES = 2**16
+"""A file up to this size is read where it is: another process would take longer to start."""
+
+
 class JobPreparer:
-    """A thread that prepares claimed jobs one after another, in the order in which they came."""
+    """Threads that prepare claimed jobs in the order in which they came, except that no tenant has all threads."""
 
     def __init__(
         self,
@@ -50,47 +59,77 @@ class JobPreparer:
         work: WorkDirectory,
         tokenizer: Tokenizer,
         *,
+        limits: FileLimits,
         on_ready: Callable[[], None],
     ) -> None:
-        """`on_ready` is called, in the preparer's thread, after each job."""
+        """`on_ready` is called, in a preparer's thread, after each job."""
         self._database, self._blobs, self._work, self._tokenizer = database, blobs, work, tokenizer
-        self._on_ready = on_ready
-        self._under_way: deque[tuple[Claim, Future[PreparedJob]]] = deque()
-        self._queue: queue.SimpleQueue[tuple[Claim, Future[PreparedJob]]] = queue.SimpleQueue()
-        # A daemon: a process that must go does not wait for a long file to be read.
-        self._thread = threading.Thread(target=self._run, name="weft-prepare", daemon=True)
+        self._limits, self._on_ready = limits, on_ready
+        self._under_way: list[tuple[Claim, Future[PreparedJob]]] = []
+        self._waiting: list[tuple[Claim, Future[PreparedJob]]] = []
+        self._busy: Counter[str] = Counter()
+        """How many jobs of each tenant are being prepared."""
+        self._changed = threading.Condition()
+        # Daemons: a process that must go does not wait for a long file to be read.
+        self._threads = [
+            threading.Thread(target=self._run, name="weft-prepare", daemon=True) for _ in range(NUM_PREPARERS)
+        ]
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def put(self, claim: Claim) -> None:
         """Adds a job to those that wait to be prepared."""
         future: Future[PreparedJob] = Future()
         self._under_way.append((claim, future))
-        self._queue.put((claim, future))
+        with self._changed:
+            self._waiting.append((claim, future))
+            self._changed.notify_all()
 
     @property
     def has_ready(self) -> bool:
-        """Whether the first job is prepared, or has turned out not to be trainable."""
-        return bool(self._under_way) and self._under_way[0][1].done()
+        """Whether a job is prepared, or has turned out not to be trainable."""
+        return any(future.done() for _, future in self._under_way)
 
     def ready(self) -> Iterator[tuple[Claim, Future[PreparedJob]]]:
         """Yields each job that is done once; its future holds the prepared job or what is wrong with it."""
-        while self.has_ready:
-            yield self._under_way.popleft()
+        done = [pair for pair in self._under_way if pair[1].done()]
+        for pair in done:
+            self._under_way.remove(pair)
+            yield pair
 
     def _run(self) -> None:
+        # Threads must not share a tokenizer.
+        tokenizer, process = copy.deepcopy(self._tokenizer), LimitedProcess(self._limits)
         while True:
-            claim, future = self._queue.get()
+            claim, future = self._take()
             try:
-                future.set_result(prepare(claim, self._database, self._blobs, self._work, self._tokenizer))
+                future.set_result(prepare(claim, self._database, self._blobs, self._work, tokenizer, process))
             except Exception as error:
                 future.set_exception(error)
+            with self._changed:
+                self._busy[claim.tenant] -= 1
+                self._changed.notify_all()
             self._on_ready()
 
+    def _take(self) -> tuple[Claim, Future[PreparedJob]]:
+        """Waits for the first job whose tenant leaves a thread to others."""
+        most = max(1, len(self._threads) - 1)
+        with self._changed:
+            while True:
+                for pair in self._waiting:
+                    if self._busy[pair[0].tenant] < most:
+                        self._waiting.remove(pair)
+                        self._busy[pair[0].tenant] += 1
+                        return pair
+                self._changed.wait()
 
-def prepare(claim: Claim, database: Database, blobs: Blobs, work: WorkDirectory, tokenizer: Tokenizer) -> PreparedJob:
+
+def prepare(
+    claim: Claim, database: Database, blobs: Blobs, work: WorkDirectory, tokenizer: Tokenizer, process: LimitedProcess
+) -> PreparedJob:
     """Returns the job as the engine takes it, and brings its newest checkpoint, if there is one, into `work`."""
     job = claim.job
     place = work.data_dir(claim.name)
@@ -101,13 +140,26 @@ def prepare(claim: Claim, database: Database, blobs: Blobs, work: WorkDirectory,
         spec = replace(spec, init_adapter=fetch_init_adapter(job, spec.init_adapter, database, blobs, place))
     # Whenever and wherever a job is prepared again, it is the moment it was created to its chat template.
     created = datetime.datetime.fromtimestamp(job["created_at"], datetime.UTC)
-    data = load_job_data(spec, tokenizer, place, clock=created)
+    data = _read(spec, tokenizer, place, created, process)
     with database.begin() as tx:
         reserve(tx, job, count_tokens(spec, data.train.group_tokens))
     step = work.adopt(claim.name, claim.id)
     if step is not None:
         claim.earlier = work.metrics(claim.name, step)
     return spec, data
+
+
+def _read(
+    spec: JobSpec, tokenizer: Tokenizer, place: Path, clock: datetime.datetime, process: LimitedProcess
+) -> JobData:
+    """Reads a job's samples, in the process with limits unless its files are small."""
+    load = functools.partial(load_job_data, clock=clock)
+    if sum(path.stat().st_size for path in place.glob("*.jsonl")) <= SMALL_BYTES:
+        return load(spec, tokenizer, place)
+    try:
+        return process.call(load, spec, tokenizer, place)
+    except DataError as error:
+        raise error if error.where else DataError(error.message, where=spec.train_data[0]) from None
 
 
 def _fetch(job: DbRow, column: str, database: Database, blobs: Blobs, place: Path) -> str:

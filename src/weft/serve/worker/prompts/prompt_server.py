@@ -82,7 +82,7 @@ class PromptServer:
         self._scheduler = scheduler
         self._adapters = AdapterCache(blobs, directory)
         self._max_positions = scheduler.max_positions
-        # Threads must not share a tokenizer, and the one that prepares jobs uses the backbone's.
+        # Threads must not share a tokenizer.
         self._tokenizer = copy.deepcopy(scheduler.tokenizer)
         self._tokenizer_lock = threading.Lock()
         self.token = secrets.token_hex(32)
