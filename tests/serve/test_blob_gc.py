@@ -9,7 +9,7 @@ from weft.serve.blob_gc import delete_unnamed_blobs
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
 from weft.serve.jobs.states import ask
-from weft.serve.records import checkpoints, files, models
+from weft.serve.records import files, models
 from weft.serve.records.jobs import create_job
 
 
@@ -26,7 +26,7 @@ def test_blobs_when_nobody_names_them_then_deleted_and_others_kept(database: Dat
                 tx, "acme", filename="a", purpose="fine-tune", bytes=1, sha256="0", blob=blob
             )["id"]
         models.create_model(tx, "acme", "ft:x", job="j", base="tiny", blob=names["model"], bytes=1)
-        checkpoints.add_checkpoint(tx, "acme", "j", 1, model="c", metrics={}, blob=names["checkpoint"])
+        models.add_checkpoint(tx, "acme", "j", 1, model="c", metrics={}, blob=names["checkpoint"])
         job = create_job(tx, "acme", model="tiny", training_file=rows["needed"], settings={})["id"]
         for what in ("gone", "needed"):
             files.delete_file(tx, "acme", rows[what])

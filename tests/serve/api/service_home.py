@@ -18,7 +18,7 @@ from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, open_database
 from weft.serve.db.migrate import migrate
 from weft.serve.jobs.states import move
-from weft.serve.records import checkpoints, files, keys, models, tenants
+from weft.serve.records import files, keys, models, tenants
 from weft.serve.settings import ServiceLimits, Settings
 
 TENANTS = ("acme", "globex")
@@ -72,7 +72,7 @@ class Home:
         with self.database.begin() as tx:
             move(tx, tenant, job, "running", fence=0, worker="w")
             step = f"{name}:ckpt-step-1"
-            checkpoints.add_checkpoint(tx, tenant, job, 1, model=step, metrics={"step": 1}, blob=adapter)
+            models.add_checkpoint(tx, tenant, job, 1, model=step, metrics={"step": 1}, blob=adapter)
             models.create_model(tx, tenant, name, job=job, base="tiny", blob=adapter, bytes=10)
             result = files.create_file(
                 tx,

@@ -30,12 +30,11 @@ from weft.serve.db.engine import now, open_database
 from weft.serve.db.migrate import migrate
 from weft.serve.db.tables import JOBS
 from weft.serve.jobs.states import move
-from weft.serve.records.checkpoints import add_checkpoint
 from weft.serve.records.events import add_event
 from weft.serve.records.files import create_file
 from weft.serve.records.jobs import create_job
 from weft.serve.records.keys import SCOPES, create_key
-from weft.serve.records.models import create_model, model_name
+from weft.serve.records.models import add_checkpoint, create_model, model_name
 from weft.serve.records.rows import new_id
 from weft.serve.records.tenants import create_tenant
 from weft.serve.records.usage import add_usage

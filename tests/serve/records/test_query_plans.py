@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from weft.serve.db.engine import Tx, open_database
 from weft.serve.db.migrate import migrate
 from weft.serve.errors import NotFound
-from weft.serve.records import checkpoints, events, files, jobs, keys
+from weft.serve.records import events, files, jobs, keys, models
 from weft.serve.records.tenants import create_tenant
 
 POLLED: dict[str, Callable[[Tx], Any]] = {
@@ -22,7 +22,7 @@ POLLED: dict[str, Callable[[Tx], Any]] = {
     "jobs after one": lambda tx: jobs.list_jobs(tx, "acme", "ftjob-1"),
     "new events of a job": lambda tx: events.events_since(tx, "acme", "ftjob-1", 7),
     "the newest events of a job": lambda tx: events.list_events(tx, "acme", "ftjob-1"),
-    "checkpoints of a job": lambda tx: checkpoints.list_checkpoints(tx, "acme", "ftjob-1"),
+    "checkpoints of a job": lambda tx: models.list_checkpoints(tx, "acme", "ftjob-1"),
     "a file": lambda tx: files.get_file(tx, "acme", "file-1"),
     "a key": lambda tx: keys.find_key(tx, "weft_" + "0" * 12 + "_" + "x" * 43),
 }

@@ -9,7 +9,7 @@ from weft.errors import ConfigError
 from weft.serve.db.engine import Database
 from weft.serve.db.tables import FILES, IDEMPOTENCY, KEYS, WORKERS
 from weft.serve.errors import Conflict, NotFound
-from weft.serve.records import audit, checkpoints, files, idempotency, keys, models, tenants, usage, workers
+from weft.serve.records import audit, files, idempotency, keys, models, tenants, usage, workers
 from weft.serve.records.jobs import create_job, list_jobs
 
 
@@ -109,14 +109,14 @@ def test_idempotency_when_old_then_the_key_is_free_again(database: Database):
 
 def test_checkpoint_when_told_again_then_is_replaced(database: Database):
     with database.begin() as tx:
-        first = checkpoints.add_checkpoint(tx, "acme", "j", 5, model="m:ckpt-step-5", metrics={"x": 1}, blob="b")
-        again = checkpoints.add_checkpoint(tx, "acme", "j", 5, model="m:ckpt-step-5", metrics={"x": 2})
+        first = models.add_checkpoint(tx, "acme", "j", 5, model="m:ckpt-step-5", metrics={"x": 1}, blob="b")
+        again = models.add_checkpoint(tx, "acme", "j", 5, model="m:ckpt-step-5", metrics={"x": 2})
         assert (again["id"], again["blob"], again["metrics"]) == (first["id"], "b", {"x": 2})
-        assert len(checkpoints.list_checkpoints(tx, "acme", "j").items) == 1
+        assert len(models.list_checkpoints(tx, "acme", "j").items) == 1
         for name in (first["id"], "m:ckpt-step-5"):
-            assert checkpoints.get_checkpoint(tx, "acme", name)["step"] == 5
+            assert models.get_checkpoint(tx, "acme", name)["step"] == 5
             with pytest.raises(NotFound):
-                checkpoints.get_checkpoint(tx, "globex", name)
+                models.get_checkpoint(tx, "globex", name)
 
 
 def test_model_when_deleted_then_its_bytes_no_longer_count(database: Database):

@@ -10,8 +10,8 @@ from worker_bench import PATIENCE_S, Bench
 
 from weft.cost.rows import choose_capacity
 from weft.serve.errors import Busy
-from weft.serve.records.checkpoints import list_checkpoints
 from weft.serve.records.files import delete_file, get_file
+from weft.serve.records.models import list_checkpoints
 from weft.serve.records.workers import live_workers
 
 BAD_ROWS = b'{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n'

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from weft.serve.api.service import ApiService
 from weft.serve.db.engine import Tx
 from weft.serve.errors import NotFound
-from weft.serve.records import checkpoints, jobs, models
+from weft.serve.records import jobs, models
 
 OWNER = "weft"
 """The owner that the API names for backbones."""
@@ -33,7 +33,7 @@ def resolve_model(tx: Tx, service: ApiService, tenant: str, name: str) -> Resolv
         row = models.get_model(tx, tenant, name)
         return ResolvedModel(row["base"], row["blob"], row["created_at"], tenant)
     try:
-        row = checkpoints.get_checkpoint(tx, tenant, name)
+        row = models.get_checkpoint(tx, tenant, name)
     except NotFound:
         raise missing_model(name) from None
     if row["blob"] is None:

@@ -29,9 +29,8 @@ from weft.engine.events import (
 from weft.serve.db.engine import Tx
 from weft.serve.db.tables import CHECKPOINTS, EVENTS
 from weft.serve.jobs.states import move, update_job
-from weft.serve.records.checkpoints import add_checkpoint
 from weft.serve.records.events import add_event
-from weft.serve.records.models import model_name
+from weft.serve.records.models import add_checkpoint, model_name
 from weft.serve.records.rows import DbRow, every, first, new_id
 from weft.serve.worker.claim import Claim, EngineNotice
 from weft.serve.worker.outcome import error_of_reason, succeed

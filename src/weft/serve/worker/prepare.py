@@ -30,9 +30,8 @@ from weft.serve.errors import NotFound
 from weft.serve.jobs.quota import count_tokens, reserve
 from weft.serve.jobs.spec import spec_of
 from weft.serve.limited_process import FileLimits, LimitedProcess
-from weft.serve.records.checkpoints import get_checkpoint
 from weft.serve.records.files import get_file
-from weft.serve.records.models import get_model
+from weft.serve.records.models import get_checkpoint, get_model
 from weft.serve.records.rows import DbRow
 from weft.serve.worker.claim import Claim
 from weft.serve.worker.directory import WorkDirectory

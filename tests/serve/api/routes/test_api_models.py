@@ -8,7 +8,7 @@ from service_home import Home
 from weft.errors import StorageError
 from weft.serve.blob_gc import delete_unnamed_blobs
 from weft.serve.db.tables import CHECKPOINTS
-from weft.serve.records import checkpoints, files
+from weft.serve.records import files, models
 
 MODELS = "/v1/models"
 
@@ -22,7 +22,7 @@ def trained(home: Home, tenant: str = "acme", steps: tuple[int, ...] = (2, 3)) -
         names.append(f"{model}:ckpt-step-{step}")
         blobs.append(home.blobs.put(b"PK-%d" % step, ".zip"))
         with home.database.begin() as tx:
-            checkpoints.add_checkpoint(tx, tenant, job, step, model=names[-1], metrics={}, blob=blobs[-1])
+            models.add_checkpoint(tx, tenant, job, step, model=names[-1], metrics={}, blob=blobs[-1])
     return model, names, blobs
 
 

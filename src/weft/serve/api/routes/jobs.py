@@ -26,7 +26,7 @@ from weft.serve.db.engine import Tx
 from weft.serve.errors import NotFound, OverLimit
 from weft.serve.jobs import quota, spec
 from weft.serve.jobs.training_file import check_training_file
-from weft.serve.records import checkpoints, idempotency, jobs
+from weft.serve.records import idempotency, jobs, models
 from weft.serve.records.rows import DbRow, new_id
 from weft.spec import JobSpec
 
@@ -110,7 +110,7 @@ def list_checkpoints(
     """Checkpoints of a job, newest first."""
     with service_of(request).database.read() as tx:
         jobs.get_job(tx, user.tenant, job_id)
-        page = checkpoints.list_checkpoints(tx, user.tenant, job_id, after, limit)
+        page = models.list_checkpoints(tx, user.tenant, job_id, after, limit)
     return listed(page, checkpoint_object, ends=True)
 
 

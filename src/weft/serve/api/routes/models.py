@@ -18,7 +18,7 @@ from weft.serve.api.stored_files import download
 from weft.serve.blob_gc import discard, named_blobs
 from weft.serve.db.engine import Tx
 from weft.serve.errors import NotFound, NotPossible
-from weft.serve.records import checkpoints, jobs, models
+from weft.serve.records import jobs, models
 from weft.serve.records.rows import DbRow
 
 router = APIRouter(prefix="/v1", tags=["Models"])
@@ -74,10 +74,10 @@ def _forget(tx: Tx, tenant: str, name: str) -> list[DbRow]:
     """Deletes a model or checkpoint and returns all deleted rows, unless a job is still to start from one of them."""
     try:
         if ":ckpt-step-" in name:
-            gone = checkpoints.delete_checkpoints(tx, tenant, model=name)
+            gone = models.delete_checkpoints(tx, tenant, model=name)
         else:
             model = models.delete_model(tx, tenant, name)
-            gone = [model, *checkpoints.delete_checkpoints(tx, tenant, job=model["job"])]
+            gone = [model, *models.delete_checkpoints(tx, tenant, job=model["job"])]
     except NotFound:
         raise missing_model(name) from None
     for lost in (row["model"] if "model" in row else row["id"] for row in gone):
@@ -97,7 +97,7 @@ def list_permissions(
 ) -> dict[str, Any]:
     """Projects that may use a checkpoint: none, a tenant's models are its own."""
     with service_of(request).database.read() as tx:
-        checkpoints.get_checkpoint(tx, user.tenant, checkpoint)
+        models.get_checkpoint(tx, user.tenant, checkpoint)
     return {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
 
 
@@ -110,7 +110,7 @@ def create_permission(
 ) -> dict[str, Any]:
     """Refused: there are no projects to share with."""
     with service_of(request).database.read() as tx:
-        checkpoints.get_checkpoint(tx, user.tenant, checkpoint)
+        models.get_checkpoint(tx, user.tenant, checkpoint)
     raise ApiError(403, "Checkpoints cannot be shared with other projects here.", code="not_supported")
 
 
@@ -118,7 +118,7 @@ def create_permission(
 def delete_permission(request: Request, user: ModelsUser, checkpoint: str, permission_id: str) -> dict[str, Any]:
     """There is none to delete."""
     with service_of(request).database.read() as tx:
-        checkpoints.get_checkpoint(tx, user.tenant, checkpoint)
+        models.get_checkpoint(tx, user.tenant, checkpoint)
     raise NotFound(f"No such permission: {permission_id}", where="permission_id")
 
 
