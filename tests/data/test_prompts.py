@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from weft.data.load import load_dataset
-from weft.data.prompts import load_prompts, prompt_of
+from weft.data.prompts import load_prompts, prompt_of, prompt_of_chat
 from weft.errors import DataError
 
 Write = Callable[..., str]
@@ -59,3 +59,44 @@ def test_prompt_when_typed_then_is_a_user_turn_if_there_is_a_template(
     assert prompt_of("hi", tokenizer, chat_template="Q: {{ messages[0].content }}\nA:").text == "Q: hi\nA:"
     with pytest.raises(DataError, match="the prompt is empty"):
         prompt_of("", tokenizer, chat_template="{{ '' }}")
+
+
+TOOL_CHAT = [
+    {"role": "user", "content": "rain?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "Ghent"}'}}
+        ],
+    },
+    {"role": "tool", "content": "none today", "tool_call_id": "1"},
+]
+
+
+def test_chat_prompt_when_the_template_knows_tools_then_shows_what_was_asked_and_answered(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    """Arguments are objects to the template, as in training."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }} {{ c.function.arguments.at }}{% endfor %};{% endfor %}"
+    )
+    prompt = prompt_of_chat(TOOL_CHAT, tokenizer, chat_template=template)
+    assert prompt.text == "user:rain?;assistant:weather Ghent;tool:none today;"
+
+
+@pytest.mark.parametrize(
+    ("template", "number"),
+    [
+        ("{% for m in messages if not m.tool_calls %}{{ m.content }}{% endfor %}", 1),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", 2),
+    ],
+)
+def test_chat_prompt_when_the_template_leaves_a_tool_out_then_it_is_refused(
+    tokenizer: PreTrainedTokenizerFast, template: str, number: int
+):
+    with pytest.raises(
+        DataError, match=rf"messages\[{number}\] is about a tool; this model's chat template has no place"
+    ):
+        prompt_of_chat(TOOL_CHAT, tokenizer, chat_template=template)

@@ -14,6 +14,7 @@ from postgres_server import find_binaries
 from worker_bench import PATIENCE_S, Bench
 
 import weft.serve.worker.claims
+from weft.execute.optimizer import Optimizer
 from weft.serve.blobs import Blobs
 from weft.serve.db.migrate import migrate
 from weft.serve.db.tables import JOBS, WORKERS
@@ -218,3 +219,24 @@ def test_worker_when_another_here_is_gone_then_its_jobs_are_taken_before_their_l
         assert [row.id for row in tx.execute(sa.select(WORKERS))] == ([] if is_gone else ["worker-other"])
     if not is_gone:
         directory.close()
+
+
+def test_job_when_it_raises_in_its_step_then_it_alone_fails_and_the_worker_lives(bench, monkeypatch):
+    """Its owner hears that it was our mistake, and nothing of what is inside."""
+    step = Optimizer.step
+
+    def breaks(optimizer, is_finite):
+        if optimizer.spec.seed == 666:
+            raise RuntimeError("value cannot be converted to type float without overflow")
+        return step(optimizer, is_finite)
+
+    monkeypatch.setattr(Optimizer, "step", breaks)
+    bad, good = bench.submit("ash", seed=666), bench.submit()
+    with bench.worker() as worker:
+        failed, done = bench.wait(bad, good)
+        assert worker.sync.crash is None
+    assert (failed["status"], failed["error"]["code"], failed["attempts"]) == ("failed", "server_error", 0)
+    assert "internal error" in failed["error"]["message"] and "float" not in failed["error"]["message"]
+    assert done["attempts"] == 0
+    monkeypatch.undo()
+    assert bench.adapter(good) == bench.twin(good)[0]

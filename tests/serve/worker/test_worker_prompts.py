@@ -14,7 +14,9 @@ import pytest
 from tiny_models import random_backbone
 from worker_bench import PATIENCE_S, Bench
 
+from weft.data.chat.rendered import Rendered
 from weft.data.prompts import prompt_of_chat
+from weft.data.tokenise import tokenise_prompt
 from weft.errors import WeftError
 from weft.inference.attach import StoredAdapter, attach_adapter
 from weft.inference.generate import Decoding, Request, generate
@@ -116,6 +118,15 @@ def test_prompt_when_streamed_then_the_pieces_are_the_answer(trained):
     assert ask(worker, **{**question, "seed": 4}).json()["text"] != whole["text"]
 
 
+def test_prompt_when_it_is_token_ids_then_is_answered_like_its_text_and_unknown_ids_are_refused(trained):
+    *_, blobs, worker = trained
+    options = {"model_blob": blobs[0], "max_tokens": 6, "temperature": 0}
+    ids = list(map(int, tokenise_prompt(Rendered("warp", (), True, "prompt"), worker.scheduler.tokenizer)))
+    assert ask(worker, prompt=ids, **options).json() == ask(worker, prompt="warp", **options).json()
+    refused = ask(worker, prompt=[10**6], **options)
+    assert refused.status_code == 400 and "has the token 1000000; the model knows 0 to" in refused.text
+
+
 def test_prompt_when_a_stop_sequence_comes_then_ends_before_it(trained):
     _, _, blobs, worker = trained
     question = {"model_blob": blobs[1], "prompt": "warp\n", "max_tokens": 16, "temperature": 0}
@@ -133,7 +144,7 @@ def test_prompt_when_a_stop_sequence_comes_then_ends_before_it(trained):
         ({}, 400, "messages or prompt"),
         ({"prompt": "a", "messages": CHAT}, 400, "not both"),
         ({"messages": []}, 400, "empty"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "roles are system"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "use system, user, assistant or tool"),
         ({"prompt": "a", "max_tokens": 0}, 400, "greater than or equal to 1"),
         ({"prompt": "a", "top_p": 2}, 400, "less than or equal to 1"),
         ({"prompt": "word " * 3000}, 400, "positions"),
