@@ -34,7 +34,32 @@ _OPT = {
     "pad_token_id": 1,
     "dropout": 0.0,
 }
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT_NEO = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 4,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _NEOX = {k: v for k, v in SETTINGS.items() if k != "num_key_value_heads"}
+_FALCON = {**_NEOX, "alibi": False, "bias": True}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GEMMA = {**SETTINGS, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -85,9 +110,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", _OPT),
     "opt_projected": ("OPT", {**_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
     "gpt_neox": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.5}),
+    "granite": (
+        "Granite",
+        {**SETTINGS, "logits_scaling": 6.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    ),
+    "cohere": ("Cohere", {**SETTINGS, "logit_scale": 0.3, "use_qk_norm": True}),
+    "cohere2": ("Cohere2", {**SETTINGS, "logit_scale": 0.3, "sliding_window": 4, "sliding_window_pattern": 2}),
+    "gpt2": ("GPT2", _GPT2),
+    "gpt_neo": ("GPTNeo", _GPT_NEO),
+    "gptj": ("GPTJ", {**_GPT2, "rotary_dim": 4}),
+    "codegen": ("CodeGen", {**_GPT2, "rotary_dim": 4}),
+    "falcon": ("Falcon", _FALCON),
+    "falcon_grouped": ("Falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "mixtral": ("Mixtral", {**SETTINGS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", {**SETTINGS, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("Qwen3Moe", {**SETTINGS, **_EXPERTS, "head_dim": 12}),
+    "olmoe": ("Olmoe", {**SETTINGS, "num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": ("GraniteMoe", {**SETTINGS, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0}),
     "gpt_neox_serial": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.25, "use_parallel_residual": False}),
 }
 """Name of a tiny model to the transformers class it is of and its settings."""
+
+
+def model_type(name: str) -> str:
+    """Transformers' name for the family of a tiny model."""
+    return str(getattr(transformers, f"{FAMILIES[name][0]}Config").model_type)
 
 
 def plain_model(name: str = "llama", *, seed: int = 0, attention: str = "eager", **changes: Any) -> Any:

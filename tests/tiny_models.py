@@ -14,11 +14,11 @@ from tiny_families import FAMILIES as FAMILIES
 from tiny_families import POSITIONS as POSITIONS
 from tiny_families import SETTINGS as SETTINGS
 from tiny_families import VOCABULARY as VOCABULARY
-from tiny_families import plain_model
+from tiny_families import model_type, plain_model
 
-from weft.backbone import attention
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
+from weft.backbone.packing import attention, experts, own_attention
 from weft.data.dataset import Dataset, DataSummary, JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
@@ -31,7 +31,9 @@ Job = tuple[JobSpec, JobData]
 def random_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model that attends as packed samples do; all biases and norms are random too."""
     attention.register()
-    return plain_model(name, seed=seed, attention=attention.NAME, **changes).to(dtype)
+    experts.register()
+    with_attention = own_attention.attention_to_load(model_type(name))
+    return plain_model(name, seed=seed, attention=with_attention, **changes).to(dtype)
 
 
 def random_backbone(

@@ -12,13 +12,13 @@ from tiny_models import random_backbone, random_sample
 
 from weft.adapters import frozen
 from weft.adapters.frozen import quantise
-from weft.backbone import attention
 from weft.backbone.fused import path
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.inputs import InputShape, input_shape
 from weft.backbone.fused.model import why_not
 from weft.backbone.load import fp8_copies
 from weft.backbone.packed import Placed, pack_samples
+from weft.backbone.packing import attention
 from weft.kernels.lora.tables import Needs
 from weft.kernels.storage.fp8 import has_fp8
 from weft.spec import AdapterSpec

@@ -24,6 +24,11 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"dtype": torch.bfloat16}),
     ("opt_projected", {}),
     ("gpt_neox", {}),
+    ("gpt2", {}),
+    ("gpt_neo", {}),
+    ("falcon", {}),
+    ("mixtral", {}),
+    ("qwen2_moe", {"dtype": torch.bfloat16}),
     ("llama_odd", {"kernels": "fused"}),
     ("qwen3", {"kernels": "fused", "dtype": torch.bfloat16}),
 ]

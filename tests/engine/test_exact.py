@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft.optimizers import create_loraplus_optimizer
+from tiny_families import FAMILIES, model_type
 from tiny_models import Job, Outcome, finish, job_spec, random_backbone, random_data, random_model, weighted_data
 
 from weft.engine.engine import Engine
 from weft.engine.live_job import LiveJob
 from weft.engine.progress import warmup_steps
+from weft.families.registry import REFERENCE_FAMILIES
 from weft.spec import JobSpec
 
 BOUND = 1e-5
@@ -69,11 +71,13 @@ def peft_tensors(model: Any, job: LiveJob, path: str) -> list[torch.Tensor]:
     return [getattr(tensor, "weight", tensor) for tensor in found]
 
 
-def peft_config(job: LiveJob, start: Tensors) -> Any:
+def peft_config(job: LiveJob, start: Tensors, family: str) -> Any:
     adapter, paths = job.spec.adapter, list(start)
     if adapter.method == "ia3":
         inputs = [path for path, (scale, *_) in start.items() if scale.shape[0] == 1]
-        return peft.IA3Config(task_type="CAUSAL_LM", target_modules=paths, feedforward_modules=inputs)
+        return peft.IA3Config(
+            task_type="CAUSAL_LM", target_modules=paths, feedforward_modules=inputs, fan_in_fan_out=family == "gpt2"
+        )
     alpha = 2 * adapter.r if adapter.lora_alpha is None else adapter.lora_alpha
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -83,12 +87,13 @@ def peft_config(job: LiveJob, start: Tensors) -> Any:
         rank_pattern=adapter.rank_pattern,
         alpha_pattern=adapter.alpha_pattern,
         use_rslora=adapter.use_rslora,
+        fan_in_fan_out=family == "gpt2",
     )
 
 
 def peft_model(plain: Any, job: LiveJob, start: Tensors) -> Any:
     """The plain model with PEFT's own adapter, set to where our job started."""
-    model = peft.get_peft_model(copy.deepcopy(plain), peft_config(job, start))
+    model = peft.get_peft_model(copy.deepcopy(plain), peft_config(job, start, plain.config.model_type))
     with torch.no_grad():
         for path, tensors in start.items():
             for theirs, mine in zip(peft_tensors(model, job, path), tensors, strict=True):
@@ -140,11 +145,11 @@ def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, 
     model = peft_model(plain, job, start)
     optimizer = peft_optimizer(model, spec)
     schedule = transformers.get_scheduler(
-        spec.lr_scheduler_type, optimizer, warmup_steps(spec.warmup_steps, STEPS), STEPS
+        spec.lr_scheduler_type, optimizer, warmup_steps(spec.warmup_steps, spec.max_steps), spec.max_steps
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     losses, accuracies = [], []
-    for step in range(STEPS):
+    for step in range(spec.max_steps):
         loss, accuracy = peft_loss(model, job, step)
         loss.backward()
         if spec.max_grad_norm:
@@ -167,6 +172,25 @@ def largest_difference(mine: Tensors, other: Tensors) -> float:
     )
 
 
+def assert_equal_peft(name: str, kernels: str, given: list[Job]) -> dict[str, Outcome]:
+    """Trains jobs together, and each again by PEFT alone."""
+    plain = random_model(name)
+    plain.set_attn_implementation("eager")
+    engine = Engine(random_backbone(name, kernels=kernels), capacity=CAPACITY)
+    for spec, data in given:
+        engine.submit(spec, data)
+    starts = {job: engine.executor.adapter_of(job) for job in engine.jobs}
+    outcomes: dict[str, Outcome] = finish(engine)
+    for job, live in engine.jobs.items():
+        expected, losses, accuracies = train_with_peft(plain, live, starts[job])
+        assert len(outcomes[job].losses) == live.spec.max_steps
+        assert outcomes[job].losses == pytest.approx(losses, rel=BOUND)
+        assert outcomes[job].accuracies == accuracies
+        assert largest_difference(outcomes[job].adapter, expected) <= BOUND, job
+        assert largest_difference(outcomes[job].adapter, starts[job]) > 0.01, "the job learned nothing"
+    return outcomes
+
+
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
@@ -177,18 +201,15 @@ def largest_difference(mine: Tensors, other: Tensors) -> float:
     ],
 )
 def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):
-    plain = random_model(name)
-    plain.set_attn_implementation("eager")
-    engine = Engine(random_backbone(name, kernels=kernels), capacity=CAPACITY)
-    for spec, data in jobs():
-        engine.submit(spec, data)
-    starts = {job: engine.executor.adapter_of(job) for job in engine.jobs}
-    outcomes: dict[str, Outcome] = finish(engine)
-    for job, live in engine.jobs.items():
-        expected, losses, accuracies = train_with_peft(plain, live, starts[job])
-        assert len(outcomes[job].losses) == STEPS
-        assert outcomes[job].losses == pytest.approx(losses, rel=BOUND)
-        assert outcomes[job].accuracies == accuracies
-        assert largest_difference(outcomes[job].adapter, expected) <= BOUND, job
-        assert largest_difference(outcomes[job].adapter, starts[job]) > 0.01, "the job learned nothing"
+    outcomes = assert_equal_peft(name, kernels, jobs())
     assert max(outcomes["job1"].accuracies) > 0.2, "no accuracy to speak of was compared"
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if model_type(name) in REFERENCE_FAMILIES])
+def test_family_of_the_reference_path_when_trained_then_equals_peft_alone(name):
+    """With so large an epsilon steps are all but proportional to gradients, so that rounding is never multiplied: what
+    is compared here is the family."""
+    settings: dict[str, Any] = {"max_steps": 3, "adam_epsilon": 0.1, "learning_rate": 0.1, "max_grad_norm": 0}
+    lora = job_spec("lora", adapter={"r": 4}, **settings), random_data(1, num_samples=9)
+    ia3 = job_spec("ia3", adapter={"method": "ia3"}, seed=2, **settings), random_data(2)
+    assert_equal_peft(name, "reference", [lora, ia3])

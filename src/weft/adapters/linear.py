@@ -20,7 +20,7 @@ class SlotLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, routing: Routing, anchor: torch.Tensor) -> None:
         super().__init__()
-        self.frozen: FrozenWeight = Dense.of(linear.weight)
+        self.frozen: FrozenWeight = Dense.of(linear.weight.contiguous())
         """W, however it is stored; a loader may put a quantised one in its place."""
         self.bias_O = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
         self.routing = routing

@@ -10,6 +10,7 @@ from weft.adapters.methods import method_of
 from weft.errors import ConfigError, closest
 from weft.families.registry import FAMILIES
 from weft.spec import AdapterSpec
+from weft.spec.adapter import AUTO_TARGETS
 
 ALL = {Attachment.LINEAR: ("all-linear", "all"), Attachment.BLOCK_OUTPUT: ("all-blocks", "all")}
 """Words for all places of a kind; the first is the one to write."""
@@ -81,6 +82,19 @@ def _nothing_chosen(spec: AdapterSpec, paths: Sequence[str], kind: Attachment) -
         )
     limit = "exclude_modules" if spec.exclude_modules is not None else "layers_to_transform"
     return ConfigError(f"{found} target_modules once {limit} is applied.", where=f"adapter.{limit}")
+
+
+def refuse_experts(spec: AdapterSpec, experts: Iterable[str]) -> None:
+    """ConfigError if an adapter asks for weights of experts, given their paths: these stay frozen."""
+    targets = spec.target_modules
+    if targets in (*ALL[Attachment.LINEAR], *AUTO_TARGETS.values()):
+        return
+    asked = next((path for path in experts if _answers(targets, path)), None)
+    if asked is not None:
+        raise ConfigError(
+            f"{asked} is a weight of experts, which stay frozen; name linears outside of them, or use all-linear.",
+            where="adapter.target_modules",
+        )
 
 
 def leaf_names(chosen: Iterable[str], paths: Iterable[str]) -> list[str] | None:

@@ -6,21 +6,22 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.block_output import BlockOutput
 from weft.adapters.frozen import Fp8, quantisation
 from weft.adapters.linear import SlotLinear
+from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment, LinearShape, Method
 from weft.adapters.methods import cost_ranks, method_of
 from weft.adapters.routing import Routing
-from weft.adapters.targets import choose_modules
+from weft.adapters.targets import choose_modules, refuse_experts
 from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import fuse, why_not
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.loss import Head, head_of
 from weft.backbone.packed import PackedBatch
+from weft.backbone.packing import experts, own_attention
 from weft.backbone.path import Path
 from weft.backbone.reference import ReferencePath
 from weft.backbone.scores import PendingScores
@@ -167,6 +168,7 @@ class Backbone:
         return {path: (place.out_features, place.in_features) for path, place in places.items()}
 
     def _targets(self, spec: AdapterSpec) -> dict[str, LinearShape]:
+        refuse_experts(spec, self._experts)
         shapes = self.shapes_for(method_of(spec))
         return {path: shapes[path] for path in choose_modules(spec, list(shapes))}
 
@@ -221,9 +223,10 @@ class Backbone:
         """Freezes the model and replaces every linear but the head; attention finds the routing on its module."""
         self.model.requires_grad_(False)
         self.model.eval()
-        head = self.model.get_output_embeddings()
-        found = [(path, m) for path, m in self.model.named_modules() if type(m) is nn.Linear and m is not head]
-        for path, linear in found:
+        self._experts = experts.expert_weights(self.model)
+        own_attention.prepare(self.model)
+        experts.prepare(self.model, self.routing)
+        for path, linear in linear_modules(self.model).items():
             parent, _, leaf = path.rpartition(".")
             slotted = SlotLinear(linear, self.routing, anchor)
             setattr(self.model.get_submodule(parent), leaf, slotted)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -16,26 +15,20 @@ from typing import Any
 import torch
 
 from weft.adapters.frozen import quantise
-from weft.backbone import attention
+from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.memory import Memory
-from weft.backbone.selfcheck import check_packing
+from weft.backbone.model_files import check_directory, check_weight_files
+from weft.backbone.packing import attention, experts, own_attention
+from weft.backbone.packing.selfcheck import check_packing
 from weft.errors import MissingExtraError, ModelError
-from weft.families.registry import FAMILIES
+from weft.families.obstacles import OBSTACLES
+from weft.families.registry import FAMILIES, REFERENCE_FAMILIES
 from weft.kernels.device import has_gpu, is_cpu, is_gpu, total_bytes
 from weft.kernels.storage.fp8 import has_fp8
 from weft.spec import BackboneSpec
 
 TINY = Path(__file__).parent / "tiny"
-TESTED_FAMILIES = (*FAMILIES, "gemma2", "opt", "gpt_neox")
-"""Model types whose packed results are tested; any other is checked against its own attention when loaded."""
-_REFUSED_SETTINGS = {
-    "logits_scaling": "scales its logits",
-    "logit_scale": "scales its logits",
-    "num_local_experts": "routes tokens to experts",
-    "num_experts": "routes tokens to experts",
-    "n_routed_experts": "routes tokens to experts",
-}
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ def find_source(base_model: str) -> Source:
     path = Path(base_model).expanduser()
     # Unlike Path's own, these two have an answer for names no file system takes.
     if base_model and os.path.isdir(path):
-        _check_directory(path)
+        check_directory(path)
         return Source(base_model, str(path))
     if base_model and os.path.exists(path):
         raise ModelError("is a file; give the model's directory.", where=f"base_model {base_model}")
@@ -99,16 +92,14 @@ def load_tokenizer(base_model: str) -> Any:
 def load_backbone(spec: BackboneSpec) -> Backbone:
     """The frozen model, ready for adapters."""
     attention.register()
+    experts.register()
     device = choose_device(spec)
     # A model to be quantised goes to its device linear by linear: dense it may not fit there.
-    model = _read_model(spec, attn_implementation=attention.NAME).to("cpu" if spec.quantize != "none" else device)
+    model = _read_model(spec, packed=True).to("cpu" if spec.quantize != "none" else device)
     backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model)
     if not backbone.linears:
         raise ModelError("has no linear modules to adapt.", where=f"base_model {spec.base_model}")
-    family = model.config.model_type
-    if family not in TESTED_FAMILIES:
-        with _readable(find_source(spec.base_model), f"{family} models do not run on packed samples"):
-            check_packing(backbone)
+    _check_untested(backbone, find_source(spec.base_model))
     if spec.quantize != "none":
         _quantise_linears(backbone, spec.quantize, device)
     backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
@@ -116,6 +107,20 @@ def load_backbone(spec: BackboneSpec) -> Backbone:
         setting = "offload" if spec.recompute == "none" else "recompute"
         raise ModelError(f"only the fused kernels have it, and here runs {backbone.kernels}.", where=setting)
     return backbone
+
+
+def _check_untested(backbone: Backbone, source: Source) -> None:
+    """Refuses a model of a family that nobody has tested if it does not run on packed samples as it does alone."""
+    family = backbone.model.config.model_type
+    if family in (*FAMILIES, *REFERENCE_FAMILIES):
+        return
+    try:
+        with _readable(source, f"{family} models do not run on packed samples"):
+            check_packing(backbone)
+    except ModelError as error:
+        if family not in OBSTACLES:
+            raise
+        raise ModelError(f"{family} {OBSTACLES[family]}.", where=error.where) from error
 
 
 def load_skeleton(base_model: str) -> Backbone:
@@ -155,12 +160,15 @@ def load_plain_model(spec: BackboneSpec) -> Any:
     return _read_model(spec).to(choose_device(spec))
 
 
-def _read_model(spec: BackboneSpec, **options: Any) -> Any:
-    """The transformers model of a directory or a Hub name, on the CPU."""
+def _read_model(spec: BackboneSpec, *, packed: bool = False) -> Any:
+    """The transformers model of a directory or a Hub name, on the CPU; `packed`: to run on packed samples."""
     from transformers import AutoModelForCausalLM
 
     source = find_source(spec.base_model)
     config = _read_config(source)
+    if source.gguf_file is None and os.path.isdir(source.path):
+        check_weight_files(Path(source.path))
+    options = {"attn_implementation": own_attention.attention_to_load(config.model_type)} if packed else {}
     with _quiet(), _readable(source, f"the {config.model_type} model cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
@@ -192,33 +200,19 @@ def _read_config(source: Source) -> Any:
     return config
 
 
-def _check_directory(path: Path) -> None:
-    where = f"base_model {path}"
-    config = path / "config.json"
-    if not config.is_file():
-        raise ModelError("the directory has no config.json, so it is not a Hugging Face model.", where=where)
-    try:
-        settings = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"config.json cannot be read ({error}).", where=where) from None
-    if not isinstance(settings, dict) or "model_type" not in settings:
-        raise ModelError("config.json names no model_type.", where=where)
-    if "auto_map" in settings:
-        raise ModelError(
-            "the model brings code of its own (auto_map); Weft runs no code from model files.", where=where
-        )
-    if not list(path.glob("*.safetensors")):
-        pickled = " Convert its .bin files first." if list(path.glob("*.bin")) else ""
-        raise ModelError(f"the directory has no .safetensors weights.{pickled}", where=where)
-
-
 def _check_family(config: Any, source: Source) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     where = f"base_model {source.name}"
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{config.model_type} is an encoder-decoder; Weft trains decoder-only models.", where=where)
-    for setting, effect in _REFUSED_SETTINGS.items():
-        if getattr(config, setting, None) not in (None, 1, 1.0):
-            raise ModelError(f"{config.model_type} {effect} ({setting}), which Weft does not support yet.", where=where)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{config.model_type} is no model that writes text from left to right; Weft trains decoder-only models.",
+            where=where,
+        )
+    if config.model_type == "falcon" and config.alibi:
+        raise ModelError("falcon with alibi is not supported yet; with rotary positions it is.", where=where)
 
 
 def _check_weights(found: Any, source: Source) -> None:
@@ -279,7 +273,16 @@ def _readable(source: Source, failure: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # other people's code on other people's files; tokenizers raises bare Exceptions
-        raise ModelError(f"{failure}: {_reason(error)}", where=f"base_model {source.name}") from error
+        raise ModelError(f"{failure}: {_cause(error)}", where=f"base_model {source.name}") from error
+
+
+def _cause(error: Exception) -> str:
+    """Why a model cannot be loaded or run, where what was raised says it only to those who know our code."""
+    if isinstance(error, KeyError) and error.args == (attention.NAME,):
+        return "its attention is code of its own, which cannot be kept within packed samples."
+    if isinstance(error, AttributeError) and SlotLinear.__name__ in str(error):
+        return "it reads the weights of its linears in code of its own, where adapters would be left out."
+    return _reason(error)
 
 
 def _reason(error: Exception) -> str:

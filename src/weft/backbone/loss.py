@@ -1,9 +1,10 @@
 """The output head and the cross entropy of supervised rows, in blocks, with the gradient made on the way.
 
 Per supervised row n with hidden state h_n, target t_n and weight w_n:
-    x = h Wᵀ,   z = cap · tanh(x / cap)   (no cap: z = x),   loss_n = logsumexp(z) - z[t]
+    x = s · h Wᵀ   (no scale: s = 1),   z = cap · tanh(x / cap)   (no cap: z = x)
+    loss_n = logsumexp(z) - z[t]
     hit_n = 1 if x[t] ≥ max x and loss_n is a number, else 0
-    dh_n = w_n · (softmax(z) - onehot(t)) · dz/dlogits · W
+    dh_n = s · w_n · (softmax(z) - onehot(t)) · dz/dlogits · W
 All logits never exist at once; what becomes of a block of them is said in kernels/layers/cross_entropy.py. Rows only
 ever meet the frozen W, so a NaN row stays one row. Shape suffixes: N supervised rows, B rows of a block, D hidden size,
 V vocabulary; 2: losses, then hits.
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from weft.families.logit_scale import logit_scale
 from weft.kernels.layers.cross_entropy import cross_entropy_rows_reference
 
 BLOCK = 128
@@ -34,6 +36,8 @@ class Head:
     weight_VD: torch.Tensor
     bias_V: torch.Tensor | None = None
     softcap: float | None = None
+    scale: float | None = None
+    """What the logits are multiplied by."""
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """(B, V) in fp32, after the soft cap."""
@@ -43,13 +47,21 @@ class Head:
     def linear(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """(B, V) in the type of the hidden states, before the soft cap."""
         raw_BV = hidden_BD @ self.weight_VD.t()
-        return raw_BV if self.bias_V is None else raw_BV.add_(self.bias_V)
+        if self.bias_V is not None:
+            raw_BV.add_(self.bias_V)
+        return raw_BV if self.scale is None else raw_BV.mul_(self.scale)
+
+    def input_gradient(self, grad_BV: torch.Tensor) -> torch.Tensor:
+        """The gradient of the hidden states (B, D) from that of `linear`."""
+        grad_BD = grad_BV @ self.weight_VD
+        return grad_BD if self.scale is None else grad_BD.mul_(self.scale)
 
 
 def head_of(model: Any) -> Head:
     """The frozen output head of a transformers model."""
-    module = model.get_output_embeddings()
-    return Head(module.weight, getattr(module, "bias", None), getattr(model.config, "final_logit_softcapping", None))
+    module, config = model.get_output_embeddings(), model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(module.weight, getattr(module, "bias", None), softcap, logit_scale(config.model_type, vars(config)))
 
 
 @dataclass(frozen=True)
@@ -79,5 +91,5 @@ class BlockedLoss:
             results_2B = self.row_losses(logits_BV, targets_B, weights_B, self.head.softcap)
             results_2N[:, start:end] = results_2B[:, : end - start]
             if grad_ND is not None:
-                grad_ND[start:end] = (logits_BV @ self.head.weight_VD)[: end - start]
+                grad_ND[start:end] = self.head.input_gradient(logits_BV)[: end - start]
         return results_2N, grad_ND

@@ -21,6 +21,26 @@ FAMILIES: Mapping[str, Callable[[Config, str], Decoder]] = {
     "gemma3_text": gemma3,
 }
 """By transformers' model type."""
+REFERENCE_FAMILIES = (
+    "gemma2",
+    "opt",
+    "gpt_neox",
+    "granite",
+    "cohere",
+    "cohere2",
+    "gpt2",
+    "gpt_neo",
+    "gptj",
+    "codegen",
+    "falcon",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "granitemoe",
+)
+"""Model types that run on the reference path and are tested against PEFT as those of the fast path are; any other is
+checked against its own attention when it is loaded. Experts stay frozen."""
 LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED) for path in site))
 """What the linears of a layer are called in any family."""
 

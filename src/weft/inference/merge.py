@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
+from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment
 from weft.adapters.methods import method_of
 from weft.backbone.load import load_plain_model, load_tokenizer
@@ -32,8 +32,7 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
         )
     model = load_plain_model(spec)
     tokenizer = load_tokenizer(spec.base_model)
-    head = model.get_output_embeddings()
-    linears = {path: m for path, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    linears = linear_modules(model)
     check_fit(stored, {path: (m.out_features, m.in_features) for path, m in linears.items()}, spec.base_model)
     for path, tensors in stored.tensors.items():
         method.merge(stored.spec, path, tensors, linears[path])

@@ -11,10 +11,10 @@ from weft.errors import ConfigError
 from weft.spec.fields import at_least, between, refuse_foreign, setting, validate
 
 V = TypeVar("V", int, float)
-_FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h")
+_FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "mlp.c_proj")
 """What families call the last linear of a feed-forward block."""
-_KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value")
-_AUTO_TARGETS = {"lora": "all-linear", "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})"}
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
+AUTO_TARGETS = {"lora": "all-linear", "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})"}
 """What `target_modules: auto` means."""
 
 
@@ -58,7 +58,7 @@ class AdapterSpec:
     def __post_init__(self) -> None:
         validate(self)
         if self.target_modules == "auto":
-            object.__setattr__(self, "target_modules", _AUTO_TARGETS[self.method])
+            object.__setattr__(self, "target_modules", AUTO_TARGETS[self.method])
         refuse_foreign(self, self.method)
         for where, pattern in self._patterns():
             try:

@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 
 import torch
 
-from weft.backbone.attention import varlen
 from weft.backbone.fused.inputs import Inputs
+from weft.backbone.packing.attention import varlen
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.layers.attention import AttentionBlocks, attend
 from weft.kernels.layers.attention_grad import attend_grad

@@ -33,10 +33,10 @@ class Lora:
     files: PeftFormat = LoraFiles()
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """ConfigError if a rank is above what a module can have."""
+        """ConfigError if a rank is above what a module can have; a gate, which has one output, takes any."""
         for path, shape in modules.items():
             rank = spec.rank_for(path)
-            if rank > min(shape):
+            if rank > min(shape) and shape[0] > 1:
                 raise ConfigError(
                     f"rank {rank} is above the smaller side of {path} ({shape[0]} x {shape[1]}).",
                     where="adapter.r" if rank == spec.r else "adapter.rank_pattern",

@@ -61,7 +61,8 @@ def packed_attention(
         if routing.caches:
             key, value = _remember(routing.caches[place], module.layer_idx, key, value)  # type: ignore[arg-type]
         outputs.append(attend(query, key, value, scaling, sliding_window, softcap))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    # In one piece: some families view it.
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _fits_kernel(query_1HTC: torch.Tensor) -> bool:
