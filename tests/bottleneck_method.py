@@ -151,7 +151,7 @@ BOTTLENECK = Bottleneck()
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `method: bottleneck` a choice for one test."""
     monkeypatch.setitem(METHODS, NAME, BOTTLENECK)
-    monkeypatch.setitem(adapter._AUTO_TARGETS, NAME, "all-blocks")
+    monkeypatch.setitem(adapter.AUTO_TARGETS, NAME, "all-blocks")
     field = next(field for field in dataclasses.fields(AdapterSpec) if field.name == "method")
     known = types.MappingProxyType({**field.metadata, "choices": (*field.metadata["choices"], NAME)})
     monkeypatch.setattr(field, "metadata", known)

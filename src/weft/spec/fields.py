@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from weft.errors import ConfigError, closest
+from weft.spec.other_trainers import is_harmless, why_refused
 
 T = TypeVar("T")
 REQUIRED: Any = dataclasses.MISSING
@@ -91,6 +92,8 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
         name = names.get(str(key))
         place = join(where, str(key))
         if name is None:
+            if is_harmless(str(key), value):
+                continue
             raise _unknown_key(str(key), list(names), place)
         if name in spelled and spelled[name] != key:
             raise ConfigError(f"{spelled[name]} and {key} are two names of one setting; keep one.", where=place)
@@ -270,6 +273,9 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
 
 
 def _unknown_key(key: str, names: list[str], place: str) -> ConfigError:
+    reason = why_refused(key)
+    if reason is not None:
+        return ConfigError(reason, where=place)
     guess = closest(key, names)
     hint = f"Did you mean {guess}?" if guess else "`weft config` lists all settings."
     return ConfigError("unknown setting.", where=place or repr(key), hint=hint)

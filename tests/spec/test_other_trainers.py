@@ -1,0 +1,40 @@
+"""Settings of other trainers: harmless values are accepted, all others refused by name with what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.spec import AdapterSpec, JobSpec
+from weft.spec.fields import field_names, read
+from weft.spec.other_trainers import FOREIGN
+from weft.spec.run import BackboneSpec
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"use_dora": True}, "use_dora: DoRA is not supported yet."),
+        ({"bias": "all"}, "bias: biases belong to the shared backbone"),
+        ({"task_type": "SEQ_CLS"}, "task_type: only CAUSAL_LM is accepted."),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save: whole modules belong to the shared backbone"),
+        ({"load_in_4bit": True}, "load_in_4bit: write `quantize` of the run: fp8, int8 or nf4."),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha: NEFTune's noise is not supported yet."),
+    ],
+)
+def test_setting_when_it_is_another_trainers_then_refused_by_name(settings, says):
+    with pytest.raises(ConfigError) as caught:
+        read(AdapterSpec, settings, "adapter")
+    assert str(caught.value).startswith(f"adapter.{says}")
+
+
+def test_setting_when_its_value_changes_nothing_then_accepted():
+    harmless = {"bias": "none", "task_type": "CAUSAL_LM", "use_dora": False, "modules_to_save": None}
+    assert read(AdapterSpec, {"r": 4, **harmless}) == AdapterSpec(r=4)
+    given = {"name": "a", "train_data": "x", "gradient_checkpointing": True, "packing": False, "load_in_4bit": False}
+    assert read(JobSpec, given) == JobSpec("a", ("x",))
+
+
+@pytest.mark.parametrize("spec", [AdapterSpec, JobSpec, BackboneSpec])
+def test_settings_of_others_when_listed_then_none_is_our_own(spec):
+    assert not FOREIGN.keys() & field_names(spec).keys()
