@@ -35,6 +35,16 @@ def test_setting_when_its_value_changes_nothing_then_accepted():
     assert read(JobSpec, given) == JobSpec("a", ("x",))
 
 
+def test_jobs_file_when_it_has_settings_of_others_then_they_are_answered_as_such():
+    def run(**adapter: object) -> object:
+        job = {"name": "a", "train_data": "x", "adapter": {"r": 4, **adapter}}
+        return run_from_mapping({"base_model": "tiny", "jobs": [job]})
+
+    run(task_type="CAUSAL_LM", bias="none")
+    with pytest.raises(ConfigError, match="use_dora: DoRA is not supported yet"):
+        run(use_dora=True)
+
+
 @pytest.mark.parametrize("spec", [AdapterSpec, JobSpec, BackboneSpec])
 def test_settings_of_others_when_listed_then_none_is_our_own(spec):
     assert not FOREIGN.keys() & field_names(spec).keys()

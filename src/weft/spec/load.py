@@ -12,6 +12,7 @@ from weft.errors import ConfigError, closest
 from weft.spec.adapter import AdapterSpec
 from weft.spec.fields import describe, field_names, join, read
 from weft.spec.job import JobSpec
+from weft.spec.other_trainers import FOREIGN
 from weft.spec.run import RunSpec
 from weft.spec.sweep import SweepSpec
 
@@ -86,6 +87,8 @@ def _check_places(values: Any, cls: type, where: str = "") -> None:
         return
     names = field_names(cls)
     for key, value in values.items():
+        if str(key) in FOREIGN:
+            continue
         place = join(where, str(key))
         home = next((other for other in _HOMES if str(key) in field_names(other)), None)
         # Jobs and runs both have a name, and each is far from the other.
