@@ -2,6 +2,7 @@
 
     WeftError
     ├── ConfigError         a jobs file, an override or an option is wrong
+    │   └── WrongTypeError  a setting has a value of another type
     ├── DataError           a data file or one of its lines is wrong
     ├── ModelError          a backbone cannot be loaded or is not supported
     ├── AdapterFileError    an adapter directory cannot be read or does not fit the backbone
@@ -16,7 +17,9 @@ The text of an error says where it happened, what was found, and what would be r
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any, Self
 
 
 class WeftError(Exception):
@@ -32,6 +35,12 @@ class WeftError(Exception):
         self.hint = hint
         """What to do about it, when the message alone does not say."""
 
+    def at(self, where: str | None, hint: str | None = None) -> Self:
+        """The same error, said of another place; a hint that is given replaces its own."""
+        moved = copy.copy(self)
+        moved.where, moved.hint = where, hint or self.hint
+        return moved
+
     def __str__(self) -> str:
         text = f"{self.where}: {self.message}" if self.where else self.message
         return f"{text} {self.hint}" if self.hint else text
@@ -43,10 +52,28 @@ class ConfigError(WeftError):
     code = "config"
 
 
+class WrongTypeError(ConfigError):
+    """A setting has a value of another type than it accepts."""
+
+    accepted: tuple[Any, ...] = ()
+    """The types that the setting accepts."""
+    value: Any = None
+    """What was found."""
+
+    @classmethod
+    def of(cls, message: str, where: str | None, accepted: tuple[Any, ...], value: Any) -> Self:
+        """The error of one setting."""
+        error = cls(message, where=where)
+        error.accepted, error.value = accepted, value
+        return error
+
+
 class DataError(WeftError):
     """A data file or one of its lines is wrong."""
 
     code = "data"
+    setting: str | None = None
+    """`train_data` or `eval_data`: which data of a job it is about, where that is known."""
 
 
 class ModelError(WeftError):

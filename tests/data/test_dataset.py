@@ -198,3 +198,16 @@ def test_eval_data_when_files_are_named_then_they_are_read(
     assert data.eval is not None
     assert data.eval.summary.sources == ("test.jsonl",)
     assert load_job_data(job(write, pairs("a")), tokenizer, tmp_path).eval is None
+
+
+@pytest.mark.parametrize("setting", ["train_data", "eval_data"])
+def test_data_when_a_file_is_bad_then_the_error_says_which_setting_named_it(
+    setting: str, write: Write, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+):
+    """A service tells by it which of two files its user has to mend."""
+    write("test.jsonl", pairs("c"))
+    spec = job(write, pairs("a"), eval_data=("test.jsonl",))
+    write("test.jsonl" if setting == "eval_data" else "train.jsonl", [{"prompt": "ask"}])
+    with pytest.raises(DataError) as caught:
+        load_job_data(spec, tokenizer, tmp_path)
+    assert caught.value.setting == setting

@@ -49,6 +49,7 @@ def test_values_when_they_are_in_the_job_then_are_told_to_go_in_the_space():
     says = "job.learning_rate: expected a number, got a {}. What is to be searched goes in space."
     assert refusal(job={"lr": [1e-3, 1e-2]}) == says.format("list")
     assert refusal(job={"lr": {"min": 1e-3, "max": 1e-2}}) == says.format("mapping")
+    assert "What is to be searched" not in refusal(job={"lr": "fast"})
 
 
 @pytest.mark.parametrize("value", [["rows.jsonl"], "rows.jsonl"])

@@ -96,7 +96,7 @@ def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftErr
     given = {apply_override(tree, change, SweepSpec): change for change in changes}
     if error.where is None or " line " in error.where or ": " in error.where:
         return error
-    return ConfigError(error.message, where=place_of(error.where, path, lines, given, SweepSpec), hint=error.hint)
+    return error.at(place_of(error.where, path, lines, given, SweepSpec))
 
 
 def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, resume: bool, dry_run: bool) -> int:

@@ -97,27 +97,31 @@ def load_job_data(
     """
     at = clock or datetime.datetime.now()
 
-    def load(sources: Sequence[str], objective: str) -> Dataset:
-        return load_dataset(
-            sources,
-            tokenizer,
-            objective=objective,
-            data_format=job.data_format,
-            data_columns=job.data_columns,
-            max_length=job.max_length,
-            long_samples=job.long_samples,
-            train_on_inputs=job.train_on_inputs,
-            mask_history=job.mask_history,
-            chat_template=job.chat_template,
-            clock=at,
-            base_dir=base_dir,
-        )
+    def load(setting: str, sources: Sequence[str], objective: str) -> Dataset:
+        try:
+            return load_dataset(
+                sources,
+                tokenizer,
+                objective=objective,
+                data_format=job.data_format,
+                data_columns=job.data_columns,
+                max_length=job.max_length,
+                long_samples=job.long_samples,
+                train_on_inputs=job.train_on_inputs,
+                mask_history=job.mask_history,
+                chat_template=job.chat_template,
+                clock=at,
+                base_dir=base_dir,
+            )
+        except DataError as error:
+            error.setting = setting
+            raise
 
-    train = load(job.train_data, job.objective)
+    train = load("train_data", job.train_data, job.objective)
     if job.eval_data is None:
         return JobData(train, None)
     if isinstance(job.eval_data, tuple):
-        return JobData(train, load(job.eval_data, train.objective.name))
+        return JobData(train, load("eval_data", job.eval_data, train.objective.name))
     return _split(train, job.eval_data, job)
 
 

@@ -96,11 +96,11 @@ def prepare_run(
         except ConfigError as error:
             # What does not fit the backbone is a mistake in the file, found late.
             setting = f"jobs.{place}.{error.where}" if error.where else f"jobs.{place}"
-            raise ConfigError(error.message, where=locate(setting), hint=error.hint) from None
+            raise error.at(locate(setting)) from None
         except WeftError as error:
             if not keep_going and isinstance(error, DataError) and error.hint is None and len(spec.jobs) > 1:
                 hint = f"That is data of job {job.name}; --keep-going trains the others."
-                raise DataError(error.message, where=error.where, hint=hint) from None
+                raise error.at(error.where, hint) from None
             if not keep_going:
                 raise
             run.failed[job.name] = error

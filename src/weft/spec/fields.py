@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, WrongTypeError, closest
 from weft.spec.other_trainers import is_harmless, why_refused
 
 T = TypeVar("T")
@@ -83,7 +83,9 @@ def _plain(limit: float) -> str:
 def read(cls: type[T], values: Any, where: str = "") -> T:
     """Builds a `cls` from a mapping; every problem is a ConfigError naming `where.field`."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"expected a mapping of settings, got {describe(values)}.", where=where or None)
+        raise WrongTypeError.of(
+            f"expected a mapping of settings, got {describe(values)}.", where or None, (dict,), values
+        )
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     names = field_names(cls)
     given: dict[str, Any] = {}
@@ -107,9 +109,7 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
         return cls(**given)
     except ConfigError as error:
         inner = error.where or ""
-        raise ConfigError(
-            error.message, where=join(where, inner) if inner else where or None, hint=error.hint
-        ) from None
+        raise error.at(join(where, inner) if inner else where or None) from None
 
 
 def validate(spec: Any) -> None:
@@ -177,7 +177,7 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         return tuple(convert(item, args[0], f"{where}.{i}") for i, item in enumerate(items))
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"expected a mapping, got {describe(value)}.", where=where)
+            raise WrongTypeError.of(f"expected a mapping, got {describe(value)}.", where, (dict,), value)
         return {str(k): convert(v, args[1], join(where, str(k))) for k, v in value.items()}
     if origin is typing.Literal and value in args:
         return value
@@ -214,8 +214,8 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             return convert(value, option, where)
         except ConfigError:
             continue
-    names = [_with_article(option) for option in others]
-    raise ConfigError(f"expected {' or '.join(names)}, got {describe(value)}.", where=where)
+    names = " or ".join(_with_article(option) for option in others)
+    raise WrongTypeError.of(f"expected {names}, got {describe(value)}.", where, tuple(others), value)
 
 
 def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
@@ -239,7 +239,7 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
             return float(number)
         if number is not None and is_finite and float(number).is_integer():
             return int(number)
-    raise ConfigError(f"expected {_with_article(hint)}, got {describe(value)}.", where=where)
+    raise WrongTypeError.of(f"expected {_with_article(hint)}, got {describe(value)}.", where, (hint,), value)
 
 
 def _with_article(hint: Any) -> str:

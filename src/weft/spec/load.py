@@ -43,7 +43,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
         return run_from_mapping(tree)
     except ConfigError as error:
         where = place_of(error.where, path, lines, given)
-        raise ConfigError(error.message, where=where, hint=error.hint) from None
+        raise error.at(where) from None
 
 
 def locate(setting: str, path: str | Path, overrides: Sequence[str] = ()) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, WrongTypeError
 from weft.spec.fields import describe, field_names, join, read
 from weft.spec.job import JobSpec
 from weft.spec.load import apply_override, canonical, merge, parse, place_of
@@ -39,7 +39,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, space: str | 
         if error.where and Path(error.where.partition(" line ")[0].partition(":")[0]).is_file():
             raise
         where = place_of(error.where, path, lines, given, SweepSpec)
-        raise ConfigError(error.message, where=where, hint=error.hint) from None
+        raise error.at(where) from None
 
 
 def sweep_from_mapping(tree: Any, *, base_dir: Path) -> SweepSpec:
@@ -60,7 +60,7 @@ def in_its_words(error: ConfigError, tree: Any) -> ConfigError:
     names = field_names(SweepSpec)
     keys = [str(key) for key in tree] if isinstance(tree, Mapping) else []
     called = "jobs.0" if "jobs" in keys else next((key for key in keys if names.get(key) == _DEFAULTS), "job")
-    return ConfigError(error.message, where=called + where.removeprefix(_DEFAULTS), hint=error.hint)
+    return error.at(called + where.removeprefix(_DEFAULTS))
 
 
 def _read_sweep(tree: Mapping[Any, Any], base_dir: Path) -> SweepSpec:
@@ -121,9 +121,9 @@ def _traced(error: ConfigError, where: str, params: Mapping[str, Any]) -> Config
     guilty = [name for name in params if where and f"{where}.".startswith(f"{setting_path(name)}.")]
     place = f"space.{guilty[0]}" if guilty else f"{_DEFAULTS}.{where}" if where else _DEFAULTS
     is_text = bool(guilty) and isinstance(params[guilty[0]], str)
-    is_amiss = is_text and error.message.startswith(("expected a number, got", "expected a whole number, got"))
-    hint = "A range is written {min: …, max: …}, with log: true for a logarithmic one." if is_amiss else error.hint
-    return ConfigError(error.message, where=place, hint=hint)
+    is_number = isinstance(error, WrongTypeError) and error.accepted in ((int,), (float,))
+    hint = "A range is written {min: …, max: …}, with log: true for a logarithmic one."
+    return error.at(place, hint if is_text and is_number else None)
 
 
 def _own(tree: Mapping[Any, Any]) -> dict[str, Any]:
@@ -156,9 +156,8 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
     try:
         read(JobSpec, _with_alpha(merge(alone, canonical(defaults, JobSpec, _DEFAULTS)), _DEFAULTS), _DEFAULTS)
     except ConfigError as error:
-        several = error.message.startswith("expected a") and error.message.endswith(("got a list.", "got a mapping."))
-        hint = "What is to be searched goes in space." if several else error.hint
-        raise ConfigError(error.message, where=error.where, hint=hint) from None
+        is_several = isinstance(error, WrongTypeError) and isinstance(error.value, list | tuple | Mapping)
+        raise error.at(error.where, "What is to be searched goes in space." if is_several else None) from None
 
 
 def _check_methods(space: Space) -> None:
@@ -212,5 +211,5 @@ def _space_file(path: Path) -> dict[str, Any]:
         setting = (error.where or "").removeprefix("space").lstrip(".")
         line = next((lines[key] for key in (setting, setting.partition(".")[0]) if key in lines), None)
         place = f"{path} line {line}: {setting}" if line else f"{path}: {setting}".rstrip(": ")
-        raise ConfigError(error.message, where=place, hint=error.hint) from None
+        raise error.at(place) from None
     return dict(tree)

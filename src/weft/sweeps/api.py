@@ -103,7 +103,7 @@ def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> SweepSpec:
     try:
         RunDirectory.check(folder / TRIALS, resume=resume, content="sweep")
     except StorageError as error:
-        raise StorageError(error.message, where=str(folder), hint=error.hint) from None
+        raise error.at(str(folder)) from None
     if not resume:
         return spec
     saved = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))

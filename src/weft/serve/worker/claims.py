@@ -113,7 +113,7 @@ class Claims:
                 self.claim_after = time.monotonic() + RETRY_S
                 claim.is_put_back = True
             except WeftError as error:
-                self._fail(claim, error_of(error, claim.job))
+                self._fail(claim, error_of(error))
             except Exception:
                 # Whatever is wrong with this job's data must not harm the other jobs.
                 fields = {"job": claim.id, "tenant": claim.tenant}

@@ -11,17 +11,13 @@ from weft.serve.errors import OverLimit
 from weft.serve.jobs.states import move
 from weft.serve.records.files import RESULTS, create_file
 from weft.serve.records.models import create_model, model_name
-from weft.serve.records.rows import DbRow
 from weft.serve.worker.claim import Claim, StoredResult
 
 
-def error_of(error: WeftError, job: DbRow) -> dict[str, Any]:
+def error_of(error: WeftError) -> dict[str, Any]:
     """Returns the error object of a job that could not start."""
     if isinstance(error, DataError):
-        file = job["validation_file"]
-        # The worker names its copies of the files by their ids.
-        is_validation = file is not None and file != job["training_file"] and str(error).startswith(str(file))
-        param = "validation_file" if is_validation else "training_file"
+        param = "validation_file" if error.setting == "eval_data" else "training_file"
         return {"code": f"invalid_{param}", "message": str(error), "param": param}
     if isinstance(error, OverLimit):
         return {"code": error.code, "message": error.message, "param": None}

@@ -169,7 +169,9 @@ def _fetch(job: DbRow, column: str, database: Database, blobs: Blobs, place: Pat
             blob = _blob_of_file(tx, job, job[column])
         blobs.fetch(blob, place / name)
     except NotFound:
-        raise DataError("the file was deleted before the job could read it.", where=str(job[column])) from None
+        error = DataError("the file was deleted before the job could read it.", where=str(job[column]))
+        error.setting = "eval_data" if column == "validation_file" else "train_data"
+        raise error from None
     return name
 
 
