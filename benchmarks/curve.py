@@ -38,8 +38,8 @@ from weft.bench.steps.peers import need_peft
 from weft.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
-from weft.engine.live_job import LiveJob
-from weft.engine.progress import learning_rate, warmup_steps
+from weft.engine.jobs.live_job import LiveJob
+from weft.engine.jobs.progress import learning_rate, warmup_steps
 from weft.errors import WeftError
 from weft.kernels.device import default_device, is_gpu
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec

@@ -17,8 +17,8 @@ from tiny_families import VOCABULARY as VOCABULARY
 from tiny_families import model_type, plain_model
 
 from weft.backbone.backbone import Backbone
-from weft.backbone.fused.memory import Memory
 from weft.backbone.packing import attention, experts, own_attention
+from weft.backbone.path import Memory
 from weft.data.dataset import Dataset, DataSummary, JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine

@@ -19,10 +19,10 @@ from weft.adapters.block_output import BlockOutput
 from weft.adapters.method import ModuleTensors
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.backbone.backbone import Backbone
-from weft.backbone.fused.memory import Memory
 from weft.backbone.load import load_backbone
+from weft.backbone.path import Memory
 from weft.engine.engine import Engine
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.live_job import LiveJob
 from weft.errors import AdapterFileError, ConfigError
 from weft.inference.attach import attach_adapter, read_named
 from weft.inference.generate import Decoding, Request, generate

@@ -12,9 +12,9 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 
 from weft.adapters.frozen import quantise
 from weft.backbone.backbone import Backbone
-from weft.backbone.fused.memory import Memory
 from weft.backbone.load import load_backbone
 from weft.backbone.packed import Placed, pack_samples
+from weft.backbone.path import Memory
 from weft.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, StepDone

@@ -15,8 +15,8 @@ from tiny_families import FAMILIES, model_type
 from tiny_models import Job, Outcome, finish, job_spec, random_backbone, random_data, random_model, weighted_data
 
 from weft.engine.engine import Engine
-from weft.engine.live_job import LiveJob
-from weft.engine.progress import warmup_steps
+from weft.engine.jobs.live_job import LiveJob
+from weft.engine.jobs.progress import warmup_steps
 from weft.families.registry import REFERENCE_FAMILIES
 from weft.spec import JobSpec
 

@@ -29,7 +29,7 @@ from weft.cost.fit import Fit, MicrobatchLoad
 from weft.engine import lookahead
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.execute import local
 from weft.objectives.metrics import Score

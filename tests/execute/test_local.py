@@ -11,7 +11,7 @@ from tiny_models import assert_same_bits, finish, job_spec, random_backbone, ran
 
 from weft.backbone.packed import PackedBatch
 from weft.engine.engine import Engine
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.live_job import LiveJob
 from weft.execute.local import LocalExecutor
 from weft.execute.protocol import (
     AddedJob,

@@ -15,10 +15,10 @@ from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import KINDS, quantise
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.inputs import input_shape
-from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.fused.step import Passed
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.backbone.path import Memory
 from weft.cost.memory import OFFLOAD_LAYERS, MemoryModel, rank_class
 from weft.cost.shape import ModelShape
 from weft.families.registry import FAMILIES

@@ -16,13 +16,12 @@ from weft.adapters.method import Attachment, LinearShape, Method
 from weft.adapters.methods import cost_ranks, method_of
 from weft.adapters.routing import Routing
 from weft.adapters.targets import choose_modules, refuse_experts
-from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import fuse, why_not
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.loss import Head, head_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.packing import experts, own_attention
-from weft.backbone.path import Path
+from weft.backbone.path import Memory, Path
 from weft.backbone.reference import ReferencePath
 from weft.backbone.scores import PendingScores
 from weft.cost.memory import MemoryModel

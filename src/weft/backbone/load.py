@@ -17,10 +17,10 @@ import torch
 from weft.adapters.frozen import quantise
 from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
-from weft.backbone.fused.memory import Memory
 from weft.backbone.model_files import check_directory, check_weight_files
 from weft.backbone.packing import attention, experts, own_attention
 from weft.backbone.packing.selfcheck import check_packing
+from weft.backbone.path import Memory
 from weft.errors import MissingExtraError, ModelError
 from weft.families.obstacles import OBSTACLES
 from weft.families.registry import FAMILIES, REFERENCE_FAMILIES

@@ -6,12 +6,24 @@ else asks which it is.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 
 from weft.adapters.adapter import Adapter
-from weft.backbone.fused.memory import Memory
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
+
+Recompute = Literal["none", "mlp", "full"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Trades time for memory; no choice changes a result."""
+
+    recompute: Recompute = "none"
+    """What is made again on the way back: cheap things only, also the widest product of a layer, or all of a layer."""
+    offload: bool = False
+    """Keep the rest in the machine's own memory instead of the GPU's."""
 
 
 class Path(Protocol):

@@ -10,10 +10,10 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
-from weft.backbone.fused.memory import Memory
 from weft.backbone.judge import run_loss
 from weft.backbone.loss import BlockedLoss, head_of
 from weft.backbone.packed import PackedBatch
+from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores
 from weft.cost.rows import CPU_ROW_TILE
 from weft.kernels.device import is_cpu

@@ -23,7 +23,7 @@ def demo(
     """Train several adapters together on a small backbone and see what they learnt."""
     from weft.backbone.load import find_source
     from weft.cli.watch import conclude, follow
-    from weft.demo import run as steps
+    from weft.demo import demo_run as steps
     from weft.engine.train import prepare_run
     from weft.report.page import ReportExtra, SkillGain
 

@@ -16,14 +16,14 @@ from weft.cost.rows import capacities
 from weft.data.dataset import JobData
 from weft.engine.capacity import CapacityLimit
 from weft.engine.events import Event, JobWarning, StepDone
-from weft.engine.lifecycle import Command, Lifecycle
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.lifecycle import Command, Lifecycle
+from weft.engine.jobs.live_job import LiveJob
+from weft.engine.jobs.placement import Placement
+from weft.engine.jobs.prepare_job import prepare_job
+from weft.engine.jobs.settle import Settlement
 from weft.engine.lookahead import LookaheadPlanner
-from weft.engine.placement import Placement
-from weft.engine.prepare_job import prepare_job
 from weft.engine.program_run import ProgramRun
 from weft.engine.recorder import RunRecorder
-from weft.engine.settle import Settlement
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.execute.local import executor_on

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from weft.engine.engine import Engine
-from weft.engine.live_job import LiveJob
-from weft.engine.progress import PLANNED_BATCHES
+from weft.engine.jobs.live_job import LiveJob
+from weft.engine.jobs.progress import PLANNED_BATCHES
 from weft.errors import ConfigError
 from weft.execute.protocol import MicrobatchWork, ReplicaMemoryError, TrialRun
 from weft.plan.pack.planners import ExactPlanner
@@ -119,9 +119,9 @@ def plan_beginning(engine: Engine) -> list[Microbatch]:
     Programs are made as training makes them (`lookahead.py`): one that is foreseen by the engine's planner, one that is
     not, when a job has just come, without any time for searching. Jobs wait for a place by priority and arrival.
     """
-    waiting = deque(sorted((_Course.of(job) for job in engine.jobs.values()), key=lambda c: -c.job.spec.priority))
+    waiting = deque(sorted((_JobCourse.of(job) for job in engine.jobs.values()), key=lambda c: -c.job.spec.priority))
     arrivals = list(engine.jobs)
-    running: list[_Course] = []
+    running: list[_JobCourse] = []
     found: list[Microbatch] = []
     while waiting or running:
         planner = engine.planner
@@ -134,7 +134,7 @@ def plan_beginning(engine: Engine) -> list[Microbatch]:
     return found
 
 
-def _run_program(running: Sequence[_Course], turns: Sequence[Turn]) -> list[Microbatch]:
+def _run_program(running: Sequence[_JobCourse], turns: Sequence[Turn]) -> list[Microbatch]:
     """What training would run of a program: all of it, or up to where a job has ended."""
     courses = {course.job.spec.name: course for course in running}
     found: list[Microbatch] = []
@@ -150,7 +150,7 @@ def _run_program(running: Sequence[_Course], turns: Sequence[Turn]) -> list[Micr
 
 
 @dataclass
-class _Course:
+class _JobCourse:
     """How far a job has come in a plan of its whole run."""
 
     job: LiveJob
@@ -162,7 +162,7 @@ class _Course:
     num_tokens: int = 0
 
     @classmethod
-    def of(cls, job: LiveJob) -> _Course:
+    def of(cls, job: LiveJob) -> _JobCourse:
         return cls(job, min(job.num_steps, max(1, PLANNED_SAMPLES // job.progress.order.batch_size)))
 
     @property

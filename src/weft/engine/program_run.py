@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from weft.adapters.methods import cost_ranks
 from weft.engine.events import Event, MicrobatchDone, StepDone
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.timeline import TimelineRecorder
 from weft.execute.protocol import (

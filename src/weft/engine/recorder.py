@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weft.data.dataset import JobData
 from weft.engine.capacity import CapacityLimit
 from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning, StepDone
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError
 from weft.execute.protocol import Executor, StateWork

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.report.figure import PlotlyFigure, bare_figure, graph_objects, label
-from weft.report.palette import faint, job_colours
+from weft.report.figure import PlotlyFigure, bare_figure, faint, graph_objects, job_colours, label
 from weft.report.run_data import RunData
 from weft.report.series import Points, rounded, smooth, thin
 from weft.report.time_charts import fill, throughput, timeline

@@ -1,11 +1,13 @@
-"""What every figure of the report starts from: plotly itself, a bare layout, and safe labels.
+"""What every figure of the report starts from: plotly itself, a bare layout, safe labels, and the colours of jobs.
 
 A figure carries data and shape; the page gives it the colours of its background. Every trace that belongs to one job
 says so in `meta.job` (the job's place in the run), so that the page can show and hide a job everywhere at once.
+A job keeps one colour in all charts, readable on white and on near-black.
 """
 
 from __future__ import annotations
 
+import colorsys
 import html
 from typing import Any
 
@@ -14,6 +16,21 @@ from weft.report.run_data import RunData
 
 UNIFIED_HOVER_JOBS = 8
 """Up to here one box can name the values of all jobs."""
+
+CALM = (
+    "#4a7fb5",  # blue
+    "#d98a3d",  # orange
+    "#4b9b78",  # green
+    "#c65d5d",  # red
+    "#8c70b8",  # violet
+    "#3a9fae",  # teal
+    "#c4a234",  # gold
+    "#c272a0",  # pink
+    "#84964a",  # olive
+    "#97765f",  # brown
+)
+GOLDEN_ANGLE = 0.618034
+"""Turning the hue by this much never comes close to an earlier hue soon."""
 
 PlotlyFigure = Any
 """A plotly.graph_objects.Figure; plotly is imported only when a figure is drawn."""
@@ -56,3 +73,20 @@ def bare_figure(run: RunData, traces: list[Any], *, x_title: str) -> PlotlyFigur
 def label(name: str) -> str:
     """A name as plotly must get it, since it reads tags such as <b> in labels."""
     return html.escape(name, quote=False)
+
+
+def job_colours(num_jobs: int) -> list[str]:
+    """One `#rrggbb` per job: ten picked ones, then hues far from their forerunners."""
+    return [CALM[i] if i < len(CALM) else _further(i) for i in range(num_jobs)]
+
+
+def faint(colour: str, alpha: float) -> str:
+    """The colour as CSS with an alpha."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha:g})"
+
+
+def _further(index: int) -> str:
+    lightness = (0.46, 0.60, 0.53)[index % 3]
+    channels = colorsys.hls_to_rgb(index * GOLDEN_ANGLE % 1.0, lightness, 0.42)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)

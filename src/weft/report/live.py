@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +33,6 @@ from weft.job_state import JobState
 from weft.report import readable
 from weft.report.progress import ReportedProgress, RunProgress
 from weft.report.run_data import JobReport
-from weft.report.screen import Screen
 
 STATE_STYLES: Mapping[str, str] = {
     JobState.RUNNING: "cyan",
@@ -48,6 +48,33 @@ WIDE_COLUMNS = 100
 FRAME_LINES = 6
 """Lines of the table that are not jobs, and one to spare."""
 TREND_STYLES = {-1: ("↓", "green"), 0: ("→", "dim"), 1: ("↑", "red")}
+
+
+class Screen:
+    """Shows what `render` returns, four times a second, between `start` and `stop`."""
+
+    def __init__(self, console: Console, render: Callable[[], RenderableType]) -> None:
+        self._console = console
+        is_screen = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+        self._live = Live(console=console, get_renderable=render, refresh_per_second=4, transient=True)
+        self.is_redrawn = is_screen
+        """Otherwise only what is said is seen."""
+
+    def start(self) -> None:
+        """Draws it for the first time."""
+        if self.is_redrawn:
+            self._live.start(refresh=True)
+
+    def stop(self) -> None:
+        """Takes it away again."""
+        if self.is_redrawn:
+            self._live.stop()
+
+    def say(self, line: str, style: str = "") -> None:
+        """Prints one line, whatever is in it: a log may take ASCII only, and a name must not end a run."""
+        encoding = self._console.encoding
+        shown = readable.one_line(line).encode(encoding, "backslashreplace").decode(encoding)
+        self._console.print(Text(shown, style=style), soft_wrap=not self.is_redrawn)
 
 
 class LiveTable:

@@ -17,7 +17,7 @@ from weft import __version__
 from weft.report import readable
 from weft.report.charts import draw_charts
 from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates
-from weft.report.palette import job_colours
+from weft.report.figure import job_colours
 from weft.report.run_data import JobReport, RunData, read_run
 from weft.report.time_charts import drawn_microbatches
 from weft.store.atomic import write_file

@@ -6,8 +6,7 @@ import itertools
 from typing import Any
 
 from weft.report import readable
-from weft.report.figure import PlotlyFigure, bare_figure, graph_objects, label
-from weft.report.palette import faint, job_colours
+from weft.report.figure import PlotlyFigure, bare_figure, faint, graph_objects, job_colours, label
 from weft.report.run_data import JobReport, ReportSpan, RunData
 from weft.report.series import in_chunks, rate_in_bins, rounded
 

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from weft.report import readable
-from weft.report.screen import Screen
+from weft.report.live import Screen
 from weft.report.sweep.live import leaderboard_table, status_line
 from weft.sweeps.record.trial import Trial
 from weft.sweeps.trial_loop import SweepRun

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from weft.backbone.fused.inputs import Inputs, InputShape
-from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.step import run_backward, run_forward
 from weft.backbone.out_of_memory import memory_errors
+from weft.backbone.path import Memory
 from weft.kernels.device import Graph, Stream, beside, empty_cache, record, synchronise
 from weft.kernels.lora.tables import SlotTable
 

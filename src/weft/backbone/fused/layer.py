@@ -24,8 +24,8 @@ import torch
 
 from weft.backbone.fused.attention import Attended, attention
 from weft.backbone.fused.inputs import Inputs
-from weft.backbone.fused.memory import Recompute
 from weft.backbone.fused.model import FusedLayer, FusedModel, Product
+from weft.backbone.path import Recompute
 from weft.kernels.layers.gated import gated, gated_grad
 from weft.kernels.layers.rms_norm import Added, RmsNorm, add_norm, norm_grad
 from weft.kernels.layers.rotary import rotate, rotate_grad

@@ -16,13 +16,13 @@ from weft.adapters.method import KernelCopy
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.graph import Captured, capture
 from weft.backbone.fused.inputs import Inputs, InputShape, input_array, input_shape, spans_of
-from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.step import Passed, run_backward, run_forward
 from weft.backbone.fused.tiles import tile_for
 from weft.backbone.judge import run_loss
 from weft.backbone.loss import BLOCK, BlockedLoss, Head
 from weft.backbone.packed import PackedBatch
+from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores
 from weft.cost.memory import LOSS_ROWS, MemoryModel
 from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from weft.backbone.fused.inputs import Inputs
 from weft.backbone.fused.layer import Context, Kept, ResidualGrad, ResidualStream, added, backward, forward
-from weft.backbone.fused.memory import Memory
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.offload import Offload, Parked
+from weft.backbone.path import Memory
 from weft.kernels.layers.rms_norm import add_norm, norm_grad
 from weft.kernels.lora.tables import SlotTable
 

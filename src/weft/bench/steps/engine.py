@@ -18,7 +18,7 @@ from weft.bench.steps.samples import packed_samples
 from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone
-from weft.engine.progress import PLANNED_BATCHES
+from weft.engine.jobs.progress import PLANNED_BATCHES
 from weft.spec import AdapterSpec, JobSpec
 
 FOREVER = 10**6

@@ -14,10 +14,10 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import quantise
 from weft.backbone.backbone import Backbone
-from weft.backbone.fused.memory import Memory
 from weft.backbone.load import fp8_copies
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.packing import attention
+from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores
 from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.plan.pack.lanes import plan_lanes
+from weft.plan.lanes import plan_lanes
 from weft.plan.program import Program, Step, Turn
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from weft.errors import PlanError
+from weft.plan.lanes import plan_lanes
 from weft.plan.pack.bounds import fewest_bins
 from weft.plan.pack.greedy import pack, pack_lane
-from weft.plan.pack.lanes import plan_lanes
 from weft.plan.pack.types import RoundLimits
 from weft.plan.program import Planner, Program, Step, Turn
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment

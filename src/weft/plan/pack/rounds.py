@@ -65,20 +65,20 @@ def pack_rounds(
     work = PackingWork(cost or LinearCost(), limits.num_stages, limits.room)
     started = previous.rounds[:num_started] if previous else ()
     before = [m for r in started for m in r.slots]
-    course = _Course.of(samples, limits, work)
+    to_pack = _RoundsToPack.of(samples, limits, work)
     is_end = num_rounds == len(samples) and all(q.is_all for q in jobs)
-    places = choose_places(course.demand, course.places_after(before), is_end=is_end)[: num_rounds + 1]
-    tasks = [course.task(r, places[r], places[r + 1]) for r in range(num_rounds)]
+    places = choose_places(to_pack.demand, to_pack.places_after(before), is_end=is_end)[: num_rounds + 1]
+    tasks = [to_pack.task(r, places[r], places[r + 1]) for r in range(num_rounds)]
     packer = Packer(limits, work, keep_order)
     packed = _run(packer, tasks, len(started), budget_s, num_workers)
-    _widen(course, packer, packed, before, places[-1])
+    _widen(to_pack, packer, packed, before, places[-1])
     rounds = (*started, *packed)
     stream = with_noops((m for r in rounds for m in r.slots), limits.lemma_distance)
     return RoundPlan(limits, rounds, stream, keep_order and (previous is None or previous.keeps_order))
 
 
 @dataclass(frozen=True)
-class _Course:
+class _RoundsToPack:
     """All rounds to pack, and what their jobs ask of slots."""
 
     samples: Sequence[tuple[Segment, ...]]
@@ -87,7 +87,7 @@ class _Course:
     demand: Demand
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[Segment, ...]], limits: RoundLimits, work: PackingWork) -> _Course:
+    def of(cls, samples: Sequence[tuple[Segment, ...]], limits: RoundLimits, work: PackingWork) -> _RoundsToPack:
         jobs = sorted({s.job for segments in samples for s in segments})
         number = {j: i for i, j in enumerate(jobs)}
         work_RJ, tokens_RJ = np.zeros((len(samples), len(jobs))), np.zeros((len(samples), len(jobs)))
@@ -142,15 +142,15 @@ class _Course:
 
 
 def _widen(
-    course: _Course, packer: Packer, packed: list[PackedRound], before: Sequence[Microbatch], end_J: Whole
+    to_pack: _RoundsToPack, packer: Packer, packed: list[PackedRound], before: Sequence[Microbatch], end_J: Whole
 ) -> None:
     """Tries rounds that are not proven again, with the places their neighbours have left free."""
     for r, old in enumerate(packed):
         if old.is_fewest and old.gap <= TOLERANCE:
             continue
-        before_J = course.places_after(packed[r - 1].slots if r else before)
-        after_J = course.places_before(packed[r + 1].slots) if r + 1 < len(packed) else end_J
-        task = course.task(r, before_J, after_J)
+        before_J = to_pack.places_after(packed[r - 1].slots if r else before)
+        after_J = to_pack.places_before(packed[r + 1].slots) if r + 1 < len(packed) else end_J
+        task = to_pack.task(r, before_J, after_J)
         found = packer.even(task)
         if found is not None:
             new = packer.packed(old.index, task.segments, *found, old.fewest)

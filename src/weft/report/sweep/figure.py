@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.report.figure import PlotlyFigure, graph_objects, label
-from weft.report.palette import faint
+from weft.report.figure import PlotlyFigure, faint, graph_objects, label
 from weft.report.series import Points, rounded
 from weft.report.sweep.board import Board, BoardTrial
 from weft.report.sweep.params import shortened, value_label

@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from weft.report.figure import PlotlyFigure, label
-from weft.report.palette import faint
+from weft.report.figure import PlotlyFigure, faint, label
 from weft.report.series import Points
 from weft.report.sweep.board import Board
 from weft.report.sweep.figure import fence, in_view, lines, marks, sweep_figure

@@ -20,7 +20,7 @@ from weft.data.chat.chat_template import Tokenizer
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, DataError, JobError
 from weft.execute.protocol import AnswersWork, EvaluationWork
 from weft.inference.answers import Answer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, DataError
 from weft.execute.protocol import Executor, NewJob, ReplicaFacts
 from weft.inference.attach import adapter_dir

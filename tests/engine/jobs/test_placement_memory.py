@@ -21,7 +21,7 @@ from weft.cost.shape import ModelShape
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import JobWarning
-from weft.engine.placement import Placement
+from weft.engine.jobs.placement import Placement
 from weft.errors import JobError
 from weft.execute.local import LocalExecutor
 from weft.execute.memory import state_bytes

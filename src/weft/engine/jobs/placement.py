@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from weft.engine.live_job import LiveJob
+from weft.engine.jobs.live_job import LiveJob
 from weft.errors import JobError
 from weft.execute.protocol import Executor, ReplicaMemory, ReplicaMemoryError
 from weft.job_state import JobState

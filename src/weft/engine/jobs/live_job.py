@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.data.dataset import JobData
-from weft.engine.progress import JobProgress
+from weft.engine.jobs.progress import JobProgress
 from weft.job_state import JobState, Reason
 from weft.objectives.metrics import MeanScores
 from weft.plan.program import Turn

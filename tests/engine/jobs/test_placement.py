@@ -29,7 +29,7 @@ from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, StepDone
-from weft.engine.placement import Placement
+from weft.engine.jobs.placement import Placement
 from weft.errors import JobError
 from weft.execute.optimizer import Optimizer
 from weft.job_state import JobState

@@ -17,8 +17,8 @@ from weft.engine.events import (
     JobWaiting,
     JobWarning,
 )
-from weft.engine.live_job import LiveJob, SettledSteps
-from weft.engine.placement import Placement
+from weft.engine.jobs.live_job import LiveJob, SettledSteps
+from weft.engine.jobs.placement import Placement
 from weft.engine.program_run import rewind
 from weft.engine.recorder import RunRecorder
 from weft.engine.timeline import TimelineRecorder

@@ -13,7 +13,7 @@ import torch
 import transformers
 from tiny_models import job_spec, random_data
 
-from weft.engine.progress import MAX_SKIPPED, JobProgress, learning_rate, warmup_steps
+from weft.engine.jobs.progress import MAX_SKIPPED, JobProgress, learning_rate, warmup_steps
 from weft.job_state import ReasonCode
 from weft.objectives.metrics import ACCURACY, LOSS, MetricSum
 from weft.plan.types import Segment
@@ -62,7 +62,7 @@ def run_batch(job: JobProgress, loss: float = 1.0, **updated: Any) -> Any:
 
 
 def test_progress_when_imported_then_torch_is_not():
-    code = "import sys, weft.engine.progress; assert 'torch' not in sys.modules"
+    code = "import sys, weft.engine.jobs.progress; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -27,7 +27,7 @@ def engine() -> Engine:
 def test_status_when_searched_for_writers_then_only_transitions_assign_it():
     """Every other module asks for a change, so that none goes unrecorded or untold."""
     writers = set()
-    for path in Path(weft.engine.__file__).parent.glob("*.py"):
+    for path in Path(weft.engine.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             targets = node.targets if isinstance(node, ast.Assign) else []
             if any(isinstance(target, ast.Attribute) and target.attr == "status" for target in targets):

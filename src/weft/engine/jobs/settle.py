@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from weft.engine.events import EvalDone, Event
-from weft.engine.lifecycle import Lifecycle
-from weft.engine.live_job import EvalResult, LiveJob
+from weft.engine.jobs.lifecycle import Lifecycle
+from weft.engine.jobs.live_job import EvalResult, LiveJob
 from weft.engine.program_run import ProgramRun
 from weft.errors import StorageError
 from weft.execute.protocol import EvaluationWork, ReplicaFaultError, ReplicaMemoryError
