@@ -247,3 +247,18 @@ def test_plan_when_a_device_has_too_little_memory_for_auto_then_takes_less_and_k
     found = json.loads(weft(*words).out)
     assert found["capacity"] == 4096 and found["fits"] and asked == [8192, 4096]
     assert json.loads(weft(*words, "capacity=8192").out)["capacity"] == 8192 and asked[2:] == [8192]
+
+
+def test_plan_when_a_method_has_no_kernels_then_its_jobs_are_in_a_group_apart_where_the_fast_path_runs(weft, here):
+    """As the engine packs them there; on a CPU all share microbatches."""
+    file = here / "jobs.yaml"
+    file.write_text(file.read_text().replace(", adapter: {r: 2}", ""))
+
+    def groups(*words: str) -> list[int]:
+        found = weft("plan", "jobs.yaml", "jobs.1.adapter={method: ia3}", "--steps", "2", "--json", *words)
+        assert found.code == 0, found.err
+        return [job["group"] for job in json.loads(found.out)["jobs"]]
+
+    assert groups("--device", "cpu") == [1, 1]
+    assert groups("--device", "h200") == [1, 2]
+    assert groups("--device", "h200", "kernels=reference") == groups("--device", "h200", "dtype=float32") == [1, 1]

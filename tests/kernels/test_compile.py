@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 FP8 = {"_quantise_rows", "fp8._dequantise", "_rounded_gated", "_rounded_gated_grad"}
 """Kernels with 8-bit floats, which 8.0 has not."""
 RANKS = {80: (64,), 89: (256,), 90: (64, 256)}
-"""A rank of one block of rank space or more takes the most shared memory. The newest GPU gets every form of a kernel; the
-older ones those that serve adapters, and one form of the others, each on the oldest GPU that takes it."""
+"""A rank of one block of rank space or more takes the most shared memory. The newest GPU gets every form of a kernel,
+the older ones those that serve adapters, and one form of the others, each on the oldest GPU that takes it."""
 NEWEST = max(RANKS)
 WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_gated", "_gated_grad",
                  "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad", "_rounded_gated",
@@ -194,7 +194,7 @@ def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:
 
 
 def is_compiled(kernel: Any, target: int) -> bool:
-    """Whether a kernel is for a target: 8.0 has no 8-bit floats; before 9.0 attention and products are the libraries'."""
+    """Whether a kernel is for a target: 8.0 has no 8-bit floats; attention and products are libraries' before 9.0."""
     name, module = kernel.__name__, kernel.fn.__module__.rsplit(".", 1)[1]
     if target < 89 and {name, f"{module}.{name}"} & FP8:
         return False

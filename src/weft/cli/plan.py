@@ -51,8 +51,8 @@ def plan(
     console = Console()
     with Console(stderr=True).status("reading the data and planning"):
         known = None if profile is None else load_profile(profile)
-        jobs = _outlines(spec, jobs_file.parent, steps)
         hardware = _hardware(spec, device if known is None else _device_of(known, device, profile))
+        jobs = _outlines(spec, jobs_file.parent, steps, is_fused=_is_fused(spec, hardware))
         for capacity in capacities(spec.capacity, hardware.name, spec.longest):
             cost = _cost(spec, hardware, capacity, stages, jobs)
             measured = None if known is None else _measured(known, cost, profile)
@@ -69,16 +69,27 @@ def plan(
     console.print("▒ forward  █ backward or both  | step  · idle", style="dim")
 
 
-def _outlines(spec: RunSpec, base_dir: Path, num_planned: int) -> list[JobOutline]:
+def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:
+    """Whether the run would take the fast path there, as far as the model's configuration tells."""
+    from weft.backbone.load import find_source, load_config
+    from weft.families.registry import why_unfit
+
+    if spec.kernels != "auto":
+        return spec.kernels == "fused"
+    is_slow = hardware.name == "cpu" or spec.dtype == "float32"
+    return not is_slow and why_unfit(load_config(find_source(spec.base_model))) is None
+
+
+def _outlines(spec: RunSpec, base_dir: Path, num_planned: int, *, is_fused: bool) -> list[JobOutline]:
     from weft.backbone.load import load_tokenizer
     from weft.data.load import load_job_data
 
     tokenizer = load_tokenizer(spec.base_model)
-    return [_outline(job, load_job_data(job, tokenizer, base_dir), num_planned) for job in spec.jobs]
+    return [_outline(job, load_job_data(job, tokenizer, base_dir), num_planned, is_fused=is_fused) for job in spec.jobs]
 
 
-def _outline(job: JobSpec, data: JobData, num_planned: int) -> JobOutline:
-    from weft.adapters.methods import cost_ranks
+def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -> JobOutline:
+    from weft.adapters.methods import cost_ranks, method_of
     from weft.data.global_batch import GlobalBatches
     from weft.data.order import BatchSchedule
     from weft.plan.types import Batch, JobQueue
@@ -87,7 +98,9 @@ def _outline(job: JobSpec, data: JobData, num_planned: int) -> JobOutline:
     order = BatchSchedule.of(job, data.train.num_groups)
     ahead, planned = GlobalBatches(data.train, order), min(order.num_steps, num_planned)
     batches = tuple(Batch(step, 0, tuple(ahead.lengths(step)), ahead.groups(step)) for step in range(planned))
-    queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority)
+    # As `Backbone.lane` says it: a method without kernels runs apart from those that have them.
+    lane = "reference" if is_fused and not method_of(job.adapter).has_kernels else ""
+    queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority, lane=lane)
     evals = 0 if data.eval is None else data.eval.summary.num_tokens * order.num_evals(job.eval_steps)
     return JobOutline(
         queue, order.num_steps, order.num_tokens(data.train.group_tokens), cost_ranks(job.adapter).widest, evals

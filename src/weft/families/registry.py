@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import get_args
 
 from weft.families.description import Config, Decoder
 from weft.families.gemma3 import gemma3
-from weft.families.layer_form import JOINED, SEPARATE
+from weft.families.layer_form import JOINED, SEPARATE, Activation
 from weft.families.llama import llama
 from weft.families.mistral import mistral
 from weft.families.phi3 import phi3
@@ -41,6 +42,9 @@ REFERENCE_FAMILIES = (
 )
 """Model types that run on the reference path and are tested against PEFT as those of the fast path are; any other is
 checked against its own attention when it is loaded. Experts stay frozen."""
+ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+"""Rotary positions that do not depend on how long a sample is; longrope's do beyond what `Backbone.max_positions`
+allows."""
 LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED) for path in site))
 """What the linears of a layer are called in any family."""
 
@@ -50,3 +54,17 @@ def describe(config: Config, name: str = "") -> Decoder:
     # Models that also see or hear keep their decoder's settings one level down.
     config = config.get("text_config") or config
     return FAMILIES.get(str(config.get("model_type", "")), llama)(config, name)
+
+
+def why_unfit(config: Config) -> str | None:
+    """Why the fast path does not take the model of a transformers configuration; None if it does."""
+    kind = str(config.get("model_type", ""))
+    if kind not in FAMILIES:
+        return f"{kind} is not among {', '.join(FAMILIES)}"
+    decoder = describe(config)
+    if decoder.sizes.form.activation is None:
+        return f"its activation is not {' or '.join(get_args(Activation))}"
+    for rotary in decoder.rotaries:
+        if rotary.scaling not in ROTARY_SCALINGS:
+            return f"its rotary positions are {rotary.scaling}"
+    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,15 +19,11 @@ from weft.backbone.fused.attention import needs_bounds
 from weft.families.description import Decoder
 from weft.families.kept import moved_names
 from weft.families.layer_form import Activation, LayerForm
-from weft.families.registry import FAMILIES, describe
+from weft.families.registry import describe, why_unfit
 from weft.kernels.device import is_gpu
 from weft.kernels.layers.rms_norm import RmsNorm
 from weft.kernels.layers.rotary import HeadNorms, Heads
 from weft.kernels.lora.tables import Site
-
-ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
-"""Rotary positions that do not depend on how long a sample is; longrope's do beyond what `Backbone.max_positions`
-allows."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +95,12 @@ class FusedModel:
 
 def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a model cannot take the fused step on a device; None if it can."""
-    config = model.config
     if len({type(linear.frozen) for linear in linears.values()}) > 1:
         return "some of its weights could not be quantised"
-    if config.model_type not in FAMILIES:
-        return f"{config.model_type} is not among {', '.join(FAMILIES)}"
-    decoder = describe(config.to_dict())
-    size = decoder.sizes.head_size
-    if decoder.sizes.form.activation is None:
-        return f"its activation is not {' or '.join(get_args(Activation))}"
-    for rotary in decoder.rotaries:
-        if rotary.scaling not in ROTARY_SCALINGS:
-            return f"its rotary positions are {rotary.scaling}"
+    config = model.config.to_dict()
+    if obstacle := why_unfit(config):
+        return obstacle
+    size = describe(config).sizes.head_size
     if is_gpu(device) and dtype == torch.float32:
         return "its weights are float32, and a GPU's kernels take bfloat16 or float16"
     if is_gpu(device) and (size > 256 or (needs_bounds(device) and size % 8)):
