@@ -64,7 +64,7 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class LossPass:
-    """What the supervised rows of a microbatch came to."""
+    """What one pass over the supervised rows of a microbatch found."""
 
     results_2N: torch.Tensor
     """Losses and hits."""

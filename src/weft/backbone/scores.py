@@ -1,4 +1,4 @@
-"""A microbatch under way."""
+"""The scores of a microbatch that a device still works on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Score
 
 
 class PendingScores:
-    """A microbatch that a device works on; to be made when all of its work has been asked for."""
+    """The scores of a microbatch that a device works on; it is made once all of that work has been asked for."""
 
     def __init__(self, passed: LossPass, batch: PackedBatch, begun: DeviceEvent) -> None:
         # Not all of it: the gradient's memory is needed again.

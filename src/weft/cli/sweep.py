@@ -1,4 +1,4 @@
-"""`weft sweep`: many configurations together on one backbone; the best one kept.
+"""`weft sweep` trains many configurations together on one backbone and keeps the best.
 
 weft sweep sweep.yaml                        what the file says
 weft sweep sweep.yaml --trials 32            at most 32 configurations

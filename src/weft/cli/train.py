@@ -1,4 +1,4 @@
-"""`weft train`: all jobs of a file together on one backbone."""
+"""`weft train` trains all jobs of a file together on one backbone."""
 
 from __future__ import annotations
 

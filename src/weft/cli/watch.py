@@ -1,4 +1,4 @@
-"""Follows a run as it trains: the live table, the trackers, and the answer to Ctrl-C."""
+"""Follows a run as it trains: it updates the live table and the trackers, and answers Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Executes programs: the step loop, jobs that come and go, evaluation, decoding."""
+"""The engine executes programs, and lets jobs come and go at step boundaries."""

@@ -29,7 +29,7 @@ NO_ROOM = Reason(
 
 
 class CapacityLimit:
-    """How many tokens a microbatch may hold: what was asked for, or less once the memory has run out."""
+    """The most tokens that a microbatch may hold: as many as were asked for, or fewer once the memory has run out."""
 
     def __init__(self, executor: Executor, allowed: Sequence[int], jobs: Mapping[str, LiveJob]) -> None:
         """`allowed`: what was asked for, and what may be taken instead to have microbatches full rather than large.

@@ -1,4 +1,4 @@
-"""What happens while the engine runs, as plain values in order."""
+"""Events: the engine tells in order, as plain values, what happens while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs made ahead of time, beside training, and how long their microbatches will take.
+"""Plans the next program while the current one trains, and learns how long microbatches take.
 
 A program made ahead is used only for the very queues it was made for. Who made a program changes no result, so training
 never waits for a slow planner: what is not ready in time, or could not be foreseen, is planned at once within a

@@ -1,4 +1,4 @@
-"""What a prepared run will do, told before it does it: microbatches, fill, memory and time.
+"""Predicts what a prepared run will do: its microbatches, how full they are, memory and time.
 
 Memory and time are measured on one real microbatch, the fullest of the plan, and extended to the whole plan. Memory of
 the fused step on a CPU, where neither autograd nor an allocator tells, is the memory model's.

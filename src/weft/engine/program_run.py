@@ -1,4 +1,4 @@
-"""One program under way. While a microbatch runs, the host makes ready what follows.
+"""Runs one program. While a microbatch runs on the device, the host prepares what follows it.
 
 That is the next microbatch of the program and, in a thread of its own, the next program. Both are exact: making a
 microbatch ready changes no job, so one that is not needed after all is just dropped. A device that works on by itself

@@ -1,4 +1,4 @@
-"""Keeps a job's state on disk: metrics, checkpoints, status, and the finished adapter. Without a directory, nothing."""
+"""Writes metrics, checkpoints, status and finished adapters of jobs to disk; without a directory it writes nothing."""
 
 from __future__ import annotations
 

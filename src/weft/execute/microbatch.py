@@ -52,7 +52,7 @@ def pack_microbatch(backbone: Backbone, jobs: Jobs, work: MicrobatchWork) -> Pac
 
 
 class MicrobatchInFlight:
-    """A microbatch that has been started: every segment's gradients go to its job, as soon as the device gets there."""
+    """A microbatch that has been started; the device adds every segment's gradients to those of its own job."""
 
     def __init__(self, backbone: Backbone, work: MicrobatchWork, batch: PackedBatch) -> None:
         self._owners = [segment.job for segment in work.microbatch.segments]

@@ -84,7 +84,7 @@ class ReplicaMemory:
 
 @dataclass(frozen=True)
 class AddedJob:
-    """What an executor says of a job it got to know."""
+    """What an executor says about a job that was added to it."""
 
     num_parameters: int
     """That are trained."""
@@ -94,7 +94,7 @@ class AddedJob:
 
 @dataclass(frozen=True)
 class NewJob:
-    """A job as an executor gets to know it."""
+    """A job with all that an executor has to know about it."""
 
     spec: JobSpec
     batches: GlobalBatches
@@ -150,7 +150,7 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class StepsWork(Work[Sequence["Updated"]]):
-    """The steps of some jobs, each as if alone."""
+    """The optimizer steps of some jobs; each job steps as if it were alone."""
 
     steps: tuple[StepOrder, ...]
     behind: Ticket[MicrobatchOutcome] | None = None
@@ -159,7 +159,7 @@ class StepsWork(Work[Sequence["Updated"]]):
 
 @dataclass(frozen=True)
 class EvaluationWork(Work[Sequence[MeanScores]]):
-    """The evaluation of some jobs, in the same microbatches; who has no seat gets one for as long as it takes."""
+    """The evaluation of some jobs in the same microbatches; a job without a seat gets one for as long as it takes."""
 
     jobs: tuple[str, ...]
     capacity: int
@@ -186,7 +186,7 @@ class StateWork(Work[dict[str, "torch.Tensor"]]):
 
 @dataclass(frozen=True)
 class TrialRun:
-    """What a microbatch took that was only tried."""
+    """The time and memory of a microbatch that was only tried out."""
 
     seconds: float
     held_bytes: int

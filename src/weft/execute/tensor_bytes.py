@@ -17,7 +17,7 @@ from weft.kernels.device import is_cpu
 
 
 class TensorBytes(TorchDispatchMode):
-    """While entered, knows the bytes of the storages made since."""
+    """Counts the bytes of the storages that are made while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Where a job's tensors lie: its adapter, its optimizer's moments and its best weights, on the CPU or on a device."""
+"""The tensors of a job: its adapter, its optimizer's moments and its best weights, on the CPU or on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a device gets somewhere in its work: the time there, numbers sent there, and numbers brought back from there.
+"""Points in a device's work: the time when it gets there, and numbers that are copied to it or back from it.
 
 A GPU works on while the host goes on, so all of these are asked for in advance. What is waited for is waited for later,
 and not with it what was started in between.

@@ -1,4 +1,4 @@
-"""Who trains now: preemptive priorities, fair share between tenants, first come first served, as many as fit.
+"""Decides who trains now: preemptive priorities, fair share between tenants, first come first served, as many as fit.
 
 Problem: given the jobs that train and those that wait, choose the set R that trains next, the first in the order
 

@@ -31,7 +31,7 @@ TRACKED = (
 
 
 class Tracker(Protocol):
-    """Where metrics go. Jobs come into being with their first metric."""
+    """Where metrics go. A tracker hears of a job with its first metric."""
 
     def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
         """Records metrics of one job at one of its steps."""

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json and our AdapterSpec, each from the other.
+"""Converts between PEFT's adapter_config.json and our AdapterSpec.
 
 What all methods have is here; the keys of a method are written and read by its own `PeftFormat`. A key that changes
 what the weights mean and that we do not implement is refused by name, so an adapter is never quietly read as something

@@ -17,7 +17,7 @@ from weft.kernels.device import Stream, current_stream, is_gpu, on_stream
 
 @dataclass(frozen=True)
 class Parked:
-    """A layer's kept tensors, the large ones elsewhere."""
+    """What a layer keeps, with the large tensors in the machine's own memory."""
 
     kept: Kept
     host: dict[str, torch.Tensor]
@@ -31,7 +31,7 @@ class Parked:
 
 
 class Offload:
-    """The traffic of one microbatch."""
+    """Moves what the layers of one microbatch keep to the machine's own memory and back."""
 
     def __init__(self, device: torch.device, names: Sequence[str]) -> None:
         """`names`: the fields of `Kept` that are moved."""

@@ -22,7 +22,7 @@ from weft.kernels.lora.tables import SlotTable
 
 @dataclass
 class Passed:
-    """A forward pass on its way back."""
+    """What a forward pass leaves for the backward pass."""
 
     context: Context
     hidden_TD: torch.Tensor

@@ -1,4 +1,4 @@
-"""`weft export` and `weft merge`: what a trained adapter needs to leave for a server or to become a model."""
+"""`weft export` and `weft merge` make a trained adapter ready for a server, or make a whole model of it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from weft.spec import JobSpec
 
 @dataclass(frozen=True)
 class EvalResult:
-    """An evaluation that is done and not yet told."""
+    """An evaluation that is done but has not been told yet."""
 
     step: int
     means: MeanScores

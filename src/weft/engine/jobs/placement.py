@@ -1,4 +1,4 @@
-"""Who has a place on the backbone: `plan.admit` decides at step boundaries, this has the executor carry it out.
+"""Gives jobs their places on the backbone: `plan.admit` decides at step boundaries, and the executor carries it out.
 
 A job that waits, is paused or has ended keeps its whole state on the CPU and costs the GPU nothing. A job with a place
 has its weights, gradients and moments beside the backbone, and a slot. Moving between the two changes no bit.

@@ -1,4 +1,4 @@
-"""How far a job has come: what a checkpoint records besides tensors. No tensor is here, and nothing of other jobs.
+"""Counts how far a job has come, which is what a checkpoint records besides tensors. No other job plays a part in it.
 
 Learning rates are pure functions of the step; their names and formulas are those of transformers.
 """

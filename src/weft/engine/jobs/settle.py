@@ -1,4 +1,4 @@
-"""What a step leaves to do once it is told: metrics, evaluation, checkpoint, and the end of the job."""
+"""Does what is due after a step has been told: metrics, evaluation, checkpoint, and the end of the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cross entropy of rows of logits and whose target is their largest, with the gradient written over the logits.
+"""Cross entropy of rows of logits: losses, which targets have the largest logit, and gradients in place of the logits.
 
 For each row b with logits x, target t and weight w (no cap: z = x):
     z      = cap · tanh(x / cap)

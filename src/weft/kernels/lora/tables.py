@@ -97,7 +97,7 @@ def rank_classes(ranks: Collection[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """A launch that takes the rows whose adapter's widest rank is above one and up to another, and leaves others alone.
+    """A launch for the rows whose adapter's widest rank lies within bounds; it leaves all other rows alone.
 
     So what computes a row depends on its own adapter, never on how wide a neighbour is: block sizes of another class
     would round otherwise. And a row costs what its rank costs: a program that could also serve a rank of 256 would have

@@ -1,4 +1,4 @@
-"""Lower bounds of the number of microbatches: what no packing can better, so that a good one needs no solver.
+"""Lower bounds of the number of microbatches, which no packing can beat; one that reaches them needs no solver.
 
 Problem: min number of bins of `room` tokens for samples of given lengths. Any packing needs at least
 

@@ -1,4 +1,4 @@
-"""Below what no schedule of a sweep can come, whatever its packs, ways, degrees and order.
+"""Lower bounds that no schedule of a sweep can beat, whatever its packs, ways, degrees and order.
 
 Work. A pack H run in way q takes d_q GPUs for T_q(H), and of its M microbatches
 

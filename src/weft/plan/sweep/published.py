@@ -82,7 +82,7 @@ def tail_bound(makespan_s: float, last_s: float, last_gpus: int, num_gpus: int) 
 
 
 class Throughput:
-    """F(d, K), remembered."""
+    """Computes F(d, K) once for each pair and remembers it."""
 
     def __init__(self, cost: PackCost) -> None:
         self.cost = cost
