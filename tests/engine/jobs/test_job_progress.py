@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from tiny_models import job_spec, random_data
 
 from weft.engine.jobs.progress import MAX_SKIPPED, JobProgress, learning_rate, warmup_steps
 from weft.job_state import ReasonCode
+from weft.kernels.adamw import Updated
 from weft.objectives.metrics import ACCURACY, LOSS, MetricSum
 from weft.plan.types import Segment
 from weft.spec.job import SCHEDULES
@@ -58,7 +58,7 @@ def run_batch(job: JobProgress, loss: float = 1.0, **updated: Any) -> Any:
     for index, length in enumerate(job.batches.lengths(job.step)):
         job.add_score(Segment("a", job.step, index, length), {LOSS: MetricSum(loss, 1.0), ACCURACY: MetricSum(1, 1)})
     given = {"grad_norm": 1.0, "largest": 1.0, "skipped": False, **updated}
-    return job.finish_step(job.learning_rate(), SimpleNamespace(**given))
+    return job.finish_step(job.learning_rate(), Updated(**given))
 
 
 def test_progress_when_imported_then_torch_is_not():
