@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ class StopRequest:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """What a signal calls."""
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
@@ -41,13 +44,26 @@ class StopRequest:
 
 @contextmanager
 def stop_signals(request: StopRequest) -> Iterator[None]:
-    """Ctrl-C and a plain kill ask for a stop while the block runs."""
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Ctrl-C, a plain kill and a terminal that is closed ask for a stop while the block runs."""
+    heeded = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        # Under nohup it is ignored, and is to stay so.
+        heeded.append(signal.SIGHUP)
+    before = {number: signal.signal(number, request) for number in heeded}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    """Sends what is still printed nowhere: the terminal is gone, and writing to it would raise."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if os.isatty(descriptor):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def follow(run: PreparedRun, directory: RunDirectory, console: Console) -> tuple[dict[str, JobState], bool]:
