@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 
 
@@ -18,7 +19,10 @@ def demo(
     model: Annotated[
         str, typer.Option(help="tiny (embedded) or smollm2 (135 M parameters, about five minutes).")
     ] = "tiny",
-    out: Annotated[Path, typer.Option(help="Where results go; an earlier demo there is replaced.")] = Path("runs/demo"),
+    out: Annotated[
+        Path,
+        typer.Option(parser=user_path, metavar="PATH", help="Where results go; an earlier demo there is replaced."),
+    ] = Path("runs/demo"),
 ) -> None:
     """Train several adapters together on a small backbone and see what they learnt."""
     from weft.backbone.load import find_source

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 from weft.spec import JobSpec, RunSpec, load_run
 
@@ -27,7 +28,7 @@ PLANNED_STEPS = 32
 
 
 def plan(
-    jobs_file: Annotated[Path, typer.Argument(help="The jobs file.")],
+    jobs_file: Annotated[Path, typer.Argument(parser=user_path, metavar="PATH", help="The jobs file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: capacity=8192")] = None,
     device: Annotated[
         str, typer.Option(help="Kind of device to plan for: cpu, h200, h100, a100-80, … Default: what is here.")

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weft.cli.user_path import user_path
 from weft.errors import StorageError
 from weft.spec import RunSpec, load_run
 from weft.spec.load import locate
@@ -23,9 +24,15 @@ if TYPE_CHECKING:
 
 
 def train(
-    jobs_file: Annotated[Path, typer.Argument(help="The jobs file; `weft init` writes one to start from.")],
+    jobs_file: Annotated[
+        Path,
+        typer.Argument(parser=user_path, metavar="PATH", help="The jobs file; `weft init` writes one to start from."),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: jobs.0.adapter.r=32")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where results go. Default: the file's output_dir.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=user_path, metavar="PATH", help="Where results go. Default: the file's output_dir."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output directory.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, train nothing.")] = False,
     keep_going: Annotated[

