@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,29 @@ def backbone():
 @pytest.fixture(scope="module")
 def undisturbed(backbone):
     return train(backbone, [small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2)], capacity=48)
+
+
+def test_job_when_held_at_a_step_then_stands_there_until_it_may_go_on_and_ends_the_same(backbone, undisturbed):
+    """A job that is held keeps its place and takes no step beyond; the others do not notice."""
+    engine = Engine(backbone, capacity=48)
+    submit(engine, small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2))
+    engine.hold("a", 2)
+    engine.hold("b", 5)
+    steps = [(event.job, event.step) for event in engine.events() if isinstance(event, StepDone)]
+    assert max(step for job, step in steps if job == "a") == 2
+    assert max(step for job, step in steps if job == "b") == 5
+    assert engine.jobs["a"].state is JobState.RUNNING and engine.jobs["c"].state is JobState.SUCCEEDED
+    assert not list(engine.events()), "nobody can go on"
+
+    def release(_: Engine, event: Event) -> None:
+        if isinstance(event, StepDone) and event.job == "b" and event.step == 7:
+            engine.hold("a", 6)
+
+    engine.hold("b", 12)
+    outcomes = finish(engine, release)
+    for name, held_at in (("a", 2), ("b", 5)):
+        expected = replace(undisturbed[name], losses=undisturbed[name].losses[held_at:])
+        assert_same_bits(outcomes[name], replace(expected, accuracies=undisturbed[name].accuracies[held_at:]))
 
 
 def test_commands_when_given_from_another_thread_then_obeyed_and_others_keep_their_bits(backbone, undisturbed):

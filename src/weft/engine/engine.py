@@ -91,6 +91,8 @@ class Engine:
         self._is_within = False
         """Something is under way of which jobs have not been told; for good, if it is interrupted."""
         self._stopping = False
+        self._has_released = False
+        """A job may go further than the program that runs was planned for."""
 
     @property
     def limits(self) -> Limits:
@@ -138,6 +140,15 @@ class Engine:
         """Lets a paused job go on."""
         self._command("resume", name)
 
+    def hold(self, name: str, step: int) -> None:
+        """Lets a job take no step beyond this one for now; it keeps its place.
+
+        `events` ends once no job can go on; hold the job at a later step, and it goes on with the next call.
+        """
+        progress = self._job(name).progress
+        before, progress.hold_step = progress.hold_step, min(max(step, progress.step), progress.num_steps)
+        self._has_released |= progress.hold_step > before
+
     def run(self) -> dict[str, LiveJob]:
         """Trains until nothing is left to do; returns all jobs by name."""
         for _ in self.events():
@@ -165,11 +176,11 @@ class Engine:
             for job in self._lifecycle.running():
                 if not job.is_settled:
                     yield from self._settlement.settle(job, self._program)
-            running = self._lifecycle.running_next()
-            if running:
+            training = self._lifecycle.running_next()
+            if training:
                 with self._places.watched():
-                    yield from self._execute(running)
-            elif not self._commands and not self._places.waiting():
+                    yield from self._execute(training)
+            elif not self._commands and (self._lifecycle.running() or not self._places.waiting()):
                 break
         yield from self._finish_program()
         if self._stopping:
@@ -211,7 +222,7 @@ class Engine:
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Plans the next program and runs it, until its end or until something changes who trains."""
         program = ProgramRun(self.executor, running, self._plans, self.limits, self.row_tile, self.timeline)
-        self._program = program
+        self._program, self._has_released = program, False
         while names := program.next_jobs():
             done: list[Event] | None = None
             failure: Exception | None = None
@@ -237,7 +248,8 @@ class Engine:
             self._untold.extend(done)
             yield from self._tell()
             is_settled = all(job.state is JobState.RUNNING and job.is_settled for job in running)
-            if self._stopping or self._commands or not is_settled or running != self._lifecycle.running_next():
+            has_changed = self._has_released or running != self._lifecycle.running_next()
+            if self._stopping or self._commands or has_changed or not is_settled:
                 return
 
     def _finish_program(self) -> list[Event]:

@@ -187,11 +187,11 @@ class ProgramRun:
             self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
 
     def _until_an_end(self) -> list[Turn]:
-        """What runs before the jobs that train are others: all, or up to the steps with which a job ends, and what is
-        started before they are known to be done."""
+        """What runs before the jobs that train are others: all, or up to the steps with which a job ends or holds, and
+        what is started before they are known to be done."""
         turns = list(self._rest)
         for place, turn in enumerate(turns, start=1):
-            if any(step.step + 1 == self._jobs[step.job].num_steps for step in turn.steps):
+            if any(step.step + 1 == self._jobs[step.job].progress.hold_step for step in turn.steps):
                 begun = turns[place : place + self._executor.facts.works_on]
                 return [*turns[:place], *(Turn(later.microbatch) for later in begun)]
         return turns

@@ -59,8 +59,8 @@ class Lifecycle:
         return [job for job in list(self.jobs.values()) if job.state is JobState.RUNNING]
 
     def running_next(self) -> list[LiveJob]:
-        """The jobs that train next: all, or one alone while it is to be found out which of them cannot."""
-        running = self.running()
+        """The jobs that train next: all that are not held, or one alone while it is to be found out which cannot."""
+        running = [job for job in self.running() if not job.progress.is_held]
         suspects = [job for job in running if job.is_suspect]
         return suspects[:1] or running
 

@@ -61,6 +61,8 @@ class JobProgress:
         self.best_eval: float | None = None
         self.evals_since_best = 0
         self.stopped_early = False
+        self.hold_step = self.num_steps
+        """The step it is not to go beyond for now."""
         self.diverged: Reason | None = None
         """Why the job cannot go on, once it cannot."""
         self.num_rewinds = 0
@@ -76,6 +78,11 @@ class JobProgress:
     def is_complete(self) -> bool:
         """All steps are done."""
         return self.stopped_early or self.step >= self.num_steps
+
+    @property
+    def is_held(self) -> bool:
+        """It stands at the step it is not to go beyond, and has not ended."""
+        return not self.is_complete and self.step >= self.hold_step
 
     @property
     def epoch(self) -> float:
@@ -97,14 +104,14 @@ class JobProgress:
         return self._queue(self.step, self.index, self.num_tokens, priority, lane)
 
     def queue_after(self, turns: Sequence[Turn], priority: int, lane: str = "") -> JobQueue | None:
-        """The queue once these have run too, if nothing comes in between; None if the job has ended then."""
+        """The queue once these have run too, if nothing comes in between; None if the job has ended or holds then."""
         name, step, index, num_tokens = self._spec.name, self.step, self.index, self.num_tokens
         for turn in turns:
             index += sum(segment.job == name for segment in turn.microbatch.segments)
             if any(due.job == name for due in turn.steps):
                 num_tokens += self.batches[step].num_tokens
                 step, index = step + 1, 0
-        return self._queue(step, index, num_tokens, priority, lane) if step < self.num_steps else None
+        return self._queue(step, index, num_tokens, priority, lane) if step < self.hold_step else None
 
     def add_score(self, segment: Segment, score: Score) -> None:
         """Counts one sample, which has run, and its score towards the current global batch."""
@@ -193,13 +200,13 @@ class JobProgress:
         return Reason(ReasonCode.DIVERGED, f"diverged: {found} {advice}")
 
     def _queue(self, first_step: int, first_index: int, num_tokens: int, priority: int, lane: str) -> JobQueue:
-        last = min(self.num_steps, first_step + PLANNED_BATCHES)
+        last = min(self.hold_step, first_step + PLANNED_BATCHES)
         batches = []
         for step in range(first_step, last):
             first = first_index if step == first_step else 0
             lengths = tuple(self.batches.lengths(step)[first:])
             batches.append(Batch(step, first, lengths, self.batches.groups(step, first)))
-        return JobQueue(self._spec.name, tuple(batches), last == self.num_steps, priority, num_tokens, lane=lane)
+        return JobQueue(self._spec.name, tuple(batches), last == self.hold_step, priority, num_tokens, lane=lane)
 
 
 def warmup_steps(setting: float, num_steps: int) -> int:
