@@ -73,7 +73,7 @@ def test_sweep_when_stopped_then_every_trial_is_saved_and_goes_on_from_there(set
     assert [json.loads(Path(f"out/trials/t00{i}/status.json").read_text())["step"] for i in range(4)] == [9] * 4
 
 
-def test_trial_when_it_goes_on_from_an_earlier_step_then_what_was_seen_later_is_forgotten_first(settings):
+def test_trial_when_it_goes_on_from_an_earlier_step_then_what_was_seen_later_is_known_and_seen_again(settings):
     class GoneError(Exception):
         """The process is no more."""
 
@@ -92,11 +92,11 @@ def test_trial_when_it_goes_on_from_an_earlier_step_then_what_was_seen_later_is_
 
     def note(kind, trial, text):
         if kind == "started":
-            begun.append((trial.name, trial.steps, list(trial.points), list(trial.losses)))
+            begun.append((trial.name, trial.steps, trial.points[0].step, list(trial.losses)))
 
     with open_run(prepare_sweep(spec, Path()), Path("out"), resume=True, on_news=note) as run:
         run.train()
-        assert begun == [(f"t00{i}", 0, [], []) for i in range(4)]
+        assert begun == [(f"t00{i}", 0, 3, []) for i in range(4)]
         assert [[point.step for point in trial.points] for trial in run.trials] == [[3, 6, 9]] * 4
 
 
@@ -157,14 +157,15 @@ def test_record_when_written_then_is_read_back_and_a_torn_line_is_dropped(tmp_pa
     record.add_trial(trial, 0.25)
     assert TrialsFile(tmp_path).read()[0].started_s == 0.25, "one that was killed is known to have started"
     trial.points = [Observation(2, 20, 0.5, 1.0)]
-    record.add_point(trial, -1)
+    record.add_point(trial, trial.points[-1])
     trial.started_s, trial.ended_s = 0.5, 7.5
     trial.state, trial.reason, trial.steps, trial.tokens = TrialState.STOPPED, "because", 2, 20
+    trial.end_tick = 2
     record.add_end(trial, 7.5)
     whole = record.path.read_bytes()
     record.path.write_bytes(whole + b'{"kind": "poi')
     again = TrialsFile(tmp_path)
-    assert again.read() == [trial] and again.seconds == 7.5
+    assert again.read() == [trial] and (again.seconds, again.tick) == (7.5, 2)
     assert record.path.read_bytes() == whole
 
 
@@ -172,17 +173,18 @@ def test_record_when_a_point_is_seen_again_then_the_later_line_counts(tmp_path):
     record = TrialsFile(tmp_path)
     trial = Trial(0, "t000", {})
     record.add_trial(trial, 0.0)
-    for step in (2, 4, 2):
-        trial.points.append(Observation(step, 10 * step, 1.0 / step, float(step)))
-        record.add_point(trial, -1)
+    for at_s, step in enumerate((2, 4, 2), start=1):
+        trial.points.append(Observation(step, 10 * step, 1.0 / step, float(at_s)))
+        record.add_point(trial, trial.points[-1])
     (read,) = record.read()
-    assert [point.step for point in read.points] == [2] and read.state is TrialState.TRAINING
+    seen = [(point.step, point.at_s) for point in read.points]
+    assert seen == [(2, 3.0), (4, 2.0)] and read.state is TrialState.TRAINING
 
 
 def test_record_when_a_trial_never_trained_then_it_has_neither_a_start_nor_an_end(tmp_path):
     """Reports draw trials from start to end; one that failed at once, or was taken over, takes no time."""
     record = TrialsFile(tmp_path)
-    trial = Trial(0, "t000", {"r": 4}, TrialState.FAILED, "too large", total_steps=9)
+    trial = Trial(0, "t000", {"r": 4}, TrialState.FAILED, "too large", total_steps=9, end_tick=0)
     record.add_trial(trial, 5.0)
     record.add_end(trial, 7.0)
     assert TrialsFile(tmp_path).read() == [trial]
@@ -193,7 +195,7 @@ def test_record_when_taken_over_points_are_older_than_the_sweep_then_its_clock_d
     record = TrialsFile(tmp_path)
     trial = Trial(0, "t000", {"r": 4}, points=[Observation(2, 20, 0.5, 1.0)], total_steps=9)
     record.add_trial(trial, 5.0)
-    record.add_point(trial, -1)
+    record.add_point(trial, trial.points[-1])
     again = TrialsFile(tmp_path)
     again.read()
     assert again.seconds == 5.0

@@ -161,7 +161,7 @@ def test_budget_when_it_is_used_up_then_running_trials_are_judged_and_kept(setti
     assert all("the budget of 300 tokens was used up" in trial.reason for trial in result.trials)
     assert all(trial.value is not None for trial in result.trials)
     assert result.best is not None and Path("out/best/adapter_model.safetensors").exists()
-    assert 300 <= sum(trial.tokens for trial in result.trials) < 600
+    assert 260 < sum(trial.tokens for trial in result.trials) <= 300, "a step that would exceed it is not begun"
     for trial in result.trials:
         status = json.loads(Path(f"out/trials/{trial.name}/status.json").read_text())
         assert (status["state"], status["step"]) == ("cancelled", trial.steps)
@@ -178,9 +178,10 @@ def test_trial_when_it_has_been_stopped_then_what_the_engine_still_tells_of_it_i
     for budget in (260, 300):  # the one is used up by the first of four trials, the other by a later one
         result = weft.sweep(settings(max_tokens=budget, job={"eval_steps": 1}, output_dir=f"out{budget}"))
         told = lines(f"out{budget}/trials.jsonl")
-        assert len({trial.steps for trial in result.trials}) == 1, "all four had taken the step that used it up"
+        assert sum(trial.tokens for trial in result.trials) <= budget
+        assert max(t.steps for t in result.trials) - min(t.steps for t in result.trials) <= 1, "side by side"
         for trial in result.trials:
-            kinds = [line["kind"] for line in told if line["name"] == trial.name]
+            kinds = [line["kind"] for line in told if line.get("name") == trial.name]
             assert kinds.count("end") == 1 and kinds[-1] == "end"
             assert trial.points[-1].step == trial.steps == len({point.step for point in trial.points})
             assert trial.points[-1].tokens == trial.tokens

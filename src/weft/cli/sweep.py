@@ -12,12 +12,14 @@ weft sweep sweep.yaml --resume               go on after a stop or a crash
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError, WeftError
 from weft.spec.load import parse, place_of
 from weft.spec.load_sweep import in_its_words, load_sweep, space_of
@@ -32,10 +34,18 @@ SHOWN = 40
 
 
 def sweep(
-    sweep_file: Annotated[Path, typer.Argument(help="The sweep file; a jobs file with one job will do with --space.")],
+    sweep_file: Annotated[
+        Path,
+        typer.Argument(
+            parser=user_path, metavar="PATH", help="The sweep file; a jobs file with one job will do with --space."
+        ),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: job.max_steps=200")] = None,
     space: Annotated[str | None, typer.Option(help="A file with the search space, such as Axolotl's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where results go. Default: the file's output_dir.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=user_path, metavar="PATH", help="Where results go. Default: the file's output_dir."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in the output directory.")] = False,
     trials: Annotated[int | None, typer.Option(help="Most configurations to try; short for trials=…")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to train on; short for max_tokens=…")] = None,
@@ -100,6 +110,7 @@ def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftErr
 
 
 def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, resume: bool, dry_run: bool) -> int:
+    begun_s = time.perf_counter()
     from weft.cli.watch import StopRequest, stop_signals
     from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
     from weft.sweeps.live_board import LiveBoard
@@ -107,7 +118,7 @@ def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, r
     folder = out or Path(spec.output_dir)
     spec = check_folder(spec, folder, resume=resume)
     with console.status("loading the backbone and the data"):
-        prepared = prepare_sweep(spec, file.parent, begun_at(folder) if resume else None)
+        prepared = prepare_sweep(spec, file.parent, begun_at(folder) if resume else None, begun_s=begun_s)
     _introduce(prepared, console)
     if dry_run:
         _show_plan(prepared, console)

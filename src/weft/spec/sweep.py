@@ -154,11 +154,11 @@ class SweepSpec(RunSpec):
 
     jobs: tuple[JobSpec, ...] = setting(())
     """Not written: trials are the jobs."""
-    output_dir: str = setting("runs/sweep", aliases=("out_dir",))
+    output_dir: str = setting("runs/sweep", aliases=("out_dir",), is_path=True)
     """Where results go. Relative to the working directory."""
     defaults: dict[str, Any] = setting(factory=dict, aliases=("job", "base"))
     """Job settings of every trial; what the space says comes on top."""
-    space: dict[str, Any] | str = setting(factory=dict, aliases=("parameters", "search_space"))
+    space: dict[str, Any] | str = setting(factory=dict, aliases=("parameters", "search_space"), is_path=True)
     """The parameters to search, or a file with them, such as a sweep file of Axolotl."""
     sampler: str = setting("auto", aliases=("method", "search_alg"), choices=SAMPLERS)
     """Which points are tried: grid (all), random, one of Optuna's (tpe, gp, qmc, nsgaii), or auto: grid where the
@@ -166,9 +166,9 @@ class SweepSpec(RunSpec):
     trials: int | None = setting(None, aliases=("n_trials", "num_samples", "max_trials"), rule=at_least(1))
     """Most configurations to try."""
     max_tokens: int | None = setting(None, rule=at_least(1))
-    """Most tokens to train on, over all trials."""
+    """Most tokens to train on, over all trials; a step that would exceed it is not begun."""
     max_seconds: float | None = setting(None, aliases=("timeout",), rule=above(0))
-    """Longest time to train, in seconds."""
+    """Longest time to take, in seconds, loading included; the sweep ends at the next step."""
     all_points: bool = setting(False)
     """Train a grid of any size without a budget."""
     seed: int = setting(42, rule=between(0, 2**32))
@@ -177,7 +177,7 @@ class SweepSpec(RunSpec):
     """By what trials are judged; a metric's name alone will do."""
     early_stop: EarlyStopSpec = setting(factory=EarlyStopSpec, aliases=("early_stopping",))
     """When a trial is stopped because others do better; a rule's name alone will do."""
-    start_from: str | None = setting(None)
+    start_from: str | None = setting(None, is_path=True)
     """The folder of an earlier sweep: what it found is told to the sampler, and no configuration is trained again."""
     storage: str | None = setting(None)
     """An Optuna storage such as sqlite:///study.db that gets every trial too."""

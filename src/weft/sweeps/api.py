@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -69,6 +70,8 @@ class PreparedSweep:
     objective: TrialObjective
     previous: PreviousSweep | None
     notes: tuple[str, ...]
+    begun_s: float
+    """When it was begun to be prepared, on the clock of `time.perf_counter`."""
 
 
 def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **overrides: Any) -> SweepResult:
@@ -76,6 +79,7 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
 
     Keywords replace settings, such as `trials=8`. Paths are relative to the file, or to the working directory.
     """
+    begun_s = time.perf_counter()
     if isinstance(given, Mapping):
         tree, base_dir = dict(given), Path()
     else:
@@ -90,7 +94,7 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
     folder = Path(spec.output_dir)
     spec = check_folder(spec, folder, resume=resume)
     try:
-        prepared = prepare_sweep(spec, base_dir, begun_at(folder) if resume else None)
+        prepared = prepare_sweep(spec, base_dir, begun_at(folder) if resume else None, begun_s=begun_s)
     except ConfigError as error:
         raise in_its_words(error, tree) from None
     with open_run(prepared, folder, resume=resume) as run:
@@ -125,8 +129,14 @@ def begun_at(folder: Path) -> datetime.datetime | None:
     return clock_of(RunDirectory.record_of(folder / TRIALS))
 
 
-def prepare_sweep(spec: SweepSpec, base_dir: Path, clock: datetime.datetime | None = None) -> PreparedSweep:
-    """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed."""
+def prepare_sweep(
+    spec: SweepSpec, base_dir: Path, clock: datetime.datetime | None = None, *, begun_s: float | None = None
+) -> PreparedSweep:
+    """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed.
+
+    What a budget of time counts began at `begun_s` of `time.perf_counter`, or now.
+    """
+    begun_s = time.perf_counter() if begun_s is None else begun_s
     space = space_of(spec)
     name = sampler_name(spec, space)
     make_sampler(spec, space)
@@ -153,6 +163,7 @@ def prepare_sweep(spec: SweepSpec, base_dir: Path, clock: datetime.datetime | No
         objective=objective,
         previous=previous,
         notes=notes,
+        begun_s=begun_s,
     )
 
 
@@ -185,6 +196,7 @@ def open_run(
             directory=directory,
             base_dir=prepared.base_dir,
             trackers=trackers,
+            startup_s=time.perf_counter() - prepared.begun_s,
             previous=prepared.previous,
             copy_trial=copy_trial,
         )
@@ -195,7 +207,7 @@ def conclude(run: SweepRun) -> SweepResult:
     """Measures what one by one would have taken, writes the report, and returns what was found."""
     ledger = run.ledger
     ledger.stop_clock()
-    if run.context.spec.compare_speed:
+    if run.context.spec.compare_speed and not run.is_out_of_time:
         # A sweep that only had to be looked at again keeps what was measured then.
         ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
     ledger.write(at_once=True)

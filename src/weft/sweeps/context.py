@@ -34,6 +34,8 @@ class SweepContext:
     directory: RunDirectory
     base_dir: Path
     trackers: Trackers
+    startup_s: float
+    """What loading and checking everything took."""
     previous: PreviousSweep | None = None
     """The sweep that this one starts from."""
     copy_trial: Callable[[Mapping[str, Any], Trial], None] = lambda point, trial: None

@@ -11,6 +11,7 @@ from rich.text import Text
 from weft.report import readable
 from weft.report.live import Screen
 from weft.report.sweep.live import leaderboard_table, status_line
+from weft.sweeps.eta import remaining_s
 from weft.sweeps.record.trial import Trial
 from weft.sweeps.trial_loop import SweepRun
 
@@ -56,7 +57,9 @@ class LiveBoard:
             return Text()
         board = self._run.ledger.board(with_curves=False)
         table = leaderboard_table(board, limit=max(self._console.height - FRAME_LINES, 1))
-        return Group(table, Text(), status_line(board))
+        ledger = self._run.ledger
+        left_s = remaining_s(ledger.trials, self._run.num_planned, ledger.seconds, self._run.context.spec)
+        return Group(table, Text(), status_line(board, left_s))
 
     def _say_plainly(self, kind: str, trial: Trial, text: str) -> None:
         """The lines a log gets: the start, the values, and the end of each trial."""

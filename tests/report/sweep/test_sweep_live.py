@@ -56,6 +56,8 @@ def test_status_line_then_it_has_the_best_the_counts_and_the_speed_up() -> None:
     assert f"best eval_loss {best['value']:.4f} ({best['name']})" in text
     assert "4.70x as fast as one by one" in text
     assert " · 21 done · 19 stopped · " in text
+    assert "left" not in text
+    assert " · about 2:05 left · " in status_line(board, remaining_s=125.0).plain
 
 
 def test_status_line_when_nothing_is_known_then_it_is_still_a_line() -> None:

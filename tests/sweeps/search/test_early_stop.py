@@ -71,15 +71,15 @@ def test_asha_when_larger_is_better_then_the_largest_go_on():
 
 @pytest.mark.parametrize("is_max", [False, True])
 def test_asha_when_a_trial_has_a_bad_moment_at_a_rung_then_the_best_it_has_had_counts(is_max):
-    """Values go up and down; what was seen after the rung does not count either."""
+    """Values go up and down; one that has gone on from a rung is not judged there again."""
     sign = -1.0 if is_max else 1.0
     others = [trial(i, (10, sign * (1.0 + i)), (30, sign * (1.0 + i))) for i in range(1, 9)]
     shaky = trial(0, (10, sign * 1.5), (30, sign * 50.0))
     assert stopped(rules(is_max=is_max).judge([shaky, *others])) == [f"t{i}" for i in range(3, 9)]
     late = trial(0, (10, sign * 50.0), (30, sign * 40.0), (40, sign * 1.5))
     verdict = rules(is_max=is_max).judge([late, *others])
-    assert stopped(verdict) == ["t0", *(f"t{i}" for i in range(4, 9))]
-    assert verdict.stop[0][1].startswith(f"by step 30 its best eval_loss {sign * 40:g} was not among")
+    assert stopped(verdict) == [f"t{i}" for i in range(4, 9)]
+    assert verdict.stop[0][1].startswith(f"by step 30 its best eval_loss {sign * 5:g} was not among the best 1/3 of 9")
 
 
 def test_asha_when_values_are_equal_then_nobody_stops():
@@ -89,8 +89,23 @@ def test_asha_when_values_are_equal_then_nobody_stops():
 def test_asha_when_others_are_about_to_come_then_waits_for_them():
     here = [trial(i, (10, 1.0 + i)) for i in range(4)]
     near, far = trial(4, steps=9), trial(5, steps=2)
-    assert not rules().judge([*here, near, far]).stop
-    assert stopped(rules().judge([*here, far])) == ["t3"]
+    verdict = rules().judge([*here, near, far], held=["t0"])
+    assert not verdict.stop and not verdict.release
+    assert [held.name for held in verdict.hold] == ["t1", "t2", "t3"], "t0 waits already"
+    verdict = rules().judge([*here, far], held=["t0", "t1", "t2", "t3"])
+    assert stopped(verdict) == ["t3"]
+    assert [released.name for released in verdict.release] == ["t0", "t1", "t2"]
+
+
+def test_rung_when_a_trial_is_to_be_seen_then_it_is_known_before_whether_it_is_judged_there():
+    mine = trial(0)
+    seen = [Observation(step, 10 * step, 0.0, 0.0) for step in (5, 10, 20, 30, 40)]
+    before = [None, *seen]
+    for given in ({}, {"unit": "tokens", "grace": 100}, {"rule": "halving"}):
+        judged = [rules(**given).is_judged(mine, *pair) for pair in zip(seen, before, strict=False)]
+        assert judged == [False, True, False, True, False]
+    judged = [rules(rule="median").is_judged(mine, *pair) for pair in zip(seen, before, strict=False)]
+    assert judged == [False, True, True, True, True]
 
 
 def test_asha_when_few_have_come_then_some_always_go_on():

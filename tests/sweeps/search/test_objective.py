@@ -105,11 +105,14 @@ def test_function_when_it_is_the_metric_then_gets_the_rows_and_its_number_counts
     assert result.trials[0].value == 6.0
 
 
-def test_function_when_it_raises_then_that_trial_fails_with_what_it_said(settings, tmp_path):
-    (tmp_path / "score.py").write_text("def broken(rows):\n    raise ValueError('no idea')\n")
+@pytest.mark.parametrize(
+    ("line", "said"), [("raise ValueError('no idea')", "ValueError: no idea"), ("raise SystemExit(3)", "SystemExit: 3")]
+)
+def test_function_when_it_raises_or_exits_then_that_trial_fails_with_what_it_said(settings, tmp_path, line, said):
+    (tmp_path / "score.py").write_text(f"def broken(rows):\n    {line}\n")
     result = weft.sweep(settings(objective={"metric": "score.py:broken", "mode": "max"}, space={"lr": [1e-3]}))
     assert result.trials[0].state is TrialState.FAILED
-    assert result.trials[0].reason == "score.py:broken raised ValueError: no idea"
+    assert result.trials[0].reason == f"score.py:broken raised {said}"
 
 
 def test_command_when_it_is_the_metric_then_finds_the_adapter_and_needs_no_eval_data(settings):

@@ -39,8 +39,8 @@ def leaderboard_table(board: Mapping[str, Any], limit: int = 20) -> Table:
     return table
 
 
-def status_line(board: Mapping[str, Any]) -> Text:
-    """The sweep in one line: the best so far, trials by state, tokens, time, speed-up."""
+def status_line(board: Mapping[str, Any], remaining_s: float | None = None) -> Text:
+    """The sweep in one line: the best so far, trials by state, tokens, time and what is left of it, speed-up."""
     known = read_board(board)
     parts = []
     if known.best is not None:
@@ -49,6 +49,8 @@ def status_line(board: Mapping[str, Any]) -> Text:
     parts.append(f"{readable.count(known.tokens)} tokens")
     if known.seconds is not None:
         parts.append(readable.clock(known.seconds))
+    if remaining_s is not None:
+        parts.append(f"about {readable.clock(remaining_s)} left")
     if known.speed_up is not None:
         parts.append(f"{readable.three_digits(known.speed_up)}x as fast as one by one")
     return Text(" · ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")

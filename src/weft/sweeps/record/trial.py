@@ -63,6 +63,14 @@ class Trial:
     """When it began to train, since the sweep began; None while it waits."""
     ended_s: float | None = None
     """When it came to its end."""
+    asked_tick: int = 0
+    """The sweep's tick at which it was chosen."""
+    start_tick: int = 0
+    """The sweep's tick at which it stood at step 0, had it never waited; see `sweeps/ticks.py`."""
+    end_tick: int | None = None
+    """The tick at which it came to its end; None while it has none."""
+    held_step: int | None = None
+    """The step at which it waits for others to come as far; None while it goes on."""
     origin: str = ""
     """The directory of the earlier sweep's trial that it was taken from; empty if it is trained here."""
 
@@ -70,6 +78,11 @@ class Trial:
     def value(self) -> float | None:
         """The objective, as last seen."""
         return self.points[-1].value if self.points else None
+
+    def see(self, point: Observation) -> None:
+        """Adds what was seen; a trial that goes on from an earlier checkpoint sees the same again."""
+        others = [known for known in self.points if known.step != point.step]
+        self.points = sorted([*others, point], key=lambda known: known.step)
 
 
 def trial_name(number: int) -> str:

@@ -3,12 +3,17 @@
 Lines are only ever added, each synced before the sweep goes on, so whatever kills the process leaves a file that says
 which trials exist, what was seen of them and how they ended:
 
-    {"kind": "trial", "name": "t003", "number": 3, "params": {...}, "total_steps": 160, "at_s": 3.2}
+    {"kind": "trial", "name": "t003", "number": 3, "params": {...}, "total_steps": 160, "tick": 0, "at_s": 3.2}
     {"kind": "point", "name": "t003", "step": 18, "tokens": 4100, "value": 1.93, "at_s": 12.4}
+    {"kind": "hold",  "name": "t003", "step": 18, "tick": 18, "at_s": 12.4}
+    {"kind": "go_on", "name": "t003", "step": 18, "tick": 21, "at_s": 14.0}
     {"kind": "end",   "name": "t003", "state": "stopped", "reason": "...", "steps": 18, "tokens": 4100, "seconds": 3.1,
-                      "origin": "", "started_s": 3.3, "at_s": 12.5}
+                      "origin": "", "started_s": 3.3, "tick": 21, "at_s": 12.5}
 
-What a trial did between two points is in its own directory.
+    {"kind": "paid",  "tick": 24, "until": 32, "spent_budget": null, "at_s": 14.0}
+
+The tick is that of the decision (`sweeps/ticks.py`); lines of older versions have none. What a trial did between two
+points is in its own directory.
 """
 
 from __future__ import annotations
@@ -33,6 +38,12 @@ class TrialsFile:
         self.path = folder / FILE
         self.seconds = 0.0
         """What the sweep had taken when its last line was written."""
+        self.tick = 0
+        """Of the last decision in it."""
+        self.paid_until = -1
+        """The tick up to which a budget of tokens had paid for steps."""
+        self.spent_budget: int | None = None
+        """The budget of tokens that could not pay for all; nothing new starts within it."""
 
     def read(self) -> list[Trial]:
         """The trials as recorded, oldest first; what a crash left of a last line is taken off."""
@@ -51,31 +62,57 @@ class TrialsFile:
 
     def add_trial(self, trial: Trial, at_s: float) -> None:
         """A configuration has been chosen."""
-        self._append({"kind": "trial", **_named(trial, "name", "number", "params", "total_steps"), "at_s": at_s})
+        told = _named(trial, "name", "number", "params", "total_steps")
+        self._append({"kind": "trial", **told, "tick": trial.asked_tick, "at_s": at_s})
 
-    def add_point(self, trial: Trial, place: int) -> None:
-        """The objective of a trial was seen: one of its points, by place."""
-        self._append({"kind": "point", "name": trial.name, **asdict(trial.points[place])})
+    def add_point(self, trial: Trial, point: Observation) -> None:
+        """The objective of a trial was seen."""
+        self._append({"kind": "point", "name": trial.name, **asdict(point)})
+
+    def add_hold(self, trial: Trial, tick: int, at_s: float) -> None:
+        """A trial waits at a step for others."""
+        self._append({"kind": "hold", "name": trial.name, "step": trial.held_step, "tick": tick, "at_s": at_s})
+
+    def add_go_on(self, trial: Trial, step: int, tick: int, at_s: float) -> None:
+        """A trial that stood still at a step goes on."""
+        self._append({"kind": "go_on", "name": trial.name, "step": step, "tick": tick, "at_s": at_s})
+
+    def add_paid(self, tick: int, until: int, spent_budget: int | None, at_s: float) -> None:
+        """A budget of tokens has paid for steps up to a tick, or cannot pay for all of them any more."""
+        told = {"tick": tick, "until": until, "spent_budget": spent_budget}
+        self._append({"kind": "paid", **told, "at_s": at_s})
 
     def add_end(self, trial: Trial, at_s: float) -> None:
         """A trial has come to its end."""
         told = _named(trial, "name", "state", "reason", "steps", "tokens", "seconds", "origin", "started_s")
-        self._append({"kind": "end", **told, "at_s": at_s})
+        self._append({"kind": "end", **told, "tick": trial.end_tick, "at_s": at_s})
 
     def _apply(self, line: Any, trials: dict[str, Trial]) -> None:
-        name, at_s = line["name"], float(line.get("at_s") or 0.0)
+        at_s = float(line.get("at_s") or 0.0)
         self.seconds = max(self.seconds, at_s)
+        tick = int(line.get("tick") or 0)
+        if line["kind"] != "end" or line["state"] == TrialState.STOPPED:
+            # When a trial comes to its own end, that is noted as soon as it is known, and acted upon in its turn.
+            self.tick = max(self.tick, tick)
+        if line["kind"] == "paid":
+            self.paid_until, self.spent_budget = int(line["until"]), line["spent_budget"]
+            return
+        name = line["name"]
         if line["kind"] == "trial":
             params, total_steps = dict(line["params"]), int(line["total_steps"])
-            trials[name] = Trial(int(line["number"]), name, params, total_steps=total_steps, started_s=at_s)
+            trials[name] = trial = Trial(int(line["number"]), name, params, total_steps=total_steps, started_s=at_s)
+            trial.asked_tick = trial.start_tick = tick
             return
         trial = trials[name]
         if line["kind"] == "point":
-            # A trial that went on from an earlier checkpoint sees the same again.
-            trial.points = [point for point in trial.points if point.step < line["step"]]
-            trial.points.append(Observation(line["step"], line["tokens"], line["value"], line["at_s"]))
+            trial.see(Observation(line["step"], line["tokens"], line["value"], line["at_s"]))
             trial.state = TrialState.TRAINING
+        elif line["kind"] == "hold":
+            trial.held_step = int(line["step"])
+        elif line["kind"] == "go_on":
+            trial.held_step, trial.start_tick = None, tick - int(line["step"])
         elif line["kind"] == "end":
+            trial.end_tick = tick
             trial.state, trial.reason = TrialState(line["state"]), line["reason"]
             trial.steps, trial.tokens, trial.seconds = line["steps"], line["tokens"], line["seconds"]
             trial.origin, trial.started_s = line["origin"], line.get("started_s")

@@ -6,9 +6,9 @@ value it has had until then: values go up and down while rates are high, and one
 
 asha      Whoever is not among the best 1/factor at a rung, nor among the best `min_trials`, stops. Trials that train
           side by side come to a rung in any order within a moment, and the first of them would be judged by who happens
-          to be early; so a trial is judged only when none of those that are at least half-way to the rung is still to
-          come. Only the highest rung that a trial has reached counts.
-halving   The same, but a trial waits at a rung until all that could still come have come.
+          to be early; so a trial waits at a rung while any of those that are at least half-way to it is still to come.
+          Once it has gone on, only its next rung counts.
+halving   The same, but a trial waits at a rung until all that could still come have come, without a slot.
 median    A trial stops where its value is worse than the median of the others' values at the same place, if at least
           `min_trials` have come that far.
 """
@@ -34,7 +34,7 @@ class Verdict:
     stop: tuple[tuple[Trial, str], ...] = ()
     """With the reason."""
     hold: tuple[Trial, ...] = ()
-    """To wait where they are, without a slot."""
+    """To wait where they are; under halving without a slot."""
     release: tuple[Trial, ...] = ()
     """To go on after waiting."""
 
@@ -53,9 +53,28 @@ class EarlyStop:
             return Verdict()
         if self._spec.rule == "halving":
             return self._halving(trials, set(held), num_to_come)
-        rule = self._median if self._spec.rule == "median" else self._asha
         training = [t for t in trials if t.state is TrialState.TRAINING and t.steps < t.total_steps]
-        return Verdict(tuple(found for trial in training for found in rule(trial, trials)))
+        here = [trial for trial in training if trial.points and trial.points[-1].step == trial.steps]
+        if self._spec.rule == "asha":
+            return self._asha(here, trials, set(held))
+        return Verdict(tuple(found for trial in here for found in self._median(trial, trials)))
+
+    @property
+    def is_active(self) -> bool:
+        """Whether trials are judged at all."""
+        return self._spec.rule != "none"
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether places are numbers of tokens."""
+        return self._spec.unit == "tokens"
+
+    def is_judged(self, trial: Trial, point: Observation, before: Observation | None) -> bool:
+        """Whether a trial is judged where it is seen, given where it was seen before."""
+        if self._spec.rule == "median":
+            return self.place(trial, point) >= self._spec.first_rung * (1 - 1e-9)
+        rung = self._rung_of(trial, point)
+        return rung is not None and (before is None or rung != self._rung_of(trial, before))
 
     def place(self, trial: Trial, point: Observation | None = None) -> float:
         """How far a trial is, or was at a point."""
@@ -64,20 +83,30 @@ class EarlyStop:
             return float(tokens)
         return steps / max(trial.total_steps, 1) if self._spec.unit == "progress" else float(steps)
 
-    def _asha(self, trial: Trial, trials: Sequence[Trial]) -> Iterable[tuple[Trial, str]]:
-        rung = self._highest_rung(trial)
-        if rung is None:
-            return
-        place = self._rung_at(rung)
-        about_to_come = [
-            other
-            for other in trials
-            if other.state is TrialState.TRAINING
+    def _asha(self, here: Sequence[Trial], trials: Sequence[Trial], held: set[str]) -> Verdict:
+        stop: list[tuple[Trial, str]] = []
+        hold: list[Trial] = []
+        release: list[Trial] = []
+        for trial in here:
+            rung = self._highest_rung(trial)
+            if rung is None or self._at_rung(trial, rung) is not trial.points[-1]:
+                continue
+            if self._is_awaited(rung, trials):
+                hold += [trial] if trial.name not in held else []
+                continue
+            losers = list(self._losers([trial], trials, rung))
+            stop += losers
+            release += [trial] if trial.name in held and not losers else []
+        return Verdict(tuple(stop), tuple(hold), tuple(release))
+
+    def _is_awaited(self, rung: int, trials: Sequence[Trial]) -> bool:
+        """Whether anyone who is at least half-way to a rung is still to come."""
+        return any(
+            other.state is TrialState.TRAINING
             and self._at_rung(other, rung) is None
-            and self.place(other) >= NEAR * place
-        ]
-        if not about_to_come:
-            yield from self._losers([trial], trials, rung)
+            and self.place(other) >= NEAR * self._rung_at(rung)
+            for other in trials
+        )
 
     def _halving(self, trials: Sequence[Trial], held: set[str], num_to_come: int) -> Verdict:
         training = [trial for trial in trials if trial.state is TrialState.TRAINING]
@@ -141,9 +170,11 @@ class EarlyStop:
 
     def _highest_rung(self, trial: Trial) -> int | None:
         """The number of the last rung a trial has a value at."""
-        if not trial.points:
-            return None
-        reached = self.place(trial, trial.points[-1]) / self._spec.first_rung
+        return self._rung_of(trial, trial.points[-1]) if trial.points else None
+
+    def _rung_of(self, trial: Trial, point: Observation) -> int | None:
+        """The number of the last rung at or before a point."""
+        reached = self.place(trial, point) / self._spec.first_rung
         if reached < 1 - 1e-9:
             return None
         rung = math.floor(math.log(reached, self._spec.factor) + 1e-9)

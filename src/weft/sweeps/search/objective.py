@@ -111,7 +111,7 @@ class TrialObjective:
     def _call(self, function: Function, rows: list[dict[str, str]]) -> float:
         try:
             return float(function(rows))
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything, and may want to exit
             raise JobError(f"{self.metric} raised {type(error).__name__}: {error}") from None
 
     def _run_command(self, adapter: Path) -> float:
@@ -169,7 +169,7 @@ def _load_function(spec: ObjectiveSpec, base_dir: Path) -> Function | None:
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything, and may want to exit
         raise ConfigError(
             f"{path} cannot be imported ({type(error).__name__}: {error}).", where="objective.metric"
         ) from None

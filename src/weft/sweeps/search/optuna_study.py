@@ -45,6 +45,16 @@ class OptunaSampler:
             self._study.tell(proposed, state=self._optuna.trial.TrialState.FAIL)
         return None
 
+    def retrace(self, number: int, point: Mapping[str, Any], is_new: IsNew) -> None:
+        """Asks again: what the study keeps of its proposals, such as generations, is then as it was."""
+        proposed = self.ask(number, is_new)
+        if proposed is None or not all(same(proposed[name], value) for name, value in point.items()):
+            # Another version of Optuna, or another budget: the trial is what the record says.
+            if proposed is not None:
+                self._study.tell(self._asked.pop()[1], state=self._optuna.trial.TrialState.FAIL)
+            self._study.enqueue_trial({p.name: proposed_value(p, point[p.name]) for p in self._space.parameters})
+            self._asked.append((dict(point), self._study.ask(self._distributions)))
+
     def tell(self, point: Mapping[str, Any], trial: Trial) -> None:
         """Passes on how a trial ended; one that Optuna did not propose here is added."""
         for place, (asked, proposed) in enumerate(self._asked):
@@ -112,14 +122,16 @@ def value_of(parameter: Parameter, proposed: Any) -> Any:
     return round(proposed) if parameter.whole else float(f"{proposed:.12g}")
 
 
+def proposed_value(parameter: Parameter, value: Any) -> Any:
+    """A value of the sweep file, as Optuna would propose it."""
+    if isinstance(parameter, Choices):
+        return _name_of(next(mine for mine in parameter.values if same(mine, value)))
+    return value
+
+
 def frozen_trial(optuna: Any, space: Space, point: Mapping[str, Any], trial: Trial) -> Any:
     """A trial that has ended, in Optuna's terms."""
-    params = {}
-    for parameter in space.parameters:
-        value = point[parameter.name]
-        if isinstance(parameter, Choices):
-            value = _name_of(next(mine for mine in parameter.values if same(mine, value)))
-        params[parameter.name] = value
+    params = {p.name: proposed_value(p, point[p.name]) for p in space.parameters}
     state = _state(optuna, trial)
     seen = {p.step: p.value for p in trial.points if math.isfinite(p.value)}
     return optuna.trial.create_trial(

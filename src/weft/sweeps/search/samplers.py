@@ -40,6 +40,9 @@ class Sampler(Protocol):
     def tell(self, point: SpacePoint, trial: Trial) -> None:
         """How the trial of a point ended."""
 
+    def retrace(self, number: int, point: SpacePoint, is_new: IsNew) -> None:
+        """What it proposed for the n-th trial before the sweep was interrupted."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -69,6 +72,9 @@ class Grid:
     def tell(self, point: SpacePoint, trial: Trial) -> None:
         """Nothing depends on it."""
 
+    def retrace(self, number: int, point: SpacePoint, is_new: IsNew) -> None:
+        """Nothing depends on it."""
+
 
 @dataclass(frozen=True)
 class RandomDraws:
@@ -88,6 +94,9 @@ class RandomDraws:
         return None
 
     def tell(self, point: SpacePoint, trial: Trial) -> None:
+        """Nothing depends on it."""
+
+    def retrace(self, number: int, point: SpacePoint, is_new: IsNew) -> None:
         """Nothing depends on it."""
 
 
