@@ -218,6 +218,11 @@ ADAPTER = [
     lora("rank: 1e9", "r", "rank 1000000000 is above the smaller side of", owner="jobs.0"),
     lora("rank_pattern: {q_proj: 0}", "rank_pattern.q_proj", "must be at least 1, got 0."),
     lora("rank_pattern: {q_proj: 999}", "rank_pattern", "rank 999 is above the smaller side of", owner="jobs.0"),
+    lora("rank_pattern: {q_prj: 4}", "rank_pattern", "no adapted module answers to 'q_prj'", owner="jobs.0"),
+    lora(
+        "alpha_pattern: {o_proj: 4}, target_modules: [q_proj]", "alpha_pattern", "answers to 'o_proj'", owner="jobs.0"
+    ),
+    lora("target_modules: [q_proj, lm_head]", "target_modules", "lm_head is the output head, which", owner="jobs.0"),
     lora("alpha: 1e300", "lora_alpha", "'1e300' is too large; the most is 1e+18."),
     lora("alpha: -1", "lora_alpha", "must be at least 0, got -1.0."),
     lora("dropout: 1.0", "lora_dropout", "must be at least 0 and below 1, got 1.0."),

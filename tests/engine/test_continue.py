@@ -13,6 +13,7 @@ from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
 
+SHAPE = {"r": 3, "lora_alpha": 5, "target_modules": ("q_proj", "down_proj"), "init_lora_weights": False}
 STORED = AdapterSpec(r=3, lora_alpha=5, target_modules=("q_proj", "down_proj"), init_lora_weights=False)
 
 
@@ -20,7 +21,7 @@ STORED = AdapterSpec(r=3, lora_alpha=5, target_modules=("q_proj", "down_proj"), 
 def stored(tmp_path: Path) -> Path:
     """An adapter directory for the tiny Llama, written as PEFT does."""
     tensors = random_backbone().new_adapter(STORED, seed=9).tensors()
-    write_adapter(tmp_path / "old", STORED, tensors, base_model="random", target_names=["down_proj", "q_proj"])
+    write_adapter(tmp_path / "old", STORED, tensors, base_model="llama", target_names=["down_proj", "q_proj"])
     return tmp_path / "old"
 
 
@@ -31,12 +32,21 @@ def test_job_when_it_names_only_a_directory_then_takes_over_shape_and_weights(st
     engine.submit(spec, random_data(0))
     job = engine.jobs["next"]
     assert job.spec.adapter.r == 3
+    assert job.notes == ()
     expected = random_backbone().new_adapter(STORED, seed=9).tensors()
     found = engine.executor.adapter_of("next")
     assert found.keys() == expected.keys()
     assert all(torch.equal(a, b) for path in found for a, b in zip(found[path], expected[path], strict=True))
     engine.run()
     assert job.state == "succeeded"
+
+
+def test_job_when_the_adapter_was_trained_on_another_model_then_its_owner_is_told(tmp_path):
+    tensors = random_backbone().new_adapter(STORED, seed=9).tensors()
+    write_adapter(tmp_path / "old", STORED, tensors, base_model="owner/other", target_names=["down_proj", "q_proj"])
+    engine = Engine(random_backbone(), capacity=64)
+    engine.submit(job_spec("next", init_adapter=str(tmp_path / "old"), adapter=SHAPE, max_steps=2), random_data(0))
+    assert engine.jobs["next"].notes == ("next: init_adapter was trained on owner/other, not on llama.",)
 
 
 def test_job_when_its_own_rank_differs_from_the_directory_then_says_so(stored):

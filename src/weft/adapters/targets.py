@@ -10,10 +10,14 @@ from weft.adapters.methods import method_of
 from weft.errors import ConfigError, closest
 from weft.families.registry import FAMILIES
 from weft.spec import AdapterSpec
-from weft.spec.adapter import AUTO_TARGETS
+from weft.spec.adapter import AUTO_TARGETS, answers_pattern
 
 ALL = {Attachment.LINEAR: ("all-linear", "all"), Attachment.BLOCK_OUTPUT: ("all-blocks", "all")}
 """Words for all places of a kind; the first is the one to write."""
+SHARED = {"lm_head": "the output head", "embed_out": "the output head"} | dict.fromkeys(
+    ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"), "an embedding"
+)
+"""What people name as targets elsewhere."""
 _LAYER_INDEX = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 
@@ -31,19 +35,40 @@ def choose_modules(spec: AdapterSpec, paths: Sequence[str]) -> list[str]:
         leaves = {p.rsplit(".", 1)[-1] for p in paths}
         for name in spec.target_modules:
             if not any(_named(name, p) for p in paths):
-                guess = closest(name, sorted(leaves))
-                raise ConfigError(
-                    f"the backbone has no {kind.value} {name!r}; it has {', '.join(sorted(leaves))}.",
-                    where="adapter.target_modules",
-                    hint=f"Did you mean {guess}?" if guess else None,
-                )
+                raise _no_such(name, sorted(leaves), kind)
     if spec.exclude_modules is not None:
         chosen = [p for p in chosen if not _matches(spec.exclude_modules, p, kind)]
     if spec.layers_to_transform is not None:
         chosen = _in_layers(chosen, spec.layers_to_transform)
     if not chosen:
         raise _nothing_chosen(spec, paths, kind)
+    _refuse_idle_patterns(spec, chosen)
     return chosen
+
+
+def _no_such(name: str, leaves: Sequence[str], kind: Attachment) -> ConfigError:
+    """What to say of a name in target_modules that no place answers to."""
+    has = f"it has {', '.join(leaves)}."
+    if name.rpartition(".")[-1] in SHARED:
+        found = f"{name} is {SHARED[name.rpartition('.')[-1]]}, which all jobs share and nobody adapts; besides {has}"
+        return ConfigError(found, where="adapter.target_modules")
+    guess = closest(name, list(leaves))
+    return ConfigError(
+        f"the backbone has no {kind.value} {name!r}; {has}",
+        where="adapter.target_modules",
+        hint=f"Did you mean {guess}?" if guess else None,
+    )
+
+
+def _refuse_idle_patterns(spec: AdapterSpec, chosen: Sequence[str]) -> None:
+    """ConfigError for a key of rank_pattern or alpha_pattern that none of the adapted modules answers to."""
+    for setting, patterns in (("rank_pattern", spec.rank_pattern), ("alpha_pattern", spec.alpha_pattern)):
+        for pattern in patterns:
+            if not any(answers_pattern(path, pattern) for path in chosen):
+                raise ConfigError(
+                    f"no adapted module answers to {pattern!r}; they are such as {chosen[0]}.",
+                    where=f"adapter.{setting}",
+                )
 
 
 def is_target(spec: AdapterSpec, path: str) -> bool:

@@ -90,6 +90,7 @@ def prepare_run(
         try:
             run.data[job.name] = load_job_data(job, engine.executor.tokenizer, base_dir, clock=run.clock)
             engine.submit(job, run.data[job.name], base_dir=base_dir)
+            run.notes += engine.jobs[job.name].notes
             num_samples = run.data[job.name].train.num_groups
             if job.batch_size > num_samples:
                 run.notes += (BATCH_NOTE.format(job=job.name, asked=job.batch_size, all=num_samples),)

@@ -114,8 +114,10 @@ class AdapterSpec:
 
 
 def _first_match(patterns: dict[str, V], module: str, default: V) -> V:
-    """PEFT's rule: a key matches a module path as a regular expression at its end, at a dot; the first match wins."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    """PEFT's rule: of the keys that match a module path, the first wins."""
+    return next((value for pattern, value in patterns.items() if answers_pattern(module, pattern)), default)
+
+
+def answers_pattern(module: str, pattern: str) -> bool:
+    """Whether a module path ends, at a dot, with what a key of rank_pattern or alpha_pattern describes."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None

@@ -66,6 +66,8 @@ class LiveJob:
         """That are trained, once the executor knows the job."""
         self.lane = ""
         """It shares microbatches only with jobs of the same lane; the executor knows which."""
+        self.notes: tuple[str, ...] = ()
+        """What its owner should know before it starts."""
         self.longest = max(part.longest_group for part in (data.train, data.eval) if part is not None)
         """Tokens of the longest sample, or of the longest group that shares a microbatch, evaluation included."""
 
