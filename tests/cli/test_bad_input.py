@@ -213,12 +213,13 @@ def test_train_when_resumed_on_other_data_then_refuses_before_it_changes_anythin
 
 
 def test_train_when_another_run_is_in_the_directory_then_names_its_process(mistake: Mistake, place: Path):
-    in_use = f"out: is in use by process {os.getpid()}."
+    in_use = f"out: is in use by process {os.getpid()}. Wait for its end, or name another directory."
     with RunDirectory.open(place / "out", resume=False) as other:
         assert mistake("train", "jobs.yaml") == in_use
         other.write_run(RunRecord(base_model="tiny"))
         assert mistake("train", "jobs.yaml") == in_use
         assert mistake("train", "jobs.yaml", "--resume") == in_use
+        assert mistake("train", "jobs.yaml", "base_model=none", "--dry-run").startswith("base_model none: there is no")
 
 
 @pytest.mark.faults

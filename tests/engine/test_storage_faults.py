@@ -12,8 +12,8 @@ from tiny_models import Job, job_spec, random_backbone, random_data
 
 from weft import faults
 from weft.engine.engine import Engine
-from weft.engine.events import Event, JobPaused, StepDone
-from weft.errors import WeftError
+from weft.engine.events import Event, JobPaused, JobWarning, StepDone
+from weft.errors import StorageError, WeftError
 from weft.store.run_dir import RunDirectory, RunRecord
 
 TIMES = ("time", "eval_runtime")
@@ -129,6 +129,38 @@ def test_job_when_a_metric_cannot_be_written_then_nothing_of_it_is_missing_after
         engine.run()
     for name in NAMES:
         assert files(tmp_path / "run", name) == expected[name]
+
+
+def test_job_when_there_is_room_again_at_the_end_of_the_run_then_it_is_saved_as_it_waits(backbone, tmp_path):
+    """A process that ends takes what is only in its memory with it."""
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = start(backbone, directory)
+        faults.arm(moment_of("checkpoint.write", 2))
+        saved = []
+        for event in engine.events():
+            if isinstance(event, JobPaused):
+                faults.disarm()
+            if event.kind == "checkpoint":
+                saved.append((event.job, event.step))
+        (waiting,) = [job for job in engine.jobs.values() if job.state == "paused"]
+        assert saved[-1] == (waiting.name, waiting.step)
+        status = directory.read_status(waiting.name)
+        assert status is not None
+        assert (status["state"], status["reason_code"], status["step"]) == ("paused", "storage", waiting.step)
+
+
+def test_job_when_the_disk_stays_full_then_its_owner_hears_that_its_steps_are_in_memory_only(
+    backbone, tmp_path, monkeypatch
+):
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("the disk is full.", where="run")
+
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = start(backbone, directory)
+        monkeypatch.setattr("weft.engine.recorder.save_checkpoint", full)
+        events = list(engine.events())
+    warned = [event.jobs for event in events if isinstance(event, JobWarning) and "in memory only" in event.message]
+    assert warned == [(name,) for name in NAMES]
 
 
 @pytest.mark.parametrize("job", NAMES)

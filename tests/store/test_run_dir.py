@@ -185,7 +185,7 @@ def ask_another_process(path, how) -> str:
 
 def test_open_when_another_process_has_it_then_it_is_named_until_it_closes(tmp_path):
     run = RunDirectory.open(tmp_path / "x", resume=False)
-    in_use = f"{tmp_path / 'x'}: is in use by process {os.getpid()}."
+    in_use = f"{tmp_path / 'x'}: is in use by process {os.getpid()}. Wait for its end, or name another directory."
     assert ask_another_process(tmp_path / "x", "new") == in_use
     run.write_run(RunRecord())
     assert ask_another_process(tmp_path / "x", "resume") == in_use

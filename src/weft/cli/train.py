@@ -55,8 +55,9 @@ def train(
         from weft.store.run_dir import RunDirectory
 
         is_taken = RunDirectory.holds_run(directory)
-        RunDirectory.check(directory, resume=resume or is_taken)
-        if is_taken and not resume:
+        if resume or not is_taken:
+            RunDirectory.check(directory, resume=resume)
+        else:
             note = f"note      {directory} holds a run: train with --resume, or into another --out"
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         _show_plan(_prepare(order, console), console)
@@ -104,11 +105,12 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
             code = _failures(order, directory)
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     try:
-        conclude(out, console)
-    except StorageError:
+        conclude(out, console, live=run.engine.jobs)
+    except StorageError as error:
         # A disk that has no room for a job's files has none for a report about it.
-        if stopped or not paused:
+        if not paused:
             raise
+        console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     if stopped and {"paused", "queued"} & set(states.values()):
         flags = ["--resume", *(["--keep-going"] if order.keep_going else [])]
         again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), *flags])

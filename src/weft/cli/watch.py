@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,11 +16,12 @@ from rich.console import Console
 from weft.errors import MissingExtraError
 from weft.report.live import LiveTable, summary_table
 from weft.report.page import ReportExtra, write_report
-from weft.report.run_data import read_run
+from weft.report.run_data import JobReport, read_run
 from weft.report.trackers import open_trackers
 
 if TYPE_CHECKING:
     from weft.engine.events import Event
+    from weft.engine.jobs.live_job import LiveJob
     from weft.engine.train import PreparedRun
     from weft.job_state import JobState
     from weft.store.run_dir import RunDirectory
@@ -39,7 +41,8 @@ class StopRequest:
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
-        self._console.print("stopping after this microbatch; press Ctrl-C again to stop at once")
+        again = "press Ctrl-C again to stop" if number == signal.SIGINT else "a second signal stops"
+        self._console.print(f"stopping after this microbatch; {again} at once")
 
 
 @contextmanager
@@ -91,9 +94,18 @@ def follow(run: PreparedRun, directory: RunDirectory, console: Console) -> tuple
     return states, stop.is_set
 
 
-def conclude(directory: Path, console: Console, extra: ReportExtra | None = None) -> None:
-    """Writes report.html and says how it went and where everything is."""
-    console.print(summary_table(read_run(directory).jobs))
+def conclude(
+    directory: Path,
+    console: Console,
+    extra: ReportExtra | None = None,
+    live: Mapping[str, LiveJob] = MappingProxyType({}),
+) -> None:
+    """Writes report.html and says how it went and where everything is.
+
+    `live`: jobs that this process knows; what it knows of them counts where their files could not be written.
+    """
+    jobs = [_as_known(job, live.get(job.name)) for job in read_run(directory).jobs]
+    console.print(summary_table(jobs))
     console.print()
     try:
         console.print(f"report    {write_report(directory, extra=extra)}", markup=False, soft_wrap=True)
@@ -101,3 +113,12 @@ def conclude(directory: Path, console: Console, extra: ReportExtra | None = None
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     if any(directory.glob("*/adapter")):
         console.print(f"adapters  {directory}/<job>/adapter/", markup=False, soft_wrap=True)
+
+
+def _as_known(report: JobReport, job: LiveJob | None) -> JobReport:
+    """What the files say of a job, corrected by what the process knows."""
+    if job is None or report.state == job.state:
+        return report
+    reason = None if job.reason is None else str(job.reason)
+    status = {"state": str(job.state), "reason": reason, "step": job.step, "trained_tokens": job.num_tokens}
+    return replace(report, status={**report.status, **status})

@@ -275,7 +275,8 @@ def _take_lock(root: Path, undo: contextlib.ExitStack) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-        raise StorageError(f"is in use by process {owner}.", where=str(root)) from None
+        hint = "Wait for its end, or name another directory."
+        raise StorageError(f"is in use by process {owner}.", where=str(root), hint=hint) from None
     if not path.exists() or not os.path.samestat(os.fstat(lock), os.stat(path)):
         # Its maker gave up and removed it between our open and our lock: we hold a lock nobody else would see.
         raise StorageError("is in use by another process.", where=str(root))

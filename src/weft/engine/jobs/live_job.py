@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from weft.data.dataset import JobData
 from weft.engine.jobs.progress import JobProgress
-from weft.job_state import JobState, Reason
+from weft.job_state import JobState, Reason, ReasonCode
 from weft.objectives.metrics import MeanScores
 from weft.plan.program import Turn
 from weft.plan.types import JobQueue
@@ -75,6 +75,11 @@ class LiveJob:
     def name(self) -> str:
         """The job's name in this engine."""
         return self.spec.name
+
+    @property
+    def is_short_of_storage(self) -> bool:
+        """It has trained, and waits because something about it could not be written."""
+        return self.status.has_started and self.reason is not None and self.reason.code is ReasonCode.STORAGE
 
     @property
     def state(self) -> JobState:

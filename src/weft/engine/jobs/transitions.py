@@ -100,6 +100,21 @@ class JobTransitions:
         self._set(job, JobState.PAUSED, Reason.of(error))
         return [JobPaused(job.name, job.step, job.reason)]
 
+    def save_paused(self, job: LiveJob) -> list[Event]:
+        """A job that a full disk has paused is saved after all, if there is room by now; else its owner is warned.
+
+        A checkpoint stands behind the metrics and the evaluation of its step, so without these there is none.
+        """
+        saved: list[Event] = []
+        try:
+            self._keeper.flush(job)
+            if not job.is_eval_due():
+                saved = list(self._keeper.save(job, self._timeline.now()))
+            self._keeper.write_status(job, self._timeline.now())
+        except StorageError as error:
+            return [JobWarning((job.name,), f"its steps since the last checkpoint are in memory only: {error}")]
+        return saved
+
     def fail(self, job: LiveJob, reason: Reason) -> list[Event]:
         """A job ends because it cannot go on."""
         return [*self._end(job, JobState.FAILED, reason), JobFailed(job.name, job.step, reason)]
