@@ -92,7 +92,12 @@ def test_trials_when_they_share_data_then_it_is_tokenised_once(settings, monkeyp
 
     read = []
     load = configure.load_job_data
-    monkeypatch.setattr(configure, "load_job_data", lambda job, *rest: read.append(job.max_length) or load(job, *rest))
+
+    def count(job: Any, *rest: Any, **named: Any) -> Any:
+        read.append(job.max_length)
+        return load(job, *rest, **named)
+
+    monkeypatch.setattr(configure, "load_job_data", count)
     weft.sweep(settings(space={"lr": [1e-3, 8e-3], "max_length": [32, 48]}))
     assert sorted(read) == [32, 48]
     weft.sweep(settings(space={"seed": [1, 2]}, job={"eval_data": ["rows.jsonl"]}, output_dir="seeds"))
