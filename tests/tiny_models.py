@@ -19,8 +19,9 @@ from tiny_families import model_type, plain_model
 from weft.backbone.backbone import Backbone
 from weft.backbone.packing import attention, experts, own_attention
 from weft.backbone.path import Memory
-from weft.data.dataset import Dataset, DataSummary, JobData
+from weft.data.dataset import Dataset, JobData
 from weft.data.sample import Sample
+from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, StepDone
 from weft.spec import AdapterSpec, JobSpec
@@ -54,24 +55,7 @@ def random_sample(rng: np.random.Generator, length: int, *, low: int = 3, high: 
 
 def dataset(samples: Sequence[Sample]) -> Dataset:
     """Samples as if read from a file."""
-    lengths = [s.length for s in samples]
-    supervised = sum(s.num_supervised for s in samples)
-    summary = DataSummary(
-        ("random",),
-        "tokens",
-        len(samples),
-        0,
-        0,
-        0,
-        max(lengths),
-        len(samples),
-        sum(lengths),
-        supervised,
-        min(lengths),
-        sum(lengths) / len(lengths),
-        max(lengths),
-    )
-    return Dataset(tuple(samples), summary)
+    return Dataset.of(samples, "random")
 
 
 def random_data(
@@ -92,8 +76,8 @@ def weighted_data(data: JobData, *, weights: Sequence[float] = (0.25, 1.0, 3.0))
         each = [np.where(np.arange(s.length) % 2, w, w * w) for s, w in zip(samples, own, strict=True)]
         return [Sample(s.tokens, s.supervised, e) for s, e in zip(samples, each, strict=True)]
 
-    held = None if data.eval is None else replace(data.eval, samples=tuple(weighed(data.eval.samples)))
-    return JobData(replace(data.train, samples=tuple(weighed(data.train.samples))), held)
+    held = None if data.eval is None else replace(data.eval, samples=Samples.of(weighed(data.eval.samples)))
+    return JobData(replace(data.train, samples=Samples.of(weighed(data.train.samples))), held)
 
 
 def job_spec(name: str, *, adapter: Mapping[str, Any] | None = None, **settings: Any) -> JobSpec:

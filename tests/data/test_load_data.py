@@ -40,7 +40,7 @@ def test_chat_when_history_is_rewritten_then_each_answer_is_a_sample_and_that_is
     data = load_job(write, tmp_path, [chat("one", "two"), chat("three")]).train
     assert [supervised_text(sample, TOKENIZER) for sample in data.samples] == [["one;"], ["two;"], ["three;"]]
     assert (data.num_groups, data.summary.num_samples, data.summary.num_rows) == (3, 3, 2)
-    assert data.rows == (0, 0, 1)
+    assert data.rows is not None and data.rows.tolist() == [0, 0, 1]
     assert data.summary.describe().count("1 chats are 2 samples") == 1
 
 
@@ -56,6 +56,7 @@ def test_evaluation_when_split_off_then_no_chat_is_on_both_sides(write: Write, t
     data = load_job(write, tmp_path, [chat(f"a{i}", f"b{i}") for i in range(6)], eval_data=2)
     assert data.eval is not None
     assert (data.train.num_groups, data.eval.num_groups) == (8, 4)
+    assert data.train.rows is not None and data.eval.rows is not None
     assert not set(data.train.rows) & set(data.eval.rows)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from weft.data.sample import Sample
+from weft.data.samples import Samples
 from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import SUPERVISED
 
@@ -67,35 +70,28 @@ class Member:
     """Without any adapter: the reference that the objective compares with."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dataset:
     """Samples in the order of their rows, and the account of them."""
 
-    samples: tuple[Sample, ...]
+    samples: Samples
     summary: DataSummary
     objective: Objective = SUPERVISED
     """What the samples are made for: they come in groups of as many as it says."""
-    rows: tuple[int, ...] = ()
-    """The row that each group was made of, as a number; none: each of its own. A chat may become several samples."""
+    rows: npt.NDArray[np.int64] | None = None
+    """The row that each group was made of, as a number; None: each of its own. A chat may become several samples."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], source: str) -> Dataset:
         """Samples that were made, not read; `source` says of what."""
-        found = measures(samples)
-        account = DataSummary((source,), "tokens", len(samples), 0, 0, 0, found["max_length"], **found)
-        return cls(tuple(samples), account)
+        made = Samples.of(samples)
+        found = measures(made)
+        return cls(made, DataSummary((source,), "tokens", len(made), 0, 0, 0, found["max_length"], **found))
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of all tokens, masks and weights, if any; a resumed run compares it to notice changed data."""
-        digest = hashlib.sha256()
-        for sample in self.samples:
-            digest.update(sample.length.to_bytes(8, "little"))
-            digest.update(sample.tokens.astype("<i4").tobytes())
-            digest.update(sample.supervised.tobytes())
-            if sample.weights is not None:
-                digest.update(sample.weights.astype("<f8").tobytes())
-        return digest.hexdigest()
+        return self.samples.fingerprint
 
     @property
     def num_groups(self) -> int:
@@ -107,41 +103,48 @@ class Dataset:
         """The objective, if it weighs tokens by their log-probabilities."""
         return self.objective if isinstance(self.objective, LikelihoodObjective) else None
 
-    def group(self, index: int) -> tuple[Sample, ...]:
-        """The samples of one group."""
+    @property
+    def num_runs(self) -> int:
+        """How often each sample of a group runs: once more where the objective compares with the bare backbone."""
+        return 2 if self.judge is not None and self.judge.reads_reference else 1
+
+    @property
+    def num_members(self) -> int:
+        """Runs that one group asks for."""
+        return self.num_runs * self.objective.group_size
+
+    def places(self, index: int) -> range:
+        """Where the samples of one group stand among all samples."""
         size = self.objective.group_size
-        return self.samples[index * size : (index + 1) * size]
+        return range(index * size, (index + 1) * size)
 
     def members(self, index: int) -> tuple[Member, ...]:
         """All that one group asks to run, in one microbatch and in this order."""
-        group = self.group(index)
-        bare = group if self.judge is not None and self.judge.reads_reference else ()
-        return (*(Member(sample) for sample in group), *(Member(sample, is_bare=True) for sample in bare))
+        group = [self.samples[i] for i in self.places(index)]
+        return tuple(Member(sample, is_bare=run > 0) for run in range(self.num_runs) for sample in group)
+
+    def member_lengths(self, index: int) -> list[int]:
+        """The tokens of each member of one group, in their order."""
+        places = self.places(index)
+        return self.samples.lengths[places.start : places.stop].tolist() * self.num_runs
 
     @functools.cached_property
-    def group_tokens(self) -> list[int]:
+    def group_tokens(self) -> npt.NDArray[np.int64]:
         """Tokens that each group trains."""
-        return [sum(sample.length for sample in self.group(i)) for i in range(self.num_groups)]
+        return self.samples.lengths.reshape(-1, self.objective.group_size).sum(axis=1)
 
     @property
     def longest_group(self) -> int:
         """Most tokens that have to share a microbatch."""
-        times = 2 if self.judge is not None and self.judge.reads_reference else 1
-        return times * max(self.group_tokens)
+        return self.num_runs * int(self.group_tokens.max())
 
-    def subset(self, indices: Iterable[int]) -> Dataset:
+    def subset(self, groups: Iterable[int] | npt.NDArray[np.int64]) -> Dataset:
         """Some of the groups; the account of the rows stays that of the sources."""
-        chosen = list(indices)
-        samples = tuple(sample for i in chosen for sample in self.group(i))
-        rows = tuple(self.rows[i] for i in chosen) if self.rows else ()
+        chosen = np.fromiter(groups, np.int64)
+        size = self.objective.group_size
+        samples = self.samples.take((chosen[:, None] * size + np.arange(size)).reshape(-1))
+        rows = None if self.rows is None else self.rows[chosen]
         return replace(self, samples=samples, summary=replace(self.summary, **measures(samples)), rows=rows)
-
-    def groups_by_row(self) -> list[list[int]]:
-        """The groups of every row that became any."""
-        found: dict[int, list[int]] = {}
-        for i in range(self.num_groups):
-            found.setdefault(self.rows[i] if self.rows else i, []).append(i)
-        return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -152,14 +155,14 @@ class JobData:
     eval: Dataset | None
 
 
-def measures(samples: Sequence[Sample]) -> dict[str, Any]:
+def measures(samples: Samples) -> dict[str, Any]:
     """The part of a summary that is counted from the samples."""
-    lengths = [sample.length for sample in samples]
+    num_tokens = int(samples.lengths.sum())
     return {
         "num_samples": len(samples),
-        "num_tokens": sum(lengths),
-        "num_supervised_tokens": sum(sample.num_supervised for sample in samples),
-        "min_length": min(lengths),
-        "mean_length": sum(lengths) / len(lengths),
-        "max_length": max(lengths),
+        "num_tokens": num_tokens,
+        "num_supervised_tokens": int(samples.num_supervised.sum()),
+        "min_length": int(samples.lengths.min()),
+        "mean_length": num_tokens / len(samples),
+        "max_length": int(samples.lengths.max()),
     }

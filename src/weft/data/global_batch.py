@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -15,14 +16,33 @@ MAX_HELD = 16
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples between two optimizer steps."""
+    """The samples between two optimizer steps; they are made when the first microbatch asks for one."""
 
-    members: tuple[Member, ...]
-    """Group by group."""
-    divisor: float
-    """What its loss is divided by."""
-    num_tokens: int
-    """Of the samples that are trained."""
+    data: Dataset
+    groups: tuple[int, ...]
+    """The groups that it is made of, in order."""
+
+    @functools.cached_property
+    def members(self) -> tuple[Member, ...]:
+        """Group by group."""
+        return tuple(member for group in self.groups for member in self.data.members(group))
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """The tokens of each member, in order."""
+        return [length for group in self.groups for length in self.data.member_lengths(group)]
+
+    @functools.cached_property
+    def divisor(self) -> float:
+        """What its loss is divided by."""
+        samples = self.data.samples
+        weights = [samples.total_weight(i) for group in self.groups for i in self.data.places(group)]
+        return self.data.objective.divisor(weights)
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Of the samples that are trained."""
+        return int(self.data.group_tokens[list(self.groups)].sum())
 
 
 class GlobalBatches:
@@ -36,10 +56,7 @@ class GlobalBatches:
     def __getitem__(self, step: int) -> GlobalBatch:
         held = self._held.get(step)
         if held is None:
-            members = tuple(member for i in self.order.batch(step) for member in self._data.members(int(i)))
-            samples = [member.sample for member in members if not member.is_bare]
-            divisor = self._data.objective.divisor([sample.total_weight for sample in samples])
-            held = GlobalBatch(members, divisor, sum(sample.length for sample in samples))
+            held = GlobalBatch(self._data, tuple(self.order.batch(step).tolist()))
             self._held[step] = held
             if len(self._held) > MAX_HELD:
                 self._held.popitem(last=False)
@@ -47,7 +64,7 @@ class GlobalBatches:
 
     def lengths(self, step: int) -> list[int]:
         """The tokens of each member of a step, in order."""
-        return [member.sample.length for member in self[step].members]
+        return self[step].lengths
 
     @property
     def judge(self) -> LikelihoodObjective | None:
@@ -56,5 +73,5 @@ class GlobalBatches:
 
     def groups(self, step: int, first: int = 0) -> tuple[int, ...]:
         """How many members from `first` on share a microbatch, group by group; empty where each is by itself."""
-        size = len(self._data.members(0))
-        return (size,) * ((len(self[step].members) - first) // size) if size > 1 else ()
+        size = self._data.num_members
+        return (size,) * ((len(self[step].lengths) - first) // size) if size > 1 else ()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.renderer import Renderer
@@ -20,6 +21,7 @@ from weft.data.rows.column_map import ColumnMap
 from weft.data.rows.row import Row
 from weft.data.rows.sources import read_rows
 from weft.data.sample import Sample
+from weft.data.samples import Samples
 from weft.data.tokenise import sample_of_tokens, tokenise
 from weft.errors import DataError
 from weft.objectives.objective import Objective, Part
@@ -73,7 +75,7 @@ def load_dataset(
         notes.append(f"the chat template has no place for tools: {ignored_tools:,} rows go without theirs")
     if sieve.num_split:
         notes.append(SPLIT_NOTE.format(sieve.num_split, sieve.num_groups - sieve.num_rows + sieve.num_split))
-    kept = sieve.result(", ".join(sources))
+    kept = Samples.of(sieve.result(", ".join(sources)))
     summary = DataSummary(
         sources=tuple(sources),
         format=", ".join(dict.fromkeys(formats)),
@@ -85,7 +87,7 @@ def load_dataset(
         notes=tuple(notes),
         **measures(kept),
     )
-    return Dataset(kept, summary, chosen, tuple(sieve.rows) if sieve.num_split else ())
+    return Dataset(kept, summary, chosen, np.array(sieve.rows, dtype=np.int64) if sieve.num_split else None)
 
 
 def load_job_data(
@@ -221,10 +223,10 @@ class _Sieve:
         else:
             self.num_cut_off += 1
 
-    def result(self, where: str) -> tuple[Sample, ...]:
+    def result(self, where: str) -> list[Sample]:
         """The samples kept; none at all is a DataError that says what became of the rows."""
         if self.kept:
-            return tuple(self.kept)
+            return self.kept
         fates = [
             (self.num_untrained, "have no trained turn or text"),
             (self.num_cut_off, f"have their answers past max_length {self.max_length:,}"),
@@ -254,19 +256,26 @@ def _objective_notes(chosen: Objective, claimed: Objective) -> list[str]:
 
 def _split(data: Dataset, amount: float, job: JobSpec) -> JobData:
     """Splits off whole rows: samples of one chat repeat each other, so none may be on both sides."""
-    rows = data.groups_by_row()
-    num_eval = round(len(rows) * amount) if amount < 1 else int(amount)
-    if not 1 <= num_eval < len(rows):
+    row_of_group = _rows_counted(data)
+    num_rows = int(row_of_group[-1]) + 1
+    num_eval = round(num_rows * amount) if amount < 1 else int(amount)
+    if not 1 <= num_eval < num_rows:
         side = "no sample to evaluate on" if num_eval < 1 else "no sample to train on"
-        what = "samples" if len(rows) == data.num_groups else "rows"
+        what = "samples" if num_rows == data.num_groups else "rows"
         raise DataError(
-            f"{amount:g} of {len(rows):,} {what} leaves {side}.",
+            f"{amount:g} of {num_rows:,} {what} leaves {side}.",
             where=f"{job.name}: eval_data",
             hint="Split off another amount, or name files.",
         )
+    is_eval = np.zeros(num_rows, dtype=np.bool_)
     # A third number, so that the split never repeats the draw of an epoch.
-    order = permutation(len(rows), (job.seed, 0, 1))
-    evaluated, trained = (
-        [i for row in np.sort(side) for i in rows[row]] for side in (order[:num_eval], order[num_eval:])
-    )
-    return JobData(data.subset(trained), data.subset(evaluated))
+    is_eval[permutation(num_rows, (job.seed, 0, 1))[:num_eval]] = True
+    evaluated = is_eval[row_of_group]
+    return JobData(data.subset(np.flatnonzero(~evaluated)), data.subset(np.flatnonzero(evaluated)))
+
+
+def _rows_counted(data: Dataset) -> npt.NDArray[np.int64]:
+    """The row of every group, counting only rows that became any; groups are in the order of their rows."""
+    if data.rows is None:
+        return np.arange(data.num_groups)
+    return np.cumsum(np.diff(data.rows, prepend=data.rows[:1]) != 0)

@@ -76,11 +76,15 @@ class BatchSchedule:
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
         return num_epochs * self.num_samples + min(self.num_samples, rest * self.batch_size)
 
-    def num_tokens(self, lengths: Sequence[int]) -> int:
+    def num_tokens(self, lengths: Sequence[int] | npt.NDArray[np.int64]) -> int:
         """Tokens of the whole job, whose samples have these lengths."""
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
-        last = range(self.num_steps - rest, self.num_steps)
-        return num_epochs * sum(lengths) + sum(lengths[int(i)] for step in last for i in self.batch(step))
+        each = np.asarray(lengths)
+        whole = num_epochs * int(each.sum())
+        if not rest:
+            return whole
+        begun = epoch_order(self.num_samples, seed=self.seed, epoch=num_epochs, shuffle=self.shuffle)
+        return whole + int(each[begun[: rest * self.batch_size]].sum())
 
     def num_evals(self, eval_steps: int | None) -> int:
         """Evaluations of the whole job: every so many steps, unless given after every epoch, and at its end."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.data.dataset import Dataset
@@ -15,24 +17,21 @@ ScoreRequest = tuple[int | None, Dataset]
 
 def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int) -> list[MeanScores]:
     """Per request its means, summed sample by sample in the given order; NaN if nothing is supervised."""
-    groups = [
-        (which, [Placed(m.sample, None if m.is_bare else slot, objective=data.judge) for m in data.members(index)])
-        for which, (slot, data) in enumerate(requests)
-        for index in range(data.num_groups)
-    ]
+    owners_of = np.repeat(np.arange(len(requests)), [data.num_groups for _, data in requests])
+    groups = np.concatenate([np.arange(data.num_groups) for _, data in requests])
     tallies = [Tally() for _ in requests]
     start = 0
     while start < len(groups):
         end, tokens, placed, owners = start, 0, [], []
-        path = backbone.path_of(requests[groups[start][0]][0])
+        path = backbone.path_of(requests[owners_of[start]][0])
         while end < len(groups):
-            which, group = groups[end]
-            tokens += sum(item.sample.length for item in group)
-            is_apart = backbone.path_of(requests[which][0]) is not path
-            if end > start and (tokens > capacity or is_apart):
+            slot, data = requests[owners_of[end]]
+            tokens += sum(data.member_lengths(int(groups[end])))
+            if end > start and (tokens > capacity or backbone.path_of(slot) is not path):
                 break
-            placed += group
-            owners += [which] * len(group)
+            members = data.members(int(groups[end]))
+            placed += [Placed(m.sample, None if m.is_bare else slot, objective=data.judge) for m in members]
+            owners += [owners_of[end]] * len(members)
             end += 1
         scores = backbone.scores(pack_samples(placed, row_tile, backbone.device), row_tile)
         for which, score in zip(owners, scores, strict=True):

@@ -85,15 +85,14 @@ def sampled(spec: SweepSpec, configurations: Configurations) -> list[Configurati
 def configuration_of(configurations: Configurations, name: str, params: Mapping[str, Any]) -> Configuration:
     """What a planner has to know of one trial."""
     job = configurations.job(name, params)
-    lengths = [sample.length for sample in configurations.data(job).train.samples]
-    mean = max(1, round(sum(lengths) / len(lengths)))
+    summary = configurations.data(job).train.summary
     return Configuration(
         name=name,
         rank=cost_ranks(job.adapter).widest,
         batch_size=job.batch_size,
         num_steps=configurations.num_steps(job),
-        sample_tokens=mean,
-        longest_tokens=max(lengths),
+        sample_tokens=max(1, round(summary.mean_length)),
+        longest_tokens=summary.max_length,
         targets=_targets(job.adapter, configurations.executor.facts),
         eval_tokens=configurations.eval_tokens(job),
     )

@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
+from weft.data.samples import Samples
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, DataError
 from weft.execute.protocol import Executor, NewJob, ReplicaFacts
@@ -49,17 +52,25 @@ def _check_length(spec: JobSpec, facts: ReplicaFacts, capacity: int) -> None:
 
 def _check_samples(spec: JobSpec, data: JobData, facts: ReplicaFacts, capacity: int) -> None:
     longest = min(capacity, facts.max_positions)
-    for sample in [*data.train.samples, *(data.eval.samples if data.eval else ())]:
-        if sample.length > longest:
-            found = f"a sample of {sample.length} tokens is above the {longest} that fit the capacity and backbone"
-        elif not sample.num_supervised:
-            found = "a sample has no supervised token"
-        elif sample.tokens.min() < 0 or sample.tokens.max() >= facts.vocabulary:
-            found = f"a sample has a token outside 0 to {facts.vocabulary - 1}, which is all the backbone knows"
-        else:
-            continue
-        raise DataError(f"{found}.", where=spec.name)
+    for part in (data.train, data.eval):
+        found = None if part is None else _flaw(part.samples, longest, facts.vocabulary)
+        if found is not None:
+            raise DataError(f"{found}.", where=spec.name)
     group = max(part.longest_group for part in (data.train, data.eval) if part is not None)
     if group > capacity:
         found = f"a row's samples have {group} tokens together"
         raise DataError(f"{found}; the capacity they have to share is {capacity}.", where=spec.name)
+
+
+def _flaw(samples: Samples, longest: int, vocabulary: int) -> str | None:
+    """What is wrong with the first sample that cannot be trained on, if there is one."""
+    outside = samples.outside(vocabulary)
+    flawed = np.concatenate([np.flatnonzero((samples.lengths > longest) | (samples.num_supervised == 0)), outside])
+    if not len(flawed):
+        return None
+    first = int(flawed.min())
+    if samples.lengths[first] > longest:
+        return f"a sample of {samples.lengths[first]} tokens is above the {longest} that fit the capacity and backbone"
+    if samples.num_supervised[first] == 0:
+        return "a sample has no supervised token"
+    return f"a sample has a token outside 0 to {vocabulary - 1}, which is all the backbone knows"

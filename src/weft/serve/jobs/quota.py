@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import sqlalchemy as sa
 
 from weft.data.order import BatchSchedule
@@ -74,7 +76,7 @@ def guess_tokens(spec: JobSpec, num_samples: int, num_bytes: int) -> int:
     return length * BatchSchedule.of(spec, num_samples).num_trained_samples
 
 
-def count_tokens(spec: JobSpec, lengths: Sequence[int]) -> int:
+def count_tokens(spec: JobSpec, lengths: Sequence[int] | npt.NDArray[np.int64]) -> int:
     """Counts the tokens a job trains, from the lengths of its samples; if it stops early, they are fewer."""
     return BatchSchedule.of(spec, len(lengths)).num_tokens(lengths)
 

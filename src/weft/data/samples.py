@@ -1,0 +1,129 @@
+"""Many samples in flat arrays, which may lie in memory or in mapped files; a `Sample` is made when one is asked for.
+
+However many samples there are, only their places and lengths are numbers of their own: planners and orders read those.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.sample import Sample
+
+HASHED_TOGETHER = 1024
+"""Samples whose bytes are joined before they are hashed."""
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenArrays:
+    """The tokens of all samples behind one another, [T]."""
+
+    tokens: npt.NDArray[np.int32]
+    supervised: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float64] | None = None
+    """What each token counts in the loss; None where no sample has weights."""
+
+    @functools.cached_property
+    def token_range(self) -> tuple[int, int]:
+        """The smallest and the largest token id."""
+        return int(self.tokens.min()), int(self.tokens.max())
+
+
+@dataclass(frozen=True, eq=False)
+class Samples(Sequence[Sample]):
+    """A view of some samples, in some order; another view of the same samples copies no token."""
+
+    arrays: TokenArrays
+    starts: Integers
+    """Where each sample begins in the arrays, [N]."""
+    lengths: Integers
+    """Tokens of each sample, [N]."""
+    num_supervised: Integers
+    """Supervised tokens of each sample, [N]."""
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> Samples:
+        """The samples one by one, copied into arrays."""
+        given = list(samples)
+        lengths = np.array([sample.length for sample in given], dtype=np.int64)
+        weights = None
+        if any(sample.weights is not None for sample in given):
+            weights = np.concatenate([np.ones(s.length) if s.weights is None else s.weights for s in given])
+        arrays = TokenArrays(
+            np.concatenate([np.empty(0, np.int32), *(sample.tokens for sample in given)]),
+            np.concatenate([np.empty(0, np.bool_), *(sample.supervised for sample in given)]),
+            weights,
+        )
+        supervised = np.array([sample.num_supervised for sample in given], dtype=np.int64)
+        return cls(arrays, np.cumsum(lengths) - lengths, lengths, supervised)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Samples: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | Samples:
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        place = self._place(index)
+        weights = None if self.arrays.weights is None else self.arrays.weights[place]
+        return Sample(self.arrays.tokens[place], self.arrays.supervised[place], weights)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[i] for i in range(len(self)))
+
+    def take(self, indices: Integers) -> Samples:
+        """Some of the samples, in that order."""
+        return Samples(self.arrays, self.starts[indices], self.lengths[indices], self.num_supervised[indices])
+
+    def total_weight(self, index: int) -> float:
+        """What the supervised tokens of one sample count together."""
+        return int(self.num_supervised[index]) if self.arrays.weights is None else self[index].total_weight
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all lengths, tokens, masks and, for the samples that have any, weights."""
+        digest = hashlib.sha256()
+        for first in range(0, len(self), HASHED_TOGETHER):
+            pieces: list[bytes | memoryview] = []
+            for i in range(first, min(first + HASHED_TOGETHER, len(self))):
+                pieces += self._hashed(i)
+            digest.update(b"".join(pieces))
+        return digest.hexdigest()
+
+    def _hashed(self, index: int) -> list[bytes | memoryview]:
+        place = self._place(index)
+        pieces: list[bytes | memoryview] = [
+            int(self.lengths[index]).to_bytes(8, "little"),
+            self.arrays.tokens[place].astype("<i4", copy=False).data,
+            self.arrays.supervised[place].data,
+        ]
+        weights = None if self.arrays.weights is None else self[index].weights
+        return pieces if weights is None else [*pieces, weights.astype("<f8").tobytes()]
+
+    def outside(self, vocabulary: int) -> Integers:
+        """The samples that have a token outside 0 to `vocabulary` - 1."""
+        smallest, largest = self.arrays.token_range
+        if smallest >= 0 and largest < vocabulary:
+            return np.empty(0, np.int64)
+        found = (i for i in range(len(self)) if not self._is_inside(i, vocabulary))
+        return np.fromiter(found, np.int64)
+
+    def _is_inside(self, index: int, vocabulary: int) -> bool:
+        tokens = self.arrays.tokens[self._place(index)]
+        return bool(tokens.min() >= 0 and tokens.max() < vocabulary)
+
+    def _place(self, index: int) -> slice:
+        start = int(self.starts[index])
+        return slice(start, start + int(self.lengths[index]))
