@@ -126,12 +126,12 @@ class Dataset:
     def member_lengths(self, index: int) -> list[int]:
         """The tokens of each member of one group, in their order."""
         places = self.places(index)
-        return self.samples.lengths[places.start : places.stop].tolist() * self.num_runs
+        return [int(length) for length in self.samples.lengths[places.start : places.stop]] * self.num_runs
 
     @functools.cached_property
     def group_tokens(self) -> npt.NDArray[np.int64]:
         """Tokens that each group trains."""
-        return self.samples.lengths.reshape(-1, self.objective.group_size).sum(axis=1)
+        return np.add.reduce(self.samples.lengths.reshape(-1, self.objective.group_size), axis=1, dtype=np.int64)
 
     @property
     def longest_group(self) -> int:

@@ -38,11 +38,13 @@ MEDIA_MARK = re.compile(r"<\|?(image|audio|video)(_?pad|_?[0-9]+|_url)?\|?>")
 PREFERENCE_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 
 
-def convert_rows(rows: Sequence[Row], data_format: str, *, need_answer: bool = True) -> tuple[str, list[Form]]:
+def convert_rows(
+    rows: Sequence[Row], data_format: str, *, need_answer: bool = True, first_format: str | None = None
+) -> tuple[str, list[Form]]:
     """The format of the rows of one source, and each row in its normal form.
 
-    With `auto` the first row decides, and a later row in another format is a DataError. Without `need_answer` a row may
-    be only a prompt: no completion, or no assistant turn.
+    With `auto` the first row decides, or `first_format` where rows came before these, and a later row in another format
+    is a DataError. Without `need_answer` a row may be only a prompt: no completion, or no assistant turn.
     """
     if data_format not in FORMATS:
         raise ConfigError(f"got {data_format!r}; accepted are {', '.join(FORMATS)}.", where="data_format")
@@ -50,7 +52,7 @@ def convert_rows(rows: Sequence[Row], data_format: str, *, need_answer: bool = T
         for row in rows:
             _refuse_media(row, is_stated=True)
         return data_format, [READERS[data_format](row, need_answer) for row in rows]
-    chosen = _detect_first(rows[0], need_answer)
+    chosen = first_format or _detect_first(rows[0], need_answer)
     forms: list[Form] = []
     for row in rows:
         _refuse_preferences(row)

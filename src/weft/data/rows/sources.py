@@ -10,6 +10,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.data.rows.json_rows import MAX_LINE_BYTES, read_json, read_jsonl
@@ -19,38 +20,65 @@ from weft.errors import DataError, MissingExtraError, closest, install_command
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>[\w.\[\]:%+-]+))?")
 
 
-def read_rows(source: str, base_dir: Path, *, has_header: bool = True) -> list[Row]:
-    """The rows of a file, or of a Hub data set named `owner/name` or `owner/name:split`.
+@dataclass(frozen=True)
+class Source:
+    """A file or a Hub data set that can be read."""
 
-    A relative path is relative to `base_dir`; errors name the source as the user wrote it. Without `has_header` the
-    source is a table whose columns are named by their numbers, from 1.
+    name: str
+    """As the user wrote it."""
+    path: Path | None
+    """The file; None for a data set of the Hub."""
+    has_header: bool = True
+    """False for a table whose columns are named by their numbers, from 1."""
+
+    def rows(self) -> Iterator[Row]:
+        """The rows one by one; a source without any is a DataError."""
+        number = 0
+        try:
+            for number, row in enumerate(self._read(), 1):  # noqa: B007
+                yield row
+        except OSError as error:
+            raise DataError(f"cannot be read ({error.strerror or error}).", where=self.name) from None
+        if not number:
+            raise DataError("has no rows.", where=self.name)
+
+    def _read(self) -> Iterable[Row]:
+        if self.path is None:
+            return _read_hub(self.name)
+        if not self.has_header:
+            return _read_table(self.path, self.name, has_header=False)
+        return READERS[self.path.suffix.lower()](self.path, self.name)
+
+
+def find_source(source: str, base_dir: Path, *, has_header: bool = True) -> Source:
+    """The file, or the Hub data set named `owner/name` or `owner/name:split`; a DataError if it is neither.
+
+    A relative path is relative to `base_dir`; errors name the source as the user wrote it.
     """
     path = base_dir / os.path.expanduser(source)
+    suffix = path.suffix.lower()
     accepted = ", ".join(READERS)
     if os.path.isdir(path):
         raise DataError(f"is a directory; name its files ({accepted}).", where=source)
     if os.path.isfile(path):
-        reader = READERS.get(path.suffix.lower())
-        if reader is None:
+        if suffix not in READERS:
             found = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
             raise DataError(f"has {found}; accepted are {accepted}.", where=source)
-        if not has_header and path.suffix.lower() not in TABLES:
+        if not has_header and suffix not in TABLES:
             raise DataError(f"is no table ({', '.join(TABLES)}), whose columns have numbers; name them.", where=source)
-        try:
-            rows = list(reader(path, source) if has_header else _read_table(path, source, has_header=False))
-        except OSError as error:
-            raise DataError(f"cannot be read ({error.strerror or error}).", where=source) from None
-    elif os.path.exists(path):
+        return Source(source, path, has_header)
+    if os.path.exists(path):
         raise DataError("is not a regular file.", where=source)
-    elif "://" in source:
+    if "://" in source:
         raise DataError("is a URL; download it and name the file, or name a Hub data set (owner/name).", where=source)
-    elif HUB_NAME.fullmatch(source) is None or path.suffix.lower() in READERS:
+    if HUB_NAME.fullmatch(source) is None or suffix in READERS:
         raise DataError("there is no such file.", where=source, hint=_other_place(source, path, base_dir))
-    else:
-        rows = list(_read_hub(source))
-    if not rows:
-        raise DataError("has no rows.", where=source)
-    return rows
+    return Source(source, None)
+
+
+def read_rows(source: str, base_dir: Path, *, has_header: bool = True) -> list[Row]:
+    """All rows of a file or Hub data set."""
+    return list(find_source(source, base_dir, has_header=has_header).rows())
 
 
 def _other_place(source: str, path: Path, base_dir: Path) -> str | None:

@@ -1,0 +1,139 @@
+"""Collects samples chunk by chunk in flat arrays, in memory or in numpy's own files, and reads those files again.
+
+Arrays in files take no memory while they grow; afterwards they are mapped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.samples import Samples, TokenArrays
+
+FILLED_TOGETHER = 2**20
+"""Ones that are written at a time behind tokens that had no weights."""
+
+
+class Column(Protocol):
+    """An array that grows."""
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Adds values at the end."""
+        ...
+
+    def finish(self) -> npt.NDArray[Any]:
+        """All values, which can be read only."""
+        ...
+
+
+class MemoryColumn:
+    """An array that grows in memory."""
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self._pieces = [np.empty(0, dtype)]
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Adds values at the end."""
+        self._pieces.append(values.astype(self._pieces[0].dtype, copy=False))
+
+    def finish(self) -> npt.NDArray[Any]:
+        """All values in one array."""
+        whole = np.concatenate(self._pieces)
+        whole.setflags(write=False)
+        return whole
+
+
+class FileColumn:
+    """An array that grows in a .npy file."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
+        self._path, self._dtype, self._number = path, np.dtype(dtype).newbyteorder("<"), 0
+        self._file: BinaryIO = path.open("wb")
+        self._write_header()
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Writes values at the end."""
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        self._number += len(values)
+
+    def finish(self) -> npt.NDArray[Any]:
+        """Ends the file and maps it."""
+        self._file.seek(0)
+        # numpy leaves room in a header for its first axis to grow.
+        self._write_header()
+        self._file.close()
+        return open_column(self._path)
+
+    def _write_header(self) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._number,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def open_column(path: Path) -> npt.NDArray[Any]:
+    """Maps an array that was written; a file of no values cannot be mapped and is read."""
+    try:
+        found: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError:
+        found = np.load(path, allow_pickle=False)
+    return found
+
+
+class SampleColumns:
+    """The columns of samples, in a folder or, without one, in memory."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._tokens = self._column("tokens", np.int32)
+        self._supervised = self._column("supervised", np.bool_)
+        self._weights: Column | None = None
+        self._lengths = self._column("lengths", np.int64)
+        self._num_supervised = self._column("num_supervised", np.int64)
+        self._rows = self._column("rows", np.int64)
+        self._num_tokens = 0
+
+    def append(self, samples: Samples, rows: npt.NDArray[np.int64]) -> None:
+        """Adds samples that lie behind one another in their own arrays, and the rows of their groups."""
+        arrays = samples.arrays
+        if arrays.weights is not None and self._weights is None:
+            self._weights = self._column("weights", np.float64)
+            self._fill_weights(self._num_tokens)
+        self._tokens.append(arrays.tokens)
+        self._supervised.append(arrays.supervised)
+        if arrays.weights is not None and self._weights is not None:
+            self._weights.append(arrays.weights)
+        else:
+            self._fill_weights(len(arrays.tokens))
+        self._lengths.append(samples.lengths)
+        self._num_supervised.append(samples.num_supervised)
+        self._rows.append(rows)
+        self._num_tokens += len(arrays.tokens)
+
+    def finish(self) -> tuple[Samples, npt.NDArray[np.int64]]:
+        """All samples, and the row of every group."""
+        weights = None if self._weights is None else self._weights.finish()
+        arrays = TokenArrays(self._tokens.finish(), self._supervised.finish(), weights)
+        return _samples(arrays, self._lengths.finish(), self._num_supervised.finish()), self._rows.finish()
+
+    def _column(self, name: str, dtype: npt.DTypeLike) -> Column:
+        return MemoryColumn(dtype) if self._folder is None else FileColumn(self._folder / f"{name}.npy", dtype)
+
+    def _fill_weights(self, number: int) -> None:
+        if self._weights is not None:
+            for first in range(0, number, FILLED_TOGETHER):
+                self._weights.append(np.ones(min(FILLED_TOGETHER, number - first)))
+
+
+def open_samples(folder: Path) -> tuple[Samples, npt.NDArray[np.int64]]:
+    """Maps samples that were written to a folder, and the row of every group."""
+    path = folder / "weights.npy"
+    weights = open_column(path) if path.exists() else None
+    arrays = TokenArrays(open_column(folder / "tokens.npy"), open_column(folder / "supervised.npy"), weights)
+    samples = _samples(arrays, open_column(folder / "lengths.npy"), open_column(folder / "num_supervised.npy"))
+    return samples, open_column(folder / "rows.npy")
+
+
+def _samples(arrays: TokenArrays, lengths: npt.NDArray[Any], num_supervised: npt.NDArray[Any]) -> Samples:
+    return Samples(arrays, np.cumsum(lengths) - lengths, np.asarray(lengths), np.asarray(num_supervised))

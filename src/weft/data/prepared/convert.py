@@ -1,0 +1,152 @@
+"""From a chunk of rows to samples: converted, rendered, tokenised, and kept if they fit.
+
+What becomes of a chunk depends on nothing but the chunk and a few words about its file, so chunks can be converted one
+after the other or side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.chat.chat_template import ChatTemplate, Tokenizer
+from weft.data.chat.renderer import Renderer
+from weft.data.conversation import Conversation, Form, Tokens
+from weft.data.formats import convert_rows
+from weft.data.prepared.settings import DataSettings
+from weft.data.prepared.sieve import Account, Sieve
+from weft.data.rows.column_map import ColumnMap
+from weft.data.rows.row import Row
+from weft.data.sample import Sample
+from weft.data.samples import Samples
+from weft.data.tokenise import sample_of_tokens, tokenise
+from weft.errors import DataError
+from weft.objectives.objective import Objective, Part
+from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
+
+
+@dataclass(frozen=True)
+class ConvertedChunk:
+    """What became of a chunk."""
+
+    samples: Samples
+    rows: npt.NDArray[np.int64]
+    """The row of every group, counted from the first of the chunk."""
+    account: Account
+    data_format: str
+    objective: str
+    """What its samples were made for."""
+    claimed: str
+    """The objective that its columns ask for."""
+
+    @classmethod
+    def empty(cls, objective: Objective) -> ConvertedChunk:
+        """Nothing but the objective that rows ask for."""
+        name = objective.name
+        return cls(Samples.of([]), np.empty(0, np.int64), Account(), "", objective=name, claimed=name)
+
+
+@dataclass(frozen=True)
+class Converter:
+    """Converts rows for one tokenizer and one way of reading data."""
+
+    tokenizer: Tokenizer
+    settings: DataSettings
+
+    @functools.cached_property
+    def renderer(self) -> Renderer:
+        """What makes text of rows; a template that is none is a ConfigError."""
+        settings = self.settings
+        template = ChatTemplate(self.tokenizer, settings.chat_template, settings.clock)
+        return Renderer(template, settings.train_on_inputs, settings.mask_history)
+
+    def convert(self, read: Sequence[Row], *, objective: str, first_format: str | None) -> ConvertedChunk:
+        """The samples of some rows of one source; a row that is wrong is a DataError naming it.
+
+        `objective` is what the rows so far are converted for, at first what the job says. Where that was `auto` and a
+        row here asks for another one, the chunk has no samples, only that objective. `first_format` is what the first
+        rows of the source turned out to be, None for those.
+        """
+        settings = self.settings
+        named = ColumnMap(settings.data_columns)
+        rows = [named.apply(row) for row in read]
+        claimed = choose_objective("auto", [row.values for row in rows])
+        chosen = claimed if objective == "auto" else OBJECTIVES[objective]
+        if settings.objective == "auto" and is_before(claimed, chosen):
+            return ConvertedChunk.empty(claimed)
+        found, forms, groups = _convert(rows, chosen, settings.data_format, first_format, self.renderer)
+        sieve = Sieve(settings.max_length, settings.long_samples)
+        for row, of_row in zip(rows, groups, strict=True):
+            sieve.take_row(of_row, row.where)
+        if self.renderer.ignores_tools:
+            sieve.account.num_without_tools = sum(1 for form in forms if isinstance(form, Conversation) and form.tools)
+        return ConvertedChunk(
+            samples=Samples.of(sieve.kept),
+            rows=np.array(sieve.rows, dtype=np.int64),
+            account=sieve.account,
+            data_format=found,
+            objective=chosen.name,
+            claimed=claimed.name,
+        )
+
+
+def is_before(one: Objective, other: Objective) -> bool:
+    """Whether an objective is chosen before another one where rows ask for both."""
+    names = list(OBJECTIVES)
+    return names.index(one.name) < names.index(other.name)
+
+
+def _convert(
+    rows: Sequence[Row], objective: Objective, data_format: str, first_format: str | None, renderer: Renderer
+) -> tuple[str, list[Form], list[list[list[Sample]]]]:
+    """The format of the rows, the forms of their parts, and the groups of samples of each row."""
+    parts = [(row.where, part) for row in rows for part in objective.parts(row.values, row.where)]
+    made = [Row(part.values, where) for where, part in parts]
+    found, forms = convert_rows(made, data_format, first_format=first_format)
+    pairs = zip(parts, make_samples(made, forms, renderer), strict=True)
+    samples = [[_weighted(s, part, objective, where) for s in several] for (where, part), several in pairs]
+    size = objective.group_size
+    groups = [_groups(samples[i * size : (i + 1) * size], objective, row.where) for i, row in enumerate(rows)]
+    return found, forms, groups
+
+
+def make_samples(rows: Sequence[Row], forms: Sequence[Form], renderer: Renderer) -> Iterator[list[Sample]]:
+    """The samples of each row, in order, of whatever length."""
+    texts = [
+        () if isinstance(form, Tokens) else renderer.render(form, row.where)
+        for row, form in zip(rows, forms, strict=True)
+    ]
+    tokenised = tokenise([text for several in texts for text in several], renderer.tokenizer)
+    for row, form, several in zip(rows, forms, texts, strict=True):
+        if isinstance(form, Tokens):
+            yield [sample_of_tokens(form, renderer.tokenizer, renderer.train_on_inputs, row.where)]
+        else:
+            yield [next(tokenised) for _ in several]
+
+
+def _groups(parts: Sequence[Sequence[Sample]], objective: Objective, where: str) -> list[list[Sample]]:
+    """The groups that a row's parts make: each sample by itself, or one group of what belongs together."""
+    if objective.group_size == 1:
+        return [[sample] for part in parts for sample in part]
+    if any(len(part) > 1 for part in parts):
+        raise DataError(
+            f"has several answers that the chat template shows otherwise once later turns follow, and objective "
+            f"{objective.name} needs them in one sample.",
+            where=where,
+            hint="Set mask_history to train the last answer only, or another chat_template.",
+        )
+    return [[part[0] for part in parts]]
+
+
+def _weighted(sample: Sample, part: Part, objective: Objective, where: str) -> Sample:
+    """The sample as much as it counts; weights that the job's objective would not name are a DataError."""
+    if objective is SUPERVISED and sample.weights is not None:
+        raise DataError(
+            "messages have weights besides 0 and 1, which objective supervised does not know; set it to weighted.",
+            where=where,
+        )
+    return sample.weighted(part.weight)

@@ -1,0 +1,24 @@
+"""Everything besides its sources and its tokenizer that decides what becomes of a job's data."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """How rows are read, rendered, masked and cut; the fields are those of a job."""
+
+    objective: str
+    data_format: str
+    data_columns: Mapping[str, str | int]
+    max_length: int
+    long_samples: str
+    train_on_inputs: bool
+    mask_history: bool
+    chat_template: str | None
+    """Used instead of the tokenizer's."""
+    clock: datetime.datetime | None
+    """What time it is for chat templates that ask; None: what time it is."""
