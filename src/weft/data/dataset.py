@@ -131,7 +131,8 @@ class Dataset:
     @functools.cached_property
     def group_tokens(self) -> npt.NDArray[np.int64]:
         """Tokens that each group trains."""
-        return np.add.reduce(self.samples.lengths.reshape(-1, self.objective.group_size), axis=1, dtype=np.int64)
+        tokens: npt.NDArray[np.int64] = self.samples.lengths.reshape(-1, self.objective.group_size).sum(axis=1)
+        return tokens
 
     @property
     def longest_group(self) -> int:
