@@ -8,6 +8,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # would slow all of them down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Tests prepare what they read; those of the cache have one of their own.
+os.environ["WEFT_CACHE"] = "off"
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

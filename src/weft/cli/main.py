@@ -16,6 +16,7 @@ from weft.cli.adapters.chat import chat
 from weft.cli.adapters.evaluate import evaluate
 from weft.cli.adapters.export import export, merge
 from weft.cli.adapters.generate import generate
+from weft.cli.cache import cache
 from weft.cli.config import config
 from weft.cli.demo import demo
 from weft.cli.doctor import doctor
@@ -62,6 +63,7 @@ for verb, name in (
     app.command(name)(verb)
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
+app.add_typer(cache, name="cache")
 
 
 def _show_version(value: bool) -> None:

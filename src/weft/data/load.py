@@ -13,11 +13,8 @@ import numpy.typing as npt
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import Dataset, JobData
 from weft.data.order import permutation
-from weft.data.prepared.convert import Converter
-from weft.data.prepared.prepare import prepare
+from weft.data.prepared.prepared_data import prepared_data
 from weft.data.prepared.settings import DataSettings
-from weft.data.rows.column_map import ColumnMap
-from weft.data.rows.sources import find_source
 from weft.errors import DataError
 from weft.spec.job import JobSpec
 
@@ -44,7 +41,7 @@ def load_dataset(
     settings = DataSettings(
         objective=objective,
         data_format=data_format,
-        data_columns=data_columns,
+        data_columns=dict(data_columns),
         max_length=max_length,
         long_samples=long_samples,
         train_on_inputs=train_on_inputs,
@@ -52,9 +49,7 @@ def load_dataset(
         chat_template=chat_template,
         clock=clock,
     )
-    converter = Converter(tokenizer, settings)
-    has_header = not ColumnMap(data_columns).by_number
-    return prepare([find_source(source, base_dir, has_header=has_header) for source in sources], converter)
+    return prepared_data(sources, tokenizer, settings, base_dir)
 
 
 def load_job_data(

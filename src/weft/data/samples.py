@@ -29,11 +29,13 @@ class TokenArrays:
     supervised: npt.NDArray[np.bool_]
     weights: npt.NDArray[np.float64] | None = None
     """What each token counts in the loss; None where no sample has weights."""
+    known_range: tuple[int, int] | None = None
+    """The token range, where somebody has looked already."""
 
     @functools.cached_property
     def token_range(self) -> tuple[int, int]:
         """The smallest and the largest token id."""
-        return int(self.tokens.min()), int(self.tokens.max())
+        return self.known_range or (int(self.tokens.min()), int(self.tokens.max()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,8 @@ class Samples(Sequence[Sample]):
     """Tokens of each sample, [N]."""
     num_supervised: Integers
     """Supervised tokens of each sample, [N]."""
+    known_fingerprint: str | None = None
+    """The fingerprint of this very view, where somebody has computed it already."""
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Samples:
@@ -94,13 +98,19 @@ class Samples(Sequence[Sample]):
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all lengths, tokens, masks and, for the samples that have any, weights."""
+        if self.known_fingerprint is not None:
+            return self.known_fingerprint
         digest = hashlib.sha256()
+        self.feed(digest)
+        return digest.hexdigest()
+
+    def feed(self, digest: hashlib._Hash) -> None:
+        """Goes on with a fingerprint, behind other samples."""
         for first in range(0, len(self), HASHED_TOGETHER):
             pieces: list[bytes | memoryview] = []
             for i in range(first, min(first + HASHED_TOGETHER, len(self))):
                 pieces += self._hashed(i)
             digest.update(b"".join(pieces))
-        return digest.hexdigest()
 
     def _hashed(self, index: int) -> list[bytes | memoryview]:
         place = self._place(index)

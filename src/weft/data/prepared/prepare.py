@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,25 +31,25 @@ def prepare(sources: Sequence[Source], converter: Converter, folder: Path | None
     """The samples of all sources, in `folder` or in memory; any problem is a DataError naming the row."""
     objective = converter.settings.objective
     while True:
-        preparing = _Preparing(converter, objective, folder)
         try:
-            for source in sources:
-                preparing.take(source)
+            with contextlib.closing(SampleColumns(folder)) as columns:
+                preparing = _Preparing(converter, objective, columns)
+                for source in sources:
+                    preparing.take(source)
+                return preparing.dataset([source.name for source in sources])
         except _OtherObjective as found:
             # Where a job names no objective, one row that asks for another is enough: all begins anew with that.
             objective = str(found)
-            continue
-        return preparing.dataset([source.name for source in sources])
 
 
 class _Preparing:
     """What the rows so far have become."""
 
-    def __init__(self, converter: Converter, objective: str, folder: Path | None) -> None:
+    def __init__(self, converter: Converter, objective: str, columns: SampleColumns) -> None:
         self._converter = converter
         self._objective = objective
         self._claimed: Objective = SUPERVISED
-        self._columns = SampleColumns(folder)
+        self._columns = columns
         self._account = Account()
         self._formats: list[str] = []
 

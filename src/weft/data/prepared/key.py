@@ -1,0 +1,66 @@
+"""Under which name prepared data is kept: SHA-256 of all that decides what it becomes.
+
+That is the contents of the files, the tokenizer as it serialises itself, the chat template, every setting, the clock
+where the template reads it, and the versions of the code that renders and tokenises. Names and places are no part of
+it: the same file under another name is the same data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from weft.data.chat.chat_template import ChatTemplate, Tokenizer
+from weft.data.chat.clock import FUNCTION
+from weft.data.prepared.settings import DataSettings
+from weft.data.rows.sources import Source
+
+VERSION = 1
+"""Of the code that prepares data: raised when the same rows become other samples or other files."""
+LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
+_IDENTITIES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def prepared_key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings) -> str | None:
+    """The key of prepared data; None where something that decides it has no stable identity."""
+    clock = None
+    if FUNCTION in ChatTemplate(tokenizer, settings.chat_template).text:
+        if settings.clock is None:
+            return None
+        clock = settings.clock.isoformat()
+    known = tokenizer_identity(tokenizer)
+    if known is None or any(source.path is None for source in sources):
+        return None
+    files = [(source.path.suffix.lower(), file_digest(source.path)) for source in sources if source.path is not None]
+    chosen = {**vars(settings), "data_columns": list(settings.data_columns.items()), "clock": clock}
+    parts = [VERSION, [version(name) for name in LIBRARIES], known, files, chosen]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> str | None:
+    """SHA-256 of everything that a tokenizer's results depend on; None for one that cannot serialise itself."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not tokenizer.is_fast or backend is None:
+        return None
+    # The special tokens and the templates can be set at any time; the rest is only serialised once.
+    changeable = [
+        type(tokenizer).__qualname__,
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        dict(tokenizer.chat_template) if isinstance(tokenizer.chat_template, Mapping) else tokenizer.chat_template,
+        getattr(tokenizer, "split_special_tokens", False),
+        [tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)],
+    ]
+    if tokenizer not in _IDENTITIES:
+        _IDENTITIES[tokenizer] = hashlib.sha256(backend.to_str().encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_IDENTITIES[tokenizer], changeable], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,51 @@
+"""Data as jobs ask for it: from the cache if it was prepared before, else prepared now and kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from weft.data.chat.chat_template import Tokenizer
+from weft.data.dataset import Dataset
+from weft.data.prepared.cache import default_cache
+from weft.data.prepared.convert import Converter
+from weft.data.prepared.key import prepared_key
+from weft.data.prepared.prepare import prepare
+from weft.data.prepared.settings import DataSettings
+from weft.data.rows.column_map import ColumnMap
+from weft.data.rows.sources import Source, find_source
+from weft.errors import DataError
+
+
+def prepared_data(names: Sequence[str], tokenizer: Tokenizer, settings: DataSettings, base_dir: Path) -> Dataset:
+    """The samples of files or Hub data sets; any problem is a DataError naming the row."""
+    converter = Converter(tokenizer, settings)
+    converter.renderer.template  # noqa: B018  # a template that is none is refused before any file is opened
+    has_header = not ColumnMap(settings.data_columns).by_number
+    sources = [find_source(name, base_dir, has_header=has_header) for name in names]
+    cache = default_cache()
+    before = _stamps(sources)
+    key = None if cache is None else _key(sources, tokenizer, settings)
+    if cache is None or key is None:
+        return prepare(sources, converter)
+    found = cache.get(
+        key, lambda folder: prepare(sources, converter, folder), is_current=lambda: _stamps(sources) == before
+    )
+    # It may have been prepared from files of other names.
+    return replace(found, summary=replace(found.summary, sources=tuple(names)))
+
+
+def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings) -> str | None:
+    try:
+        return prepared_key(sources, tokenizer, settings)
+    except OSError as error:
+        name = next(source.name for source in sources if str(source.path) == str(error.filename))
+        raise DataError(f"cannot be read ({error.strerror or error}).", where=name) from None
+
+
+def _stamps(sources: Sequence[Source]) -> list[tuple[int, int, int] | None]:
+    """What tells that a file is still the one it was."""
+    found = [None if source.path is None else os.stat(source.path) for source in sources]
+    return [None if each is None else (each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
