@@ -17,7 +17,7 @@ from tiny_families import VOCABULARY as VOCABULARY
 from tiny_families import model_type, plain_model
 
 from weft.backbone.backbone import Backbone
-from weft.backbone.packing import attention, experts, own_attention
+from weft.backbone.packing import attention, own_attention
 from weft.backbone.path import Memory
 from weft.data.dataset import Dataset, JobData
 from weft.data.sample import Sample
@@ -32,7 +32,6 @@ Job = tuple[JobSpec, JobData]
 def random_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model that attends as packed samples do; all biases and norms are random too."""
     attention.register()
-    experts.register()
     with_attention = own_attention.attention_to_load(model_type(name))
     return plain_model(name, seed=seed, attention=with_attention, **changes).to(dtype)
 

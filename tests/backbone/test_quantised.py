@@ -18,7 +18,8 @@ from weft.backbone.path import Memory
 from weft.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, StepDone
-from weft.engine.train import execute_run, finished_jobs, prepare_run
+from weft.engine.resume import plan_resume
+from weft.engine.train import execute_run, prepare_run
 from weft.errors import ConfigError
 from weft.inference.attach import read_named
 from weft.inference.merge import merge_adapter
@@ -187,10 +188,10 @@ def test_run_when_resumed_with_another_quantisation_then_refused_before_anything
         run = prepare_run(spec, base_dir=tmp_path)
         assert run.engine.executor.backbone.linears["model.layers.0.mlp.up_proj"].frozen.kind == "int8"
         execute_run(run, directory, on_event=lambda _: None)
-        assert finished_jobs(spec, directory) == {"sort"}
+        assert plan_resume(spec, directory).done == {"sort"}
         other = run_from_mapping({**tree, "quantization": "nf4"})
         with pytest.raises(ConfigError, match="has int8, this file has nf4") as caught:
-            finished_jobs(other, directory)
+            plan_resume(other, directory)
         assert caught.value.where == "quantize"
 
 

@@ -192,8 +192,8 @@ def test_train_when_resumed_with_other_settings_then_names_the_first(mistake: Mi
     assert mistake("train", "jobs.yaml", "--resume").startswith("jobs.yaml line 6: jobs.0.adapter: was {")
     (place / "jobs.yaml").write_text(JOBS.replace("name: two", "name: three"))
     assert mistake("train", "jobs.yaml", "--resume") == (
-        "jobs.yaml line 7: jobs: the run in out has ['one', 'two'], this file has ['one', 'three']; "
-        "a resumed run keeps its settings."
+        "jobs.yaml line 7: jobs: the run in out has two, this file has one, three; "
+        "a resumed run keeps its jobs and may have more."
     )
     (place / "jobs.yaml").write_text(JOBS.replace("tiny", "other/model"))
     assert mistake("train", "jobs.yaml", "--resume").startswith(

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from weft import faults
-from weft.engine.train import execute_run, finished_jobs, prepare_run
+from weft.engine.resume import plan_resume
+from weft.engine.train import execute_run, prepare_run
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 
@@ -64,7 +65,7 @@ def train(spec: RunSpec, data: Path, out: Path) -> None:
     """One process's work: starts the run, or goes on with it."""
     resume = (out / "run.json").exists()
     with RunDirectory.open(out, resume=resume) as directory:
-        done = finished_jobs(spec, directory) if resume else frozenset()
+        done = plan_resume(spec, directory).done if resume else frozenset()
         if len(done) < len(spec.jobs):
             execute_run(prepare_run(spec, base_dir=data, skip=done), directory, on_event=lambda _: None)
 

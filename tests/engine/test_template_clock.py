@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.train import PreparedRun, check_same_data, clock_of, execute_run, prepare_run
+from weft.engine.resume import check_same_data
+from weft.engine.train import PreparedRun, clock_of, execute_run, prepare_run
 from weft.errors import DataError
 from weft.spec import JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory

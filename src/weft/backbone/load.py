@@ -18,7 +18,7 @@ from weft.adapters.frozen import quantise
 from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
 from weft.backbone.model_files import check_directory, check_weight_files
-from weft.backbone.packing import attention, experts, own_attention
+from weft.backbone.packing import attention, own_attention
 from weft.backbone.packing.selfcheck import check_packing
 from weft.backbone.path import Memory
 from weft.errors import MissingExtraError, ModelError
@@ -92,7 +92,6 @@ def load_tokenizer(base_model: str) -> Any:
 def load_backbone(spec: BackboneSpec) -> Backbone:
     """The frozen model, ready for adapters."""
     attention.register()
-    experts.register()
     device = choose_device(spec)
     # A model to be quantised goes to its device linear by linear: dense it may not fit there.
     model = _read_model(spec, packed=True).to("cpu" if spec.quantize != "none" else device)

@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec, RunSpec, load_run
 from weft.spec.fields import without_foreign
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def config(
-    jobs_file: Annotated[Path | None, typer.Argument(help="A file to check.", show_default=False)] = None,
+    jobs_file: Annotated[
+        Path | None, typer.Argument(parser=user_path, metavar="PATH", help="A file to check.", show_default=False)
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: jobs.0.adapter.r=32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON Schema of the files.")] = False,

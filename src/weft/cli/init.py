@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.user_path import user_path
 from weft.errors import StorageError
 
 SKILLS = ("shout", "reverse")
@@ -60,7 +61,9 @@ jobs:
 
 
 def init(
-    file: Annotated[Path, typer.Argument(help="The jobs file to write.")] = Path("jobs.yaml"),
+    file: Annotated[Path, typer.Argument(parser=user_path, metavar="PATH", help="The jobs file to write.")] = Path(
+        "jobs.yaml"
+    ),
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
     """Write a commented jobs file that runs as it is, and two small data files for it."""

@@ -7,9 +7,14 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.user_path import user_path
+
 
 def report(
-    directory: Annotated[Path, typer.Argument(help="A run's or a sweep's directory, such as runs/first.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(parser=user_path, metavar="PATH", help="A run's or a sweep's directory, such as runs/first."),
+    ],
 ) -> None:
     """Write report.html of a run or a sweep again, also of one that is still going on or was killed."""
     from weft.errors import StorageError

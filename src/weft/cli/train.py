@@ -82,19 +82,23 @@ class Order:
 def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
     """Runs or resumes; returns the exit code."""
     from weft.cli.watch import conclude, follow
-    from weft.engine.train import as_begun, check_same_data, clock_of, finished_jobs
+    from weft.engine.resume import as_begun, check_same_data, plan_resume
+    from weft.engine.train import clock_of
     from weft.store.run_dir import RunDirectory
 
     RunDirectory.check(out, resume=resume)
     if resume:
         with RunDirectory.open(out, resume=True) as directory:
-            finished = finished_jobs(order.spec, directory, locate=order.locate)
-            if len(finished) == len(order.spec.jobs):
+            plan = plan_resume(order.spec, directory, locate=order.locate)
+            if len(plan.done) == len(order.spec.jobs):
                 console.print("nothing to resume: every job has ended")
                 conclude(out, console)
                 return _failures(order, directory)
             order = replace(order, spec=as_begun(order.spec, directory))
-            run = _prepare(order, console, finished, clock_of(directory.read_run()))
+            if plan.changes:
+                changes = "; ".join(plan.changes)
+                console.print(f"takes over  {changes}", markup=False, highlight=False, soft_wrap=True)
+            run = _prepare(order, console, plan.done, clock_of(directory.read_run()))
             check_same_data(run, directory)
             states, stopped = follow(run, directory, console)
             code = _failures(order, directory)

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from weft.data.chat.chat_template import template_digest
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
-from weft.engine.recorder import check_data
+from weft.engine.resume import Locate, job_settings
 from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.memory import load_within
 from weft.execute.protocol import Executor
-from weft.job_state import FINAL_STATES, JobState, Reason
+from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
-from weft.spec import JobSpec, RunSpec
-from weft.store.checkpoint import latest_checkpoint
+from weft.spec import RunSpec
 from weft.store.run_dir import RunDirectory, RunRecord
 
 RunT = TypeVar("RunT", bound=RunSpec)
 OnEvent = Callable[[Event], None]
-Locate = Callable[[str], str]
-"""Where a setting such as `jobs.0.adapter.r` was written."""
 
 
 BATCH_NOTE = "{job}: a batch of {asked:,} samples is more than its data has; every step takes all {all:,}."
@@ -156,72 +152,3 @@ def run_record(spec: RunSpec, executor: Executor, name: str, clock: datetime.dat
 def clock_of(record: RunRecord) -> datetime.datetime | None:
     """What time it is for the chat templates of a recorded run; None if that was not recorded."""
     return None if record.template_clock is None else datetime.datetime.fromisoformat(record.template_clock)
-
-
-def job_settings(job: JobSpec) -> dict[str, Any]:
-    """A job's settings as JSON gives them back."""
-    settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(job)))
-    return settings
-
-
-def finished_jobs(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str) -> frozenset[str]:
-    """Jobs of a resumed run that need no more work; settings that changed since are an error.
-
-    A job that failed before it could start, such as one set aside for its data, gets another try.
-    """
-    record = directory.read_run()
-    recorded: dict[str, Any] = {**record.to_json(), "quantize": record.quantize or "none", "jobs": list(record.jobs)}
-    now_set = {name: getattr(spec, name) for name in ("base_model", "quantize", "capacity")}
-    if spec.capacity == "auto":
-        # What it was when the run began, wherever it goes on.
-        del now_set["capacity"]
-    for setting, now in (now_set | {"jobs": [job.name for job in spec.jobs]}).items():
-        if recorded.get(setting) != now:
-            raise ConfigError(
-                f"the run in {directory.path} has {recorded.get(setting)}, this file has {now}; a resumed run keeps "
-                "its settings.",
-                where=locate(setting),
-            )
-    done = set()
-    for place, job in enumerate(spec.jobs):
-        _check_unchanged(job, directory.read_job(job.name), f"jobs.{place}", locate)
-        status = directory.read_status(job.name) or {}
-        if status.get("state") in FINAL_STATES and not status.get("can_retry"):
-            done.add(job.name)
-    return frozenset(done)
-
-
-def as_begun(spec: RunSpec, directory: RunDirectory) -> RunSpec:
-    """A resumed run with the capacity it began with, where the file leaves it to Weft."""
-    recorded = directory.read_run().capacity
-    return dataclasses.replace(spec, capacity=recorded) if spec.capacity == "auto" and recorded else spec
-
-
-def check_same_data(run: PreparedRun, directory: RunDirectory) -> None:
-    """Refuses to resume jobs on other data than their checkpoints were trained on, before anything is changed."""
-    digest = directory.read_run().template_digest
-    for name, data in run.data.items():
-        checkpoint, _ = latest_checkpoint(directory.checkpoints_dir(name))
-        if checkpoint is None:
-            continue
-        try:
-            check_data(checkpoint, data, name)
-        except DataError:
-            if digest in (None, template_digest(run.engine.executor.tokenizer)):
-                raise
-            found = f"the chat template of {run.spec.base_model} is not the one that the run began with"
-            raise DataError(f"{found}; put that back, or start a new run.", where=name) from None
-
-
-def _check_unchanged(job: JobSpec, recorded: dict[str, Any] | None, where: str, locate: Locate) -> None:
-    if recorded is None:
-        return
-    for setting, now in job_settings(job).items():
-        # A setting that the run was recorded without did not exist then, nor did one of the adapter.
-        was = recorded.get(setting, now)
-        was = {**now, **was} if setting == "adapter" else was
-        if was != now:
-            raise ConfigError(
-                f"was {json.dumps(was)} and is {json.dumps(now)}; a resumed job keeps its settings.",
-                where=locate(f"{where}.{setting}"),
-            )

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from weft.engine.engine import Engine
+from weft.engine.resume import HARMLESS
 from weft.engine.train import clock_of, load_engine, run_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.report.sweep.page import write_sweep_report
@@ -38,7 +39,8 @@ from weft.sweeps.trial_loop import SweepRun
 
 TRIALS, SETTINGS, REPORT = "trials", "sweep.yaml", "report.html"
 KEPT = ("base_model", "defaults", "space", "objective", "sampler", "seed", "capacity", "quantize", "dtype")
-"""What a resumed sweep cannot change: its trials would not be comparable. Budgets and early stopping may."""
+"""What a resumed sweep cannot change, but for what is harmless of its job: its trials would not be comparable. Budgets
+and early stopping may change."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,18 @@ def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> SweepSpec:
         spec = replace(spec, capacity=saved.get("capacity"))
     now = resolved_sweep(spec)
     for name in KEPT:
-        if saved.get(name) != now[name]:
+        if _bare(saved.get(name)) != _bare(now[name]):
             raise ConfigError(
                 f"the sweep in {folder} has {json.dumps(saved.get(name))}, this one {json.dumps(now[name])}; a resumed "
                 "sweep keeps it.",
                 where=name,
             )
     return spec
+
+
+def _bare(setting: Any) -> Any:
+    """A setting of a sweep, less what of its jobs may change."""
+    return {k: v for k, v in setting.items() if k not in HARMLESS} if isinstance(setting, Mapping) else setting
 
 
 def begun_at(folder: Path) -> datetime.datetime | None:

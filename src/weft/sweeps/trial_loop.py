@@ -25,7 +25,7 @@ from weft.engine.events import (
     JobWarning,
     StepDone,
 )
-from weft.engine.train import job_settings
+from weft.engine.resume import job_settings
 from weft.errors import StorageError, WeftError
 from weft.execute.protocol import ReplicaMemoryError
 from weft.objectives.metrics import MeanScores

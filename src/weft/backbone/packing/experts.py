@@ -29,15 +29,13 @@ BLOCK = 32
 """Rows of a block: with many experts each has few rows, and larger blocks would be mostly padding."""
 
 
-def register() -> None:
-    """Makes the experts known to transformers; done when a backbone is loaded."""
+def prepare(model: Any, routing: Routing) -> None:
+    """Lets a model that has experts use these, and gives its routers the rows of one tile at a time."""
+    if not any(_are_experts(module) for module in model.modules()):
+        return
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, packed_experts)
-
-
-def prepare(model: Any, routing: Routing) -> None:
-    """Lets a model use these experts, and gives its routers the rows of one tile at a time."""
     model.set_experts_implementation(NAME)
     for holder in model.modules():
         if not any(_are_experts(child) for child in holder.children()):

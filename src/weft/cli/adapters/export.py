@@ -11,19 +11,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from weft.cli.user_path import user_path
 from weft.errors import AdapterFileError, ConfigError, StorageError, WeftError
 
 if TYPE_CHECKING:
     from weft.inference.attach import StoredAdapter
 
-AdapterDir = Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="An adapter or a job's directory.")]
+AdapterDir = Annotated[
+    Path, typer.Argument(parser=user_path, metavar="ADAPTER_DIR", help="An adapter or a job's directory.")
+]
 
 
 def export(
     adapter_dir: AdapterDir,
     server: Annotated[str, typer.Option("--for", help="peft, vllm or sglang.", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="Copy the adapter to this new directory.", show_default=False)
+        Path | None,
+        typer.Option(
+            parser=user_path, metavar="PATH", help="Copy the adapter to this new directory.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Check that a server takes an adapter, copy it, and say how to serve it."""
@@ -50,7 +56,9 @@ def export(
 
 def merge(
     adapter_dir: AdapterDir,
-    out: Annotated[Path, typer.Option(help="The new model directory.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(parser=user_path, metavar="PATH", help="The new model directory.", show_default=False)
+    ],
     base_model: Annotated[
         str | None,
         typer.Option(help="The frozen model. Default: the one the adapter was trained on.", show_default=False),

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the answers to this JSONL file.", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path, metavar="PATH", help="Write the answers to this JSONL file.", show_default=False
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSONL.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError, ModelError, WeftError
 
 if TYPE_CHECKING:
@@ -18,8 +19,13 @@ bench = typer.Typer(
     help="Measure speed on this machine, beside what people run today.", no_args_is_help=True, rich_markup_mode=None
 )
 PATHS = ("auto", "fused", "reference")
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Add the figures to this JSON file.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the figures into this .svg or .png file.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", parser=user_path, metavar="PATH", help="Add the figures to this JSON file.")
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", parser=user_path, metavar="PATH", help="Draw the figures into this .svg or .png file."),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer repeats: for a first look, not for publishing.")]
 
 
@@ -132,7 +138,12 @@ def serve(json: JsonFile = None) -> None:
 def wall(
     regime: Annotated[list[str] | None, typer.Option(help="tiny, 8b, share or cpu; may be repeated.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Data file of the jobs. Default: made-up problems as long as GSM8K's.")
+        Path | None,
+        typer.Option(
+            parser=user_path,
+            metavar="PATH",
+            help="Data file of the jobs. Default: made-up problems as long as GSM8K's.",
+        ),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also time transformers' Trainer with PEFT on the same jobs.")] = True,
     json: JsonFile = None,

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weft.cli.user_path import user_path
 from weft.errors import StorageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def profile(
     model: Annotated[
         str, typer.Option(help="tiny (embedded), a named shape with random weights, a model directory or a Hub name.")
     ] = "tiny",
-    out: Annotated[Path | None, typer.Option(help="Write the profile to this JSON file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=user_path, metavar="PATH", help="Write the profile to this JSON file.")
+    ] = None,
     capacity: Annotated[
         int | None, typer.Option(help="Largest microbatch in tokens. Default: 8192 on a GPU, 512 on a CPU.")
     ] = None,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ FileSeconds = Annotated[
     float, typer.Option(help="Most seconds that reading one job's files may take.", min=0.001, max=1e6)
 ]
 FileMemory = Annotated[float, typer.Option(help="Most GiB that reading one job's files may take.", min=0.001, max=1e6)]
-DataDir = Annotated[Path, typer.Option(help="Home of the database, the files and the workers.")]
+DataDir = Annotated[
+    Path, typer.Option(parser=user_path, metavar="PATH", help="Home of the database, the files and the workers.")
+]
 
 
 def serve(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, StoreUrl
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class StopSignals:
 
 
 def worker(
-    data_dir: Annotated[Path, typer.Option(help="Where the worker keeps what it is working on.")] = Path("weft-data"),
+    data_dir: Annotated[
+        Path, typer.Option(parser=user_path, metavar="PATH", help="Where the worker keeps what it is working on.")
+    ] = Path("weft-data"),
     db: DbUrl = "",
     store: StoreUrl = "",
     base_model: Annotated[

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from weft.engine.train import job_settings
+from weft.engine.resume import job_settings
 from weft.spec import JobSpec, RunSpec
 from weft.spec.load_sweep import space_of
 from weft.spec.space import Range

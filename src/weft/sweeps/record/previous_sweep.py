@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.engine.train import job_settings
+from weft.engine.resume import job_settings
 from weft.errors import ConfigError
 from weft.spec import JobSpec
 from weft.spec.sweep import SweepSpec

@@ -1,0 +1,170 @@
+"""What a resumed run may change: nothing that would have changed the steps it has taken.
+
+| change | taken over |
+|---|---|
+| `save_steps`, `save_minutes`, `save_total_limit`, `logging_steps`, `priority`, `tenant` | always |
+| `eval_steps` | unless early stopping goes by the evaluations |
+| more `max_steps` or `num_train_epochs` | if neither learning rates nor early stopping depend on where the end is |
+| more jobs | always |
+
+Anything else is refused: the result would be neither that of the old settings nor that of the new ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weft.data.chat.chat_template import template_digest
+from weft.engine.recorder import check_data
+from weft.errors import ConfigError, DataError
+from weft.job_state import FINAL_STATES, JobState
+from weft.spec import JobSpec, RunSpec
+from weft.store.checkpoint import latest_checkpoint
+from weft.store.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    from weft.engine.train import PreparedRun
+
+Locate = Callable[[str], str]
+"""Where a setting such as `jobs.0.adapter.r` was written."""
+HARMLESS = ("save_steps", "save_minutes", "save_total_limit", "logging_steps", "priority", "tenant")
+"""Settings of a job that change when things are done and written, not what comes out."""
+LENGTHS = ("max_steps", "num_train_epochs")
+FLAT_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
+"""Learning rates that do not depend on how many steps are to come."""
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """How a run goes on."""
+
+    done: frozenset[str]
+    """Jobs that need no more work."""
+    changes: tuple[str, ...] = ()
+    """What is otherwise than when the run began, and is taken over."""
+
+
+def job_settings(job: JobSpec) -> dict[str, Any]:
+    """A job's settings as JSON gives them back."""
+    settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(job)))
+    return settings
+
+
+def plan_resume(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str) -> ResumePlan:
+    """What is left to do of a run, and which of its settings change; ConfigError for one that cannot.
+
+    A job that failed before it could start, such as one set aside for its data, gets another try.
+    """
+    _check_run(spec, directory, locate)
+    done, changes = set(), []
+    for place, job in enumerate(spec.jobs):
+        recorded, status = directory.read_job(job.name), directory.read_status(job.name) or {}
+        if recorded is None:
+            changes.append(f"{job.name} is new")
+            continue
+        changed = _changed(job, recorded)
+        for setting, was in changed.items():
+            now = getattr(job, setting)
+            reason = _refusal(setting, was, job, recorded, status)
+            if reason is not None:
+                raise ConfigError(
+                    f"was {json.dumps(was)} and is {json.dumps(job_settings(job)[setting])}; {reason}.",
+                    where=locate(f"jobs.{place}.{setting}"),
+                )
+            changes.append(f"{job.name}: {setting} {json.dumps(was)} -> {json.dumps(now)}")
+        if status.get("state") in FINAL_STATES and not status.get("can_retry") and not _goes_on(changed, status):
+            done.add(job.name)
+    return ResumePlan(frozenset(done), tuple(changes))
+
+
+def as_begun(spec: RunSpec, directory: RunDirectory) -> RunSpec:
+    """A resumed run with the capacity it began with, where the file leaves it to Weft."""
+    recorded = directory.read_run().capacity
+    return dataclasses.replace(spec, capacity=recorded) if spec.capacity == "auto" and recorded else spec
+
+
+def check_same_data(run: PreparedRun, directory: RunDirectory) -> None:
+    """Refuses to resume jobs on other data than their checkpoints were trained on, before anything is changed."""
+    digest = directory.read_run().template_digest
+    for name, data in run.data.items():
+        checkpoint, _ = latest_checkpoint(directory.checkpoints_dir(name))
+        if checkpoint is None:
+            continue
+        try:
+            check_data(checkpoint, data, name)
+        except DataError:
+            if digest in (None, template_digest(run.engine.executor.tokenizer)):
+                raise
+            found = f"the chat template of {run.spec.base_model} is not the one that the run began with"
+            raise DataError(f"{found}; put that back, or start a new run.", where=name) from None
+
+
+def _check_run(spec: RunSpec, directory: RunDirectory, locate: Locate) -> None:
+    """ConfigError if the whole run changes, or one of its jobs is gone."""
+    record = directory.read_run()
+    recorded: dict[str, Any] = {**record.to_json(), "quantize": record.quantize or "none"}
+    now_set = {name: getattr(spec, name) for name in ("base_model", "quantize", "capacity")}
+    if spec.capacity == "auto":
+        # What it was when the run began, wherever it goes on.
+        del now_set["capacity"]
+    for setting, now in now_set.items():
+        if recorded.get(setting) != now:
+            raise ConfigError(
+                f"the run in {directory.path} has {recorded.get(setting)}, this file has {now}; a resumed run keeps "
+                "its settings.",
+                where=locate(setting),
+            )
+    names = [job.name for job in spec.jobs]
+    gone = [name for name in record.jobs if name not in names]
+    if gone:
+        raise ConfigError(
+            f"the run in {directory.path} has {', '.join(gone)}, this file has {', '.join(names)}; a resumed run keeps "
+            "its jobs and may have more.",
+            where=locate("jobs"),
+        )
+
+
+def _changed(job: JobSpec, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a job that are not as they were recorded, and what they were."""
+    changed = {}
+    for setting, now in job_settings(job).items():
+        # A setting that the run was recorded without did not exist then, nor did one of the adapter.
+        was = recorded.get(setting, now)
+        if ({**now, **was} if setting == "adapter" else was) != now:
+            changed[setting] = was
+    return changed
+
+
+def _refusal(
+    setting: str, was: Any, job: JobSpec, recorded: Mapping[str, Any], status: Mapping[str, Any]
+) -> str | None:
+    """Why a setting cannot change; None if it can."""
+    stops_early = recorded.get("early_stopping_patience") is not None
+    if setting in HARMLESS:
+        return None
+    if setting == "eval_steps":
+        return "early stopping goes by the evaluations" if stops_early else None
+    if setting not in LENGTHS:
+        return "a resumed job keeps its settings"
+    if job.lr_scheduler_type not in FLAT_SCHEDULES or 0 < job.warmup_steps < 1:
+        what = (
+            "warmup_steps as a fraction" if 0 < job.warmup_steps < 1 else f"lr_scheduler_type {job.lr_scheduler_type}"
+        )
+        return f"with {what} the steps taken would have had other learning rates"
+    if stops_early:
+        return "early stopping goes by the last evaluation too"
+    done = int(status.get("step") or 0)
+    if setting == "max_steps" and (job.max_steps is None or job.max_steps < done):
+        return f"{done} steps are done, and a resumed job takes at least as many"
+    if setting == "num_train_epochs" and job.max_steps is None and job.num_train_epochs < was:
+        return "a resumed job trains at least as long as it was to"
+    return None
+
+
+def _goes_on(changed: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
+    """Whether a job that has ended has more to do now."""
+    return status.get("state") == JobState.SUCCEEDED and any(setting in changed for setting in LENGTHS)

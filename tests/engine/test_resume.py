@@ -1,0 +1,111 @@
+"""A resumed run takes over what cannot have changed its steps, says so, and refuses the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.engine.resume import ResumePlan, plan_resume
+from weft.engine.train import execute_run, prepare_run
+from weft.errors import ConfigError
+from weft.spec import RunSpec, run_from_mapping
+from weft.store.run_dir import RunDirectory
+
+FLAT = {"max_steps": 3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "global_batch_size": 2}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"say {i}", "completion": f"{i} it is"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def run_of(place: Path, **jobs: Mapping[str, Any]) -> RunSpec:
+    made = [
+        {"name": name, "train_data": str(place / "rows.jsonl"), "adapter": {"r": 2}, **settings}
+        for name, settings in jobs.items()
+    ]
+    return run_from_mapping({"base_model": "tiny", "jobs": made})
+
+
+def train(spec: RunSpec, place: Path, name: str) -> ResumePlan:
+    """Runs, or resumes, what is in a directory."""
+    path = place / name
+    resume = RunDirectory.holds_run(path)
+    with RunDirectory.open(path, resume=resume) as directory:
+        plan = plan_resume(spec, directory) if resume else ResumePlan(frozenset())
+        run = prepare_run(spec, base_dir=place, skip=plan.done)
+        execute_run(run, directory, on_event=lambda event: None)
+    return plan
+
+
+def adapter(place: Path, run: str, job: str) -> bytes:
+    return (place / run / job / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def test_resume_when_there_are_more_steps_and_jobs_then_all_end_as_if_begun_so(place: Path):
+    """To the bit, also for a job that had ended; what is taken over is told."""
+    train(run_of(place, a=FLAT, b={"max_steps": 2}), place, "short")
+    longer = run_of(place, b={"max_steps": 2, "save_steps": 1}, a={**FLAT, "max_steps": 5}, c={"max_steps": 1})
+    plan = train(longer, place, "short")
+    assert plan.done == {"b"}
+    assert plan.changes == ("b: save_steps 100 -> 1", "a: max_steps 3 -> 5", "c is new")
+    train(longer, place, "whole")
+    assert all(adapter(place, "short", job) == adapter(place, "whole", job) for job in "abc")
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "other rates": ({"max_steps": 3}, {"max_steps": 5}, "max_steps: was 3 and is 5; with lr_scheduler_type linear the"),
+    "warm-up by share": (
+        {**FLAT, "warmup_steps": 0.5},
+        {**FLAT, "warmup_steps": 0.5, "max_steps": 5},
+        "warmup_steps as a fraction",
+    ),
+    "fewer steps": (FLAT, {**FLAT, "max_steps": 2}, "3 steps are done"),
+    "early stop": (
+        {**FLAT, "eval_data": 2, "early_stopping_patience": 2, "eval_steps": 1},
+        {**FLAT, "eval_data": 2, "early_stopping_patience": 2, "eval_steps": 2},
+        "early stopping goes by the evaluations",
+    ),
+    "learning rate": (FLAT, {**FLAT, "learning_rate": 1e-3}, "a resumed job keeps its settings"),
+}
+
+
+@pytest.mark.parametrize(("was", "now", "says"), CASES.values(), ids=CASES)
+def test_resume_when_a_change_would_have_changed_steps_then_it_is_refused(place: Path, was, now, says):
+    recorded, status = run_of(place, a=was), {"state": "succeeded", "step": 3}
+    with RunDirectory.open(place / "out", resume=False) as directory:
+        _record(recorded, directory, status)
+        assert plan_resume(recorded, directory) == ResumePlan(frozenset({"a"}))
+        with pytest.raises(ConfigError, match=says):
+            plan_resume(run_of(place, a=now), directory)
+
+
+def test_resume_when_epochs_are_fewer_or_steps_no_longer_stated_then_it_is_refused(place: Path):
+    epochs = {"lr_scheduler_type": "constant", "num_train_epochs": 2}
+    with RunDirectory.open(place / "out", resume=False) as directory:
+        _record(run_of(place, a=epochs), directory, {"state": "paused", "step": 1})
+        more = plan_resume(run_of(place, a={**epochs, "num_train_epochs": 3}), directory)
+        assert more.changes == ("a: num_train_epochs 2.0 -> 3.0",)
+        with pytest.raises(ConfigError, match="at least as long"):
+            plan_resume(run_of(place, a={**epochs, "num_train_epochs": 1}), directory)
+        _record(run_of(place, a=FLAT), directory, {"state": "paused", "step": 1})
+        with pytest.raises(ConfigError, match="takes at least as many"):
+            plan_resume(run_of(place, a={**FLAT, "max_steps": None}), directory)
+
+
+def _record(spec: RunSpec, directory: RunDirectory, status: Mapping[str, Any]) -> None:
+    from weft.engine.resume import job_settings
+    from weft.store.run_dir import RunRecord
+
+    for job in spec.jobs:
+        directory.write_job(job.name, job_settings(job))
+        (directory.path / job.name / "status.json").write_text(json.dumps(dict(status)))
+    directory.write_run(
+        RunRecord(base_model=spec.base_model, capacity=spec.capacity, jobs=tuple(job.name for job in spec.jobs))
+    )
