@@ -56,7 +56,7 @@ def test_column_when_there_is_none_of_that_name_then_the_error_names_those_there
 def test_data_columns_when_they_make_no_sense_then_is_a_config_error():
     """Only columns that formats read can be named, and by something."""
     for columns, message in (
-        ({"promt": "q"}, r"data_columns: 'promt' is no column that a format reads; use prompt, completion"),
+        ({"prompts": "q"}, r"data_columns: 'prompts' is no column that a format reads; use prompt, completion"),
         ({"prompt": 0}, r"data_columns.prompt: got 0; use a column's name"),
         ({"prompt": ""}, r"data_columns.prompt: got ''; use a column's name"),
         ({"prompt": ["q"]}, r"data_columns"),
