@@ -27,7 +27,11 @@ class TimelineRecorder:
 
     def now(self) -> float:
         """Seconds since the run started."""
-        return self.offset_s + time.perf_counter() - self._start
+        return self.offset_s + self.own_s()
+
+    def own_s(self) -> float:
+        """Seconds that this process has worked on the run; unlike `now`, they never leap when a job is restored."""
+        return time.perf_counter() - self._start
 
     @contextmanager
     def span(self, name: str, **args: Any) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ class JobSpec:
     name: str = setting()
     """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
     train_data: tuple[str, ...] = setting(aliases=("dataset", "datasets", "train_file", "data"), is_path=True)
-    """Files (jsonl, json, csv, tsv, parquet, txt) or Hub data set names; paths are relative to the jobs file."""
+    """Files (jsonl, ndjson, json, csv, tsv, parquet, txt) or Hub data set names; paths are relative to the jobs file."""
     eval_data: float | int | tuple[str, ...] | None = setting(
         None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction"), is_path=True
     )
@@ -98,6 +98,8 @@ class JobSpec:
     """Stop after this many evaluations without a better eval_loss; the best adapter is the one written."""
     save_steps: int = setting(100, rule=at_least(1))
     """Write a checkpoint every this many steps."""
+    save_minutes: float = setting(10.0, rule=at_least(0))
+    """Also write one after the step at which the last is this many minutes old; 0: only by steps."""
     save_total_limit: int = setting(2, rule=at_least(1))
     """Checkpoints kept."""
     logging_steps: int = setting(1, rule=at_least(1))

@@ -27,7 +27,7 @@ JOB_PATHS = (
     "settings.global_batch_size", "settings.per_device_train_batch_size", "settings.gradient_accumulation_steps",
     "settings.weight_decay", "settings.adam_beta1", "settings.adam_epsilon", "settings.max_grad_norm",
     "settings.loraplus_lr_ratio", "settings.max_length", "settings.eval_steps", "settings.early_stopping_patience",
-    "settings.save_steps", "settings.save_total_limit", "settings.logging_steps",
+    "settings.save_steps", "settings.save_minutes", "settings.save_total_limit", "settings.logging_steps",
 )  # fmt: skip
 CHAT_PATHS = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "n", "frequency_penalty", "stop")
 

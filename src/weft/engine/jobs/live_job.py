@@ -47,6 +47,8 @@ class SettledSteps:
     """Everything: metrics, evaluation, checkpoint, adapter."""
     evaluated: int = 0
     saved: int = 0
+    saved_s: float = 0.0
+    """When the checkpoint was written, or the job started here: seconds of this process."""
     untold: EvalResult | None = None
     """The evaluation after the last step, if it was done together with others."""
 
@@ -136,7 +138,9 @@ class LiveJob:
         every = self.spec.eval_steps or self.progress.order.steps_per_epoch
         return self.step % every == 0 or self.step == self.num_steps
 
-    def is_save_due(self) -> bool:
-        """A checkpoint belongs after the last step and is not written yet."""
-        is_due = self.step % self.spec.save_steps == 0 or self.progress.is_complete
+    def is_save_due(self, own_s: float) -> bool:
+        """A checkpoint belongs after the last step and is not written yet; this process has run for `own_s`."""
+        minutes = self.spec.save_minutes
+        is_old = minutes > 0 and own_s - self.settled.saved_s >= 60 * minutes
+        is_due = is_old or self.step % self.spec.save_steps == 0 or self.progress.is_complete
         return self.settled.saved != self.step and is_due

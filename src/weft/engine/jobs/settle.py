@@ -32,17 +32,19 @@ class Settlement:
             yield from self._transitions.fail(job, job.progress.diverged)
             return
         has_room, failure = True, None
+        # Read once: a checkpoint that falls due while the others are done would not be waited for.
+        own_s = self._timeline.own_s()
         try:
             self._keeper.flush(job)
-            if program is not None and (job.is_eval_due() or job.is_save_due()):
+            if program is not None and (job.is_eval_due() or job.is_save_due(own_s)):
                 program.wait()
             if job.is_eval_due():
                 yield self._evaluate(job)
                 self._keeper.flush(job)
-            if job.is_save_due():
+            if job.is_save_due(own_s):
                 with self._timeline.span("checkpoint", jobs={job.name: 0}):
                     saved = list(self._keeper.save(job, self._timeline.now()))
-                job.settled.saved = job.step
+                job.settled.saved, job.settled.saved_s = job.step, self._timeline.own_s()
                 yield from saved
             if job.progress.is_complete:
                 yield from self._finish(job)

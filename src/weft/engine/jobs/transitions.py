@@ -75,7 +75,7 @@ class JobTransitions:
         if job.status.has_started:
             return [JobResumed(job.name, job.step)]
         job.status = replace(job.status, has_started=True)
-        job.settled = SettledSteps(job.step, evaluated=job.step, saved=job.step)
+        job.settled = SettledSteps(job.step, evaluated=job.step, saved=job.step, saved_s=self._timeline.own_s())
         if job.progress.is_complete:
             # A job restored at its end still has to write its adapter.
             job.settled.last = -1
@@ -89,6 +89,7 @@ class JobTransitions:
             # Before its first start, what is in memory is not the job's state; that may be on disk.
             if save and job.status.has_started:
                 yield from self._keeper.save(job, self._timeline.now())
+                job.settled.saved_s = self._timeline.own_s()
             self._keeper.write_status(job, self._timeline.now())
         except StorageError as error:
             self._set(job, JobState.PAUSED, Reason.of(error))

@@ -17,7 +17,16 @@ from weft.sweeps.record.leaderboard import read_board
 from weft.sweeps.record.trial import Trial, TrialState
 from weft.sweeps.record.trials_file import FILE, TrialsFile
 
-_CADENCE = ("name", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "priority", "tenant")
+_CADENCE = (
+    "name",
+    "eval_steps",
+    "save_steps",
+    "save_minutes",
+    "save_total_limit",
+    "logging_steps",
+    "priority",
+    "tenant",
+)
 """Settings that change nothing in what a job learns."""
 
 
