@@ -118,6 +118,8 @@ def test_live_table_when_the_terminal_is_narrow_then_every_line_fits() -> None:
     lines = shown(console, table)
     assert max(len(line) for line in lines) <= 80
     assert "20/12000" in lines[1]
+    head, _, tail = lines[1].split()[0].partition("…")
+    assert tail and "a-job-with-quite".startswith(head) and "a-long-name-indeed".endswith(tail)
 
 
 def test_live_table_when_jobs_outnumber_lines_then_those_at_work_are_shown_and_the_rest_counted() -> None:
@@ -157,6 +159,16 @@ def test_summary_table_then_one_row_per_job_with_its_remarks(run_dir: Path) -> N
     assert len(lines) == 6
     assert lines[1].split()[:3] == ["reverse-words", "succeeded", "180"]
     assert "the loss was not finite for 3 steps in a row" in lines[4]
+
+
+def test_summary_table_when_a_name_is_too_long_then_its_ends_are_shown_on_one_line() -> None:
+    """Jobs of one family differ at the ends of their names, and numbers stay whole."""
+    console = Console(file=io.StringIO(), width=70)
+    console.print(summary_table([JobReport(f"support-desk-{'x' * 40}-rank-{r}", {}, {"step": 12345}) for r in (8, 16)]))
+    assert isinstance(console.file, io.StringIO)
+    _, first, second = console.file.getvalue().splitlines()
+    assert first.startswith("support") and "-rank-8 " in first and " 12345 " in first
+    assert second.startswith("support") and "-rank-16 " in second
 
 
 def test_summary_table_when_nothing_is_known_then_it_still_prints() -> None:

@@ -45,3 +45,17 @@ def test_loss_when_not_a_number_then_it_says_so() -> None:
 @pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (87.34, "87.3"), (None, "–")])
 def test_rate_then_grouped_digits(value: float | None, text: str) -> None:
     assert readable.rate(value) == text
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        (64, "a-long-name-with-a-tail"),
+        (23, "a-long-name-with-a-tail"),
+        (15, "a-long-…-a-tail"),
+        (8, "a-lo…ail"),
+        (1, "…"),
+    ],
+)
+def test_cut_middle_then_both_ends_stay_and_the_limit_holds(limit: int, text: str) -> None:
+    assert readable.cut_middle("a-long-name-with-a-tail", limit) == text

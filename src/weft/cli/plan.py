@@ -196,12 +196,15 @@ def _here() -> str:
 
 
 def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
+    from weft.report.readable import NameCell
+
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("job", "group", "steps", "tokens", "rank"):
-        table.add_column(name, justify="left" if name == "job" else "right")
+        table.add_column(name, justify="left" if name == "job" else "right", no_wrap=name != "job")
     for job in found.jobs:
         name = job.queue.job
-        table.add_row(name, str(found.group_of(name)), f"{job.num_steps:,}", f"{job.num_tokens:,}", str(job.rank))
+        steps, tokens = f"{job.num_steps:,}", f"{job.num_tokens:,}"
+        table.add_row(NameCell(name), str(found.group_of(name)), steps, tokens, str(job.rank))
     console.print(table)
     gib = 2**30
     order = "every job in its own order" if found.keeps_order else "samples reordered within global batches"

@@ -169,14 +169,15 @@ def _prepare(
 
 def _show_plan(run: PreparedRun, console: Console) -> None:
     from weft.engine.preview import preview
+    from weft.report.readable import NameCell
 
     with console.status("trying one microbatch"):
         plan = preview(run.engine)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("job", "steps", "tokens", "parameters"):
-        table.add_column(name, justify="left" if name == "job" else "right")
+        table.add_column(name, justify="left" if name == "job" else "right", no_wrap=name != "job")
     for job in plan.jobs:
-        table.add_row(job.name, f"{job.num_steps:,}", f"{job.num_tokens:,}", f"{job.num_parameters:,}")
+        table.add_row(NameCell(job.name), f"{job.num_steps:,}", f"{job.num_tokens:,}", f"{job.num_parameters:,}")
     console.print(table)
     if plan.capacity != run.spec.capacity:
         console.print(f"note      there is memory for microbatches of {plan.capacity:,} tokens only", highlight=False)

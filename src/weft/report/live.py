@@ -137,7 +137,7 @@ class LiveTable:
         is_wide = self._console.width >= WIDE_COLUMNS
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         # The only column that may shrink: half a name still tells which job it is, half a number tells nothing.
-        table.add_column("job", overflow="ellipsis", max_width=32, min_width=8)
+        table.add_column("job")
         table.add_column("state", no_wrap=True)
         if is_wide:
             table.add_column("", width=16)
@@ -147,7 +147,7 @@ class LiveTable:
             bar = ProgressBar(total=max(job.num_steps, 1), completed=job.step, width=16)
             rate = job.tokens.per_s if job.state is JobState.RUNNING else None
             table.add_row(
-                Text(readable.one_line(job.name)),
+                readable.NameCell(job.name, widest=32),
                 Text(job.state, style=STATE_STYLES[job.state]),
                 *([bar] if is_wide else []),
                 f"{job.step}/{job.num_steps}",
@@ -200,7 +200,7 @@ class LiveTable:
 def summary_table(rows: Sequence[JobReport]) -> Table:
     """The results of a run, one row per job, as `read_run(...).jobs` gives them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("job", overflow="fold", min_width=8)
+    table.add_column("job")
     table.add_column("state", no_wrap=True)
     for name in ("steps", "loss", "best eval", "tokens", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -210,7 +210,7 @@ def summary_table(rows: Sequence[JobReport]) -> Table:
     for job in rows:
         steps = f"{job.step}" if job.num_steps in (None, job.step) else f"{job.step}/{job.num_steps}"
         table.add_row(
-            Text(readable.one_line(job.name)),
+            readable.NameCell(job.name),
             Text(readable.one_line(job.state), style=STATE_STYLES.get(job.state, "")),
             steps,
             readable.loss(job.final_loss),

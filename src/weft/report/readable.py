@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.text import Text
+
 NOTHING = "–"
 """What stands where there is no number."""
+NARROWEST = 8
+"""Characters of a name in a table, however narrow the terminal."""
 
 
 def duration(seconds: float | None) -> str:
@@ -76,6 +84,30 @@ def percent(fraction: float | None) -> str:
 def one_line(text: str) -> str:
     """Text that cannot move the cursor or colour the screen, whatever a data file or an error put in it."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """`a-long-na…-the-tail`: text in at most `limit` characters; names of one family differ at either end."""
+    if len(text) <= limit:
+        return text
+    tail = max(limit - 1, 0) // 2
+    return text[: max(limit - 1 - tail, 0)] + "…" + text[len(text) - tail :]
+
+
+@dataclass(frozen=True)
+class NameCell:
+    """A name in a table: whole where there is room, else cut in the middle; the table's other columns stay whole."""
+
+    name: str
+    style: str = ""
+    widest: int = 64
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(cut_middle(one_line(self.name), min(self.widest, options.max_width)), style=self.style)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        width = min(len(one_line(self.name)), self.widest)
+        return Measurement(min(width, NARROWEST), width).with_maximum(options.max_width)
 
 
 def time_unit(end_s: float) -> tuple[str, float]:

@@ -32,6 +32,15 @@ def test_leaderboard_table_when_the_terminal_is_narrow_then_numbers_stay_whole()
     assert len(text.splitlines()) == 9
 
 
+def test_leaderboard_when_a_trials_name_is_too_long_then_both_of_its_ends_are_shown() -> None:
+    """In the table and in the line below it."""
+    board = sweep_board(2)
+    board["trials"][0]["name"] = f"support-{'x' * 40}-rank-8"
+    cut = "support-xxxxxx…xxxxxx-rank-8"
+    assert printed(leaderboard_table(board)).splitlines()[1].split()[1] == cut
+    assert f"({cut})" in printed(status_line(board))
+
+
 def test_leaderboard_table_when_trials_train_then_some_are_always_shown() -> None:
     board = sweep_board(30)
     for trial in board["trials"][-4:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,8 @@ from weft.report.sweep.board import Board, BoardTrial, read_board
 from weft.report.sweep.params import Axis, shortened, value_label, varied_axes
 
 STATE_STYLES = {"done": "green", "training": "cyan", "waiting": "dim", "stopped": "yellow", "failed": "red"}
+MAX_NAME = 28
+"""Characters of a trial's name."""
 MAX_VALUE = 18
 """Characters of one parameter's value."""
 
@@ -25,7 +28,7 @@ def leaderboard_table(board: Mapping[str, Any], limit: int = 20) -> Table:
     axes = varied_axes(known)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
     table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("trial", overflow="ellipsis", max_width=28, min_width=8)
+    table.add_column("trial")
     table.add_column("state", no_wrap=True)
     table.add_column(Text(one_line(known.metric)), justify="right", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
@@ -44,7 +47,8 @@ def status_line(board: Mapping[str, Any], remaining_s: float | None = None) -> T
     known = read_board(board)
     parts = []
     if known.best is not None:
-        parts.append(f"best {one_line(known.metric)} {readable.loss(known.best.value)} ({one_line(known.best.name)})")
+        name = readable.cut_middle(one_line(known.best.name), MAX_NAME)
+        parts.append(f"best {one_line(known.metric)} {readable.loss(known.best.value)} ({name})")
     parts += [f"{count} {one_line(state)}" for state, count in known.counts().items()]
     parts.append(f"{readable.count(known.tokens)} tokens")
     if known.seconds is not None:
@@ -64,13 +68,13 @@ def _shown(board: Board, limit: int) -> list[int]:
     return sorted(at_work + others[: limit - len(at_work)])
 
 
-def _row(board: Board, place: int, axes: Sequence[Axis]) -> tuple[Text | str, ...]:
+def _row(board: Board, place: int, axes: Sequence[Axis]) -> tuple[RenderableType, ...]:
     trial = board.trials[place]
     style = "bold" if trial is board.best else ""
     has_rank = trial.value is not None and trial.state != "failed"
     return (
         str(place + 1) if has_rank else readable.NOTHING,
-        _shrinking(trial.name, style),
+        readable.NameCell(trial.name, style, widest=MAX_NAME),
         Text(one_line(trial.state), style=STATE_STYLES.get(trial.state, "")),
         Text(readable.loss(trial.value), style=style),
         f"{trial.steps}/{trial.total_steps}" if trial.total_steps else str(trial.steps),
