@@ -51,7 +51,7 @@ class ObjectiveSpec:
     if it has one."""
     choices: tuple[str, ...] = setting(())
     """For accuracy: the possible answers; the one that a text names first counts."""
-    max_new_tokens: int | None = setting(None, rule=at_least(1))
+    max_new_tokens: int | None = setting(None, rule=at_least(1, 10**6))
     """Longest answer. Default: 8 tokens more than the longest reference."""
 
     def __post_init__(self) -> None:

@@ -110,6 +110,9 @@ def test_generate_when_the_base_is_stated_then_an_adapter_of_another_runs_with_a
     assert json.loads(result.out)["adapter"] == "foreign"
 
 
+ANSWER_LENGTHS = "at least 1 and at most 1,000,000"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -120,7 +123,10 @@ def test_generate_when_the_base_is_stated_then_an_adapter_of_another_runs_with_a
         (["--prompt", "x", "--temperature", "nan"], "--temperature: must be 0 or at least 0.001, got nan."),
         (["--prompt", "x", "--temperature", "1e-30"], "--temperature: must be 0 or at least 0.001, got 1e-30."),
         (["--prompt", "x", "--top-p", "0"], "--top-p: must be above 0 and at most 1, got 0."),
-        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens: must be at least 1, got 0."),
+        *(
+            (["--prompt", "x", "--max-new-tokens", given], f"--max-new-tokens: must be {ANSWER_LENGTHS}, got {said}.")
+            for given, said in (("0", "0"), ("100000000", "100,000,000"))
+        ),
         (["--prompt", "x", "--seed", "-1"], "--seed: must be at least 0 and below 4294967296, got -1."),
         (["--prompt", "x", "--device", "gpu"], "device: got 'gpu'; accepted are auto, cpu, cuda."),
         (["--prompt", "x", "--out", "no/such/out.jsonl"], "--out no/such/out.jsonl: its directory does not exist."),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 COLDEST = 0.001
 """Lowest temperature that is not 0; below it, logits divided by it leave the range of float32."""
+MOST_NEW_TOKENS = 10**6
+"""Beyond what any model has positions for; an answer ends at the last of the model's own."""
 
 Adapters = Annotated[
     list[str] | None,
@@ -38,7 +40,7 @@ BaseModel = Annotated[
     str | None,
     typer.Option(help="The frozen model. Default: the one the adapters were trained on.", show_default=False),
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens, as far as the model has positions.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token; more is more varied.")]
 TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens with this probability.")]
 Seed = Annotated[int, typer.Option(help="Seed of the draws when the temperature is above 0.")]
@@ -95,8 +97,9 @@ def generate(
 
 def check_decoding(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
     """Refuses options no answer can be written with."""
-    if max_new_tokens < 1:
-        raise ConfigError(f"must be at least 1, got {max_new_tokens}.", where="--max-new-tokens")
+    if not 1 <= max_new_tokens <= MOST_NEW_TOKENS:
+        bounds = f"at least 1 and at most {MOST_NEW_TOKENS:,}"
+        raise ConfigError(f"must be {bounds}, got {max_new_tokens:,}.", where="--max-new-tokens")
     if temperature != 0 and not COLDEST <= temperature < math.inf:
         raise ConfigError(f"must be 0 or at least {COLDEST}, got {temperature:g}.", where="--temperature")
     if not 0 < top_p <= 1:
