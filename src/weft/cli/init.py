@@ -47,7 +47,8 @@ defaults:
     #: lora_dropout: 0.05
     #: target_modules: [q_proj, k_proj, v_proj, o_proj]
 
-# One adapter each. Data may be chats, prompt and completion, Alpaca, ShareGPT or text, as jsonl, json, csv or parquet.
+# One adapter each. Data may be chats, prompt and completion, Alpaca, ShareGPT or text, as jsonl, ndjson, json,
+# csv, tsv, parquet or txt.
 jobs:
   - name: shout
     train_data: data/shout.jsonl

@@ -1,4 +1,4 @@
-"""Reads rows from what users have: jsonl, json, csv, tsv, parquet and txt files, or a data set of the Hugging Face Hub.
+"""Reads rows from what users have: the files that `READERS` names, or a data set of the Hugging Face Hub.
 
 Every row knows its place (`train.jsonl line 17`), so that whatever is found wrong with it later can name it.
 """
