@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_data import supervised_text
 from tiny_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -13,10 +17,11 @@ from weft.data.chat.rendered import Rendered
 from weft.data.chat.renderer import Renderer
 from weft.data.conversation import ChatTurn, Conversation, Tokens
 from weft.data.sample import Sample
-from weft.data.tokenise import leading_bos, sample_of_tokens, tokenise, tokenise_prompt
+from weft.data.tokenise import _weights, leading_bos, sample_of_tokens, tokenise, tokenise_prompt
 from weft.errors import DataError
 
 MERGES = (("4", "2"), ("Ġ", "42"), ("Ċ", "Ċ"))  # "42", " 42" and two line ends become one token each
+TRIMMING = {trims: make_tokenizer(merges=MERGES, trims_offsets=trims) for trims in (False, True)}
 
 
 def bare(prompt: str, completion: str) -> Rendered:
@@ -142,3 +147,31 @@ def test_ids_made_elsewhere_when_the_tokenizer_does_not_know_one_then_names_it(t
     assert sample_of_tokens(Tokens((1, 2), (True, False)), tokenizer, True, "x").num_supervised == 1
     with pytest.raises(DataError, match=r"^x line 1: token 1 is 260, but the tokenizer knows 260 tokens"):
         sample_of_tokens(Tokens((1, 260), (True, True)), tokenizer, False, "x line 1")
+
+
+def listed_weights(offsets: list[tuple[int, int]], item: Rendered) -> list[float] | None:
+    """What `tokenise` finds by bisection, from the characters of every token."""
+    bounds = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    reached = np.maximum.accumulate(np.concatenate([[0], bounds[:, 1]]))[:-1]
+    starts = np.minimum(bounds[:, 0], reached)
+    weights = np.zeros(len(bounds))
+    for (start, end), weight in item.weighted_spans:
+        if np.any((starts < start) & (start < bounds[:, 1])):
+            return None
+        weights[(start <= starts) & (starts < end)] = weight
+    return weights.tolist()
+
+
+@given(
+    st.lists(st.text(alphabet="a 42\n\u00e9\U0001f600<s>|", max_size=12), min_size=1, max_size=6),
+    st.sampled_from([False, True]),
+)
+def test_borders_when_found_by_bisection_then_are_those_of_all_tokens(pieces: list[str], trims_offsets: bool):
+    """Merged tokens, spaces, accents and special tokens may lie on the border of what is trained."""
+    tokenizer = TRIMMING[trims_offsets]
+    ends = list(itertools.accumulate(map(len, pieces)))
+    spans = tuple((end - len(piece), end) for piece, end in zip(pieces, ends, strict=True))[::2]
+    item = Rendered("".join(pieces), spans, False, "x", tuple(1.0 + i for i in range(len(spans))))
+    (encoding,) = tokenizer([item.text], add_special_tokens=False).encodings
+    found = _weights(encoding.token_to_chars, len(encoding.ids), item)
+    assert (None if found is None else found.tolist()) == listed_weights(encoding.offsets, item)

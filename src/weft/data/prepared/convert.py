@@ -45,7 +45,7 @@ class ConvertedChunk:
 
     @classmethod
     def empty(cls, objective: Objective) -> ConvertedChunk:
-        """Nothing but the objective that rows ask for."""
+        """No samples, only what they would be made for."""
         name = objective.name
         return cls(Samples.of([]), np.empty(0, np.int64), Account(), "", objective=name, claimed=name)
 
@@ -78,6 +78,8 @@ class Converter:
         chosen = claimed if objective == "auto" else OBJECTIVES[objective]
         if settings.objective == "auto" and is_before(claimed, chosen):
             return ConvertedChunk.empty(claimed)
+        if not rows:
+            return ConvertedChunk.empty(chosen)
         found, forms, groups = _convert(rows, chosen, settings.data_format, first_format, self.renderer)
         sieve = Sieve(settings.max_length, settings.long_samples)
         for row, of_row in zip(rows, groups, strict=True):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import multiprocessing
+import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weft.data.dataset import Dataset, DataSummary, measures
 from weft.data.prepared.arrays import SampleColumns
 from weft.data.prepared.convert import ConvertedChunk, Converter, is_before
+from weft.data.prepared.progress import PreparingBar
 from weft.data.prepared.sieve import Account
-from weft.data.rows.row import Row
+from weft.data.prepared.workers import Workers
+from weft.data.rows.chunks import Chunk, chunks_of
 from weft.data.rows.sources import Source
 from weft.objectives.objective import Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED
 
-ROWS_PER_CHUNK = 1024
+PARALLEL_BYTES = 16 * 2**20
+"""A file of this size takes longer to convert than processes take to start."""
 SPLIT_NOTE = (
     "{:,} chats are {:,} samples, because their chat template shows earlier answers otherwise once later turns follow "
     "(mask_history trains the last answer only)"
@@ -32,8 +37,8 @@ def prepare(sources: Sequence[Source], converter: Converter, folder: Path | None
     objective = converter.settings.objective
     while True:
         try:
-            with contextlib.closing(SampleColumns(folder)) as columns:
-                preparing = _Preparing(converter, objective, columns)
+            with contextlib.closing(SampleColumns(folder)) as columns, PreparingBar(sources) as bar:
+                preparing = _Preparing(converter, objective, columns, bar)
                 for source in sources:
                     preparing.take(source)
                 return preparing.dataset([source.name for source in sources])
@@ -45,33 +50,56 @@ def prepare(sources: Sequence[Source], converter: Converter, folder: Path | None
 class _Preparing:
     """What the rows so far have become."""
 
-    def __init__(self, converter: Converter, objective: str, columns: SampleColumns) -> None:
+    def __init__(self, converter: Converter, objective: str, columns: SampleColumns, bar: PreparingBar) -> None:
         self._converter = converter
         self._objective = objective
         self._claimed: Objective = SUPERVISED
-        self._columns = columns
+        self._columns, self._bar = columns, bar
         self._account = Account()
         self._formats: list[str] = []
 
     def take(self, source: Source) -> None:
-        """Converts all rows of a source."""
-        first_format = None
-        for rows in _chunks(source.rows()):
-            chunk = self._converter.convert(rows, objective=self._objective, first_format=first_format)
-            if self._objective not in ("auto", chunk.objective):
-                raise _OtherObjective(chunk.objective)
-            self._add(chunk)
-            first_format = chunk.data_format
-        assert first_format is not None, "a source has rows"
+        """Converts all rows of a source: the first of them here, which tell their format, the rest side by side."""
+        before, first_format = self._account.num_rows, ""
+        chunks = chunks_of(source)
+        for chunk in chunks:
+            found = self._converter.convert(chunk.rows(), objective=self._objective, first_format=None)
+            self._add(found, chunk.num_bytes)
+            if found.data_format:
+                first_format = found.data_format
+                break
+        if self._account.num_rows == before:
+            raise source.no_rows()
         self._formats.append(first_format)
+        for found, num_bytes in self._rest(source, chunks, first_format):
+            self._add(found, num_bytes)
 
-    def _add(self, chunk: ConvertedChunk) -> None:
+    def _rest(self, source: Source, chunks: Iterator[Chunk], first_format: str) -> Iterator[tuple[ConvertedChunk, int]]:
+        """What becomes of the other chunks, in order, and how much of the file each is."""
+        number = num_processes(source, self._converter)
+        if number < 2:
+            for chunk in chunks:
+                rows = chunk.rows()
+                yield (
+                    self._converter.convert(rows, objective=self._objective, first_format=first_format),
+                    chunk.num_bytes,
+                )
+            return
+        sizes: deque[int] = deque()
+        with contextlib.closing(Workers(self._converter, number)) as workers:
+            for found in workers.convert(_noting(chunks, sizes), self._objective, first_format):
+                yield found, sizes.popleft()
+
+    def _add(self, chunk: ConvertedChunk, num_bytes: int) -> None:
+        if self._objective not in ("auto", chunk.objective):
+            raise _OtherObjective(chunk.objective)
         self._objective = chunk.objective
         claimed = OBJECTIVES[chunk.claimed]
         if is_before(claimed, self._claimed):
             self._claimed = claimed
         self._columns.append(chunk.samples, chunk.rows + self._account.num_rows)
         self._account.add(chunk.account)
+        self._bar.advance(num_bytes, self._account.num_rows)
 
     def dataset(self, sources: Sequence[str]) -> Dataset:
         """The samples and their account; no samples at all are a DataError."""
@@ -94,8 +122,18 @@ class _Preparing:
         return Dataset(samples, summary, chosen, rows if account.num_split else None)
 
 
-def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while chunk := list(itertools.islice(rows, ROWS_PER_CHUNK)):
+def num_processes(source: Source, converter: Converter) -> int:
+    """How many processes convert a source: one per core if it is large and their tokenizer can be sent to them."""
+    if source.path is None or source.path.stat().st_size < PARALLEL_BYTES:
+        return 1
+    # Code that came with a model is not there in other processes; and one that was started for a file keeps to itself.
+    is_known = type(converter.tokenizer).__module__.split(".")[0] in ("transformers", "tokenizers")
+    return len(os.sched_getaffinity(0)) if is_known and multiprocessing.parent_process() is None else 1
+
+
+def _noting(chunks: Iterator[Chunk], sizes: deque[int]) -> Iterator[Chunk]:
+    for chunk in chunks:
+        sizes.append(chunk.num_bytes)
         yield chunk
 
 

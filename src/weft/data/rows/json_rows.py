@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,30 @@ def parse_json(text: str, where: str) -> Any:
 
 def read_jsonl(path: Path, name: str) -> Iterator[Row]:
     """One row per line; blank lines are skipped."""
+    return rows_of_lines(read_lines(path), name)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, up to the first that is too long, of which there is only as much as shows that."""
     with path.open("rb") as handle:
-        number = 0
         while line := handle.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{name} line {number}"
+            yield line
             if len(line) > MAX_LINE_BYTES:
-                raise DataError(f"is longer than {MAX_LINE_BYTES // 2**20} MiB.", where=where)
-            text = decode(line.removeprefix(BOM) if number == 1 else line, name, number)
-            if text.isspace() or not text:
-                continue
-            if number == 1 and text.startswith("["):
-                raise DataError(
-                    "a jsonl file has one object per line; name a file that is one list .json.", where=where
-                )
-            yield _row(parse_json(text, where), where)
+                return
+
+
+def rows_of_lines(lines: Iterable[bytes], name: str, first_number: int = 1) -> Iterator[Row]:
+    """The rows of a jsonl file's lines, of which the first is that line of the file."""
+    for number, line in enumerate(lines, first_number):
+        where = f"{name} line {number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"is longer than {MAX_LINE_BYTES // 2**20} MiB.", where=where)
+        text = decode(line.removeprefix(BOM) if number == 1 else line, name, number)
+        if text.isspace() or not text:
+            continue
+        if number == 1 and text.startswith("["):
+            raise DataError("a jsonl file has one object per line; name a file that is one list .json.", where=where)
+        yield _row(parse_json(text, where), where)
 
 
 def read_json(path: Path, name: str) -> Iterator[Row]:

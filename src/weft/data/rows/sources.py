@@ -5,6 +5,7 @@ Every row knows its place (`train.jsonl line 17`), so that whatever is found wro
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
@@ -33,14 +34,25 @@ class Source:
 
     def rows(self) -> Iterator[Row]:
         """The rows one by one; a source without any is a DataError."""
-        number = 0
-        try:
-            for number, row in enumerate(self._read(), 1):  # noqa: B007
+        is_empty = True
+        with self.read_errors():
+            for row in self._read():
+                is_empty = False
                 yield row
+        if is_empty:
+            raise self.no_rows()
+
+    @contextlib.contextmanager
+    def read_errors(self) -> Iterator[None]:
+        """Turns operating system errors inside the block into one sentence about the source."""
+        try:
+            yield
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror or error}).", where=self.name) from None
-        if not number:
-            raise DataError("has no rows.", where=self.name)
+
+    def no_rows(self) -> DataError:
+        """The error for a source without rows."""
+        return DataError("has no rows.", where=self.name)
 
     def _read(self) -> Iterable[Row]:
         if self.path is None:
@@ -200,6 +212,7 @@ def _first_line(error: Exception) -> str:
 
 
 TABLES = (".csv", ".tsv")
+JSON_LINES = (".jsonl", ".ndjson")
 READERS: dict[str, Callable[[Path, str], Iterable[Row]]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,

@@ -1,0 +1,133 @@
+"""Processes that convert chunks of rows side by side; what they return comes in the order of the chunks.
+
+They are programs of their own, so whatever started this process is not run again, and they end when it does. Each has
+one chunk at a time: nobody waits for anybody who waits, and memory holds as many chunks as there are processes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from weft.data.prepared.convert import ConvertedChunk, Converter
+from weft.data.rows.chunks import Chunk
+from weft.errors import WeftError
+
+
+class Worker:
+    """One process and the way to it."""
+
+    def __init__(self, converter: bytes) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            # One thread each: there are as many processes as cores.
+            variables = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()})"],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **variables},
+            )
+        self._connection.send_bytes(converter)
+
+    def send(self, *task: Any) -> None:
+        """Gives it something to do."""
+        try:
+            self._connection.send(task)
+        except OSError:
+            raise self._death() from None
+
+    def receive(self) -> ConvertedChunk:
+        """Waits for what became of it; what is wrong with a row is raised here."""
+        try:
+            found = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, ConvertedChunk)
+        return found
+
+    def close(self) -> None:
+        """Ends the process at once."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _death(self) -> WeftError:
+        code = self._process.wait()
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        return WeftError(
+            f"a process that prepares data ended {how}.",
+            hint="It may have run out of memory.",
+        )
+
+
+class Workers:
+    """Some processes that convert for one converter."""
+
+    def __init__(self, converter: Converter, number: int) -> None:
+        pickled = pickle.dumps(converter)
+        self._workers = [Worker(pickled) for _ in range(number)]
+
+    def convert(self, chunks: Iterable[Chunk], objective: str, first_format: str) -> Iterator[ConvertedChunk]:
+        """What becomes of each chunk of a source, in order."""
+        idle, busy = deque(self._workers), deque[Worker]()
+        reading, later = iter(chunks), None
+        while True:
+            try:
+                chunk = next(reading)
+            except StopIteration:
+                break
+            except WeftError as error:
+                # What is wrong with a chunk before it comes first.
+                later = error
+                break
+            done = None
+            if not idle:
+                idle.append(busy.popleft())
+                done = idle[0].receive()
+            worker = idle.popleft()
+            worker.send(chunk, objective, first_format)
+            busy.append(worker)
+            if done is not None:
+                yield done
+        for worker in busy:
+            yield worker.receive()
+        if later is not None:
+            raise later
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for worker in self._workers:
+            worker.close()
+
+
+def main(descriptor: int) -> None:
+    """Converts chunks until the other side is gone."""
+    # Ctrl-C is for the process that started this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    try:
+        converter: Converter = pickle.loads(connection.recv_bytes())
+        while True:
+            chunk, objective, first_format = connection.recv()
+            connection.send(_converted(converter, chunk, objective, first_format))
+    except (EOFError, OSError):
+        return
+
+
+def _converted(
+    converter: Converter, chunk: Chunk, objective: str, first_format: str
+) -> ConvertedChunk | WeftError | MemoryError:
+    try:
+        return converter.convert(chunk.rows(), objective=objective, first_format=first_format)
+    except (WeftError, MemoryError) as error:
+        return error
