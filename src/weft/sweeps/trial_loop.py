@@ -31,7 +31,7 @@ from weft.execute.protocol import ReplicaMemoryError
 from weft.objectives.metrics import MeanScores
 from weft.sweeps.configure import configuration_error
 from weft.sweeps.context import SweepContext
-from weft.sweeps.decisions import Decisions
+from weft.sweeps.decide.decisions import Decisions
 from weft.sweeps.ledger import Ledger, OnNews
 from weft.sweeps.record.trial import Trial, TrialState
 from weft.sweeps.search.samplers import num_planned

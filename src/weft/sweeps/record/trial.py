@@ -66,7 +66,7 @@ class Trial:
     asked_tick: int = 0
     """The sweep's tick at which it was chosen."""
     start_tick: int = 0
-    """The sweep's tick at which it stood at step 0, had it never waited; see `sweeps/ticks.py`."""
+    """The sweep's tick at which it stood at step 0, had it never waited; see `sweeps/decide/ticks.py`."""
     end_tick: int | None = None
     """The tick at which it came to its end; None while it has none."""
     held_step: int | None = None

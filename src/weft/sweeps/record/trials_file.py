@@ -12,8 +12,8 @@ which trials exist, what was seen of them and how they ended:
 
     {"kind": "paid",  "tick": 24, "until": 32, "spent_budget": null, "at_s": 14.0}
 
-The tick is that of the decision (`sweeps/ticks.py`); lines of older versions have none. What a trial did between two
-points is in its own directory.
+The tick is that of the decision (`sweeps/decide/ticks.py`); lines of older versions have none. What a trial did between
+two points is in its own directory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a sweep tries and when it stops a trial: samplers, objectives, early stopping, the order of the starts."""
+"""What a sweep tries and when it stops a trial: samplers, objectives, early stopping."""

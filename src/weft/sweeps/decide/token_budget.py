@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.sweeps.decide.ticks import TrialSteps, step_at
 from weft.sweeps.record.trial import Trial
-from weft.sweeps.ticks import TrialSteps, step_at
 
 WINDOW = 8
 """Ticks of the longest window: as far as a planner sees ahead."""

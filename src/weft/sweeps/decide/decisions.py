@@ -13,13 +13,13 @@ from dataclasses import replace
 from weft.objectives.metrics import MeanScores
 from weft.spec.space import params_of
 from weft.sweeps.context import SweepContext
+from weft.sweeps.decide.start_order import BLIND, longest_first
+from weft.sweeps.decide.ticks import TrialSteps, as_of, has_come, has_ended, next_tick, step_at
+from weft.sweeps.decide.token_budget import TokenBudget
 from weft.sweeps.ledger import Ledger
 from weft.sweeps.record.trial import Trial, TrialState, trial_name
 from weft.sweeps.search.early_stop import EarlyStop
 from weft.sweeps.search.samplers import num_planned
-from weft.sweeps.start_order import BLIND, longest_first
-from weft.sweeps.ticks import TrialSteps, as_of, has_come, has_ended, next_tick, step_at
-from weft.sweeps.token_budget import TokenBudget
 
 AT_A_TIME = 32
 """Trials that train together unless max_jobs says otherwise."""
