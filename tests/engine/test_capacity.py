@@ -32,6 +32,7 @@ from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, Ste
 from weft.engine.preview import preview
 from weft.errors import ConfigError
 from weft.execute.memory import load_within, start_capacity
+from weft.execute.protocol import ReplicaFaultError
 from weft.job_state import JobState
 from weft.objectives.metrics import Score
 from weft.spec import BackboneSpec
@@ -194,7 +195,7 @@ def test_run_when_not_torchs_allocator_runs_out_then_goes_on_with_half_the_capac
 def test_run_when_something_else_fails_then_the_run_ends_with_it():
     backbone = SmallGpu(60)
     backbone.error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(ReplicaFaultError, match="illegal memory access"):
         run(backbone, jobs(), 100)
 
 

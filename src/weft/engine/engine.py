@@ -188,7 +188,7 @@ class Engine:
             preempted = [job for job in self._places.waiting() if job.status.has_started]
             for job in [*self._lifecycle.running(), *preempted]:
                 yield from list(self._lifecycle.transitions.pause(job, RUN_STOPPED))
-        for job in self.jobs.values():
+        for job in list(self.jobs.values()):
             # Nobody knows whether the reader of these events will come back: there may be room by now.
             if job.state is JobState.PAUSED and job.is_short_of_storage:
                 yield from self._lifecycle.transitions.save_paused(job)

@@ -29,14 +29,18 @@ BLOCK = 32
 """Rows of a block: with many experts each has few rows, and larger blocks would be mostly padding."""
 
 
-def prepare(model: Any, routing: Routing) -> None:
-    """Lets a model that has experts use these, and gives its routers the rows of one tile at a time."""
-    if not any(_are_experts(module) for module in model.modules()):
-        return
+def choose(model: Any, implementation: str) -> None:
+    """Lets a model run its experts, if it has any, by the code of that name."""
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, packed_experts)
-    model.set_experts_implementation(NAME)
+    if any(_are_experts(module) for module in model.modules()):
+        model.set_experts_implementation(implementation)
+
+
+def prepare(model: Any, routing: Routing) -> None:
+    """Lets a model run its experts by the code here, and gives its routers the rows of one tile at a time."""
+    choose(model, NAME)
     for holder in model.modules():
         if not any(_are_experts(child) for child in holder.children()):
             continue

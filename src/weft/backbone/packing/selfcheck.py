@@ -117,13 +117,13 @@ def _running_plainly(backbone: Backbone) -> Iterator[None]:
     model = backbone.model
     own_attention.restore(model)
     model.set_attn_implementation("eager")
-    model.set_experts_implementation("eager")
+    experts.choose(model, "eager")
     try:
         yield
     finally:
         model.set_attn_implementation(attention.NAME)
         own_attention.prepare(model)
-        model.set_experts_implementation(experts.NAME)
+        experts.choose(model, experts.NAME)
 
 
 def _random_samples(backbone: Backbone, lengths: Sequence[int]) -> list[Sample]:
