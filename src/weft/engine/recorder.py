@@ -178,4 +178,5 @@ class RunRecorder:
 def check_data(checkpoint: Checkpoint, data: JobData, where: str) -> None:
     """Refuses training data that is not what a checkpoint was trained on."""
     if checkpoint.state["data"] != data.train.fingerprint:
-        raise DataError("train_data is not what the checkpoint was trained on; start a new run.", where=where)
+        found = "train_data, or the chat template, is not what the checkpoint was trained on"
+        raise DataError(f"{found}; start a new run.", where=where)

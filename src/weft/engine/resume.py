@@ -98,7 +98,8 @@ def check_same_data(run: PreparedRun, directory: RunDirectory) -> None:
             check_data(checkpoint, data, name)
         except DataError:
             if digest in (None, template_digest(run.engine.executor.tokenizer)):
-                raise
+                found = "train_data is not what the checkpoint was trained on"
+                raise DataError(f"{found}; start a new run.", where=name) from None
             found = f"the chat template of {run.spec.base_model} is not the one that the run began with"
             raise DataError(f"{found}; put that back, or start a new run.", where=name) from None
 
