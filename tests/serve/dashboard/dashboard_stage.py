@@ -225,8 +225,11 @@ class AnsweringWorker:
                         "prompt_tokens": 9,
                         "completion_tokens": i + 1,
                     }
-                    self.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
-                    self.wfile.flush()
+                    try:
+                        self.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+                        self.wfile.flush()
+                    except ConnectionError:
+                        return  # who asked has stopped listening
                     time.sleep(outer.delay_s)
 
             def log_message(self, *args: Any) -> None:

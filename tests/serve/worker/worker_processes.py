@@ -251,10 +251,10 @@ def poisoned(place: Path) -> list[str]:
     def arm() -> None:
         real = weft.serve.worker.prepare.load_job_data
 
-        def deadly(spec: Any, *rest: Any) -> Any:
+        def deadly(spec: Any, *rest: Any, **options: Any) -> Any:
             if spec.seed == 666:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(spec, *rest)
+            return real(spec, *rest, **options)
 
         weft.serve.worker.prepare.load_job_data = deadly
 

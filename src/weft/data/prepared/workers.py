@@ -7,7 +7,6 @@ one chunk at a time: nobody waits for anybody who waits, and memory holds as man
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from weft.errors import WeftError
 class Worker:
     """One process and the way to it."""
 
-    def __init__(self, converter: bytes) -> None:
+    def __init__(self, converter: Converter) -> None:
         self._connection, theirs = Pipe()
         with theirs:
             # One thread each: there are as many processes as cores.
@@ -35,7 +34,7 @@ class Worker:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **variables},
             )
-        self._connection.send_bytes(converter)
+        self._connection.send(converter)
 
     def send(self, *task: Any) -> None:
         """Gives it something to do."""
@@ -74,8 +73,7 @@ class Workers:
     """Some processes that convert for one converter."""
 
     def __init__(self, converter: Converter, number: int) -> None:
-        pickled = pickle.dumps(converter)
-        self._workers = [Worker(pickled) for _ in range(number)]
+        self._workers = [Worker(converter) for _ in range(number)]
 
     def convert(self, chunks: Iterable[Chunk], objective: str, first_format: str) -> Iterator[ConvertedChunk]:
         """What becomes of each chunk of a source, in order."""
@@ -116,7 +114,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
-        converter: Converter = pickle.loads(connection.recv_bytes())
+        converter: Converter = connection.recv()
         while True:
             chunk, objective, first_format = connection.recv()
             connection.send(_converted(converter, chunk, objective, first_format))

@@ -50,6 +50,7 @@ class PendingAnswer:
         place = urlsplit(worker["address"])
         kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(place.hostname or "", place.port, timeout=TIMEOUT_S)
+        self._answer: http.client.HTTPResponse | None = None
         self._is_stream = bool(prompt["stream"])
         headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}
         try:
@@ -60,6 +61,9 @@ class PendingAnswer:
 
     def close(self) -> None:
         """Hangs up; a worker that still writes the answer then stops."""
+        if self._answer is not None:
+            # It holds the socket, whatever becomes of the connection.
+            self._answer.close()
         self._connection.close()
 
     def pieces(self) -> Iterator[AnswerPiece]:
@@ -84,7 +88,7 @@ class PendingAnswer:
             self.close()
 
     def _response(self) -> http.client.HTTPResponse:
-        answer = self._connection.getresponse()
+        answer = self._answer = self._connection.getresponse()
         if answer.status != 200:
             raise _refused(answer.status, answer.read(65_536), answer.getheader("retry-after"))
         return answer
