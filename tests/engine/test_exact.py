@@ -213,3 +213,16 @@ def test_family_of_the_reference_path_when_trained_then_equals_peft_alone(name):
     lora = job_spec("lora", adapter={"r": 4}, **settings), random_data(1, num_samples=9)
     ia3 = job_spec("ia3", adapter={"method": "ia3"}, seed=2, **settings), random_data(2)
     assert_equal_peft(name, "reference", [lora, ia3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["granite", "cohere2", "gpt2", "gpt_neo", "gptj", "falcon_grouped", "mixtral", "qwen3_moe"]
+)
+def test_family_when_trained_for_many_steps_then_still_equals_peft_alone(name):
+    """Scaled logits, parallel blocks, transposed weights, local attention, other rotary positions, grouped heads and
+    experts: one family of each, at an epsilon where Adam divides by the gradients' own size."""
+    settings: dict[str, Any] = {"max_steps": STEPS, "adam_epsilon": 1e-3}
+    lora = job_spec("lora", adapter={"r": 4}, **settings), random_data(1, num_samples=9)
+    ia3 = job_spec("ia3", adapter={"method": "ia3"}, seed=2, learning_rate=3e-2, **settings), random_data(2)
+    assert_equal_peft(name, "reference", [lora, ia3])

@@ -20,9 +20,6 @@ QUICK = "const later = setTimeout; window.setTimeout = (work, ms, ...more) => la
 """The page asks again every few seconds; a test has no time to wait for that."""
 BAD = GOOD + b'{"prompt": oops}\n' + b"[1]\n"
 
-# A chat that is stopped leaves the API's socket to its worker to the garbage collector, which may come to it here.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 
 @pytest.fixture
 def stage(house: House) -> Stage:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 from service_home import Home
+from starlette.requests import ClientDisconnect
 
 from weft.serve.records.workers import put_worker
 
@@ -24,6 +27,7 @@ class Worker:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.mode = "good"
+        self.was_left = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,6 +55,8 @@ class Worker:
         elif not body["stream"]:
             answer = {"text": "well, hello", "done": True, "finish_reason": "length", **COUNTS}
             handler.wfile.write(json.dumps(answer).encode())
+        elif self.mode == "endless":
+            self.talk_until_left(handler)
         else:
             pieces = ["well", ", ", "hello"]
             for i, text in enumerate(pieces):
@@ -60,6 +66,13 @@ class Worker:
                 answer = {"text": text, "done": done, "finish_reason": "stop" if done else None, **COUNTS}
                 handler.wfile.write(f"data: {json.dumps(answer)}\n\n".encode())
                 handler.wfile.flush()
+
+    def talk_until_left(self, handler: BaseHTTPRequestHandler) -> None:
+        try:
+            while True:
+                handler.wfile.write(b'data: {"text": "well", "done": false}\n\n')
+        except ConnectionError:
+            self.was_left.set()
 
 
 @pytest.fixture
@@ -215,6 +228,34 @@ def test_stream_when_the_worker_dies_in_the_middle_then_says_so_and_has_no_end_m
     assert "[DONE]" not in text
     with pytest.raises(openai.APIError, match="went away"):
         list(home.sdk().chat.completions.create(model="tiny", messages=CHAT, stream=True))
+
+
+@pytest.mark.parametrize("asgi", ["2.3", "2.4"])
+def test_stream_when_its_reader_goes_away_then_the_worker_is_hung_up_on(home: Home, worker: Worker, asgi: str):
+    """Servers tell it by a message before ASGI 2.4 and by a failing send since."""
+    worker.mode = "endless"
+    left = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not asked:
+            asked.append(json.dumps({"model": "tiny", "messages": CHAT, "stream": True}).encode())
+            return {"type": "http.request", "body": asked[0]}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            left.set()
+            if asgi == "2.4":
+                raise OSError("gone")
+
+    asked: list[bytes] = []
+    headers = [(name.encode(), value.encode()) for name, value in home.headers().items()]
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": asgi}, "http_version": "1.1", "method": "POST"}
+    scope |= {"scheme": "http", "path": "/v1/chat/completions", "query_string": b"", "headers": headers}
+    with contextlib.suppress(ClientDisconnect):
+        asyncio.run(home.app(scope, receive, send))
+    assert worker.was_left.wait(60)
 
 
 def test_chat_when_no_worker_is_there_then_503_with_retry_after(home: Home):

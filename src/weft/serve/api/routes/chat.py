@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
 from weft.data.chats import ROLES
 from weft.serve.api.auth import Caller, ChatUser
@@ -120,8 +121,7 @@ async def _answer(
     # The first piece is awaited before the answer begins, so that an error until then is still a proper error.
     await run_in_threadpool(reply.begin)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    chunks = reply.stream(with_usage)
-    return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
+    return _ReplyStream(reply, with_usage)
 
 
 def _ask(service: ApiService, tenant: str, model: str, prompts: list[dict[str, Any]]) -> list[PendingAnswer]:
@@ -148,7 +148,7 @@ class _CompletionReply:
         try:
             pieces = [next(answer) for answer in self._answers]
         finally:
-            self._close()
+            self.close()
         choices = [
             self._kind.choice(place, piece.text, piece.finish_reason or "stop", False)
             for place, piece in enumerate(pieces)
@@ -160,7 +160,7 @@ class _CompletionReply:
         try:
             self._first = next(self._answers[0])
         except BaseException:
-            self._close()
+            self.close()
             raise
 
     def stream(self, with_usage: bool) -> Iterator[bytes]:
@@ -184,13 +184,14 @@ class _CompletionReply:
             yield event_stream(json.dumps(error.body))
             return
         finally:
-            self._close()
+            self.close()
         usage = self._count(last)
         if with_usage:
             yield self._chunk([], usage=usage)
         yield event_stream("[DONE]")
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Hangs up on the worker, which stops if it still writes."""
         for answer in self._asked:
             answer.close()
 
@@ -210,6 +211,24 @@ class _CompletionReply:
                     model=str(self._same["model"]),
                 )
         return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+
+
+class _ReplyStream(StreamingResponse):
+    """Streams a reply, and hangs up on its worker however the stream ends.
+
+    A reader that goes away leaves the chunks half read: only here is that known, and no background task would run.
+    """
+
+    def __init__(self, reply: _CompletionReply, with_usage: bool) -> None:
+        chunks = reply.stream(with_usage)
+        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._reply.close()
 
 
 def _message(text: str) -> dict[str, Any]:
