@@ -251,15 +251,17 @@ def adamw_kernel(updates: Sequence[Update], finite_J: torch.Tensor) -> Callable[
     lanes_L6 = sent(torch.tensor(table), device)
     numbers_L10 = sent(torch.tensor(numbers, dtype=torch.float32), device)
     sums = torch.empty(num_blocks, device=device)
-    results_3J = torch.zeros(3, len(updates), device=device)
+    # Rows of whole vectors: a kernel is compiled anew for tables that do not begin at multiples of 16 bytes.
+    num_jobs = len(updates)
+    results_3J = torch.zeros(3, cdiv(num_jobs, 4) * 4, device=device)
     arrival = AsyncCopy(results_3J)
     norms_J, largest_J, factors_J = results_3J[0], results_3J.view(torch.int32)[1], results_3J[2]
     shared = {"BLOCK": BLOCK, "LANES": max(FEWEST_LANES, next_power_of_2(len(lanes))), "num_warps": NUM_WARPS}
     _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
-    _norms_kernel[(len(updates),)](lanes_L6, numbers_L10, finite_J, sums, norms_J, factors_J, sides, BLOCK, CHUNK)
+    _norms_kernel[(num_jobs,)](lanes_L6, numbers_L10, finite_J, sums, norms_J, factors_J, sides, BLOCK, CHUNK)
     _update_kernel[(num_blocks,)](lanes_L6, numbers_L10, factors_J, largest_J, len(lanes), sides, **shared)
     arrival.begin()
-    return lambda: [Updated(norm, size, factor < 0) for norm, size, factor in arrival.get().t().tolist()]
+    return lambda: [Updated(norm, size, factor < 0) for norm, size, factor in arrival.get().t()[:num_jobs].tolist()]
 
 
 def adamw(updates: Sequence[Update], finite_J: torch.Tensor | None = None) -> Callable[[], list[Updated]]:
