@@ -44,3 +44,15 @@ def test_limit_when_no_gpu_is_named_then_is_the_current_ones(monkeypatch):
     for one in (torch.device("cuda"), GPU):
         device.limit_memory(one, 0.5)
     assert given == [(0.5, None), (0.5, 1)]
+
+
+def test_rehearsed_when_the_meta_device_stands_for_a_gpu_then_it_answers_as_that_and_does_no_work():
+    """Kernels are chosen as on the GPU, by a process that has none; afterwards the meta device is nothing again."""
+    meta = torch.device("meta")
+    gpu = device.GpuKind("NVIDIA H200", (9, 0), 132, 2**37)
+    with device.rehearsed(gpu):
+        assert device.is_gpu(meta) and not device.has_streams(meta)
+        assert device.gpu_kind(meta) == gpu
+        assert not device.is_gpu(device.CPU)
+    assert not device.is_gpu(meta)
+    assert device.device_name(meta) == "meta"

@@ -37,6 +37,8 @@ from weft.spec import AdapterSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from weft.backbone.ahead.compile_ahead import CompileAhead
+
 
 class Backbone:
     """One frozen model that many adapters share."""
@@ -62,6 +64,8 @@ class Backbone:
             Attachment.BLOCK_OUTPUT: self.blocks,
         }
         self._slot_paths: dict[int, Path] = {}
+        self.ahead: CompileAhead | None = None
+        """Kernels that are being compiled for it; the first microbatch waits for them."""
 
     @property
     def device(self) -> torch.device:
@@ -201,6 +205,10 @@ class Backbone:
         return self._path_through(batch).look(batch, row_tile).scores()
 
     def _path_through(self, batch: PackedBatch) -> Path:
+        """The path that runs a microbatch, when its kernels are there."""
+        if self.ahead is not None:
+            self.ahead.wait()
+            self.ahead = None
         paths = {self.path_of(slot) for slot in batch.segment_slots if slot is not None}
         assert len(paths) < 2, "jobs of different lanes share no microbatch"
         return paths.pop() if paths else self.path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -16,11 +16,11 @@ from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
 from weft.engine.resume import Locate, job_settings
 from weft.errors import ConfigError, DataError, WeftError
-from weft.execute.memory import load_within
+from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.protocol import Executor
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
-from weft.spec import RunSpec
+from weft.spec import JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory, RunRecord
 
 RunT = TypeVar("RunT", bound=RunSpec)
@@ -46,17 +46,18 @@ class PreparedRun:
     """What time it is for its chat templates."""
 
 
-def load_engine(spec: RunT, longest: int) -> tuple[RunT, Engine, tuple[str, ...]]:
+def load_engine(spec: RunT, jobs: Sequence[JobSpec]) -> tuple[RunT, Engine, tuple[str, ...]]:
     """An engine on the backbone of a run, with the run's settings and without jobs, and what is worth telling.
 
-    Samples have at most `longest` tokens. The run comes back with the engine's number where its capacity is `auto`, so
-    that all that follows agrees on it.
+    `jobs` are those to come, or some of each kind. The run comes back with the engine's number where its capacity is
+    `auto`, so that all that follows agrees on it.
     """
-    backbone, notes = load_within(spec.backbone, spec.memory_limit)
+    expected = ExpectedJobs(tuple(job.adapter for job in jobs), spec.max_jobs or len(jobs))
+    backbone, notes = load_within(spec.backbone, spec.memory_limit, expected)
     engine = Engine(
         backbone,
         capacity=spec.capacity,
-        longest=longest,
+        longest=max(job.max_length for job in jobs),
         planner=planner_named(spec.planner),
         max_jobs=spec.max_jobs,
         tenant_weights=spec.tenant_weights,
@@ -78,7 +79,7 @@ def prepare_run(
     A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
     are left out. `clock` is when the run began, if that was before now.
     """
-    spec, engine, notes = load_engine(spec, spec.longest)
+    spec, engine, notes = load_engine(spec, spec.jobs)
     run = PreparedRun(spec, engine, notes=notes, clock=clock or datetime.datetime.now())
     for place, job in enumerate(spec.jobs):
         if job.name in skip:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from weft.backbone.ahead import compile_ahead
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import choose_device, load_backbone
 from weft.backbone.out_of_memory import memory_errors
@@ -28,7 +30,7 @@ from weft.kernels.device import (
     total_bytes,
 )
 from weft.plan.admit import MARGIN, Budget
-from weft.spec import BackboneSpec
+from weft.spec import AdapterSpec, BackboneSpec
 from weft.spec.run import Capacity, memory_fraction
 
 STATE_NUMBERS = 4
@@ -37,6 +39,7 @@ USUAL_RANK = 16
 """Of an adapter of all linears; what a service makes room for."""
 USUAL_TOKENS = 1024
 """Of such a job's global batch: eight short chats."""
+COMPILING = "kernels for this GPU are being compiled; the first microbatch waits for them, later runs find them there."
 
 
 def state_bytes(backbone: Backbone) -> int:
@@ -111,20 +114,41 @@ def start_capacity(backbone: Backbone, asked: Capacity) -> int:
     return least
 
 
-def load_within(spec: BackboneSpec, limit: float | str | None) -> tuple[Backbone, tuple[str, ...]]:
-    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know about the limit."""
+@dataclass(frozen=True)
+class ExpectedJobs:
+    """Jobs that a backbone is loaded for."""
+
+    adapters: tuple[AdapterSpec, ...]
+    most: int
+    """How many may train at a time."""
+
+
+USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank in (16, 64)), 32)
+"""What a service expects before it knows any: both usual classes of ranks, with dropout and without."""
+
+
+def load_within(
+    spec: BackboneSpec, limit: float | str | None, expected: ExpectedJobs
+) -> tuple[Backbone, tuple[str, ...]]:
+    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know.
+
+    The kernels that the expected jobs need are compiled meanwhile, where that has not been done before.
+    """
     device = choose_device(spec)
     notes: tuple[str, ...] = ()
     if limit is not None and not is_gpu(device):
         notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
     elif limit is not None:
         limit_memory(device, memory_fraction(limit, total_bytes(device)))
+    ahead = compile_ahead.start(spec, expected.adapters, expected.most)
     try:
         with memory_errors():
-            return load_backbone(spec), notes
+            backbone = load_backbone(spec)
     except torch.OutOfMemoryError:
         within = "" if limit is None else f" within a memory_limit of {limit}"
         raise ModelError(
             f"does not fit the GPU's memory{within}; quantize it, or use a larger GPU.",
             where=f"base_model {spec.base_model}",
         ) from None
+    backbone.ahead = ahead
+    return backbone, notes if ahead is None or ahead.is_ready else (*notes, COMPILING)

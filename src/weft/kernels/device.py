@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,21 @@ import torch
 CPU = torch.device("cpu")
 Stream = torch.cuda.Stream
 Graph = torch.cuda.CUDAGraph
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """What kernels are chosen and compiled by."""
+
+    name: str
+    """What its driver calls it."""
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    total_bytes: int
+
+
+_REHEARSED: list[GpuKind] = []
+"""The GPU that the meta device stands for."""
 
 
 def has_gpu() -> bool:
@@ -33,8 +49,36 @@ def default_device() -> torch.device:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device is a GPU, which works on while the host goes on."""
+    """Whether a device is a GPU, or stands for one in a rehearsal."""
+    return device.type == "cuda" or _stand_in(device) is not None
+
+
+def _stand_in(device: torch.device) -> GpuKind | None:
+    """The GPU that a device stands for."""
+    return _REHEARSED[-1] if _REHEARSED and device.type == "meta" else None
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether a device works on while the host goes on; one that only stands for a GPU does no work."""
     return device.type == "cuda"
+
+
+@contextmanager
+def rehearsed(gpu: GpuKind) -> Iterator[None]:
+    """Inside, the meta device answers as this GPU would: operations choose its kernels and compute nothing.
+
+    For a process of its own, since answers about a device are kept.
+    """
+    _REHEARSED.append(gpu)
+    try:
+        yield
+    finally:
+        _REHEARSED.pop()
+
+
+def gpu_kind(device: torch.device) -> GpuKind:
+    """What a GPU is, for a rehearsal elsewhere."""
+    return GpuKind(device_name(device), capability(device), num_multiprocessors(device), total_bytes(device))
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -44,21 +88,29 @@ def is_cpu(device: torch.device) -> bool:
 
 def device_name(device: torch.device) -> str:
     """What its driver calls a GPU; the kind of any other device."""
+    if gpu := _stand_in(device):
+        return gpu.name
     return torch.cuda.get_device_name(device) if is_gpu(device) else device.type
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The version of what a GPU can do, such as (9, 0) for Hopper."""
+    if gpu := _stand_in(device):
+        return gpu.capability
     return torch.cuda.get_device_capability(device)
 
 
 def num_multiprocessors(device: torch.device) -> int:
     """How many blocks of threads a GPU runs at the same time."""
+    if gpu := _stand_in(device):
+        return gpu.num_multiprocessors
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def total_bytes(device: torch.device) -> int:
     """The memory of a GPU, whoever uses it."""
+    if gpu := _stand_in(device):
+        return gpu.total_bytes
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
@@ -117,7 +169,7 @@ def synchronise(device: torch.device) -> None:
 
 def timing_event(device: torch.device) -> torch.cuda.Event | None:
     """A mark behind all that a GPU has been asked for, with the time it gets there; None for devices without."""
-    if not is_gpu(device):
+    if not has_streams(device):
         return None
     event = torch.cuda.Event(enable_timing=True)
     event.record(current_stream(device))

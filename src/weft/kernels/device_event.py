@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from weft.kernels.device import is_gpu, timing_event
+from weft.kernels.device import has_streams, timing_event
 
 
 class DeviceEvent:
@@ -39,7 +39,7 @@ class DeviceEvent:
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on a device, once that has done what was asked of it before; the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if has_streams(device) else tensor.to(device)
 
 
 class AsyncCopy:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weft.kernels.device import Stream, current_stream, is_gpu, on_stream
+from weft.kernels.device import Stream, current_stream, has_streams, is_gpu, on_stream
 
 try:
     import triton
@@ -45,7 +45,7 @@ def has_triton() -> bool:
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on this tensor launches its kernel; otherwise it runs its twin."""
-    return triton is not None and tensor.is_cuda
+    return triton is not None and is_gpu(tensor.device)
 
 
 def cdiv(numerator: int, denominator: int) -> int:
@@ -64,7 +64,7 @@ def lanes(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
 
     For launches that do not touch each other's results: one that has few rows cannot fill a GPU by itself.
     """
-    if not is_gpu(device) or len(items) == 1:
+    if not has_streams(device) or len(items) == 1:
         yield from items
         return
     main = current_stream(device)

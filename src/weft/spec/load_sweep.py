@@ -90,9 +90,14 @@ def space_of(spec: SweepSpec) -> Space:
     return read_space(spec.space)
 
 
+def probe_jobs(spec: SweepSpec) -> list[JobSpec]:
+    """Trials that show every choice and every end of a range at least once."""
+    return [trial_job(spec, "trial", params_of(point)) for point in space_of(spec).probes()]
+
+
 def longest_of(spec: SweepSpec) -> int:
     """Most tokens that a sample of any trial may have."""
-    return max(trial_job(spec, "trial", params_of(point)).max_length for point in space_of(spec).probes())
+    return max(job.max_length for job in probe_jobs(spec))
 
 
 def trial_job(spec: SweepSpec, name: str, params: Mapping[str, Any]) -> JobSpec:

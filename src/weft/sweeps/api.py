@@ -22,7 +22,7 @@ from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
 from weft.spec.fields import field_names
 from weft.spec.load import parse
-from weft.spec.load_sweep import in_its_words, load_sweep, longest_of, space_of, sweep_from_mapping
+from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of, sweep_from_mapping
 from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec, resolved_sweep
 from weft.store.atomic import remove_leftovers, write_file
@@ -154,7 +154,7 @@ def prepare_sweep(
         import_optuna()
     objective = TrialObjective(spec.objective, base_dir)
     previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
-    spec, engine, notes = load_engine(spec, longest_of(spec))
+    spec, engine, notes = load_engine(spec, probe_jobs(spec))
     configurations = Configurations(spec, engine.executor, base_dir, clock)
     configurations.check(space, spec.trials)
     for data in configurations.loaded():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.backbone.fused.layer import Kept
-from weft.kernels.device import Stream, current_stream, is_gpu, on_stream
+from weft.kernels.device import Stream, current_stream, has_streams, on_stream
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Offload:
     def __init__(self, device: torch.device, names: Sequence[str]) -> None:
         """`names`: the fields of `Kept` that are moved."""
         self._names = names
-        self._stream = Stream(device) if is_gpu(device) else None
+        self._stream = Stream(device) if has_streams(device) else None
 
     def store(self, kept: Kept) -> Parked:
         """Starts moving a layer's tensors out."""

@@ -30,7 +30,7 @@ from weft.engine.events import (
     MicrobatchDone,
 )
 from weft.errors import StorageError
-from weft.execute.memory import load_within, start_capacity
+from weft.execute.memory import USUAL_JOBS, load_within, start_capacity
 from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs
@@ -56,7 +56,7 @@ class Worker:
 
     def __init__(self, options: WorkerOptions, database: Database, blobs: Blobs) -> None:
         self._options = options
-        backbone, notes = load_within(options.backbone, options.memory_limit)
+        backbone, notes = load_within(options.backbone, options.memory_limit, USUAL_JOBS)
         for note in notes:
             LOG.warning("%s", note)
         self._device = backbone.device

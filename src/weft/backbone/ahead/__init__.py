@@ -1,0 +1,1 @@
+"""Kernels of the fused path compiled on all cores while the weights load."""

@@ -1,0 +1,45 @@
+"""What decides which kernels a run will launch, as plain data that goes to another process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.kernels.device import GpuKind
+
+READY = b"ready\n"
+"""What the process that compiles says when all that the first steps need is there."""
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """A backbone, the adapters on it, and the GPU."""
+
+    config: Mapping[str, Any]
+    """The model's config.json."""
+    dtype: str
+    """Of the weights, by torch's name."""
+    quantize: str
+    recompute: str
+    ranks: tuple[int, ...]
+    """The widest of each adapter, every one once."""
+    drops: bool
+    """Whether any adapter has dropout."""
+    num_jobs: int
+    """Most that may step at a time."""
+    gpu: GpuKind
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> KernelRequest:
+        """What `to_json` wrote."""
+        fields = json.loads(text)
+        gpu = fields.pop("gpu")
+        gpu = GpuKind(**{**gpu, "capability": tuple(gpu["capability"])})
+        return KernelRequest(**{**fields, "ranks": tuple(fields["ranks"]), "gpu": gpu})

@@ -1,0 +1,170 @@
+"""What is rehearsed from config.json alone is what a run launches.
+
+The interpreter takes the place of the compiler wherever it is on, so the work is done in a process without it: this
+file run as a program. There a run is real up to its launches: transformers' own model, the fused path, packed samples,
+adapters and their optimizers, all on the meta device, which stands for a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from weft.backbone.ahead.request import KernelRequest
+from weft.kernels.device import GpuKind
+
+H200 = GpuKind("NVIDIA H200", (9, 0), 132, 2**37)
+LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""So large that FP8 and the products with the adapters' part inside them take it."""
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama_bias": {},
+    "llama_odd": {},
+    "mistral": {},
+    "qwen2_sliding": {},
+    "qwen3": {},
+    "gemma3_text": {},
+    "phi3": {},
+    "phi3_partial": {},
+    "ranks": {"model": LARGE, "ranks": (8, 32, 100)},
+    "dropout": {"model": LARGE, "ranks": (8, 32), "dropout": 0.1},
+    "fp8": {"model": LARGE, "quantize": "fp8"},
+    "nf4": {"model": LARGE, "quantize": "nf4"},
+    "int8": {"model": LARGE, "quantize": "int8"},
+    "mlp again": {"recompute": "mlp"},
+    "all again": {"recompute": "full"},
+    "many jobs": {"ranks": (8,) * 33},
+}
+"""Families by their names; Llama in other ways."""
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, dict[str, Any]]:
+    """By case: how many kernels a run launches, which of them were not rehearsed, and which were in vain."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__],
+        env=env | {"PYTHONPATH": os.pathsep.join([str(root), env.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rehearsal_when_a_run_is_like_it_then_every_launch_was_known(compared, case):
+    """A first run finds every kernel compiled, whatever its model, ranks, dropout and storage."""
+    assert compared[case]["number"] > 15
+    assert compared[case]["missing"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rehearsal_when_a_run_is_like_it_then_the_run_waits_for_no_kernel_in_vain(compared, case):
+    """What the first microbatch waits for is what the run needs, and nothing else."""
+    assert compared[case]["vain"] == []
+
+
+def test_rehearsal_when_some_jobs_have_ended_then_what_the_others_launch_was_known(compared):
+    """A job that is left alone with its class of ranks finds its kernels, and only then needs these."""
+    assert compared["left alone"]["number"] > 15
+    assert compared["left alone"]["missing"] == []
+    assert compared["left alone"]["vain"]
+
+
+def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, Any]) -> None:
+    """Loads a model, trains a microbatch of all jobs, evaluates it, and steps all of them."""
+    from weft.backbone.backbone import Backbone
+    from weft.backbone.load import _quantise_linears
+    from weft.backbone.packed import Placed, pack_samples
+    from weft.backbone.path import Memory
+    from weft.data.sample import Sample
+    from weft.execute.optimizer import Optimizer, step_together
+    from weft.spec import AdapterSpec, JobSpec
+
+    meta = torch.device("meta")
+    backbone = Backbone(model, None, "tiny")  # type: ignore[arg-type]
+    if case.get("quantize", "none") != "none":
+        _quantise_linears(backbone, case["quantize"], meta)
+    # With `offload` nothing is captured; there is nothing to move either.
+    backbone.use_kernels("fused", Memory(case.get("recompute", "none"), offload=True))
+    sample = Sample(np.arange(5), np.array([False, True, True, True, True]))
+    optimizers, placed, looked_at = [], [], []
+    for rank, dropout in jobs:
+        spec = AdapterSpec(r=rank, lora_dropout=dropout)
+        adapter = backbone.new_adapter(spec, 0, torch.device("cpu"))
+        adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
+        slot = backbone.attach(adapter)
+        optimizers.append(Optimizer(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
+        placed.append(Placed(sample, slot, dropout_key=1))
+        looked_at.append(Placed(sample, slot))
+    tile = backbone.path.row_tile(sample.length * len(jobs))
+    running = backbone.launch(pack_samples(placed, tile, meta), tile)
+    finite_J = running.finite(range(len(jobs)), len(jobs))
+    evaluated = pack_samples(looked_at, tile, meta)
+    backbone.path.look(evaluated, tile)
+    # A captured graph holds the way back too, whoever takes it.
+    backbone.launch(evaluated, tile)
+    for number in (1, len(jobs)):
+        step_together(optimizers[:number], [True] * number, finite_J[:number].clone())
+
+
+def meta_model(family: str, changes: dict[str, Any]) -> Any:
+    """Transformers' model of a tiny family, without numbers."""
+    import transformers
+    from tiny_families import FAMILIES
+
+    kind, settings = FAMILIES[family]
+    config = getattr(transformers, f"{kind}Config")(**{**settings, **changes})
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def names_of(launches: set[Any]) -> list[str]:
+    """What a kernel is called, and how it is compiled."""
+    return sorted(f"{launch.kernel.__name__} {launch.specialization}" for launch in launches)
+
+
+def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
+    """What a run launches beside what was rehearsed for it."""
+    from tiny_families import FAMILIES
+
+    from weft.backbone.ahead.rehearsal import rehearse
+    from weft.kernels.recorded import recorded_launches
+
+    model = meta_model(name if name in FAMILIES else "llama", case.get("model", {}))
+    ranks, dropout = case.get("ranks", (8, 12)), case.get("dropout", 0.0)
+    request = KernelRequest(
+        # As in the model's directory.
+        config=json.loads(model.config.to_json_string()),
+        dtype="bfloat16",
+        quantize=case.get("quantize", "none"),
+        recompute=case.get("recompute", "none"),
+        ranks=tuple(sorted(set(ranks))),
+        drops=dropout > 0,
+        num_jobs=len(ranks),
+        gpu=H200,
+    )
+    first, later = rehearse(KernelRequest.from_json(request.to_json()))
+    stay = case.get("stay", ranks)
+    real = set(recorded_launches(H200, lambda: real_run(model, tuple((rank, dropout) for rank in stay), case)))
+    return {
+        "number": len(real),
+        "missing": names_of(real - {*first, *later}),
+        "vain": names_of({*first} - real),
+    }
+
+
+if __name__ == "__main__":
+    cases = {**CASES, "left alone": {"model": LARGE, "ranks": (8, 32), "stay": (32,)}}
+    print(json.dumps({name: compare(name, case) for name, case in cases.items()}))
