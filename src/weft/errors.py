@@ -125,6 +125,12 @@ def install_command(extra: str) -> str:
     return f"pip install {'-e ' if name != 'weft-lora' else ''}'{name}[{extra}]'"
 
 
+def first_line(error: Exception) -> str:
+    """What another library says is wrong, as part of a sentence."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
 def closest(word: str, accepted: list[str]) -> str | None:
     """The accepted word a user most likely meant, or None when nothing is near."""
     import difflib

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.rows.sources import read_rows
+from weft.data.rows.find import read_rows
 from weft.data.sample import Sample
 from weft.errors import DataError
 

@@ -38,7 +38,8 @@ PACKAGES = (
     "plotly",
 )
 EXTRAS = {
-    "parquet": ("pyarrow", "reads parquet files"),
+    "parquet": ("pyarrow", "reads parquet files and saved data sets"),
+    "zstd": ("zstandard", "reads .zst files"),
     "hub": ("datasets", "reads data sets of the Hugging Face Hub"),
     "tensorboard": ("tensorboard", "logs to TensorBoard"),
     "wandb": ("wandb", "logs to Weights & Biases"),

@@ -30,8 +30,8 @@ class JobSpec:
     name: str = setting()
     """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
     train_data: tuple[str, ...] = setting(aliases=("dataset", "datasets", "train_file", "data"), is_path=True)
-    """Files (jsonl, ndjson, json, csv, tsv, parquet, txt) or Hub data set names; paths are relative to the jobs
-    file."""
+    """Files (jsonl, ndjson, json, csv, tsv, txt, also .gz or .zst; parquet, arrow), folders or patterns of such
+    (`data/*.jsonl`), or Hub data sets (`owner/name:config:split`); paths are relative to the jobs file."""
     eval_data: float | int | tuple[str, ...] | None = setting(
         None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction"), is_path=True
     )

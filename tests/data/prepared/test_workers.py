@@ -20,7 +20,7 @@ from weft.data.prepared.settings import DataSettings
 from weft.data.prepared.workers import Workers
 from weft.data.rows import chunks as chunks_module
 from weft.data.rows.chunks import chunks_of
-from weft.data.rows.sources import find_source
+from weft.data.rows.find import find_source
 from weft.errors import DataError, WeftError
 
 Write = Callable[..., str]

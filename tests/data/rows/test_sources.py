@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_data import assert_rows_or_data_error
 
-from weft.data.rows.sources import read_rows
+from weft.data.rows.find import find_source, read_rows
 from weft.errors import DataError, MissingExtraError
 
 Write = Callable[..., str]
@@ -45,13 +46,6 @@ def test_source_when_a_file_has_nearly_that_name_then_it_is_suggested(write: Wri
     assert error_of("data/trains.jsonl", tmp_path).endswith("there is no such file. Did you mean data/train.jsonl?")
     assert error_of("data/train.csv", tmp_path).endswith("Did you mean data/train.jsonl?")
     assert "Did you mean" not in error_of("data/other.jsonl", tmp_path)
-
-
-def test_source_when_directory_then_names_the_accepted_suffixes(tmp_path: Path):
-    (tmp_path / "folder").mkdir()
-    assert error_of("folder", tmp_path) == (
-        "folder: is a directory; name its files (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt)."
-    )
 
 
 def test_source_when_suffix_is_unknown_then_names_the_accepted_ones(write: Write, tmp_path: Path):
@@ -162,16 +156,23 @@ class FakeHub(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("datasets")
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[tuple[str, str | None, str, bool]] = []
+        self.num_read = 0
         self.exceptions = types.SimpleNamespace(DatasetsError=type("DatasetsError", (Exception,), {}))
 
-    def load_dataset(self, name: str, split: str) -> list[dict[str, str]]:
-        self.asked.append((name, split))
+    def load_dataset(self, name: str, config: str | None, *, split: str, streaming: bool) -> Iterator[dict[str, str]]:
+        self.asked.append((name, config, split, streaming))
+        if name == "owner/configs" and config is None:
+            raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['main', 'other']")
         if name == "owner/offline":
             raise ConnectionError("Couldn't reach the Hub.\nmore")
         if name == "owner/broken":
             raise self.exceptions.DatasetsError("bad files")
-        return [{"text": "a"}, {"text": "b"}]
+        for number in itertools.count():
+            self.num_read += 1
+            if number == 2 and not streaming:
+                return
+            yield {"text": str(number)}
 
 
 def test_hub_name_when_datasets_is_there_then_rows_come_from_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -181,8 +182,36 @@ def test_hub_name_when_datasets_is_there_then_rows_come_from_the_split(tmp_path:
         "owner/name:test row 1",
         "owner/name:test row 2",
     ]
-    read_rows("owner/name", tmp_path)
-    assert hub.asked == [("owner/name", "test"), ("owner/name", "train")]
+    for name in ("owner/name", "owner/name:en.1:test[:10%]", "owner/name:train[:5]+test[5:]"):
+        read_rows(name, tmp_path)
+    assert [(config, split) for _, config, split, _ in hub.asked] == [
+        (None, "test"),
+        (None, "train"),
+        ("en.1", "test[:10%]"),
+        (None, "train[:5]+test[5:]"),
+    ]
+
+
+def test_hub_name_when_only_some_rows_are_wanted_then_they_are_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A data set that never ends is read only as far as it is asked for."""
+    hub = FakeHub()
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    rows = list(find_source("owner/endless", tmp_path, max_rows=3).rows())
+    assert [row.values["text"] for row in rows] == ["0", "1", "2"]
+    assert hub.num_read == 3 and hub.asked[0][3]
+
+
+def test_hub_name_when_a_configuration_has_to_be_named_then_says_which_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "datasets", FakeHub())
+    assert error_of("owner/configs:test", tmp_path) == (
+        "owner/configs:test: has several configurations (main, other); name one before the split, such as "
+        "owner/configs:main:test."
+    )
+    assert len(read_rows("owner/configs:main:test", tmp_path)) == 2
 
 
 def test_hub_name_when_the_hub_fails_then_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

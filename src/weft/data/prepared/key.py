@@ -20,7 +20,7 @@ from weft.data.chat.clock import FUNCTION
 from weft.data.prepared.settings import DataSettings
 from weft.data.rows.sources import Source
 
-VERSION = 1
+VERSION = 2
 """Of the code that prepares data: raised when the same rows become other samples or other files."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
 _IDENTITIES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -34,9 +34,9 @@ def prepared_key(sources: Sequence[Source], tokenizer: Tokenizer, settings: Data
             return None
         clock = settings.clock.isoformat()
     known = tokenizer_identity(tokenizer)
-    if known is None or any(source.path is None for source in sources):
+    if known is None or any(source.is_on_hub for source in sources):
         return None
-    files = [(source.path.suffix.lower(), file_digest(source.path)) for source in sources if source.path is not None]
+    files = [[(file.kind, file_digest(file.path)) for file in source.files] for source in sources]
     chosen = {**vars(settings), "data_columns": list(settings.data_columns.items()), "clock": clock}
     parts = [VERSION, [version(name) for name in LIBRARIES], known, files, chosen]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

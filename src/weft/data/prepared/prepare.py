@@ -37,8 +37,13 @@ def prepare(sources: Sequence[Source], converter: Converter, folder: Path | None
     objective = converter.settings.objective
     while True:
         try:
-            with contextlib.closing(SampleColumns(folder)) as columns, PreparingBar(sources) as bar:
+            with contextlib.ExitStack() as stack:
+                columns = stack.enter_context(contextlib.closing(SampleColumns(folder)))
+                bar = stack.enter_context(PreparingBar(sources))
                 preparing = _Preparing(converter, objective, columns, bar)
+                number = num_processes(sources, converter)
+                if number > 1:
+                    preparing.workers = stack.enter_context(contextlib.closing(Workers(converter, number)))
                 for source in sources:
                     preparing.take(source)
                 return preparing.dataset([source.name for source in sources])
@@ -57,6 +62,8 @@ class _Preparing:
         self._columns, self._bar = columns, bar
         self._account = Account()
         self._formats: list[str] = []
+        self.workers: Workers | None = None
+        """Convert all but the first rows of a source, if there are any."""
 
     def take(self, source: Source) -> None:
         """Converts all rows of a source: the first of them here, which tell their format, the rest side by side."""
@@ -71,13 +78,12 @@ class _Preparing:
         if self._account.num_rows == before:
             raise source.no_rows()
         self._formats.append(first_format)
-        for found, num_bytes in self._rest(source, chunks, first_format):
+        for found, num_bytes in self._rest(chunks, first_format):
             self._add(found, num_bytes)
 
-    def _rest(self, source: Source, chunks: Iterator[Chunk], first_format: str) -> Iterator[tuple[ConvertedChunk, int]]:
-        """What becomes of the other chunks, in order, and how much of the file each is."""
-        number = num_processes(source, self._converter)
-        if number < 2:
+    def _rest(self, chunks: Iterator[Chunk], first_format: str) -> Iterator[tuple[ConvertedChunk, int]]:
+        """What becomes of the other chunks, in order, and how much of the source each is."""
+        if self.workers is None:
             for chunk in chunks:
                 rows = chunk.rows()
                 yield (
@@ -86,9 +92,8 @@ class _Preparing:
                 )
             return
         sizes: deque[int] = deque()
-        with contextlib.closing(Workers(self._converter, number)) as workers:
-            for found in workers.convert(_noting(chunks, sizes), self._objective, first_format):
-                yield found, sizes.popleft()
+        for found in self.workers.convert(_noting(chunks, sizes), self._objective, first_format):
+            yield found, sizes.popleft()
 
     def _add(self, chunk: ConvertedChunk, num_bytes: int) -> None:
         if self._objective not in ("auto", chunk.objective):
@@ -122,9 +127,9 @@ class _Preparing:
         return Dataset(samples, summary, chosen, rows if account.num_split else None)
 
 
-def num_processes(source: Source, converter: Converter) -> int:
-    """How many processes convert a source: one per core if it is large and their tokenizer can be sent to them."""
-    if source.path is None or source.path.stat().st_size < PARALLEL_BYTES:
+def num_processes(sources: Sequence[Source], converter: Converter) -> int:
+    """How many processes convert the sources: one per core if they are large and their tokenizer can be sent there."""
+    if sum(file.num_text_bytes for source in sources for file in source.files) < PARALLEL_BYTES:
         return 1
     # Code that came with a model is not there in other processes; and one that was started for a file keeps to itself.
     is_known = type(converter.tokenizer).__module__.split(".")[0] in ("transformers", "tokenizers")

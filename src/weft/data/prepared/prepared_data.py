@@ -15,7 +15,8 @@ from weft.data.prepared.key import prepared_key
 from weft.data.prepared.prepare import prepare
 from weft.data.prepared.settings import DataSettings
 from weft.data.rows.column_map import ColumnMap
-from weft.data.rows.sources import Source, find_source
+from weft.data.rows.find import find_source
+from weft.data.rows.sources import Source
 from weft.errors import DataError
 
 
@@ -41,11 +42,11 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings
     try:
         return prepared_key(sources, tokenizer, settings)
     except OSError as error:
-        name = next(source.name for source in sources if str(source.path) == str(error.filename))
+        name = next(file.name for source in sources for file in source.files if str(file.path) == str(error.filename))
         raise DataError(f"cannot be read ({error.strerror or error}).", where=name) from None
 
 
-def _stamps(sources: Sequence[Source]) -> list[tuple[int, int, int] | None]:
-    """What tells that a file is still the one it was."""
-    found = [None if source.path is None else os.stat(source.path) for source in sources]
-    return [None if each is None else (each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+def _stamps(sources: Sequence[Source]) -> list[tuple[int, int, int]]:
+    """What tells that files are still what they were."""
+    found = [os.stat(file.path) for source in sources for file in source.files]
+    return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]

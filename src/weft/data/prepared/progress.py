@@ -18,9 +18,9 @@ class PreparingBar:
     """Shows how much of the sources is prepared, on standard error and only where that is a terminal."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        sizes = [source.path.stat().st_size for source in sources if source.path is not None]
         self._title = f"preparing {', '.join(source.name for source in sources)}"
-        self._total = sum(sizes) if len(sizes) == len(sources) else None
+        is_known = not any(source.is_on_hub for source in sources)
+        self._total = sum(file.num_text_bytes for source in sources for file in source.files) if is_known else None
         self._begun, self._done = time.monotonic(), 0
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rows]:,} rows")
         self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weft.data.rows.json_rows import read_lines, rows_of_lines
 from weft.data.rows.row import Row
-from weft.data.rows.sources import JSON_LINES, Source
+from weft.data.rows.sources import DataFile, Source
 
 ROWS_PER_CHUNK = 1024
 
@@ -53,21 +53,45 @@ class LineChunk:
         """Bytes of all lines."""
         return sum(map(len, self.lines))
 
+    @property
+    def num_rows(self) -> int:
+        """Lines that are not blank."""
+        return sum(1 for line in self.lines if line.strip())
+
+    def first_rows(self, number: int) -> LineChunk:
+        """The lines up to so many rows."""
+        ends = itertools.accumulate(bool(line.strip()) for line in self.lines)
+        return replace(self, lines=[line for line, end in zip(self.lines, ends, strict=True) if end <= number])
+
     def rows(self) -> list[Row]:
         """The rows of the lines that are not blank."""
         return list(rows_of_lines(self.lines, self.name, self.first_number))
 
 
 def chunks_of(source: Source) -> Iterator[Chunk]:
-    """All of a source."""
-    if source.path is None or source.path.suffix.lower() not in JSON_LINES:
+    """All of a source, file by file."""
+    if source.is_on_hub or not all(file.is_lines for file in source.files):
         rows = source.rows()
         while read := list(itertools.islice(rows, ROWS_PER_CHUNK)):
             yield RowChunk(read)
         return
+    left = source.max_rows
+    for file in source.files:
+        for chunk in _line_chunks(file):
+            if left is None:
+                yield chunk
+                continue
+            some = chunk.first_rows(left)
+            left -= some.num_rows
+            yield some
+            if not left:
+                return
+
+
+def _line_chunks(file: DataFile) -> Iterator[LineChunk]:
     number = 1
-    with source.read_errors():
-        lines = read_lines(source.path)
+    with file.read_errors():
+        lines = read_lines(file.path)
         while some := list(itertools.islice(lines, ROWS_PER_CHUNK)):
-            yield LineChunk(some, source.name, number)
+            yield LineChunk(some, file.name, number)
             number += len(some)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from weft.data.rows.compression import open_data
 from weft.data.rows.row import BOM, Row, decode, read_text
 from weft.errors import DataError
 from weft.spec.fields import describe
@@ -51,7 +52,7 @@ def read_jsonl(path: Path, name: str) -> Iterator[Row]:
 
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, up to the first that is too long, of which there is only as much as shows that."""
-    with path.open("rb") as handle:
+    with open_data(path) as handle:
         while line := handle.readline(MAX_LINE_BYTES + 1):
             yield line
             if len(line) > MAX_LINE_BYTES:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.data.rows.compression import open_data
 from weft.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
@@ -24,7 +25,8 @@ class Row:
 
 def read_text(path: Path, name: str) -> str:
     """The text of a UTF-8 file without its byte-order mark; other bytes are a DataError naming the line."""
-    return decode(path.read_bytes().removeprefix(BOM), name)
+    with open_data(path) as file:
+        return decode(file.read().removeprefix(BOM), name)
 
 
 def decode(data: bytes, name: str, first_line: int = 1) -> str:
