@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.data.order import BatchSchedule, epoch_order
+from weft.data.order import BatchSchedule, Mixture, epoch_order
 from weft.spec import JobSpec
 
 
@@ -99,3 +99,41 @@ def test_schedule_when_made_for_a_job_then_follows_its_settings():
     assert BatchSchedule.of(job, 10) == BatchSchedule(
         num_samples=10, batch_size=3, num_epochs=2, max_steps=9, seed=4, shuffle=False
     )
+
+
+MIXED = Mixture((6, 2, 12), (2.0, 1.0, 1.0))
+
+
+def test_mixture_when_counted_then_shares_add_up_to_an_epoch_of_all_sources():
+    assert MIXED.counts == (10, 5, 5)
+    assert Mixture((4, 3), (1.0, 1.0)).counts == (4, 3)
+    assert Mixture((5, 5), (0.1, 0.2)).counts == (3, 7)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_mixture_when_epochs_pass_then_samples_of_a_source_are_met_equally_often(shuffle: bool):
+    """A source goes on where it stopped: after any number of epochs two of its samples differ by one at most."""
+    met = np.zeros(20, np.int64)
+    for epoch in range(7):
+        order = MIXED.epoch(3, epoch, shuffle=shuffle)
+        met += np.bincount(order, minlength=20)
+        sources = np.split(met, [6, 8])
+        assert [int(each.sum()) for each in sources] == [(epoch + 1) * count for count in MIXED.counts]
+        assert all(each.max() - each.min() <= 1 for each in sources)
+        assert MIXED.met(epoch + 1, 3, shuffle=shuffle).tolist() == met.tolist()
+
+
+def test_mixture_when_not_shuffled_then_sources_alternate_in_their_shares():
+    assert Mixture((2, 4), (1.0, 2.0)).epoch(0, 0, shuffle=False).tolist() == [2, 0, 3, 4, 1, 5]
+
+
+def test_schedule_when_sources_have_weights_then_batches_are_a_function_of_the_seed_alone():
+    """What a resumed job asks for first is what it would have met: no batch depends on those before it."""
+    job = JobSpec("a", ({"path": "x", "weight": 2}, "y"), num_train_epochs=2.5, global_batch_size=4)  # type: ignore[arg-type]
+    lengths = np.arange(1, 11)
+    plan = BatchSchedule.of(job, 8, 2)
+    forward = [plan.batch(step).tolist() for step in range(plan.num_steps)]
+    epoch_order.cache_clear()
+    assert [plan.batch(step).tolist() for step in reversed(range(plan.num_steps))][::-1] == forward
+    assert plan.num_tokens(lengths) == sum(int(lengths[batch].sum()) for batch in forward)
+    assert sum(index >= 8 for index in forward[0] + forward[1] + forward[2]) == 3

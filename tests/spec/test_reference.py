@@ -9,6 +9,7 @@ import pytest
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec, JobSpec, RunSpec, run_from_mapping
 from weft.spec.fields import field_names
+from weft.spec.job import SourceSpec
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.spec.reference import json_schema, markdown, sections, settings_of, sweep_schema, sweep_sections
 from weft.spec.sweep import EarlyStopSpec, ObjectiveSpec, SweepSpec
@@ -21,7 +22,7 @@ def test_page_when_compared_with_the_specs_then_is_up_to_date():
 
 
 def test_sections_when_listed_then_name_every_spelling_of_every_setting():
-    for section, cls in zip(sections(), (RunSpec, JobSpec, AdapterSpec), strict=True):
+    for section, cls in zip(sections(), (RunSpec, JobSpec, SourceSpec, AdapterSpec), strict=True):
         listed = {name: s.name for s in section.settings for name in (s.name, *s.aliases)}
         assert listed == field_names(cls)
         assert all(setting.description.endswith(".") for setting in section.settings)
@@ -32,7 +33,7 @@ def test_settings_of_when_read_then_tell_values_and_defaults_in_words():
     assert found["learning_rate"].values == "number, above 0"
     assert found["learning_rate"].default == "0.0002"
     assert found["name"].is_required
-    assert found["eval_data"].values == "number or list of text"
+    assert found["eval_data"].values == "number or list of names or mappings"
     assert found["init_lora_weights"].values == "true, false, gaussian, orthogonal"
     assert found["init_lora_weights"].default == "true"
     # A docstring of two lines becomes one.

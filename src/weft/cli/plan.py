@@ -96,7 +96,7 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
     from weft.plan.types import Batch, JobQueue
     from weft.simulate.forecast import JobOutline
 
-    order = BatchSchedule.of(job, data.train.num_groups)
+    order = BatchSchedule.of(job, *data.train.sizes)
     ahead, planned = GlobalBatches(data.train, order), min(order.num_steps, num_planned)
     batches = tuple(Batch(step, 0, tuple(ahead.lengths(step)), ahead.groups(step)) for step in range(planned))
     # As `Backbone.lane` says it: a method without kernels runs apart from those that have them.

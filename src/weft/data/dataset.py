@@ -78,6 +78,8 @@ class Dataset:
     summary: DataSummary
     objective: Objective = SUPERVISED
     """What the samples are made for: they come in groups of as many as it says."""
+    source_groups: tuple[int, ...] = ()
+    """Groups of each source, in order; none: all are of one."""
     rows: npt.NDArray[np.int64] | None = None
     """The row that each group was made of, as a number; None: each of its own. A chat may become several samples."""
 
@@ -97,6 +99,11 @@ class Dataset:
     def num_groups(self) -> int:
         """Groups of samples, which global batches are counted in."""
         return len(self.samples) // self.objective.group_size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Groups of each source."""
+        return self.source_groups or (self.num_groups,)
 
     @functools.cached_property
     def judge(self) -> LikelihoodObjective | None:
@@ -140,12 +147,19 @@ class Dataset:
         return self.num_runs * int(self.group_tokens.max())
 
     def subset(self, groups: Iterable[int] | npt.NDArray[np.int64]) -> Dataset:
-        """Some of the groups; the account of the rows stays that of the sources."""
+        """Some of the groups, in order; the account of the rows stays that of the sources."""
         chosen = np.fromiter(groups, np.int64)
+        ends = np.searchsorted(chosen, np.cumsum(self.sizes))
         size = self.objective.group_size
         samples = self.samples.take((chosen[:, None] * size + np.arange(size)).reshape(-1))
         rows = None if self.rows is None else self.rows[chosen]
-        return replace(self, samples=samples, summary=replace(self.summary, **measures(samples)), rows=rows)
+        return replace(
+            self,
+            samples=samples,
+            summary=replace(self.summary, **measures(samples)),
+            source_groups=tuple(int(size) for size in np.diff(ends, prepend=0)),
+            rows=rows,
+        )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,15 +13,15 @@ import numpy.typing as npt
 
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import Dataset, JobData
-from weft.data.order import permutation
+from weft.data.order import Mixture, permutation
 from weft.data.prepared.prepared_data import prepared_data
 from weft.data.prepared.settings import DataSettings
 from weft.errors import DataError
-from weft.spec.job import JobSpec
+from weft.spec.job import JobSpec, SourceSpec
 
 
 def load_dataset(
-    sources: Sequence[str],
+    sources: Sequence[str | SourceSpec],
     tokenizer: Tokenizer,
     *,
     objective: str = "auto",
@@ -49,7 +50,7 @@ def load_dataset(
         chat_template=chat_template,
         clock=clock,
     )
-    return prepared_data(sources, tokenizer, settings, base_dir)
+    return prepared_data([SourceSpec.of(source) for source in sources], tokenizer, settings, base_dir)
 
 
 def load_job_data(
@@ -61,7 +62,7 @@ def load_job_data(
     """
     at = clock or datetime.datetime.now()
 
-    def load(setting: str, sources: Sequence[str], objective: str) -> Dataset:
+    def load(setting: str, sources: Sequence[str | SourceSpec], objective: str) -> Dataset:
         try:
             return load_dataset(
                 sources,
@@ -83,10 +84,28 @@ def load_job_data(
 
     train = load("train_data", job.train_data, job.objective)
     if job.eval_data is None:
-        return JobData(train, None)
-    if isinstance(job.eval_data, tuple):
-        return JobData(train, load("eval_data", job.eval_data, train.objective.name))
-    return _split(train, job.eval_data, job)
+        data = JobData(train, None)
+    elif isinstance(job.eval_data, tuple):
+        data = JobData(train, load("eval_data", job.eval_data, train.objective.name))
+    else:
+        data = _split(train, job.eval_data, job)
+    return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
+
+
+def _mixed(data: Dataset, job: JobSpec) -> Dataset:
+    """The data with a note on the shares of its sources; DataError for one that would never be met."""
+    assert job.source_weights is not None
+    counts = Mixture(data.sizes, job.source_weights).counts if all(data.sizes) else data.sizes
+    shares = []
+    for source, size, count in zip(job.train_data, data.sizes, counts, strict=True):
+        name = SourceSpec.of(source).path
+        if not count:
+            found = f"its weight gives it none of the {sum(counts):,} samples of an epoch" if size else "has no samples"
+            where = f"{job.name}: train_data: {name}"
+            raise DataError(f"{found}; give it more, or leave it out.", where=where)
+        shares.append(f"{count:,} from {name} (which has {size:,})")
+    note = f"an epoch takes {', '.join(shares)}"
+    return replace(data, summary=replace(data.summary, notes=(*data.summary.notes, note)))
 
 
 def _split(data: Dataset, amount: float, job: JobSpec) -> JobData:

@@ -6,14 +6,17 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.spec import JobSpec
 
+Integers = npt.NDArray[np.int64]
 
-def permutation(num_items: int, entropy: tuple[int, ...]) -> npt.NDArray[np.int64]:
+
+def permutation(num_items: int, entropy: tuple[int, ...]) -> Integers:
     """The numbers 0 to num_items - 1 in an order drawn from `entropy`.
 
     Sorts raw random bits: numpy keeps those the same from version to version, but not `Generator.permutation`.
@@ -22,10 +25,69 @@ def permutation(num_items: int, entropy: tuple[int, ...]) -> npt.NDArray[np.int6
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Sources whose samples stand behind one another, and the share of each in an epoch.
+
+    An epoch is as long as all sources together. A source that is asked for fewer samples than it has goes on in the
+    next epoch where it stopped, and one that is asked for more begins again: over a whole job, a sample of a source is
+    met at most once more often than another of it.
+    """
+
+    sizes: tuple[int, ...]
+    """Samples of each source."""
+    weights: tuple[float, ...]
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Samples of each source in one epoch: its share, rounded so that they add up."""
+        total, whole = sum(self.sizes), sum(map(Fraction, self.weights))
+        shares = [Fraction(weight) * total / whole for weight in self.weights]
+        counts = [int(share) for share in shares]
+        # What rounding down left over goes to those that lost most by it.
+        order = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
+        for i in order[: total - sum(counts)]:
+            counts[i] += 1
+        return tuple(counts)
+
+    def epoch(self, seed: int, epoch: int, *, shuffle: bool) -> Integers:
+        """The samples of one epoch in their order; without `shuffle` those of each source are spread evenly."""
+        drawn = [
+            self._drawn(i, epoch * count, (epoch + 1) * count, seed, shuffle=shuffle)
+            for i, count in enumerate(self.counts)
+        ]
+        if shuffle:
+            return np.concatenate(drawn)[permutation(sum(self.sizes), (seed, epoch))]
+        places = [(np.arange(count) + 0.5) / count for count in self.counts]
+        return np.concatenate(drawn)[np.argsort(np.concatenate(places), kind="stable")]
+
+    def met(self, num_epochs: int, seed: int, *, shuffle: bool) -> Integers:
+        """How often each sample is met in so many whole epochs."""
+        found = np.zeros(sum(self.sizes), np.int64)
+        for i, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            passes, rest = divmod(num_epochs * count, size)
+            first = sum(self.sizes[:i])
+            found[first : first + size] += passes
+            found[self._drawn(i, passes * size, passes * size + rest, seed, shuffle=shuffle)] += 1
+        return found
+
+    def _drawn(self, source: int, begin: int, end: int, seed: int, *, shuffle: bool) -> Integers:
+        """The samples of a source from one place to another, if its passes followed one another without end."""
+        size, pieces = self.sizes[source], [np.empty(0, np.int64)]
+        for number in range(begin // size, -(-end // size)):
+            # The third number keeps these draws apart from those of epochs and of the split.
+            order = permutation(size, (seed, number, 2, source)) if shuffle else np.arange(size)
+            pieces.append(order[max(0, begin - number * size) : end - number * size])
+        return np.concatenate(pieces) + sum(self.sizes[:source])
+
+
 @functools.lru_cache(maxsize=64)
-def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.int64]:
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool, mixture: Mixture | None = None) -> Integers:
     """Sample indices in the order of one epoch (counted from 0); the array is read-only."""
-    order = permutation(num_samples, (seed, epoch)) if shuffle else np.arange(num_samples, dtype=np.int64)
+    if mixture is not None:
+        order = mixture.epoch(seed, epoch, shuffle=shuffle)
+    else:
+        order = permutation(num_samples, (seed, epoch)) if shuffle else np.arange(num_samples, dtype=np.int64)
     order.setflags(write=False)
     return order
 
@@ -44,17 +106,21 @@ class BatchSchedule:
     """Number of steps whatever num_epochs says."""
     seed: int
     shuffle: bool
+    mixture: Mixture | None = None
+    """Where sources have weights; None: an epoch has every sample once."""
 
     @classmethod
-    def of(cls, job: JobSpec, num_samples: int) -> BatchSchedule:
-        """The schedule of a job with so many training samples."""
+    def of(cls, job: JobSpec, *sizes: int) -> BatchSchedule:
+        """The schedule of a job with so many training samples of each source, or of all together."""
+        weights = job.source_weights
         return cls(
-            num_samples=num_samples,
+            num_samples=sum(sizes),
             batch_size=job.batch_size,
             num_epochs=job.num_train_epochs,
             max_steps=job.max_steps,
             seed=job.seed,
             shuffle=job.shuffle,
+            mixture=None if weights is None else Mixture(sizes, weights),
         )
 
     @property
@@ -76,26 +142,28 @@ class BatchSchedule:
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
         return num_epochs * self.num_samples + min(self.num_samples, rest * self.batch_size)
 
-    def num_tokens(self, lengths: Sequence[int] | npt.NDArray[np.int64]) -> int:
+    def num_tokens(self, lengths: Sequence[int] | Integers) -> int:
         """Tokens of the whole job, whose samples have these lengths."""
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
         each = np.asarray(lengths)
-        whole = num_epochs * int(each.sum())
-        if not rest:
-            return whole
-        begun = epoch_order(self.num_samples, seed=self.seed, epoch=num_epochs, shuffle=self.shuffle)
-        return whole + int(each[begun[: rest * self.batch_size]].sum())
+        if self.mixture is None:
+            whole = num_epochs * int(each.sum())
+        else:
+            whole = int((each * self.mixture.met(num_epochs, self.seed, shuffle=self.shuffle)).sum())
+        return whole + int(each[self._order(num_epochs)[: rest * self.batch_size]].sum()) if rest else whole
 
     def num_evals(self, eval_steps: int | None) -> int:
         """Evaluations of the whole job: every so many steps, unless given after every epoch, and at its end."""
         return math.ceil(self.num_steps / (eval_steps or self.steps_per_epoch))
 
-    def batch(self, step: int) -> npt.NDArray[np.int64]:
+    def batch(self, step: int) -> Integers:
         """Sample indices of a step, counted from 0, in the job's own order."""
         assert 0 <= step < self.num_steps, f"step {step} is outside the schedule of {self.num_steps}"
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-        return order[position * self.batch_size : (position + 1) * self.batch_size]
+        return self._order(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
+
+    def _order(self, epoch: int) -> Integers:
+        return epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle, mixture=self.mixture)
 
     def epoch_of(self, step: int) -> float:
         """Epochs done when `step` steps are done."""

@@ -209,6 +209,8 @@ def type_name(hint: Any) -> str:
         return "mapping"
     if origin is typing.Literal:
         return " or ".join(str(word) for word in args)
+    if dataclasses.is_dataclass(hint):
+        return "mapping"
     known = {int: "whole number", float: "number", bool: "true/false", str: "text", type(None): "nothing"}
     return known.get(hint, getattr(hint, "__name__", str(hint)))
 
@@ -221,6 +223,11 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
         if isinstance(option, type) and type(value) is option:
             return convert(value, option, where)
     others = [option for option in options if option is not type(None)]
+    if isinstance(value, Mapping | list | tuple):
+        # What is wrong inside a mapping is said of its own settings.
+        specs = [option for option in others if _holds_spec(option)]
+        if len(specs) == 1:
+            return convert(value, specs[0], where)
     if len(others) == 1:
         return convert(value, others[0], where)
     for option in others:
@@ -230,6 +237,11 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             continue
     names = " or ".join(_with_article(option) for option in others)
     raise WrongTypeError.of(f"expected {names}, got {describe(value)}.", where, tuple(others), value)
+
+
+def _holds_spec(hint: Any) -> bool:
+    """Whether a type is a spec, or a list that may have some."""
+    return dataclasses.is_dataclass(hint) or any(_holds_spec(inner) for inner in typing.get_args(hint))
 
 
 def _convert_scalar(value: Any, hint: Any, where: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import above, at_least, between, refuse_foreign, setting, validate
+from weft.spec.fields import above, at_least, between, field_names, refuse_foreign, setting, validate
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
@@ -24,15 +24,39 @@ RESERVED_NAMES = ("run.json", "timeline.json", "report.html", "tensorboard")
 
 
 @dataclass(frozen=True)
+class SourceSpec:
+    """A source and how much of it is wanted."""
+
+    path: str = setting(is_path=True)
+    """A file, folder, pattern or Hub data set, as `train_data` names them."""
+    weight: float | None = setting(None, rule=above(0, 10**6))
+    """Its share of the samples of an epoch beside those of the other sources: with 2 and 1, two of three. Sources
+    without one count 1 where another has one; where none has, every sample is met once. Not for eval_data."""
+    rows: int | None = setting(None, rule=at_least(1))
+    """Read only so many rows from the front; of a Hub data set, no more is downloaded. Default: all."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    @classmethod
+    def of(cls, item: str | SourceSpec) -> SourceSpec:
+        """An item of a job's data, which may be only a name."""
+        return cls(item) if isinstance(item, str) else item
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """One fine-tuning job. Settings left out of a job come from `defaults`, then from here."""
 
     name: str = setting()
     """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
-    train_data: tuple[str, ...] = setting(aliases=("dataset", "datasets", "train_file", "data"), is_path=True)
+    train_data: tuple[str | SourceSpec, ...] = setting(
+        aliases=("dataset", "datasets", "train_file", "data"), is_path=True
+    )
     """Files (jsonl, ndjson, json, csv, tsv, txt, also .gz or .zst; parquet, arrow), folders or patterns of such
-    (`data/*.jsonl`), or Hub data sets (`owner/name:config:split`); paths are relative to the jobs file."""
-    eval_data: float | int | tuple[str, ...] | None = setting(
+    (`data/*.jsonl`), or Hub data sets (`owner/name:config:split`); paths are relative to the jobs file.
+    A mapping says more: `[{path: a.jsonl, weight: 2}, {path: b.jsonl, rows: 1000}]`."""
+    eval_data: float | int | tuple[str | SourceSpec, ...] | None = setting(
         None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction"), is_path=True
     )
     """A fraction below 1 or a count to split off the training data, or files. Default: no evaluation."""
@@ -111,7 +135,7 @@ class JobSpec:
     """Whose job it is. When not all jobs fit, tenants take turns: who has had fewer tokens comes first."""
 
     def __post_init__(self) -> None:
-        self._refuse_mappings()
+        self._refuse_foreign_sources()
         validate(self)
         refuse_foreign(self, self.adapter.method)
         if not JOB_NAME.fullmatch(self.name):
@@ -122,10 +146,7 @@ class JobSpec:
             )
         if self.name.lower() in RESERVED_NAMES:
             raise ConfigError(f"{self.name!r} is a name the run directory uses itself.", where="name")
-        if not self.train_data or not all(self.train_data):
-            raise ConfigError("no files; name at least one.", where="train_data")
-        if isinstance(self.eval_data, tuple) and not (self.eval_data and all(self.eval_data)):
-            raise ConfigError("no files; name at least one, or leave it out.", where="eval_data")
+        self._check_sources()
         self._check_eval_amount()
         self._check_columns()
         if self.early_stopping_patience and self.eval_data is None:
@@ -148,14 +169,39 @@ class JobSpec:
             return (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1)
         return 8
 
-    def _refuse_mappings(self) -> None:
-        """Other tools describe data by mappings."""
+    @property
+    def source_weights(self) -> tuple[float, ...] | None:
+        """The weight of every training source; None where none has one."""
+        weights = [SourceSpec.of(item).weight for item in self.train_data]
+        if all(weight is None for weight in weights):
+            return None
+        return tuple(1.0 if weight is None else weight for weight in weights)
+
+    def _refuse_foreign_sources(self) -> None:
+        """Other tools describe data by mappings with other keys."""
+        known = field_names(SourceSpec)
         for name in ("train_data", "eval_data"):
             given = getattr(self, name)
-            if any(isinstance(item, Mapping) for item in (given if isinstance(given, list | tuple) else [given])):
-                raise ConfigError(
-                    "expected files such as rows.jsonl, got a mapping; their format goes in data_format.", where=name
-                )
+            for item in given if isinstance(given, list | tuple) else [given]:
+                foreign = [str(key) for key in item if str(key) not in known] if isinstance(item, Mapping) else []
+                if foreign:
+                    raise ConfigError(
+                        f"{foreign[0]!r} is no setting of a data source, which has {', '.join(known)}; the format of "
+                        "rows goes in data_format.",
+                        where=name,
+                    )
+
+    def _check_sources(self) -> None:
+        if not self.train_data or not all(SourceSpec.of(item).path for item in self.train_data):
+            raise ConfigError("no files; name at least one.", where="train_data")
+        if not isinstance(self.eval_data, tuple):
+            return
+        sources = [SourceSpec.of(item) for item in self.eval_data]
+        if not (sources and all(source.path for source in sources)):
+            raise ConfigError("no files; name at least one, or leave it out.", where="eval_data")
+        weighted = next((i for i, source in enumerate(sources) if source.weight is not None), None)
+        if weighted is not None:
+            raise ConfigError("evaluation meets every sample once; leave it out.", where=f"eval_data.{weighted}.weight")
 
     def _check_columns(self) -> None:
         for name, column in self.data_columns.items():
@@ -170,7 +216,7 @@ class JobSpec:
                 )
 
     def _check_eval_amount(self) -> None:
-        amount = self.eval_data[0] if isinstance(self.eval_data, tuple) else self.eval_data
+        amount = SourceSpec.of(self.eval_data[0]).path if isinstance(self.eval_data, tuple) else self.eval_data
         if isinstance(amount, str):
             is_wrong = re.fullmatch(r"[\d.]+ *%", amount) is not None
         else:

@@ -19,13 +19,14 @@ from typing import Any
 
 from weft.spec.adapter import AdapterSpec
 from weft.spec.fields import Rule, type_name
-from weft.spec.job import JobSpec
+from weft.spec.job import JobSpec, SourceSpec
 from weft.spec.run import RunSpec
 from weft.spec.sweep import RULES, TIMES_R, EarlyStopSpec, ObjectiveSpec, SweepSpec
 
 _BOUNDS = {"at least": "minimum", "at most": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
 _WORDS = {
     tuple[JobSpec, ...]: "list of jobs",
+    tuple[str | SourceSpec, ...]: "list of names or mappings",
     AdapterSpec: "mapping of adapter settings",
     ObjectiveSpec: "name of a metric, or mapping",
     EarlyStopSpec: "name of a rule, or mapping",
@@ -33,6 +34,7 @@ _WORDS = {
 _REFERENCES: dict[Any, str] = {
     JobSpec: "job",
     AdapterSpec: "adapter",
+    SourceSpec: "source",
     ObjectiveSpec: "objective",
     EarlyStopSpec: "early_stop",
 }
@@ -73,6 +75,7 @@ def sections() -> list[Section]:
     return [
         Section("Run", "at the top of the file", settings_of(RunSpec)),
         Section("Job", "in each item of `jobs`, or in `defaults` for all of them", settings_of(JobSpec)),
+        Section("Data source", "as an item of `train_data` or `eval_data`, instead of a name", settings_of(SourceSpec)),
         Section("Adapter", "in `adapter` of a job or of `defaults`", settings_of(AdapterSpec)),
     ]
 
@@ -210,6 +213,7 @@ def json_schema() -> dict[str, Any]:
             "job": _object(JobSpec) | {"required": ["name"]},
             "defaults": _shared_settings(),
             "adapter": _object(AdapterSpec),
+            "source": _object(SourceSpec) | {"required": ["path"]},
         },
     }
 
@@ -233,7 +237,7 @@ def sweep_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Weft sweep file",
         **sweep,
-        "$defs": {"defaults": _shared_settings(), **parts},
+        "$defs": {"defaults": _shared_settings(), "source": _object(SourceSpec) | {"required": ["path"]}, **parts},
     }
 
 
@@ -282,7 +286,7 @@ def _kind_schemas(kind: Any, rule: Rule | None) -> list[dict[str, Any]]:
         values = [schema for value in _kinds(args[1]) for schema in _kind_schemas(value, None)]
         return [{"type": "object", "additionalProperties": {"anyOf": values}}]
     if origin is tuple:
-        items = _kind_schemas(args[0], None)
+        items = [schema for item in _kinds(args[0]) for schema in _kind_schemas(item, None)]
         array = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
         return [array] if dataclasses.is_dataclass(args[0]) else [array, *items]
     if dataclasses.is_dataclass(kind):

@@ -100,20 +100,20 @@ class Configurations:
 
     def num_steps(self, job: JobSpec) -> int:
         """Optimizer steps of a whole job."""
-        return BatchSchedule.of(job, self.data(job).train.num_groups).num_steps
+        return BatchSchedule.of(job, *self.data(job).train.sizes).num_steps
 
     def eval_tokens(self, job: JobSpec) -> int:
         """Tokens of all evaluations of a whole job."""
         data = self.data(job)
         each = 0 if data.eval is None else data.eval.summary.num_tokens
-        return each * BatchSchedule.of(job, data.train.num_groups).num_evals(job.eval_steps)
+        return each * BatchSchedule.of(job, *data.train.sizes).num_evals(job.eval_steps)
 
     def _eval_steps(self, job: JobSpec, data: JobData) -> int | None:
         """How often a trial is evaluated: as it says itself, or as often as there may be a rung."""
         rule = self._spec.early_stop
         if job.eval_steps is not None or data.eval is None or rule.rule == "none":
             return job.eval_steps
-        schedule = BatchSchedule.of(job, data.train.num_groups)
+        schedule = BatchSchedule.of(job, *data.train.sizes)
         steps = rule.first_rung
         if rule.unit == "progress":
             steps = schedule.num_steps * rule.first_rung

@@ -33,6 +33,7 @@ def write_entry(folder: Path, data: Dataset) -> None:
     page = {
         "summary": dataclasses.asdict(data.summary),
         "objective": data.objective.name,
+        "source_groups": data.sizes,
         "has_rows": data.rows is not None,
         "fingerprint": data.fingerprint,
         "token_range": data.samples.arrays.token_range,
@@ -57,7 +58,8 @@ def read_entry(folder: Path) -> Dataset | None:
         samples, rows = open_samples(folder, tuple(page["token_range"]), page["fingerprint"])
         told = page["summary"]
         summary = DataSummary(**{**told, "sources": tuple(told["sources"]), "notes": tuple(told["notes"])})
-        return Dataset(samples, summary, OBJECTIVES[page["objective"]], rows if page["has_rows"] else None)
+        sizes = tuple(page["source_groups"])
+        return Dataset(samples, summary, OBJECTIVES[page["objective"]], sizes, rows if page["has_rows"] else None)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
 

@@ -18,6 +18,7 @@ from typing import Any
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.clock import FUNCTION
 from weft.data.prepared.settings import DataSettings
+from weft.data.rows.chunks import line_chunks
 from weft.data.rows.sources import Source
 
 VERSION = 2
@@ -36,10 +37,20 @@ def prepared_key(sources: Sequence[Source], tokenizer: Tokenizer, settings: Data
     known = tokenizer_identity(tokenizer)
     if known is None or any(source.is_on_hub for source in sources):
         return None
-    files = [[(file.kind, file_digest(file.path)) for file in source.files] for source in sources]
+    files = [_identity(source) for source in sources]
     chosen = {**vars(settings), "data_columns": list(settings.data_columns.items()), "clock": clock}
     parts = [VERSION, [version(name) for name in LIBRARIES], known, files, chosen]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _identity(source: Source) -> list[Any]:
+    """What tells the rows of files; of large ones whose front is wanted, only that is read."""
+    if source.max_rows is None or not source.is_lines:
+        return [source.max_rows, [(file.kind, file_digest(file.path)) for file in source.files]]
+    digest = hashlib.sha256()
+    for chunk in line_chunks(source):
+        digest.update(f"{chunk.first_number} {len(chunk.lines)} ".encode() + b"".join(chunk.lines))
+    return [source.max_rows, digest.hexdigest()]
 
 
 def file_digest(path: Path) -> str:

@@ -62,6 +62,9 @@ class _Preparing:
         self._columns, self._bar = columns, bar
         self._account = Account()
         self._formats: list[str] = []
+        self._num_kept = 0
+        """Groups so far."""
+        self._source_groups: list[int] = []
         self.workers: Workers | None = None
         """Convert all but the first rows of a source, if there are any."""
 
@@ -80,6 +83,7 @@ class _Preparing:
         self._formats.append(first_format)
         for found, num_bytes in self._rest(chunks, first_format):
             self._add(found, num_bytes)
+        self._source_groups.append(self._num_kept - sum(self._source_groups))
 
     def _rest(self, chunks: Iterator[Chunk], first_format: str) -> Iterator[tuple[ConvertedChunk, int]]:
         """What becomes of the other chunks, in order, and how much of the source each is."""
@@ -103,6 +107,7 @@ class _Preparing:
         if is_before(claimed, self._claimed):
             self._claimed = claimed
         self._columns.append(chunk.samples, chunk.rows + self._account.num_rows)
+        self._num_kept += len(chunk.rows)
         self._account.add(chunk.account)
         self._bar.advance(num_bytes, self._account.num_rows)
 
@@ -124,7 +129,7 @@ class _Preparing:
             notes=tuple(_notes(chosen, self._claimed, account)),
             **measures(samples),
         )
-        return Dataset(samples, summary, chosen, rows if account.num_split else None)
+        return Dataset(samples, summary, chosen, tuple(self._source_groups), rows if account.num_split else None)
 
 
 def num_processes(sources: Sequence[Source], converter: Converter) -> int:

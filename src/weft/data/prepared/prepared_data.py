@@ -18,14 +18,17 @@ from weft.data.rows.column_map import ColumnMap
 from weft.data.rows.find import find_source
 from weft.data.rows.sources import Source
 from weft.errors import DataError
+from weft.spec.job import SourceSpec
 
 
-def prepared_data(names: Sequence[str], tokenizer: Tokenizer, settings: DataSettings, base_dir: Path) -> Dataset:
+def prepared_data(
+    wanted: Sequence[SourceSpec], tokenizer: Tokenizer, settings: DataSettings, base_dir: Path
+) -> Dataset:
     """The samples of files or Hub data sets; any problem is a DataError naming the row."""
     converter = Converter(tokenizer, settings)
     converter.renderer.template  # noqa: B018  # a template that is none is refused before any file is opened
     has_header = not ColumnMap(settings.data_columns).by_number
-    sources = [find_source(name, base_dir, has_header=has_header) for name in names]
+    sources = [find_source(each.path, base_dir, has_header=has_header, max_rows=each.rows) for each in wanted]
     cache = default_cache()
     before = _stamps(sources)
     key = None if cache is None else _key(sources, tokenizer, settings)
@@ -35,7 +38,7 @@ def prepared_data(names: Sequence[str], tokenizer: Tokenizer, settings: DataSett
         key, lambda folder: prepare(sources, converter, folder), is_current=lambda: _stamps(sources) == before
     )
     # It may have been prepared from files of other names.
-    return replace(found, summary=replace(found.summary, sources=tuple(names)))
+    return replace(found, summary=replace(found.summary, sources=tuple(each.path for each in wanted)))
 
 
 def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings) -> str | None:

@@ -70,14 +70,19 @@ class LineChunk:
 
 def chunks_of(source: Source) -> Iterator[Chunk]:
     """All of a source, file by file."""
-    if source.is_on_hub or not all(file.is_lines for file in source.files):
-        rows = source.rows()
-        while read := list(itertools.islice(rows, ROWS_PER_CHUNK)):
-            yield RowChunk(read)
+    if source.is_lines:
+        yield from line_chunks(source)
         return
+    rows = source.rows()
+    while read := list(itertools.islice(rows, ROWS_PER_CHUNK)):
+        yield RowChunk(read)
+
+
+def line_chunks(source: Source) -> Iterator[LineChunk]:
+    """All of a source that is files of lines, as far as its rows are wanted."""
     left = source.max_rows
     for file in source.files:
-        for chunk in _line_chunks(file):
+        for chunk in _file_chunks(file):
             if left is None:
                 yield chunk
                 continue
@@ -88,7 +93,7 @@ def chunks_of(source: Source) -> Iterator[Chunk]:
                 return
 
 
-def _line_chunks(file: DataFile) -> Iterator[LineChunk]:
+def _file_chunks(file: DataFile) -> Iterator[LineChunk]:
     number = 1
     with file.read_errors():
         lines = read_lines(file.path)

@@ -37,7 +37,7 @@ def find_source(name: str, base_dir: Path, *, has_header: bool = True, max_rows:
         names = [os.path.join(name, each) for each in _names_of_folder(path, name)]
     elif os.path.exists(path):
         names = [name]
-    elif glob.has_magic(name) and HUB_NAME.fullmatch(name) is None:
+    elif is_pattern(name):
         names = _matching_names(name, base_dir)
     elif HUB_NAME.fullmatch(name) is not None and not _is_data(path):
         return Source(name, (), max_rows)
@@ -47,6 +47,11 @@ def find_source(name: str, base_dir: Path, *, has_header: bool = True, max_rows:
     for file in files:
         _check(file)
     return Source(name, files, max_rows)
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name stands for all files that match it."""
+    return glob.has_magic(name) and HUB_NAME.fullmatch(name) is None
 
 
 def read_rows(source: str, base_dir: Path, *, has_header: bool = True) -> list[Row]:

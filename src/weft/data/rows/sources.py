@@ -85,6 +85,11 @@ class Source:
         """Whether it is a data set of the Hub."""
         return not self.files
 
+    @property
+    def is_lines(self) -> bool:
+        """Whether all of it is files of lines, each a row."""
+        return not self.is_on_hub and all(file.is_lines for file in self.files)
+
     def rows(self) -> Iterator[Row]:
         """The rows one by one; a source without any is a DataError."""
         is_empty = True

@@ -48,7 +48,7 @@ class JobProgress:
     def __init__(self, spec: JobSpec, data: JobData) -> None:
         self._spec = spec
         self._fingerprint = data.train.fingerprint
-        self.order = BatchSchedule.of(spec, data.train.num_groups)
+        self.order = BatchSchedule.of(spec, *data.train.sizes)
         self.batches = GlobalBatches(data.train, self.order)
         self.step = 0
         """Optimizer steps done."""

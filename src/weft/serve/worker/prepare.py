@@ -158,7 +158,7 @@ def _read(
     try:
         return process.call(load, spec, tokenizer, place)
     except DataError as error:
-        raise error if error.where else DataError(error.message, where=spec.train_data[0]) from None
+        raise error if error.where else DataError(error.message, where=str(spec.train_data[0])) from None
 
 
 def _fetch(job: DbRow, column: str, database: Database, blobs: Blobs, place: Path) -> str:

@@ -46,7 +46,7 @@ class TrialSteps:
         data = self._configurations.data(job)
         if data.eval is None or not self._rules.is_active:
             return trial.total_steps
-        every = job.eval_steps or BatchSchedule.of(job, data.train.num_groups).steps_per_epoch
+        every = job.eval_steps or BatchSchedule.of(job, *data.train.sizes).steps_per_epoch
         for later in range(step - step % every + every, trial.total_steps, every):
             before = self._seen(trial, later - every) if later > every else None
             if self._rules.is_judged(trial, self._seen(trial, later), before):
@@ -64,7 +64,7 @@ class TrialSteps:
         if trial.name not in self._batches:
             job = self._job(trial)
             data = self._configurations.data(job).train
-            self._batches[trial.name] = GlobalBatches(data, BatchSchedule.of(job, data.num_groups))
+            self._batches[trial.name] = GlobalBatches(data, BatchSchedule.of(job, *data.sizes))
         return self._batches[trial.name]
 
 

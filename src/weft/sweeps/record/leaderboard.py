@@ -13,8 +13,10 @@ from typing import Any
 
 import yaml
 
+from weft.data.rows.find import is_pattern
 from weft.engine.resume import job_settings
 from weft.spec import JobSpec, RunSpec
+from weft.spec.job import SourceSpec
 from weft.spec.load_sweep import space_of
 from weft.spec.space import Range
 from weft.spec.sweep import SweepSpec
@@ -121,7 +123,7 @@ def jobs_file(job: JobSpec, spec: SweepSpec, base_dir: Path, folder: Path) -> st
     for name in ("train_data", "eval_data"):
         value = getattr(job, name)
         if isinstance(value, tuple):
-            settings[name] = [_whole_path(source, base_dir) for source in value]
+            settings[name] = [_whole_source(source, base_dir) for source in value]
     if job.init_adapter is not None:
         settings["init_adapter"] = _whole_path(job.init_adapter, base_dir)
     base_model = {"base_model": spec.base_model, "output_dir": f"{spec.output_dir}-best"}
@@ -152,9 +154,18 @@ def _json(board: dict[str, Any]) -> str:
         return json.dumps(json_text.finite(board), allow_nan=False)
 
 
+def _whole_source(source: str | SourceSpec, base_dir: Path) -> str | dict[str, Any]:
+    if isinstance(source, str):
+        return _whole_path(source, base_dir)
+    said = {name: value for name, value in asdict(source).items() if value is not None}
+    return {**said, "path": _whole_path(source.path, base_dir)}
+
+
 def _whole_path(source: str, base_dir: Path) -> str:
     path = base_dir / source
-    return str(path.resolve()) if path.exists() else source
+    if path.exists():
+        return str(path.resolve())
+    return str(base_dir.resolve() / source) if is_pattern(source) else source
 
 
 def _row(rank: int, trial: Trial) -> dict[str, Any]:
