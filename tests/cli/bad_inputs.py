@@ -353,7 +353,7 @@ DATASET = [
     source("[{path: rows.jsonl, weight: -1}]", at(11, "jobs.1.train_data.0.weight"), "must be above 0, got -1."),
     source("[{path: rows.jsonl, weight: 0}, rows.jsonl]", at(11, "jobs.1.train_data.0.weight"), "above 0, got 0."),
     source("[{path: rows.jsonl, rows: 0}]", at(11, "jobs.1.train_data.0.rows"), "must be at least 1, got 0."),
-    source("[{path: rows.jsonl, weight: 9999}, rows.jsonl]", "rows.jsonl: its weight gives it none of the 16 samples"),
+    source("[{path: rows.jsonl, weight: 99}, rows.jsonl]", "two: train_data: rows.jsonl: its weight gives it none of"),
     source("row.jsonl", "row.jsonl: there is no such file. Did you mean rows.jsonl?"),
     source("'*.csv'", "*.csv: no file matches."),
     data("damaged", b"\x1f\x8b\x08 no more", "bad.jsonl.gz: cannot be read (", file="bad.jsonl.gz"),

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.data.dataset import Dataset
+from weft.data.prepared.digests import RECORD, FileDigests
 from weft.data.prepared.entry import USED, read_entry, read_page, write_entry
 from weft.errors import ConfigError
 
@@ -55,6 +56,7 @@ class PreparedCache:
 
     def __init__(self, root: Path, limit_bytes: float) -> None:
         self.root, self.limit_bytes = root, limit_bytes
+        self.digests = FileDigests(root)
         self._held: OrderedDict[str, Dataset] = OrderedDict()
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()
@@ -91,6 +93,7 @@ class PreparedCache:
         for entry in entries:
             self._remove(self.root / entry.key)
         self._remove_leftovers()
+        (self.root / RECORD).unlink(missing_ok=True)
         return len(entries)
 
     def _open(self, key: str) -> Dataset | None:

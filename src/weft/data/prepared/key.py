@@ -12,11 +12,11 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.clock import FUNCTION
+from weft.data.prepared.digests import FileDigests
 from weft.data.prepared.settings import DataSettings
 from weft.data.rows.chunks import line_chunks
 from weft.data.rows.sources import Source
@@ -27,7 +27,9 @@ LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
 _IDENTITIES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def prepared_key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings) -> str | None:
+def prepared_key(
+    sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings, digests: FileDigests
+) -> str | None:
     """The key of prepared data; None where something that decides it has no stable identity."""
     clock = None
     if FUNCTION in ChatTemplate(tokenizer, settings.chat_template).text:
@@ -37,26 +39,20 @@ def prepared_key(sources: Sequence[Source], tokenizer: Tokenizer, settings: Data
     known = tokenizer_identity(tokenizer)
     if known is None or any(source.is_on_hub for source in sources):
         return None
-    files = [_identity(source) for source in sources]
+    files = [_identity(source, digests) for source in sources]
     chosen = {**vars(settings), "data_columns": list(settings.data_columns.items()), "clock": clock}
     parts = [VERSION, [version(name) for name in LIBRARIES], known, files, chosen]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _identity(source: Source) -> list[Any]:
+def _identity(source: Source, digests: FileDigests) -> list[Any]:
     """What tells the rows of files; of large ones whose front is wanted, only that is read."""
     if source.max_rows is None or not source.is_lines:
-        return [source.max_rows, [(file.kind, file_digest(file.path)) for file in source.files]]
+        return [source.max_rows, [(file.kind, digests.of(file.path)) for file in source.files]]
     digest = hashlib.sha256()
     for chunk in line_chunks(source):
         digest.update(f"{chunk.first_number} {len(chunk.lines)} ".encode() + b"".join(chunk.lines))
     return [source.max_rows, digest.hexdigest()]
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's contents."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str | None:

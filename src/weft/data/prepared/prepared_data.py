@@ -11,6 +11,7 @@ from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import Dataset
 from weft.data.prepared.cache import default_cache
 from weft.data.prepared.convert import Converter
+from weft.data.prepared.digests import FileDigests
 from weft.data.prepared.key import prepared_key
 from weft.data.prepared.prepare import prepare
 from weft.data.prepared.settings import DataSettings
@@ -31,7 +32,7 @@ def prepared_data(
     sources = [find_source(each.path, base_dir, has_header=has_header, max_rows=each.rows) for each in wanted]
     cache = default_cache()
     before = _stamps(sources)
-    key = None if cache is None else _key(sources, tokenizer, settings)
+    key = None if cache is None else _key(sources, tokenizer, settings, cache.digests)
     if cache is None or key is None:
         return prepare(sources, converter)
     found = cache.get(
@@ -41,9 +42,11 @@ def prepared_data(
     return replace(found, summary=replace(found.summary, sources=tuple(each.path for each in wanted)))
 
 
-def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings) -> str | None:
+def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings, digests: FileDigests) -> str | None:
     try:
-        return prepared_key(sources, tokenizer, settings)
+        key = prepared_key(sources, tokenizer, settings, digests)
+        digests.save()
+        return key
     except OSError as error:
         name = next(file.name for source in sources for file in source.files if str(file.path) == str(error.filename))
         raise DataError(f"cannot be read ({error.strerror or error}).", where=name) from None
