@@ -358,7 +358,7 @@ DATASET = [
     source("'*.csv'", "*.csv: no file matches."),
     data("damaged", b"\x1f\x8b\x08 no more", "bad.jsonl.gz: cannot be read (", file="bad.jsonl.gz"),
     source('""', at(11, "jobs.1.train_data"), "no files; name at least one."),
-    source("3", at(11, "jobs.1.train_data.0"), "expected text, got 3."),
+    source("3", at(11, "jobs.1.train_data.0"), "expected text or mapping, got 3."),
     data("suffix", "x", "bad.docx: has the suffix '.docx'; accepted are .jsonl, ", file="bad.docx"),
     data("empty", "", "bad.jsonl: has no rows."),
     data("line 17", CHAT * 16 + '{"messages": [\n', "bad.jsonl line 17: is not valid JSON: it ends in the middle"),

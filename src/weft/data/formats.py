@@ -154,11 +154,11 @@ def _refuse_media(row: Row, *, is_stated: bool) -> None:
 def _read_completion(row: Row, need_answer: bool) -> Conversation:
     asked, answered = _pair(row, need_answer)
     # Assistant turns in the prompt are context; only those in the completion are answers to it.
-    turns = tuple(replace(t, trained=False) for t in _side(row, asked, ChatTurn("user", "")))
+    turns = tuple(replace(t, trained=False) if t.trained else t for t in _side(row, asked, "user"))
     if not turns:
         raise DataError(f"{asked} is empty.", where=row.where)
     if need_answer or has(row, answered):
-        completion = _side(row, answered, ChatTurn("assistant", "", trained=True))
+        completion = _side(row, answered, "assistant")
         if need_answer and not any(turn.content.strip() or turn.extra for turn in completion):
             raise DataError(f"{answered} is empty.", where=row.where)
         if need_answer and not any(turn.role == "assistant" for turn in completion):
@@ -182,14 +182,14 @@ def _pair(row: Row, need_answer: bool) -> tuple[str, str]:
     raise DataError("prompt and completion are missing.", where=row.where)
 
 
-def _side(row: Row, name: str, turn: ChatTurn) -> tuple[ChatTurn, ...]:
-    """A prompt or completion: text is the content of one `turn`, a list is messages."""
+def _side(row: Row, name: str, role: str) -> tuple[ChatTurn, ...]:
+    """A prompt or completion: text is the content of one turn of that role, a list is messages."""
     value = row.values[name]
     if isinstance(value, list):
         return message_turns(value, name, row.where, opening=False)
     if name == "label" and type(value) in (int, float):
         value = str(value)
-    return (replace(turn, content=expect_text(value, name, row.where)),)
+    return (ChatTurn(role, expect_text(value, name, row.where), trained=role == "assistant"),)
 
 
 def _read_alpaca(row: Row, need_answer: bool) -> Conversation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jinja2
 
 from weft.data.chat.clock import freeze_clock
+from weft.data.chat.quick_template import QuickTemplate
 from weft.data.conversation import ChatTurn, Conversation
 from weft.errors import ConfigError, DataError
 
@@ -109,22 +111,38 @@ class ChatTemplate:
         A conversation that the template refuses is a DataError at `where`.
         """
         with self._refusals(where):
+            messages = [self._message(turn) for turn in turns]
+            is_plain = bool(turns) and not form.tools and not any(turn.extra for turn in turns)
+            quick = self._quick if is_plain else None
+            if quick is not None and quick.is_proven:
+                return quick.render(messages, generation=generation)
             text = self.tokenizer.apply_chat_template(
-                [self._message(turn) for turn in turns],
+                messages,
                 tools=_tools(form),
                 chat_template=self._chosen(form),
                 add_generation_prompt=generation,
                 tokenize=False,
             )
+            if quick is not None and quick.is_proven is None:
+                quick.is_proven = quick.render(messages, generation=generation) == text
         assert isinstance(text, str), "a template renders one conversation as one text"
         return text
+
+    @functools.cached_property
+    def _quick(self) -> QuickTemplate | None:
+        """The template for conversations without tools."""
+        return QuickTemplate.of(self.tokenizer, self._chosen(Conversation(())))
+
+    @functools.cached_property
+    def _marks_answers(self) -> bool:
+        return GENERATION_TAG.search(self.text) is not None
 
     def apply_marked(self, form: Conversation, where: str) -> tuple[str, list[tuple[int, int]]] | None:
         """The conversation as text, with the characters that the template's `{% generation %}` blocks wrote.
 
         None for a template without such blocks.
         """
-        if not GENERATION_TAG.search(self.text):
+        if not self._marks_answers:
             return None
         from transformers.utils.chat_template_utils import render_jinja_template
 

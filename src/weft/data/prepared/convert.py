@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,10 @@ class Converter:
 
     tokenizer: Tokenizer
     settings: DataSettings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is made on the way stays here when a converter is sent to another process."""
+        return Converter, (self.tokenizer, self.settings)
 
     @functools.cached_property
     def renderer(self) -> Renderer:

@@ -6,6 +6,7 @@ one chunk at a time: nobody waits for anybody who waits, and memory holds as man
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -115,6 +116,8 @@ def main(descriptor: int) -> None:
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
         converter: Converter = connection.recv()
+        # What is there by now stays: the garbage collector need not look at it again and again.
+        gc.freeze()
         while True:
             chunk, objective, first_format = connection.recv()
             connection.send(_converted(converter, chunk, objective, first_format))

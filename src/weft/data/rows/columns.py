@@ -13,7 +13,11 @@ from weft.spec.fields import describe
 
 def has(row: Row, *names: str) -> bool:
     """Whether the row has all these columns; a null counts as absent, because parquet fills gaps with nulls."""
-    return all(row.values.get(name) is not None for name in names)
+    values = row.values
+    for name in names:  # noqa: SIM110  # asked a dozen times a row, and twice as fast as all(...)
+        if values.get(name) is None:
+            return False
+    return True
 
 
 def text_column(row: Row, name: str, default: str | None = None) -> str:
