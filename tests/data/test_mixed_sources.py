@@ -21,6 +21,12 @@ Write = Callable[..., str]
 TOKENIZER = make_tokenizer()
 
 
+@pytest.fixture(autouse=True)
+def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared is kept, so that other data must have another key."""
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+
+
 def test_mixture_when_loaded_then_each_source_keeps_its_samples_and_shares_are_told(write: Write, tmp_path: Path):
     """Also behind a split, which takes rows of all sources."""
     for name, number in (("a.jsonl", 8), ("b.jsonl", 4)):

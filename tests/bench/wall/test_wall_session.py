@@ -11,8 +11,9 @@ import torch
 
 from weft.bench.shapes import find_shape
 from weft.bench.wall import session as wall
-from weft.bench.wall.command import WallTime, time_train, timed
+from weft.bench.wall.command import WallTime, caches, time_train, timed
 from weft.bench.wall.inputs import WallJobs, problems, write_jobs, write_model, write_problems
+from weft.bench.wall.prepare import PrepareTime, time_prepare
 from weft.errors import ConfigError, WeftError
 from weft.spec import load_run
 
@@ -44,11 +45,11 @@ def test_timed_when_the_command_fails_then_its_last_words_are_told(tmp_path: Pat
 
 
 def test_choose_cases_when_a_gpu_is_missing_then_only_what_runs_here_is_chosen():
-    assert wall.choose_cases([], has_gpu=False) == ["cpu"]
-    assert wall.choose_cases([], has_gpu=True) == list(wall.CASES)
+    assert wall.choose_cases([], has_gpu=False) == ["cpu", "prepare"]
+    assert wall.choose_cases([], has_gpu=True) == [*wall.CASES, "prepare"]
     with pytest.raises(ConfigError, match="needs a CUDA GPU"):
         wall.choose_cases(["tiny"], has_gpu=False)
-    with pytest.raises(ConfigError, match="accepted are tiny, 8b, share, cpu"):
+    with pytest.raises(ConfigError, match="accepted are tiny, 8b, share, cpu, prepare"):
         wall.choose_cases(["small"], has_gpu=True)
 
 
@@ -65,3 +66,24 @@ def test_jobs_file_then_everything_but_the_search_is_left_to_the_defaults(tmp_pa
     write_jobs(tmp_path / "jobs.yaml", "tiny", WallJobs(1, 3), tmp_path / "rows.jsonl")
     (job,) = json.loads((tmp_path / "jobs.yaml").read_text())["jobs"]
     assert set(job) == {"name", "data", "max_steps", "global_batch_size", "learning_rate", "adapter"}
+
+
+def test_prepare_when_rows_are_prepared_then_samples_are_counted_and_kept(tmp_path: Path):
+    """In a fresh process, with a cache of its own that the second run finds."""
+    write_problems(tmp_path / "rows.jsonl", 2000)
+    found = time_prepare("weft", tmp_path / "rows.jsonl", caches(tmp_path / "caches"))
+    assert found.num_samples == 2000 and found.num_tokens > 2000 * 400
+    assert len(list((tmp_path / "caches" / "data").glob("*/tokens.npy"))) == 1
+
+
+def test_prepare_figures_when_a_peer_was_timed_then_say_how_much_longer_it_took():
+    ours = PrepareTime(10.0, 5 * 10**8, 7, 100)
+    found = {figure.key: figure for figure in wall.prepare_figures(ours, ours, PrepareTime(25.0, 0, 7, 100))}
+    assert {key: (figure.value, figure.is_met) for key, figure in found.items()} == {
+        "prepare_vs_datasets": (2.5, True),
+        "prepare_again_s": (10.0, False),
+        "prepare_peak_gb": (0.5, True),
+    }
+    assert [figure.key for figure in wall.prepare_figures(ours, ours, None)] == ["prepare_again_s", "prepare_peak_gb"]
+    with pytest.raises(WeftError, match="datasets made 99 tokens, weft 100"):
+        wall.prepare_figures(ours, ours, PrepareTime(25.0, 0, 7, 99))

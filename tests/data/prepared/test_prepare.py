@@ -19,6 +19,12 @@ Write = Callable[..., str]
 TOKENIZER = make_tokenizer()
 
 
+@pytest.fixture(autouse=True)
+def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared is kept, so that other data must have another key."""
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+
+
 def rows(*numbers: int) -> list[dict[str, Any]]:
     return [{"prompt": "ask", "completion": f"answer {i}"} for i in numbers]
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.data.prepared.cache import PLACE_VARIABLE
 from weft.errors import WeftError
 
 TAIL = 2000
@@ -39,7 +40,8 @@ class WallTime:
 
 def caches(folder: Path) -> dict[str, str]:
     """Variables that let a process keep what it may keep in a folder of its own: a new machine, if that is empty."""
-    return {"XDG_CACHE_HOME": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    places = {"XDG_CACHE_HOME": folder, "TRITON_CACHE_DIR": folder / "triton", PLACE_VARIABLE: folder / "data"}
+    return {name: str(place) for name, place in places.items()}
 
 
 def timed(command: Sequence[str], variables: Mapping[str, str], log: Path) -> float:

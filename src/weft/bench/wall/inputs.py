@@ -63,7 +63,8 @@ def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
 
 def write_problems(path: Path, num_rows: int = NUM_ROWS) -> None:
     """Writes word problems with numbers, each with its working, about as long as those of GSM8K."""
-    write_file(path, "".join(json.dumps(row) + "\n" for row in problems(num_rows)))
+    with path.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in problems(num_rows))
 
 
 def problems(num_rows: int) -> Iterator[dict[str, str]]:

@@ -6,14 +6,17 @@
 | 8b | Llama-3.1-8B shape, 8 jobs of 20 steps | wall_8b_cold_s, wall_8b_warm_s, wall_8b_vs_trainer |
 | share | TinyLlama shape, 8 jobs of 200 steps, evaluated every 50, saved every 25 | wall_share, write_stall_share |
 | cpu | the embedded model on the CPU, 2 jobs, 7,473 rows | first_step_cpu_s, first_step_cpu_again_s |
+| prepare | no run: a million rows prepared on 2 cores | prepare_vs_datasets, prepare_again_s, prepare_peak_gb |
 
 *Cold* is a first run on a machine: nothing compiled, nothing prepared. *Warm* is the same command again.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +29,9 @@ from weft.bench.figures import Figure, Kind
 from weft.bench.shapes import find_shape
 from weft.bench.wall.command import WallTime, caches, time_train, timed
 from weft.bench.wall.inputs import WallJobs, write_jobs, write_model, write_problems
-from weft.errors import ConfigError
+from weft.bench.wall.prepare import PrepareTime, time_prepare
+from weft.data.prepared.digests import SETTLED_S
+from weft.errors import ConfigError, WeftError
 
 Say = Callable[[str], None]
 WRITING = ("checkpoint", "adapter")
@@ -42,6 +47,7 @@ class WallCase:
     needs_gpu: bool = True
 
 
+PREPARE = "prepare"
 CASES = {
     "tiny": WallCase("tinyllama-1.1b", WallJobs(6, 40)),
     "8b": WallCase("llama-3.1-8b", WallJobs(8, 20)),
@@ -53,30 +59,34 @@ CASES = {
 def choose_cases(names: Sequence[str], *, has_gpu: bool) -> list[str]:
     """The cases of those names; all that this machine can run if there are none."""
     for name in names:
-        if name not in CASES:
-            raise ConfigError(f"got {name!r}; accepted are {', '.join(CASES)}.", where="--regime")
-        if CASES[name].needs_gpu and not has_gpu:
+        if name not in (*CASES, PREPARE):
+            raise ConfigError(f"got {name!r}; accepted are {', '.join((*CASES, PREPARE))}.", where="--regime")
+        if name != PREPARE and CASES[name].needs_gpu and not has_gpu:
             raise ConfigError(f"{name} needs a CUDA GPU and torch sees none; cpu runs anywhere.", where="--regime")
-    return list(names) or [name for name, case in CASES.items() if has_gpu or not case.needs_gpu]
+    return list(names) or [*(name for name, case in CASES.items() if has_gpu or not case.needs_gpu), PREPARE]
 
 
 class WallSession:
     """Times whole runs in a folder of its own, which goes when all is done."""
 
-    def __init__(self, folder: Path, device: torch.device, *, data: Path | None, peers: bool, say: Say) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, *, data: Path | None, num_rows: int, peers: bool, say: Say
+    ) -> None:
         self.folder = folder
         self.device = device
         self.peers = peers
         self.say = say
-        self._data = data
+        self._data, self._num_rows = data, num_rows
         self._num_runs = 0
 
     @classmethod
     @contextmanager
-    def open(cls, device: torch.device, *, data: Path | None, peers: bool, say: Say) -> Iterator[WallSession]:
+    def open(
+        cls, device: torch.device, *, data: Path | None, num_rows: int, peers: bool, say: Say
+    ) -> Iterator[WallSession]:
         """A session whose files are deleted at its end."""
         with tempfile.TemporaryDirectory(prefix="weft-wall-") as folder:
-            yield cls(Path(folder), device, data=data, peers=peers, say=say)
+            yield cls(Path(folder), device, data=data, num_rows=num_rows, peers=peers, say=say)
 
     @cached_property
     def data(self) -> Path:
@@ -89,6 +99,8 @@ class WallSession:
 
     def measure(self, name: str) -> list[Figure]:
         """The figures of one case."""
+        if name == PREPARE:
+            return self._measure_preparing()
         case = CASES[name]
         jobs_file = self._inputs(name, case)
         kept = self.folder / f"{name}-caches"
@@ -106,6 +118,25 @@ class WallSession:
         found = time_train(jobs_file, out, caches(kept))
         self.say(f"{title}: {found.line}")
         shutil.rmtree(out)
+        return found
+
+    def _measure_preparing(self) -> list[Figure]:
+        """Rows prepared for the first time and again, and by `datasets.map` where that is installed."""
+        file = self.folder / "many.jsonl"
+        write_problems(file, self._num_rows)
+        # The digest of a file that has only just been written is not remembered.
+        time.sleep(SETTLED_S)
+        kept = caches(self.folder / "prepare-caches")
+        first = self._prepare("weft", file, kept)
+        again = self._prepare("weft", file, kept)
+        peer = None
+        if self.peers and importlib.util.find_spec("datasets") is not None:
+            peer = self._prepare("datasets", file, {"HF_DATASETS_CACHE": str(self.folder / "datasets")})
+        return prepare_figures(first, again, peer)
+
+    def _prepare(self, program: str, file: Path, variables: dict[str, str]) -> PrepareTime:
+        found = time_prepare(program, file, variables)
+        self.say(f"{self._num_rows:,} rows, {program}: {found.line}")
         return found
 
     def _inputs(self, name: str, case: WallCase) -> Path:
@@ -126,6 +157,20 @@ class WallSession:
         return Figure(
             f"wall_{name}_vs_trainer", seconds / ours.wall_s, Kind.SPEEDUP, detail=f"Trainer with PEFT {seconds:.1f} s"
         )
+
+
+def prepare_figures(first: PrepareTime, again: PrepareTime, peer: PrepareTime | None) -> list[Figure]:
+    """What preparing the same rows twice says, beside the peer's time."""
+    found = [
+        Figure("prepare_again_s", again.seconds, Kind.SECONDS, 2.0),
+        Figure("prepare_peak_gb", first.peak_bytes / 1e9, Kind.PEAK_GB, 1.0),
+    ]
+    if peer is None:
+        return found
+    if (peer.num_samples, peer.num_tokens) != (first.num_samples, first.num_tokens):
+        raise WeftError(f"datasets made {peer.num_tokens:,} tokens, weft {first.num_tokens:,}.", where="prepare")
+    ratio, said = peer.seconds / first.seconds, f"datasets.map {peer.seconds:.1f} s"
+    return [Figure("prepare_vs_datasets", ratio, Kind.SPEEDUP, 2.0, detail=said), *found]
 
 
 def figures(name: str, cold: WallTime, warm: WallTime) -> list[Figure]:

@@ -136,7 +136,7 @@ def serve(json: JsonFile = None) -> None:
 
 @bench.command("wall")
 def wall(
-    regime: Annotated[list[str] | None, typer.Option(help="tiny, 8b, share or cpu; may be repeated.")] = None,
+    regime: Annotated[list[str] | None, typer.Option(help="tiny, 8b, share, cpu or prepare; may be repeated.")] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -145,10 +145,13 @@ def wall(
             help="Data file of the jobs. Default: made-up problems as long as GSM8K's.",
         ),
     ] = None,
-    peers: Annotated[bool, typer.Option(help="Also time transformers' Trainer with PEFT on the same jobs.")] = True,
+    rows: Annotated[int, typer.Option(min=1, help="Rows that regime prepare makes and prepares.")] = 1_000_000,
+    peers: Annotated[
+        bool, typer.Option(help="Also time transformers' Trainer with PEFT, and datasets.map, on the same data.")
+    ] = True,
     json: JsonFile = None,
 ) -> None:
-    """Whole runs of `weft train` from the command to the last adapter, cold and warm."""
+    """Whole runs of `weft train` from the command to the last adapter, cold and warm; and preparing many rows."""
     from weft.bench import report
     from weft.bench.output import check_files, conclude, say
     from weft.bench.wall.session import WallSession, choose_cases
@@ -160,7 +163,7 @@ def wall(
         raise ConfigError("there is no such file.", where=f"--data {data}")
     device = default_device()
     figures = []
-    with WallSession.open(device, data=data, peers=peers, say=say) as session:
+    with WallSession.open(device, data=data, num_rows=rows, peers=peers, say=say) as session:
         for name in names:
             found = session.measure(name)
             figures += found
