@@ -1,8 +1,12 @@
 """What `import weft` offers: every name there, nothing heavy loaded for it, and functions that are just functions."""
 
+import copy
 import inspect
+import pickle
 import subprocess
 import sys
+
+import pytest
 
 import weft
 from weft.engine import events
@@ -31,3 +35,28 @@ def test_events_when_asked_for_then_torch_is_not_imported():
     code = "import sys, weft; weft.StepDone, weft.Reason, weft.Job; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+MISTAKES = [
+    (lambda: weft.Job("a", "rows.jsonl", max_step=3), "max_step: unknown setting. Did you mean max_steps?"),
+    (lambda: weft.Job("a", "rows.jsonl", lr=1), "lr: unknown setting. Did you mean learning_rate?"),
+    (lambda: weft.Job("a"), "train_data is missing."),
+    (lambda: weft.Job(train_data="rows.jsonl"), "name is missing."),
+    (lambda: weft.Adapter(ranks=3), "ranks: unknown setting. `weft config` lists all settings."),
+    (lambda: weft.sweep({"base_model": "tiny"}, trails=3), "trails: unknown setting. Did you mean trials?"),
+    (lambda: weft.sweep(3), "expected a sweep file or a mapping of its settings, got 3."),
+    (lambda: weft.sweep("none.yaml"), "none.yaml: there is no such file. `weft config --sweep` lists what a sweep"),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), MISTAKES)
+def test_call_when_an_argument_is_wrong_then_one_sentence_says_what_was_meant(call, sentence):
+    with pytest.raises(weft.WeftError) as refused:
+        call()
+    assert str(refused.value).startswith(sentence)
+
+
+def test_job_when_copied_or_pickled_then_it_is_the_same():
+    """What refuses keywords is not in the way of what makes a job without any."""
+    job = weft.Job("a", "rows.jsonl", adapter=weft.Adapter(r=3))
+    assert copy.copy(job) == copy.deepcopy(job) == pickle.loads(pickle.dumps(job)) == job

@@ -106,6 +106,9 @@ UNTRAINABLE = {
     "xlnet": lambda: transformers.XLNetLMHeadModel(
         transformers.XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=16)
     ),
+    "llama4": lambda: transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(**SIZES, **HEADS, intermediate_size_mlp=16, num_local_experts=2)
+    ),
 }
 """Models that Weft cannot train, by name."""
 
@@ -120,6 +123,7 @@ UNTRAINABLE = {
         ("vit", "vit is no model that writes text from left to right"),
         ("hrm_text", "q_proj 6 times a pass"),
         ("xlnet", "lets a sample see the one before it"),
+        ("llama4", "does not say which part of it is the decoder"),
     ],
 )
 def test_load_when_the_model_is_of_a_kind_that_cannot_be_trained_then_says_why(name, reason, tmp_path):

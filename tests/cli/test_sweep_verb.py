@@ -43,6 +43,7 @@ def test_sweep_when_it_ends_then_tells_the_best_and_where_everything_is(weft, fo
     result = weft("sweep", "sweep.yaml")
     assert result.code == 0, result.err
     assert "space     lr, r: 2 points" in result.out and "sampler   grid" in result.out
+    assert "early stopping: none, 2 trials are too few for asha (min_trials 8)" in result.out
     assert "t000: started (lr 0.001, r 2)" in result.out
     assert "best      t001: eval_loss" in result.out and "report    out/report.html" in result.out
     assert (folder / "out/best/adapter_config.json").exists()

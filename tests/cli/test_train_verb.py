@@ -52,6 +52,28 @@ def test_resume_when_a_job_set_aside_for_its_data_is_mended_then_it_is_trained(w
     assert state("reverse") == "succeeded" and Path("out/reverse/adapter/adapter_config.json").exists()
 
 
+def test_train_when_an_adapter_does_not_fit_and_the_others_are_to_go_on_then_only_its_job_fails(
+    weft, tmp_path, monkeypatch
+):
+    """Corrected in the file, the job is trained when the run is resumed."""
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    first = weft("train", "jobs.yaml", "jobs.reverse.adapter.r=5000", "--out", "out", "--keep-going")
+    assert first.code == 1 and "reverse: failed: jobs.reverse.adapter.r=5000: " in first.out
+    assert (state("shout"), state("reverse")) == ("succeeded", "failed")
+    mended = weft("train", "jobs.yaml", "--out", "out", "--resume")
+    assert mended.code == 0 and "takes over  reverse: adapter.r 5000 -> 2\n" in mended.out
+    assert (state("shout"), state("reverse")) == ("succeeded", "succeeded")
+
+
+def test_train_when_data_is_not_there_then_says_so_before_the_model_is_loaded(weft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    Path("reverse.jsonl").unlink()
+    found = weft("train", "jobs.yaml", "base_model=./none", "--out", "out")
+    assert found.code == 2 and found.err.startswith("error: reverse.jsonl: there is no such file.")
+
+
 def test_resume_when_every_job_has_ended_and_one_diverged_then_still_exits_with_1(weft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path, broken=False)
@@ -159,7 +181,7 @@ def test_train_when_capacity_is_auto_then_it_is_chosen_once_told_and_kept_on_res
     write_jobs(tmp_path, broken=False)
     on_a_gpu(False)
     other = weft("train", "jobs.yaml", "capacity=4096", "--out", "out", "--resume")
-    assert other.code == 2 and "capacity=4096: capacity: the run in out has 8192, this file has 4096;" in other.err
+    assert other.code == 2 and "capacity=4096: the run in out has 8192, this file has 4096;" in other.err
     again = weft("train", "jobs.yaml", "--out", "out", "--resume")
     assert again.code == 0 and "capacity  8,192 tokens a microbatch" in again.out
     assert json.loads(Path("out/run.json").read_text())["capacity"] == 8192

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import job_spec, random_backbone, random_data
 
+from weft.engine.engine import Engine
 from weft.engine.resume import ResumePlan, plan_resume
 from weft.engine.train import execute_run, prepare_run
 from weft.errors import ConfigError
-from weft.spec import RunSpec, run_from_mapping
+from weft.spec import JobSpec, RunSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
 
 FLAT = {"max_steps": 3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "global_batch_size": 2}
@@ -99,6 +101,51 @@ def test_resume_when_epochs_are_fewer_or_steps_no_longer_stated_then_it_is_refus
             plan_resume(run_of(place, a={**FLAT, "max_steps": None}), directory)
 
 
+def engine_on(path: Path, *, before: JobSpec | None = None, base_model: str = "llama", capacity: int = 512) -> Engine:
+    """An engine that keeps its run in a directory; a job may be there before that."""
+    engine = Engine(random_backbone(base_model), capacity=capacity)
+    if before is not None:
+        engine.submit(before, random_data(1))
+    engine.keep_in(path)
+    return engine
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_engine_when_a_job_of_its_directory_has_changed_then_refused_as_by_train(tmp_path: Path, is_first: bool):
+    """Whether the job or the directory is named first; nothing in the directory changes."""
+    first = engine_on(tmp_path / "run", before=job_spec("a", max_steps=2) if is_first else None)
+    if not is_first:
+        first.submit(job_spec("a", max_steps=2), random_data(1))
+    first.run()
+    first._keeper.run_dir.close()
+    kept = files(tmp_path / "run")
+    other = job_spec("a", max_steps=2, learning_rate=0.5)
+    with pytest.raises(ConfigError, match=r"^a\.learning_rate: was .* and is 0.5; a resumed job keeps its settings\.$"):
+        engine_on(tmp_path / "run", before=other if is_first else None).submit(other, random_data(1))
+    assert {**files(tmp_path / "run"), ".lock": b""} == {**kept, ".lock": b""}
+
+
+def test_engine_when_a_harmless_setting_of_its_job_has_changed_then_taken_over(tmp_path: Path):
+    first = engine_on(tmp_path / "run", before=job_spec("a", max_steps=2))
+    first.run()
+    first._keeper.run_dir.close()
+    engine_on(tmp_path / "run", before=job_spec("a", max_steps=2, logging_steps=7)).run()
+    assert json.loads((tmp_path / "run" / "a" / "job.json").read_text())["logging_steps"] == 7
+
+
+@pytest.mark.parametrize(("setting", "was", "now"), [("base_model", "llama", "mistral"), ("capacity", 512, 256)])
+def test_engine_when_its_directory_began_with_another_then_refused(tmp_path: Path, setting: str, was: Any, now: Any):
+    """The directory is let go, so that the right engine can have it."""
+    engine_on(tmp_path / "run", **{setting: was})._keeper.run_dir.close()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"^{setting}: the run in .* has {was}, this engine has {now}; a resumed"):
+            engine_on(tmp_path / "run", **{setting: now})
+
+
 def _record(spec: RunSpec, directory: RunDirectory, status: Mapping[str, Any]) -> None:
     from weft.engine.resume import job_settings
     from weft.store.run_dir import RunRecord
@@ -109,3 +156,10 @@ def _record(spec: RunSpec, directory: RunDirectory, status: Mapping[str, Any]) -
     directory.write_run(
         RunRecord(base_model=spec.base_model, capacity=spec.capacity, jobs=tuple(job.name for job in spec.jobs))
     )
+
+
+def test_resume_when_a_job_was_set_aside_before_it_could_start_then_it_may_be_corrected(place: Path):
+    with RunDirectory.open(place / "out", resume=False) as directory:
+        _record(run_of(place, a=FLAT), directory, {"state": "failed", "step": 0, "can_retry": True})
+        plan = plan_resume(run_of(place, a={**FLAT, "adapter": {"r": 3}}), directory)
+        assert plan == ResumePlan(frozenset(), ("a: adapter.r 2 -> 3",))

@@ -134,7 +134,9 @@ def test_load_run_when_yaml_asks_for_python_objects_then_refuses(path: Path):
         ("jobs.b.learning_rate=-1", "jobs.b.learning_rate=-1: jobs.1.learning_rate: must be above 0, got -1.0."),
         ("jobs.b.lora={rank: 0}", "jobs.b.lora={rank: 0}: jobs.1.adapter.r: must be at least 1, got 0."),
         ("deflaults.lr=1", "deflaults.lr=1: deflaults: unknown setting. Did you mean defaults?"),
-        ("jobs.0.lrr=1", "jobs.0.lrr=1: jobs.0.lrr: unknown setting."),
+        # A place that the override says already is not said again.
+        ("jobs.0.lrr=1", "jobs.0.lrr=1: unknown setting."),
+        ("defaults.save_minutes=-1", "defaults.save_minutes=-1: must be at least 0, got -1.0."),
     ],
 )
 def test_load_run_when_an_override_is_wrong_then_says_why(path: Path, override: str, sentence: str):

@@ -23,6 +23,12 @@ SWEEPS: dict[str, dict[str, Any]] = {
     "random-median": {"space": RANGE, "trials": 6, "max_jobs": 3, "early_stop": {**ASHA, "rule": "median"}},
     "grid-halving": {"space": {"lr": LRS["lr"][:5]}, "max_jobs": 2, "early_stop": {**ASHA, "rule": "halving"}},
     "random-tokens": {"space": RANGE, "trials": 5, "max_jobs": 2, "max_tokens": 900},
+    "halving-tokens": {
+        "space": {"lr": LRS["lr"][:5]},
+        "max_jobs": 2,
+        "early_stop": {**ASHA, "rule": "halving"},
+        "max_tokens": 900,
+    },
     "tpe-asha": {"space": RANGE, "sampler": "tpe", "trials": 8, "max_jobs": 3, "early_stop": ASHA},
     "nsgaii": {"space": RANGE, "sampler": "nsgaii", "trials": 5, "max_jobs": 2},
     "qmc": {"space": RANGE, "sampler": "qmc", "trials": 5, "max_jobs": 2},
@@ -73,5 +79,6 @@ def test_sweep_when_killed_between_two_appends_then_ends_as_the_unbroken_one(set
     expected = told(Path("out"))
     assert len(copies) >= 2
     for copy in copies:
-        weft.sweep({**given, "output_dir": str(copy)}, resume=True)
+        found = weft.sweep({**given, "output_dir": str(copy)}, resume=True)
+        assert all(trial.steps for trial in found.trials if trial.value is not None)
         assert told(copy) == expected, copy

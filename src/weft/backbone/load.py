@@ -281,6 +281,8 @@ def _cause(error: Exception) -> str:
         return "its attention is code of its own, which cannot be kept within packed samples."
     if isinstance(error, AttributeError) and SlotLinear.__name__ in str(error):
         return "it reads the weights of its linears in code of its own, where adapters would be left out."
+    if isinstance(error, AttributeError) and error.name == "last_hidden_state":
+        return "transformers does not say which part of it is the decoder below the output head."
     return _reason(error)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from weft.bench import report
 from weft.bench.figures import Figure, Parts, Targets, measure_parts
+from weft.report.console import output_console
 
 
 def say(line: str) -> None:
@@ -42,7 +42,7 @@ def run_parts(parts: Parts, targets: Targets, json: Path | None) -> int:
 
 def conclude(figures: Sequence[Figure], failures: Sequence[str], device: torch.device, plot: Path | None) -> int:
     """Prints the table and what failed; returns the exit code."""
-    console = Console()
+    console = output_console()
     found = report.machine(device)
     title = f"{found['device']}, torch {found['torch']}, {found['date']}"
     if figures:

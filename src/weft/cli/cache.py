@@ -6,8 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from weft.report.console import output_console
 
 if TYPE_CHECKING:
     from weft.data.prepared.cache import PreparedCache
@@ -36,7 +37,7 @@ def show(context: typer.Context) -> None:
     for entry in entries:
         row = (f"{entry.num_samples:,}", _size(entry.num_bytes), f"{_age(now - entry.used)} ago", entry.key[:12])
         table.add_row(", ".join(entry.sources), *row)
-    Console(highlight=False, markup=False).print(table)
+    output_console(markup=False).print(table, highlight=False)
 
 
 @cache.command()

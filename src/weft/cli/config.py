@@ -16,6 +16,7 @@ from rich.text import Text
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError
+from weft.report.console import output_console
 from weft.spec import AdapterSpec, RunSpec, load_run
 from weft.spec.fields import without_foreign
 from weft.spec.load_sweep import load_sweep
@@ -50,7 +51,7 @@ def config(
         listed = {part.title.lower(): [dataclasses.asdict(s) for s in part.settings] for part in listed_sections}
         typer.echo(_json(listed), nl=False)
     else:
-        _show(Console(), listed_sections)
+        _show(output_console(), listed_sections)
 
 
 def resolved(run: RunSpec) -> dict[str, Any]:

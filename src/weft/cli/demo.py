@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError
+from weft.report.console import output_console
 
 
 def demo(
@@ -34,7 +34,7 @@ def demo(
     if model not in steps.MODELS:
         raise ConfigError(f"got {model!r}; accepted are {' and '.join(steps.MODELS)}.", where="--model")
     find_source(model)
-    console = Console()
+    console = output_console()
     num_skills = len(steps.MODELS[model].skills)
     with steps.open_demo(out) as directory:
         with console.status(f"loading {model} and writing {num_skills} small data sets"):

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from weft import __version__
 from weft.errors import WeftError, install_command
+from weft.report.console import output_console
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
@@ -72,7 +73,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        _show(findings, Console())
+        _show(findings, output_console())
     raise typer.Exit(1 if any(finding.state == "failed" for finding in findings) else 0)
 
 

@@ -60,7 +60,8 @@ for verb, name in (
     (serve, "serve"),
     (tune, "tune"),
 ):
-    app.command(name)(verb)
+    # As its own short help, the sentence is wrapped and not cut.
+    app.command(name, short_help=(verb.__doc__ or "").splitlines()[0])(verb)
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
 app.add_typer(cache, name="cache")

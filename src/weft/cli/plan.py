@@ -13,6 +13,7 @@ from rich.table import Table
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError
+from weft.report.console import output_console
 from weft.spec import JobSpec, RunSpec, load_run
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def plan(
     from weft.simulate.timeline import gantt
 
     spec = load_run(jobs_file, overrides or ())
-    console = Console()
+    console = output_console()
     with Console(stderr=True).status("reading the data and planning"):
         known = None if profile is None else load_profile(profile)
         hardware = _hardware(spec, device if known is None else _device_of(known, device, profile))

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, WeftError
+from weft.report.console import output_console
 from weft.spec.load import parse, place_of
 from weft.spec.load_sweep import in_its_words, load_sweep, space_of
 from weft.spec.sweep import SweepSpec
@@ -77,15 +78,15 @@ def sweep(
         _check_device(device)
     try:
         if device is not None or gpus is not None:
-            _plan_elsewhere(spec, sweep_file, Console(), device, gpus or 1)
+            _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
             return
-        raise typer.Exit(_sweep(spec, sweep_file, out, Console(), resume=resume, dry_run=dry_run))
+        raise typer.Exit(_sweep(spec, sweep_file, out, output_console(), resume=resume, dry_run=dry_run))
     except ConfigError as error:
         raise _placed(error, sweep_file, changes) from None
     except _StoppedError as stopped:
         again = ["weft", "sweep", str(sweep_file), *changes, *(["--space", space] if space else [])]
         again += ["--out", str(stopped.folder), "--resume"]
-        Console().print(f"stopped; go on with: {shlex.join(again)}", markup=False, soft_wrap=True)
+        output_console().print(f"stopped; go on with: {shlex.join(again)}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
 
 
@@ -184,12 +185,22 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
         *(f"note      {note}" for note in prepared.notes),
         f"space     {', '.join(p.name for p in prepared.space.parameters)}: {count}",
         f"sampler   {prepared.sampler_name}{f', at most {limits}' if limits else ''}",
-        f"objective {objective.name} ({objective.mode}), early stopping: {spec.early_stop.rule}",
+        f"objective {objective.name} ({objective.mode}), early stopping: {_stopping(prepared)}",
     ]
     for data in prepared.configurations.loaded()[:4]:
         lines.append(f"data      {data.train.summary.describe()}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _stopping(prepared: PreparedSweep) -> str:
+    """The rule of early stopping, or why it can stop nobody."""
+    from weft.sweeps.search.samplers import num_planned
+
+    rule, planned = prepared.spec.early_stop, num_planned(prepared.spec, prepared.space)
+    if rule.rule == "none" or rule.can_stop_any(planned):
+        return rule.rule
+    return f"none, {planned} trials are too few for {rule.rule} (min_trials {rule.num_kept})"
 
 
 def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:

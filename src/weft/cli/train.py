@@ -14,6 +14,7 @@ from rich.table import Table
 
 from weft.cli.user_path import user_path
 from weft.errors import StorageError
+from weft.report.console import output_console
 from weft.spec import RunSpec, load_run
 from weft.spec.load import locate
 
@@ -36,7 +37,10 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output directory.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, train nothing.")] = False,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Train the other jobs when one has bad data.")
+        bool,
+        typer.Option(
+            "--keep-going", help="Train the other jobs when one has bad data or an adapter that does not fit."
+        ),
     ] = False,
     memory_limit: Annotated[
         str | None, typer.Option(help="Most GPU memory to take, such as 40GB or 0.5; short for memory_limit=…")
@@ -50,7 +54,7 @@ def train(
     spec = load_run(jobs_file, changes)
     directory = out or Path(spec.output_dir)
     order = Order(spec, jobs_file, changes, keep_going)
-    console = Console()
+    console = output_console()
     if dry_run:
         from weft.store.run_dir import RunDirectory
 

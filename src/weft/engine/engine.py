@@ -24,6 +24,7 @@ from weft.engine.jobs.settle import Settlement
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import ProgramRun
 from weft.engine.recorder import RunRecorder
+from weft.engine.resume import check_recorded, job_settings, open_own
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.execute.local import executor_on
@@ -33,6 +34,7 @@ from weft.plan.pack import pack
 from weft.plan.program import Planner
 from weft.plan.types import Limits
 from weft.spec import BackboneSpec, JobSpec
+from weft.spec.fields import describe
 from weft.spec.run import Capacity
 from weft.store.run_dir import RunDirectory, RunRecord
 
@@ -83,6 +85,9 @@ class Engine:
             timeline=self.timeline,
         )
         self._settlement = Settlement(self._lifecycle)
+        self._is_capacity_free = capacity == "auto"
+        self._own_directory: RunDirectory | None = None
+        """The run directory, if nobody else records there which jobs it has."""
         self._commands: deque[Command] = deque()
         self._untold: deque[Event] = deque()
         """Steps that are done and not yet told."""
@@ -107,13 +112,20 @@ class Engine:
     def submit(self, spec: JobSpec, data: JobData | None = None, *, base_dir: Path | str = ".") -> None:
         """Adds a job. Bad data or an adapter that does not fit raises here and changes nothing for the others.
 
-        Paths are relative to `base_dir`. A job found in the run directory goes on from its last checkpoint.
+        Paths are relative to `base_dir`. A job found in the run directory goes on from its last checkpoint; it may have
+        changed where `weft train --resume` takes changes over.
         """
+        if not isinstance(spec, JobSpec):
+            raise ConfigError(f"expected a Job, got {describe(spec)}.")
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
+        if self._own_directory is not None:
+            check_recorded(spec, self._own_directory)
         job = prepare_job(spec, data, self.executor, self.limits.capacity, Path(base_dir))
         try:
             self._places.check(job, self._room.least(job.longest))
+            if self._own_directory is not None:
+                self._own_directory.write_job(spec.name, job_settings(spec))
         except WeftError:
             self.executor.drop(spec.name)
             raise
@@ -123,9 +135,9 @@ class Engine:
     def keep_in(self, directory: RunDirectory | Path | str) -> None:
         """Writes metrics, checkpoints and adapters there, and goes on from what is there; call it before `events`."""
         if not isinstance(directory, RunDirectory):
-            path = Path(directory)
-            directory = RunDirectory.open(path, resume=(path / "run.json").exists())
-            directory.write_run(RunRecord(run_name=path.resolve().name, base_model=self.executor.facts.base_model))
+            now = RunRecord(base_model=self.executor.facts.base_model, capacity=self._room.asked)
+            jobs = [job.submitted for job in list(self.jobs.values())]
+            directory = self._own_directory = open_own(Path(directory), now, jobs, any_capacity=self._is_capacity_free)
         self._keeper.run_dir = directory
 
     def cancel(self, name: str) -> None:

@@ -6,6 +6,7 @@
 | `eval_steps` | unless early stopping goes by the evaluations |
 | more `max_steps` or `num_train_epochs` | if neither learning rates nor early stopping depend on where the end is |
 | more jobs | always |
+| anything | if the job was set aside before it could start |
 
 Anything else is refused: the result would be neither that of the old settings nor that of the new ones.
 """
@@ -14,17 +15,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.data.chat.chat_template import template_digest
 from weft.engine.recorder import check_data
-from weft.errors import ConfigError, DataError
+from weft.errors import ConfigError, DataError, WeftError
 from weft.job_state import FINAL_STATES, JobState
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 if TYPE_CHECKING:
     from weft.engine.train import PreparedRun
@@ -36,6 +38,7 @@ HARMLESS = ("save_steps", "save_minutes", "save_total_limit", "logging_steps", "
 LENGTHS = ("max_steps", "num_train_epochs")
 FLAT_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Learning rates that do not depend on how many steps are to come."""
+_KEEPS = "the run in {} has {}, this {} has {}; a resumed run keeps its settings."
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,61 @@ def plan_resume(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str)
         if recorded is None:
             changes.append(f"{job.name} is new")
             continue
-        changed = _changed(job, recorded)
-        for setting, was in changed.items():
-            now = getattr(job, setting)
-            reason = _refusal(setting, was, job, recorded, status)
-            if reason is not None:
-                raise ConfigError(
-                    f"was {json.dumps(was)} and is {json.dumps(job_settings(job)[setting])}; {reason}.",
-                    where=locate(f"jobs.{place}.{setting}"),
-                )
-            changes.append(f"{job.name}: {setting} {json.dumps(was)} -> {json.dumps(now)}")
+        if status.get("can_retry") and latest_checkpoint(directory.checkpoints_dir(job.name))[0] is None:
+            # It has taken no step that a setting could have changed; what kept it from starting may be corrected.
+            changed = _changed(job, recorded)
+        else:
+            changed = check_settings(
+                job, recorded, status, locate=lambda name, place=place: locate(f"jobs.{place}.{name}")
+            )
+        now = _flat(job_settings(job))
+        changes += [f"{job.name}: {s} {json.dumps(was)} -> {json.dumps(now[s])}" for s, was in changed.items()]
         if status.get("state") in FINAL_STATES and not status.get("can_retry") and not _goes_on(changed, status):
             done.add(job.name)
     return ResumePlan(frozenset(done), tuple(changes))
+
+
+def check_settings(
+    job: JobSpec, recorded: Mapping[str, Any], status: Mapping[str, Any], *, locate: Locate
+) -> dict[str, Any]:
+    """The settings that a job goes on with otherwise, and what they were; ConfigError for one that cannot change."""
+    changed, now = _changed(job, recorded), _flat(job_settings(job))
+    for setting, was in changed.items():
+        reason = _refusal(setting, was, job, recorded, status)
+        if reason is not None:
+            found = f"was {json.dumps(was)} and is {json.dumps(now[setting])}"
+            raise ConfigError(f"{found}; {reason}.", where=locate(setting))
+    return changed
+
+
+def check_recorded(job: JobSpec, directory: RunDirectory) -> None:
+    """ConfigError if a job of an engine has other settings than the directory has of it, and cannot."""
+    recorded, status = directory.read_job(job.name), directory.read_status(job.name) or {}
+    if recorded is not None:
+        check_settings(job, recorded, status, locate=lambda setting: f"{job.name}.{setting}")
+
+
+def open_own(path: Path, now: RunRecord, jobs: Sequence[JobSpec], *, any_capacity: bool) -> RunDirectory:
+    """Takes a directory for the run of an engine, or for the run it holds, and records the engine's jobs so far.
+
+    ConfigError if the run in it began on another backbone, with another capacity or with other settings of a job; with
+    `any_capacity` it may go on with another capacity.
+    """
+    holds_run = RunDirectory.holds_run(path)
+    directory = RunDirectory.open(path, resume=holds_run)
+    try:
+        if holds_run:
+            _check_engine(now, directory, any_capacity)
+            for job in jobs:
+                check_recorded(job, directory)
+        else:
+            directory.write_run(dataclasses.replace(now, run_name=path.resolve().name))
+        for job in jobs:
+            directory.write_job(job.name, job_settings(job))
+    except WeftError:
+        directory.close()
+        raise
+    return directory
 
 
 def as_begun(spec: RunSpec, directory: RunDirectory) -> RunSpec:
@@ -114,11 +159,8 @@ def _check_run(spec: RunSpec, directory: RunDirectory, locate: Locate) -> None:
         del now_set["capacity"]
     for setting, now in now_set.items():
         if recorded.get(setting) != now:
-            raise ConfigError(
-                f"the run in {directory.path} has {recorded.get(setting)}, this file has {now}; a resumed run keeps "
-                "its settings.",
-                where=locate(setting),
-            )
+            found = _KEEPS.format(directory.path, recorded.get(setting), "file", now)
+            raise ConfigError(found, where=locate(setting))
     names = [job.name for job in spec.jobs]
     gone = [name for name in record.jobs if name not in names]
     if gone:
@@ -129,15 +171,26 @@ def _check_run(spec: RunSpec, directory: RunDirectory, locate: Locate) -> None:
         )
 
 
+def _check_engine(now: RunRecord, directory: RunDirectory, any_capacity: bool) -> None:
+    """ConfigError if an engine has another backbone or capacity than the run that it is to go on with."""
+    recorded = directory.read_run()
+    pairs = {"base_model": (recorded.base_model, now.base_model), "capacity": (recorded.capacity, now.capacity)}
+    for setting, (was, asked) in pairs.items():
+        if was not in (None, asked) and not (any_capacity and setting == "capacity"):
+            raise ConfigError(_KEEPS.format(directory.path, was, "engine", asked), where=setting)
+
+
 def _changed(job: JobSpec, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a job that are not as they were recorded, and what they were."""
-    changed = {}
-    for setting, now in job_settings(job).items():
-        # A setting that the run was recorded without did not exist then, nor did one of the adapter.
-        was = recorded.get(setting, now)
-        if ({**now, **was} if setting == "adapter" else was) != now:
-            changed[setting] = was
-    return changed
+    before = _flat(recorded)
+    # A setting that the run was recorded without did not exist then.
+    return {name: before[name] for name, now in _flat(job_settings(job)).items() if before.get(name, now) != now}
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a job with those of its adapter beside them, as `adapter.r`."""
+    own = {name: value for name, value in settings.items() if name != "adapter"}
+    return own | {f"adapter.{name}": value for name, value in settings.get("adapter", {}).items()}
 
 
 def _refusal(

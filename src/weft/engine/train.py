@@ -12,6 +12,7 @@ from typing import TypeVar
 from weft.data.chat.chat_template import template_digest
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
+from weft.data.rows.find import find_source
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
 from weft.engine.resume import Locate, job_settings
@@ -21,6 +22,7 @@ from weft.execute.protocol import Executor
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
+from weft.spec.job import SourceSpec
 from weft.store.run_dir import RunDirectory, RunRecord
 
 RunT = TypeVar("RunT", bound=RunSpec)
@@ -76,9 +78,11 @@ def prepare_run(
 ) -> PreparedRun:
     """Loads and checks everything and writes nothing.
 
-    A job with bad data raises; with `keep_going` it is set aside as failed and the others train. Jobs named in `skip`
-    are left out. `clock` is when the run began, if that was before now.
+    A job with bad data, or with an adapter that does not fit, raises; with `keep_going` it is set aside as failed and
+    the others train. Jobs named in `skip` are left out. `clock` is when the run began, if that was before now.
     """
+    if not keep_going:
+        _check_sources(spec, base_dir, skip)
     spec, engine, notes = load_engine(spec, spec.jobs)
     run = PreparedRun(spec, engine, notes=notes, clock=clock or datetime.datetime.now())
     for place, job in enumerate(spec.jobs):
@@ -94,17 +98,35 @@ def prepare_run(
         except ConfigError as error:
             # What does not fit the backbone is a mistake in the file, found late.
             setting = f"jobs.{place}.{error.where}" if error.where else f"jobs.{place}"
-            raise error.at(locate(setting)) from None
-        except WeftError as error:
-            if not keep_going and isinstance(error, DataError) and error.hint is None and len(spec.jobs) > 1:
-                hint = f"That is data of job {job.name}; --keep-going trains the others."
-                raise error.at(error.where, hint) from None
+            placed = error.at(locate(setting))
             if not keep_going:
-                raise
+                raise placed from None
+            run.failed[job.name] = placed
+        except WeftError as error:
+            if not keep_going:
+                raise _of_job(error, job, spec) from None
             run.failed[job.name] = error
     if not engine.jobs and run.failed and not skip:
         raise next(iter(run.failed.values()))
     return run
+
+
+def _check_sources(spec: RunSpec, base_dir: Path, skip: frozenset[str]) -> None:
+    """DataError for data that is not there; nobody should wait for the model to hear that."""
+    for job in spec.jobs:
+        named = job.eval_data if isinstance(job.eval_data, tuple) else ()
+        for source in (*job.train_data, *named) if job.name not in skip else ():
+            try:
+                find_source(SourceSpec.of(source).path, base_dir)
+            except DataError as error:
+                raise _of_job(error, job, spec) from None
+
+
+def _of_job(error: WeftError, job: JobSpec, spec: RunSpec) -> WeftError:
+    """An error of one job; where it is about data, and others could do without, it says so."""
+    if not isinstance(error, DataError) or error.hint is not None or len(spec.jobs) == 1:
+        return error
+    return error.at(error.where, f"That is data of job {job.name}; --keep-going trains the others.")
 
 
 def execute_run(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.errors import ConfigError
-from weft.spec.fields import at_least, between, refuse_foreign, setting, validate
+from weft.spec.fields import KnownKeywords, at_least, between, refuse_foreign, setting, validate
 
 V = TypeVar("V", int, float)
 _FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "mlp.c_proj")
@@ -19,7 +19,7 @@ AUTO_TARGETS = {"lora": "all-linear", "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUE
 
 
 @dataclass(frozen=True)
-class AdapterSpec:
+class AdapterSpec(KnownKeywords):
     """One adapter; the names are PEFT's."""
 
     method: str = setting("lora", choices=("lora", "ia3"))

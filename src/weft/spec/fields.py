@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from weft.errors import ConfigError, WrongTypeError, closest
 from weft.spec.other_trainers import is_harmless, why_refused
@@ -43,6 +43,24 @@ class Rule:
         if not self.test(value):
             return self.low
         return f"at most {_plain(self.most)}" if self.most is not None and value > self.most else None
+
+
+class KnownKeywords:
+    """A spec that people make in Python: a keyword it does not have is a ConfigError with the one that was meant."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Refuses keywords before the dataclass does."""
+        own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for key in settings:
+            if key not in own:
+                also = field_names(cls).get(key)
+                raise _unknown_key(key, own, key) if also is None else _unknown(key, f"Did you mean {also}?")
+        # A copy is made without arguments, and gets its fields later.
+        missing = _required(cls)[len(args) :] if args or settings else []
+        for name in missing:
+            if name not in settings:
+                raise ConfigError(f"{name} is missing.")
+        return super().__new__(cls)
 
 
 def setting(
@@ -91,7 +109,6 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
         raise WrongTypeError.of(
             f"expected a mapping of settings, got {describe(values)}.", where or None, (dict,), values
         )
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     names = field_names(cls)
     given: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -106,9 +123,8 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
             raise ConfigError(f"{spelled[name]} and {key} are two names of one setting; keep one.", where=place)
         spelled[name] = str(key)
         given[name] = value
-    for name, field in fields.items():
-        missing = field.default is REQUIRED and field.default_factory is REQUIRED
-        if missing and name not in given:
+    for name in _required(cls):
+        if name not in given:
             raise ConfigError(f"{name} is missing.", where=where or None)
     try:
         return cls(**given)
@@ -298,10 +314,20 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
         raise ConfigError(f"got {describe(value)}; accepted are {accepted}.", where=where)
 
 
+def _required(cls: type) -> list[str]:
+    """The settings without a default, in the order of the fields."""
+    fields = dataclasses.fields(cls)
+    return [f.name for f in fields if f.default is REQUIRED and f.default_factory is REQUIRED]
+
+
 def _unknown_key(key: str, names: list[str], place: str) -> ConfigError:
     reason = why_refused(key)
     if reason is not None:
         return ConfigError(reason, where=place)
     guess = closest(key, names)
     hint = f"Did you mean {guess}?" if guess else "`weft config` lists all settings."
-    return ConfigError("unknown setting.", where=place or repr(key), hint=hint)
+    return _unknown(place or repr(key), hint)
+
+
+def _unknown(place: str, hint: str) -> ConfigError:
+    return ConfigError("unknown setting.", where=place, hint=hint)

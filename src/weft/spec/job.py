@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import above, at_least, between, field_names, refuse_foreign, setting, validate
+from weft.spec.fields import KnownKeywords, above, at_least, between, field_names, refuse_foreign, setting, validate
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
@@ -45,7 +45,7 @@ class SourceSpec:
 
 
 @dataclass(frozen=True)
-class JobSpec:
+class JobSpec(KnownKeywords):
     """One fine-tuning job. Settings left out of a job come from `defaults`, then from here."""
 
     name: str = setting()

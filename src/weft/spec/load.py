@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -29,6 +29,13 @@ _HOMES: Mapping[type, str] = {
     AdapterSpec: "the adapter; write it in adapter of a job or of defaults",
 }
 """Where settings go, for those that stand elsewhere."""
+FileKind = Literal["jobs", "sweep", "space"]
+_FIRST_FILE: Mapping[FileKind, str] = {
+    "jobs": "`weft init` writes a jobs file to start from.",
+    "sweep": "`weft config --sweep` lists what a sweep file says.",
+    "space": "It has the parameters to search, as `space` of a sweep file.",
+}
+"""How to come to a file that is not there, or is empty."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -190,24 +197,20 @@ def _index(items: list[Any], key: str, path: str, override: str) -> int:
     raise ConfigError(f"{path}: there is no item {key!r}; there are 0 to {len(items) - 1} ({known}).", where=override)
 
 
-def parse(path: Path) -> tuple[Any, dict[str, int]]:
-    """The file as plain data, and the line on which each dotted path starts."""
+def parse(path: Path, kind: FileKind = "jobs") -> tuple[Any, dict[str, int]]:
+    """The file as plain data, and the line on which each dotted path starts; errors say what kind of file it is."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(
-            "there is no such file.", where=str(path), hint="`weft init` writes a jobs file to start from."
-        ) from None
+        raise ConfigError("there is no such file.", where=str(path), hint=_FIRST_FILE[kind]) from None
     except IsADirectoryError:
-        raise ConfigError("is a directory, not a jobs file.", where=str(path)) from None
+        raise ConfigError(f"is a directory, not a {kind} file.", where=str(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read ({error}).", where=str(path)) from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None:
-            raise ConfigError(
-                "the file is empty.", where=str(path), hint="`weft init` writes a jobs file to start from."
-            )
+            raise ConfigError("the file is empty.", where=str(path), hint=_FIRST_FILE[kind])
         lines: dict[str, int] = {}
         _collect_lines(node, "", lines, str(path))
         return yaml.safe_load(text), lines
@@ -256,7 +259,7 @@ def place_of(
     for place, override in overrides.items():
         is_new = own not in known and place.startswith(f"{own}.")
         if is_new or any(f"{setting}.".startswith(f"{place}.") for setting in asked):
-            return f"{override}: {where}"
+            return override if override.startswith(f"{where}=") else f"{override}: {where}"
     asked += [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]
     line = next((known[setting] for setting in asked if setting in known), None)
     return f"{path} line {line}: {where}" if line else f"{path}: {where}"

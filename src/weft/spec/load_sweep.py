@@ -29,7 +29,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, space: str | 
     file's directory.
     """
     path = Path(path)
-    tree, lines = parse(path)
+    tree, lines = parse(path, "sweep")
     given = {apply_override(tree, override, SweepSpec): override for override in overrides}
     if space is not None and isinstance(tree, Mapping):
         tree = {**tree, "space": str(Path(space).absolute())}
@@ -209,7 +209,7 @@ def _with_alpha(settings: dict[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def _space_file(path: Path) -> dict[str, Any]:
-    tree, lines = parse(path)
+    tree, lines = parse(path, "space")
     try:
         read_space(tree)
     except ConfigError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from weft.errors import ConfigError
-from weft.spec.fields import at_least, setting, validate
+from weft.spec.fields import KnownKeywords, at_least, setting, validate
 from weft.spec.job import JobSpec
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -35,7 +35,7 @@ def memory_fraction(limit: float | str, total_bytes: int) -> float:
 
 
 @dataclass(frozen=True)
-class BackboneSpec:
+class BackboneSpec(KnownKeywords):
     """Which frozen model to load and how."""
 
     base_model: str = setting(aliases=("model_name_or_path", "model"), is_path=True)

@@ -147,6 +147,11 @@ class EarlyStopSpec:
             return self.min_trials
         return MIN_COMPARED if self.rule == "median" else MIN_TRIALS
 
+    def can_stop_any(self, num_trials: int | None) -> bool:
+        """Whether any of so many trials could be stopped; None are as many as the budget pays for."""
+        fewest = self.num_kept if self.rule == "median" else self.num_kept + 1
+        return self.rule != "none" and (num_trials is None or num_trials >= fewest)
+
 
 @dataclass(frozen=True)
 class SweepSpec(RunSpec):

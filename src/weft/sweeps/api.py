@@ -20,7 +20,7 @@ from weft.engine.train import clock_of, load_engine, run_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
-from weft.spec.fields import field_names
+from weft.spec.fields import describe, field_names
 from weft.spec.load import parse
 from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of, sweep_from_mapping
 from weft.spec.space import Space
@@ -84,8 +84,10 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
     begun_s = time.perf_counter()
     if isinstance(given, Mapping):
         tree, base_dir = dict(given), Path()
+    elif isinstance(given, str | Path):
+        tree, base_dir = parse(Path(given), "sweep")[0], Path(given).parent
     else:
-        tree, base_dir = parse(Path(given))[0], Path(given).parent
+        raise ConfigError(f"expected a sweep file or a mapping of its settings, got {describe(given)}.")
     if isinstance(given, Mapping) or overrides:
         names = field_names(SweepSpec)
         replaced = {names.get(name, name) for name in overrides}

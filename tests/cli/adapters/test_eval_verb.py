@@ -23,6 +23,10 @@ def test_eval_when_run_then_compares_adapters_with_the_bare_model(weft, adapters
     assert base["token_accuracy"] == idle["token_accuracy"] == 1.0 > strong["token_accuracy"]
 
 
+def test_eval_when_the_data_is_not_there_then_says_so_before_the_model_is_loaded(refused):
+    assert refused("eval", "--base-model", "./none", "--data", "gone.jsonl") == "gone.jsonl: there is no such file."
+
+
 def test_eval_when_an_adapter_has_its_own_chat_template_then_it_is_measured_with_it(
     weft, adapters: Path, templated: Path, echoes: Path
 ):

@@ -23,6 +23,10 @@ def test_generate_when_given_several_adapters_then_each_answers_every_prompt(wef
     assert answers["strong", "--prompt 1"] != "planet"
 
 
+def test_generate_when_the_data_is_not_there_then_says_so_before_the_model_is_loaded(refused):
+    assert refused("generate", "--base-model", "./none", "--data", "gone.jsonl") == "gone.jsonl: there is no such file."
+
+
 def test_generate_when_not_asked_for_json_then_shows_prompts_with_answers_under_them(
     weft, adapters: Path, echoes: Path
 ):

@@ -60,7 +60,8 @@ def test_job_when_created_then_has_openais_fields_and_ours(home: Home, monkeypat
     assert job.id.startswith("ftjob-")
     assert (job.object, job.status, job.model, job.seed) == ("fine_tuning.job", "queued", "tiny", 7)
     assert (job.organization_id, job.training_file, job.validation_file) == ("acme", file, file)
-    assert job.hyperparameters.to_dict() == {"n_epochs": 2, "batch_size": 1, "learning_rate_multiplier": 1.0}
+    # It ends by its steps, not by its epochs.
+    assert job.hyperparameters.to_dict() == {"batch_size": 1, "learning_rate_multiplier": 1.0}
     assert job.metadata == {"team": "a"}
     assert job.integrations[0].wandb.project == "p"
     settings = job.model_extra["settings"]
@@ -144,6 +145,14 @@ def test_hyperparameters_when_auto_then_follow_the_stated_rules(num: int, epochs
     found = resolve({"n_epochs": "auto"}, num)
     assert found == {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": 1.0}
     assert resolve({"n_epochs": 7, "batch_size": 2, "learning_rate_multiplier": 0.5}, num)["n_epochs"] == 7
+
+
+def test_hyperparameters_when_settings_say_otherwise_then_the_reply_has_those_that_are_used(home: Home):
+    settings = {"learning_rate": 1e-3, "global_batch_size": 4}
+    expected = {"n_epochs": 5, "batch_size": 4, "learning_rate_multiplier": 5.0}
+    for epochs, shown in ((5, expected), (1.5, {k: v for k, v in expected.items() if k != "n_epochs"})):
+        id = home.job(extra_body={"settings": {**settings, "num_train_epochs": epochs}})
+        assert home.sdk().fine_tuning.jobs.retrieve(id).hyperparameters.to_dict() == shown
 
 
 def test_openapi_when_read_then_describes_every_route_of_the_table(home: Home):

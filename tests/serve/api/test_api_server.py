@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -16,9 +17,10 @@ from weft.serve.api.server import listen, run_app
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_run_when_told_to_stop_before_it_serves_then_does_not_begin(
-    home: Home, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ):
-    """A service that is stopped while it starts would else leave a process behind that holds its port."""
+    """A service that is stopped while it starts would else leave a process behind that holds its port; one line of the
+    log says that it stops."""
     serve, stops = uvicorn.Server.run, []
 
     def told(self: uvicorn.Server, sockets: Any = None) -> None:
@@ -36,4 +38,6 @@ def test_run_when_told_to_stop_before_it_serves_then_does_not_begin(
             was_needed = rescue.finished.is_set()
             rescue.cancel()
     assert stops and not was_needed
+    (line,) = [json.loads(text) for text in capsys.readouterr().err.splitlines() if "stopping" in text]
+    assert (line["message"], line["signal"]) == ("stopping", number.name)
     assert [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)] == handlers

@@ -194,3 +194,12 @@ def test_halving_when_trials_have_not_started_yet_then_waits_for_them_too():
     waiting = Trial(4, "t4", {}, total_steps=TOTAL)
     assert rules(rule="halving").judge([*trials, waiting]).hold == tuple(trials)
     assert stopped(rules(rule="halving").judge(trials)) == ["t3"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "fewest"), [({}, 9), ({"rule": "halving", "min_trials": 3}, 4), ({"rule": "median"}, 3)]
+)
+def test_rule_when_there_are_too_few_trials_then_it_can_stop_none(rule, fewest):
+    spec = EarlyStopSpec(**rule)
+    assert [spec.can_stop_any(number) for number in (fewest - 1, fewest, None)] == [False, True, True]
+    assert not EarlyStopSpec(rule="none").can_stop_any(100)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from weft.cli.adapters.generate import Adapters, BaseModel, Device, Dtype, load_voices
 from weft.errors import ConfigError, DataError, closest
+from weft.report.console import output_console
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
@@ -48,6 +49,10 @@ def evaluate(
     chosen = _metrics(metric)
     if limit is not None and limit < 1:
         raise ConfigError(f"must be at least 1, got {limit}.", where="--limit")
+    from weft.data.rows.find import find_source
+
+    # Nobody should wait for the model to hear that it is not there.
+    find_source(data, Path())
     status = Console(stderr=True).status
     with status("loading the model"):
         loaded = load_voices(adapter, base_model, device, dtype, with_base=True)
@@ -70,7 +75,7 @@ def evaluate(
     if as_json:
         typer.echo(_as_json(data, first, loaded, results, shown), nl=False)
     else:
-        _show(data, first, results, shown, Console())
+        _show(data, first, results, shown, output_console())
 
 
 def _metrics(text: str | None) -> list[str] | None:

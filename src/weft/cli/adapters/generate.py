@@ -15,6 +15,7 @@ from rich.text import Text
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, StorageError
+from weft.report.console import output_console
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
@@ -73,10 +74,14 @@ def generate(
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         reason = "is a directory; name a file." if out.is_dir() else "its directory does not exist."
         raise StorageError(reason, where=f"--out {out}")
+    from weft.data.rows.find import find_source
     from weft.inference.answers import answers
     from weft.inference.generate import Decoding
     from weft.store.atomic import write_file
 
+    if data is not None:
+        # Nobody should wait for the model to hear that it is not there.
+        find_source(data, Path())
     with Console(stderr=True).status("loading the model"):
         loaded = load_voices(adapter, base_model, device, dtype)
         prompts = loaded.by_template(lambda template: _prompts(prompt or [], data, loaded.backbone, template))
@@ -92,7 +97,7 @@ def generate(
     elif out is not None:
         typer.echo(f"{lines.count(chr(10)):,} answers are in {out}")
     else:
-        _show(given, loaded.backbone, Console())
+        _show(given, loaded.backbone, output_console())
 
 
 def check_decoding(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:

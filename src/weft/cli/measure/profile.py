@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from weft.cli.user_path import user_path
 from weft.errors import StorageError
+from weft.report.console import output_console
 
 if TYPE_CHECKING:
     from weft.cost.profile import Profile
@@ -71,7 +71,7 @@ def _show(found: Profile) -> None:
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for name, error in found.errors.items():
         table.add_row(NAMES[name], f"{error.mape:.2%}", f"{error.p95:.2%}")
-    console = Console()
+    console = output_console()
     console.print()
     console.print(table)
     mape = found.errors["peak_bytes"].mape

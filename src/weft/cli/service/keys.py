@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from weft.cli.service.serve import DataDir, DbUrl, need_serve, open_home
 from weft.errors import ConfigError
+from weft.report.console import output_console
 
 if TYPE_CHECKING:
     from weft.serve.db.engine import Database
@@ -64,7 +64,7 @@ def list_(
             state = "revoked" if key["revoked_at"] else "good"
             times = [_time(key["created_at"]), _time(key["last_used_at"])]
             table.add_row(key["id"], key["tenant"], key["name"], ",".join(key["scopes"]), *times, state)
-    Console().print(table)
+    output_console().print(table)
 
 
 @keys.command()
@@ -156,7 +156,7 @@ def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
             )
             state = "disabled" if row["is_disabled"] else "enabled"
             table.add_row(row["id"], row["name"], *(f"{n:,}" for n in used), state)
-    Console().print(table)
+    output_console().print(table)
 
 
 def _open(data_dir: Path, db: str) -> Database:

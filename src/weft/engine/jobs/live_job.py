@@ -56,8 +56,10 @@ class SettledSteps:
 class LiveJob:
     """One job of an engine."""
 
-    def __init__(self, spec: JobSpec, data: JobData) -> None:
+    def __init__(self, spec: JobSpec, data: JobData, *, submitted: JobSpec | None = None) -> None:
         self.spec = spec
+        self.submitted = submitted or spec
+        """The job as its owner wrote it: without what `init_adapter` says of the adapter."""
         self.data = data
         self.progress = JobProgress(spec, data)
         self.status = JobStatus()

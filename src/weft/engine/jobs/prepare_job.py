@@ -27,7 +27,7 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     if data is None:
         data = load_job_data(spec, executor.tokenizer, base_dir)
     _check_samples(spec, data, executor.facts, capacity)
-    start, name, trained_on = None, "", None
+    start, name, trained_on, submitted = None, "", None, spec
     if spec.init_adapter is not None:
         path = adapter_dir(base_dir / spec.init_adapter)
         stored, start, config = read_adapter(path)
@@ -35,7 +35,7 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
         trained_on = config.get("base_model_name_or_path")
         if spec.adapter == AdapterSpec():
             spec = replace(spec, adapter=stored)
-    job = LiveJob(spec, data)
+    job = LiveJob(spec, data, submitted=submitted)
     added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name))
     job.num_parameters, job.lane = added.num_parameters, added.lane
     if isinstance(trained_on, str) and trained_on != executor.facts.base_model:

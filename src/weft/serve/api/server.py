@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 from weft.errors import ConfigError
 from weft.serve.api.observe import log_json
 
+LOG = logging.getLogger("weft.serve")
 GRACE_S = 8
 """How many seconds requests in flight have once the process is asked to stop."""
 
@@ -23,9 +25,16 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: FastAPI, on_stop: Callable[[], None]) -> None:
         super().__init__(config)
         self._api, self._on_stop = app, on_stop
+        self._signal = ""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says that it stops and why; a signal handler could be in the middle of another line of the log."""
+        LOG.info("stopping", extra={"fields": {"signal": self._signal, "grace_s": GRACE_S}})
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal that asks the process to stop."""
+        self._signal = signal.Signals(sig).name
         self._api.state.service.is_draining = True
         self._on_stop()
         super().handle_exit(sig, frame)

@@ -58,6 +58,19 @@ def job_settings(hyperparameters: Mapping[str, Any], extra: Mapping[str, Any]) -
     return settings | dict(extra)
 
 
+def used_hyperparameters(resolved: Mapping[str, Any], extra: Mapping[str, Any], job: JobSpec) -> dict[str, Any]:
+    """Returns the hyper-parameters that a job trains by: where `extra` says otherwise, those that it comes to.
+
+    A job that ends by its steps has no n_epochs, nor has one of half an epoch: OpenAI's clients take whole numbers.
+    """
+    used = {**resolved, "batch_size": job.batch_size, "n_epochs": int(job.num_train_epochs)}
+    if "learning_rate" in extra:
+        used["learning_rate_multiplier"] = job.learning_rate / BASE_LEARNING_RATE
+    if job.max_steps is not None or not job.num_train_epochs.is_integer():
+        del used["n_epochs"]
+    return used
+
+
 def user_settings(settings: Mapping[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a user's settings under their full names, with the short forms merged in; refuses forbidden ones."""
     own = canonical(settings, JobSpec, "settings")
@@ -79,7 +92,7 @@ def user_settings(settings: Mapping[str, Any], short: Mapping[str, Any]) -> dict
 
 def _check_modules(adapter: Mapping[str, Any]) -> None:
     """Refuses regular expressions: modules are named, not matched."""
-    for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+    for name in ("target_modules", "exclude_modules", "feedforward_modules", "rank_pattern", "alpha_pattern"):
         value = adapter.get(name)
         for word in [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []:
             if isinstance(word, str) and not _MODULE.fullmatch(word):

@@ -130,7 +130,8 @@ class Decisions:
             # Those that come to a rung together come in the order of their numbers: all but the last wait for others.
             as_seen = [self._as_of(trial) for trial in self._ledger.trials]
             for seen in self._rules.judge(as_seen, self._held(), num_to_come=1).hold[:-1]:
-                self._park(seen)
+                if self._may_wait(seen):
+                    self._park(seen)
         while self._rules.is_active and self._judge():
             # Who waited for one that was stopped is judged now.
             pass
@@ -164,7 +165,8 @@ class Decisions:
             ledger.end(trial, TrialState.STOPPED, reason)
             engine.cancel(trial.name)
         ledger.tell_ends()
-        for seen in verdict.hold:
+        waiting = [seen for seen in verdict.hold if self._may_wait(seen)]
+        for seen in waiting:
             self._park(seen)
         for seen in verdict.release:
             if not self._frees_slots or self._is_there_a_slot():
@@ -172,10 +174,14 @@ class Decisions:
                 ledger.go_on(ledger.by_name[seen.name], seen.steps)
                 if self._frees_slots:
                     engine.resume(seen.name)
-        return has_changed or bool(verdict.hold)
+        return has_changed or bool(waiting)
 
     def _held(self) -> list[str]:
         return [trial.name for trial in self._ledger.trials if trial.held_step is not None]
+
+    def _may_wait(self, seen: Trial) -> bool:
+        """Whether a trial can still be told to wait: one whose end is on record went on before the sweep was killed."""
+        return self._ledger.by_name[seen.name].end_tick is None
 
     def _park(self, seen: Trial) -> None:
         """Lets a trial wait where it was seen."""

@@ -78,6 +78,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "dropout": ({"lora": {"dropout": 1.0}}, "lora.lora_dropout", "below 1"),
     "regex": ({"lora": {"target_modules": "(a+)+$"}}, "lora.target_modules", "not a module name"),
     "regex in a list": ({"lora": {"target_modules": ["q_proj", "(.*)*"]}}, "lora.target_modules", "not a module name"),
+    "regex of ia3": (
+        {"lora": {"method": "ia3", "feedforward_modules": "(a+)+$"}},
+        "lora.feedforward_modules",
+        "not a module name",
+    ),
     "regex as pattern": ({"lora": {"rank_pattern": {"(x+)+": 4}}}, "lora.rank_pattern", "not a module name"),
     "lora list": ({"lora": [1]}, "lora", "got a list; use an object."),
     "priority": ({"priority": 1}, "priority", "at most 0"),

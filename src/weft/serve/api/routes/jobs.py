@@ -168,14 +168,16 @@ def _columns(service: ApiService, user: Caller, body: CreateJob) -> dict[str, An
         _check_file(service, valid, "validation_file", reading, min_samples=1)
     resolved = spec.resolve(given, num_samples)
     settings = spec.job_settings(resolved, extra)
-    planned = quota.guess_tokens(_build(settings, body), num_samples, train["bytes"])
+    job = _build(settings, body)
+    used = spec.used_hyperparameters(resolved, extra, job)
+    planned = quota.guess_tokens(job, num_samples, train["bytes"])
     return {
         "model": base,
         "training_file": body.training_file,
         "validation_file": body.validation_file,
         "suffix": body.suffix,
         "seed": DEFAULT_SEED if body.seed is None else body.seed,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": resolved}},
+        "method": {"type": "supervised", "supervised": {"hyperparameters": used}},
         "settings": settings,
         "integrations": [i.model_dump(exclude_none=True) for i in body.integrations or ()],
         "metadata": body.metadata,
