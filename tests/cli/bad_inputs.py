@@ -458,7 +458,7 @@ OVERRIDES = [
     override("capacity", "'capacity' is not an override; write key=value, e.g. jobs.0.adapter.r=32."),
     override("=3", "'=3' is not an override; write key=value"),
     override("capacity=[", "capacity=[: the value of capacity is not valid: '['."),
-    override("capacity=0", "capacity=0: capacity: must be at least 2, got 0."),
+    override("capacity=0", "capacity=0: must be at least 2, got 0."),
     override("nope.deep=1", "nope.deep=1: nope: unknown setting."),
     override("base_model.x=1", "base_model.x=1: base_model holds no settings."),
     override("jobs.three.lr=1", "jobs.three.lr=1: jobs.three: there is no item 'three'; there are 0 to 1 (one, two)."),

@@ -94,4 +94,4 @@ def test_config_when_a_setting_is_misspelt_and_misplaced_then_both_are_said(weft
     path = tmp_path / "jobs.yaml"
     path.write_text(JOBS)
     done = weft("config", path, "learning_rat=1")
-    assert "learning_rat: unknown setting. Did you mean learning_rate, a setting of a job; write it in" in done.err
+    assert "learning_rat=1: unknown setting. Did you mean learning_rate, a setting of a job; write it in" in done.err

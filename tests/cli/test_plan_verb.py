@@ -198,7 +198,7 @@ def test_train_when_planners_differ_then_every_adapter_is_the_same_to_the_bit(we
 
 def test_train_when_the_planner_is_unknown_then_one_sentence_and_nothing_written(refused, here):
     sentence = refused("train", "jobs.yaml", "--planner", "best", "--out", "out")
-    assert sentence == "planner=best: planner: got 'best'; accepted are auto, greedy, exact."
+    assert sentence == "planner=best: got 'best'; accepted are auto, greedy, exact."
     assert not Path("out").exists()
 
 

@@ -151,7 +151,7 @@ def test_train_when_memory_is_limited_on_a_cpu_then_says_that_it_limits_nothing(
     assert found.code == 0 and "memory_limit 40GB is for GPUs; on a cpu it limits nothing." in found.out
     wrong = weft("train", "jobs.yaml", "--memory-limit", "lots")
     assert wrong.code == 2
-    assert "memory_limit=lots: memory_limit: got lots; write a size such as 40GB" in " ".join(wrong.err.split())
+    assert "memory_limit=lots: got lots; write a size such as 40GB" in " ".join(wrong.err.split())
 
 
 @pytest.fixture

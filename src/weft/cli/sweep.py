@@ -105,7 +105,7 @@ def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftErr
     tree, lines = parse(path)
     error = in_its_words(error, tree)
     given = {apply_override(tree, change, SweepSpec): change for change in changes}
-    if error.where is None or " line " in error.where or ": " in error.where:
+    if error.where is None or any(mark in error.where for mark in (" line ", ": ", "=")):
         return error
     return error.at(place_of(error.where, path, lines, given, SweepSpec))
 

@@ -73,9 +73,7 @@ def plan_resume(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str)
             # It has taken no step that a setting could have changed; what kept it from starting may be corrected.
             changed = _changed(job, recorded)
         else:
-            changed = check_settings(
-                job, recorded, status, locate=lambda name, place=place: locate(f"jobs.{place}.{name}")
-            )
+            changed = check_settings(job, recorded, status, locate=_within(f"jobs.{place}", locate))
         now = _flat(job_settings(job))
         changes += [f"{job.name}: {s} {json.dumps(was)} -> {json.dumps(now[s])}" for s, was in changed.items()]
         if status.get("state") in FINAL_STATES and not status.get("can_retry") and not _goes_on(changed, status):
@@ -94,6 +92,11 @@ def check_settings(
             found = f"was {json.dumps(was)} and is {json.dumps(now[setting])}"
             raise ConfigError(f"{found}; {reason}.", where=locate(setting))
     return changed
+
+
+def _within(place: str, locate: Locate) -> Locate:
+    """Where a setting inside a place was written."""
+    return lambda setting: locate(f"{place}.{setting}")
 
 
 def check_recorded(job: JobSpec, directory: RunDirectory) -> None:
