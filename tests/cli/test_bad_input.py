@@ -189,7 +189,7 @@ def test_train_when_resumed_with_other_settings_then_names_the_first(mistake: Mi
         f"jobs.two.lr=2e-3: jobs.1.learning_rate: was 0.001 and is 0.002; {kept}"
     )
     (place / "jobs.yaml").write_text(JOBS.replace("rank: 4", "rank: 8"))
-    assert mistake("train", "jobs.yaml", "--resume").startswith("jobs.yaml line 6: jobs.0.adapter: was {")
+    assert mistake("train", "jobs.yaml", "--resume") == (f"jobs.yaml line 6: jobs.0.adapter.r: was 4 and is 8; {kept}")
     (place / "jobs.yaml").write_text(JOBS.replace("name: two", "name: three"))
     assert mistake("train", "jobs.yaml", "--resume") == (
         "jobs.yaml line 7: jobs: the run in out has two, this file has one, three; "
