@@ -86,15 +86,19 @@ def write_file(path: Path, data: bytes | str) -> None:
         _durable("dir.fsync", sync, path.parent)
 
 
-def write_unsynced(path: Path, data: bytes | str) -> None:
-    """Writes a new file that something else will sync, such as the end of `staged_directory`."""
-    payload = memoryview(data.encode() if isinstance(data, str) else data)
-    half = len(payload) // 2
+def write_unsynced(path: Path, *data: bytes | str | memoryview) -> None:
+    """Writes a new file, piece by piece, that something else will sync, such as the end of `staged_directory`."""
+    pieces = [memoryview(piece.encode() if isinstance(piece, str) else piece) for piece in data]
+    half, written = sum(len(piece) for piece in pieces) // 2, 0
     faults.point("file.write")
     with open(path, "xb", buffering=0) as file:
-        _write_all(file.fileno(), payload[:half])
-        faults.point("file.write")
-        _write_all(file.fileno(), payload[half:])
+        for piece in pieces:
+            middle = half - written
+            if 0 <= middle < len(piece):
+                _write_all(file.fileno(), piece[:middle])
+                faults.point("file.write")
+            _write_all(file.fileno(), piece[middle:] if 0 <= middle < len(piece) else piece)
+            written += len(piece)
     faults.point("file.write")
 
 

@@ -15,18 +15,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from weft import faults
 from weft.errors import CheckpointError
 from weft.store import json_text
 from weft.store.atomic import make_directory, remove_directory, staged_directory, storage_errors, write_unsynced
+from weft.store.tensor_file import file_pieces, sha256
 
 FORMAT = 1
 TENSORS_FILE = "tensors.safetensors"
@@ -42,7 +44,7 @@ class Checkpoint:
     step: int
     """Optimizer steps done."""
     tensors: dict[str, torch.Tensor]
-    """Parameters, optimizer moments, random states; they come back bit for bit, on the CPU, sorted by name."""
+    """Parameters, optimizer moments, random states, all on the CPU; they come back bit for bit, sorted by name."""
     state: dict[str, Any]
     """Everything else about the job, as plain JSON data with finite numbers."""
     environment: dict[str, Any]
@@ -56,14 +58,14 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Pa
     """
     assert keep >= 1, "the checkpoint just written is always kept"
     assert checkpoint.step >= 0
-    payload = save({name: _cpu_copy(tensor) for name, tensor in checkpoint.tensors.items()})
+    payload = file_pieces(checkpoint.tensors)
     text = _state_text(checkpoint, payload)
     make_directory(directory)
     path = directory / f"step-{checkpoint.step:08d}"
     with storage_errors(path):
         faults.point("checkpoint.write")
         with staged_directory(path) as staged:
-            write_unsynced(staged / TENSORS_FILE, payload)
+            write_unsynced(staged / TENSORS_FILE, *payload)
             write_unsynced(staged / STATE_FILE, text)
         faults.point("checkpoint.prune")
         _prune(directory, checkpoint.step, keep)
@@ -101,17 +103,12 @@ def latest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, rejected
 
 
-def _cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
-    # A copy even on the CPU: safetensors refuses tensors that share memory, such as views of one buffer.
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _state_text(checkpoint: Checkpoint, payload: bytes) -> str:
+def _state_text(checkpoint: Checkpoint, payload: Sequence[bytes | memoryview]) -> str:
     content = {
         "step": checkpoint.step,
         "state": checkpoint.state,
         "environment": checkpoint.environment,
-        "tensors": {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()},
+        "tensors": {"bytes": sum(map(len, payload)), "sha256": sha256(payload)},
     }
     try:
         text = json_text.dump({"format": FORMAT, "sha256": _digest(content), "content": content})

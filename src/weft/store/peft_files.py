@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.adapters.methods import METHODS, method_of
@@ -29,6 +29,7 @@ from weft.spec import AdapterSpec
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.peft_config import config_of, method_named, spec_of
+from weft.store.tensor_file import file_pieces
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -71,7 +72,7 @@ def write_adapter(
     files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names)
     with staged_directory(directory) as staged:
         write_unsynced(staged / CONFIG_FILE, json_text.dump(files.config))
-        write_unsynced(staged / TENSORS_FILE, save(files.tensors, metadata={"format": "pt"}))
+        write_unsynced(staged / TENSORS_FILE, *file_pieces(files.tensors, {"format": "pt"}))
         write_unsynced(staged / CARD_FILE, _model_card(spec, base_model))
         if chat_template is not None:
             write_unsynced(staged / TEMPLATE_FILE, chat_template)
@@ -117,8 +118,7 @@ def adapter_files(
     for path, own in tensors.items():
         assert is_target(written, path), f"no reader would find {path} by {target_names}"
         for suffix, tensor in zip(files.suffixes.values(), own, strict=True):
-            copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            named[f"{_PREFIX}{path}.{suffix}"] = copy
+            named[f"{_PREFIX}{path}.{suffix}"] = tensor.detach().cpu()
     return AdapterFiles(config_of(spec, base_model=base_model, target_names=target_names, paths=tensors), named)
 
 
