@@ -284,7 +284,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
     "a later sample": (ExecutedJob, "place", lambda executed, segment: executed.given, 7),
     "its first step": (Optimizer, "step", lambda optimizer, is_finite: optimizer, 0),
     "a later step": (Optimizer, "step", lambda optimizer, is_finite: optimizer, 3),
-    "its first checkpoint": (RunRecorder, "save", lambda keeper, job, *_: job, 0),
+    "its first checkpoint": (RunRecorder, "start_checkpoint", lambda keeper, job, *_: job, 0),
     "its end": (local.LocalExecutor, "use_best", lambda executor, job: job, 0),
 }
 

@@ -101,13 +101,13 @@ class Adapter:
     def _take(self, flat: Mapping[str, torch.Tensor]) -> None:
         """Makes these the weights, with fresh gradients beside them; without the memory for it, nothing changes."""
         self.groups = {name: ParameterGroup(params, torch.zeros_like(params)) for name, params in flat.items()}
-        params = self._split([group.params for group in self.groups.values()])
-        grads = self._split([group.grad for group in self.groups.values()])
+        params = self.split([group.params for group in self.groups.values()])
+        grads = self.split([group.grad for group in self.groups.values()])
         self._views = params
         for path in self._shapes:
             self.modules[path] = self.method.weights(self.spec, path, params[path], grads[path])
 
-    def _split(self, buffers: list[torch.Tensor]) -> dict[str, ModuleTensors]:
+    def split(self, buffers: list[torch.Tensor]) -> dict[str, ModuleTensors]:
         """Views of the buffers, one per group, by module path."""
         pieces = zip(*(buffer.split(self._sizes(i)) for i, buffer in enumerate(buffers)), strict=True)
         return {

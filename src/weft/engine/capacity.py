@@ -84,7 +84,7 @@ class CapacityLimit:
 
     def _alive(self) -> list[LiveJob]:
         # A copy at once: other threads may submit while we look.
-        return [job for job in list(self._jobs.values()) if not job.state.is_final]
+        return [job for job in list(self._jobs.values()) if job.is_alive]
 
     def _longest(self) -> int:
         return max((job.longest for job in self._alive()), default=0)

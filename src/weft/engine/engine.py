@@ -23,7 +23,7 @@ from weft.engine.jobs.prepare_job import prepare_job
 from weft.engine.jobs.settle import Settlement
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import ProgramRun
-from weft.engine.recorder import RunRecorder
+from weft.engine.recorder import ExportTo, RunRecorder
 from weft.engine.resume import check_recorded, job_settings, open_own
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError, WeftError
@@ -181,25 +181,28 @@ class Engine:
         yield from self._tell()
         while not self._stopping:
             yield from self._finish_program()
+            yield from self._settlement.receive()
             while self._commands:
                 # Done before it is told: a reader that leaves here must not leave half a command behind.
                 yield from self._lifecycle.obey(self._commands.popleft())
             yield from self._lifecycle.admit()
-            for job in self._lifecycle.running():
-                if not job.is_settled:
-                    yield from self._settlement.settle(job, self._program)
+            for job in self._lifecycle.unsettled():
+                yield from self._settlement.settle(job, self._program)
             training = self._lifecycle.running_next()
             if training:
                 with self._places.watched():
                     yield from self._execute(training)
+            elif self._keeper.files.is_writing:
+                yield from self._settlement.receive(wait=True)
             elif not self._commands and (self._lifecycle.running() or not self._places.waiting()):
                 break
         yield from self._finish_program()
         if self._stopping:
             self._stopping = False
             preempted = [job for job in self._places.waiting() if job.status.has_started]
-            for job in [*self._lifecycle.running(), *preempted]:
-                yield from list(self._lifecycle.transitions.pause(job, RUN_STOPPED))
+            yield from self._lifecycle.transitions.pause([*self._lifecycle.running(), *preempted], RUN_STOPPED)
+        while self._keeper.files.is_writing:
+            yield from self._settlement.receive(wait=True)
         for job in list(self.jobs.values()):
             # Nobody knows whether the reader of these events will come back: there may be room by now.
             if job.state is JobState.PAUSED and job.is_short_of_storage:
@@ -216,6 +219,14 @@ class Engine:
     def export_adapter(self, name: str, directory: Path | str) -> None:
         """Writes a job's adapter, as it is now, as a PEFT directory; its parent must exist."""
         self._keeper.export_adapter(self._job(name), Path(directory))
+
+    def export_checkpoints(self, to: ExportTo) -> None:
+        """From now on, writes the adapter beside every checkpoint, before that is told, to where `to` says."""
+        self._keeper.export_to = to
+
+    def finish_files(self) -> None:
+        """Waits for all that is being written; whoever stops reading events does so before leaving the directory."""
+        self._keeper.files.finish_all()
 
     def forget(self, name: str) -> None:
         """Lets go of a job that has ended, with its adapter and optimizer; what is on disk stays."""
@@ -263,7 +274,8 @@ class Engine:
                     self.jobs[event.job].is_suspect = False
             self._untold.extend(done)
             yield from self._tell()
-            is_settled = all(job.state is JobState.RUNNING and job.is_settled for job in running)
+            yield from self._settlement.receive()
+            is_settled = all(job.is_running and job.is_settled for job in running)
             has_changed = self._has_released or running != self._lifecycle.running_next()
             if self._stopping or self._commands or has_changed or not is_settled:
                 return
@@ -285,7 +297,7 @@ class Engine:
             yield event
             # A reader may have forgotten a job that failed before this was told.
             job = self.jobs.get(event.job) if isinstance(event, StepDone) else None
-            if job is not None and job.state is JobState.RUNNING:
+            if job is not None and job.is_running:
                 yield from self._settlement.settle(job, self._program)
 
     def _command(self, action: Literal["cancel", "pause", "resume"], name: str) -> None:

@@ -1,26 +1,30 @@
-"""Writes metrics, checkpoints, status and finished adapters of jobs to disk; without a directory it writes nothing."""
+"""Writes what must outlive the process: metrics and status itself, checkpoints and adapters through the executor."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.data.dataset import JobData
 from weft.engine.capacity import CapacityLimit
-from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning, StepDone
+from weft.engine.events import EvalDone, Event, JobWarning, StepDone
+from weft.engine.job_files import FileKind, JobFiles
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError
-from weft.execute.protocol import Executor, StateWork
+from weft.execute.protocol import AdapterWork, CheckpointWork, Executor, StateWork
 from weft.store.atomic import write_file
-from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from weft.store.peft_files import write_adapter
+from weft.store.checkpoint import Checkpoint, latest_checkpoint
 from weft.store.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     import torch
+
+
+ExportTo = Callable[[str, int], Path | None]
+"""Where the adapter of a job goes at the checkpoint of a step; None if nowhere."""
 
 
 class RunRecorder:
@@ -28,6 +32,8 @@ class RunRecorder:
 
     def __init__(self, executor: Executor, room: CapacityLimit) -> None:
         self.run_dir: RunDirectory | None = None
+        self.files = JobFiles(executor)
+        self.export_to: ExportTo = lambda job, step: None
         self._executor = executor
         self.room = room
         self._elapsed: dict[str, float] = {}
@@ -80,15 +86,34 @@ class RunRecorder:
         """Seconds the run had taken when the job's checkpoint was written."""
         return self._elapsed.get(job.spec.name, 0.0)
 
-    def save(self, job: LiveJob, elapsed_s: float) -> Iterator[Event]:
-        """Writes a checkpoint at a step boundary."""
+    def start_checkpoint(self, job: LiveJob, elapsed_s: float) -> None:
+        """Starts to write a checkpoint of a job at its step boundary, and its adapter beside it where that is wanted.
+
+        It waits until the job's last one is written, so that a slow disk slows those down who write to it.
+        """
         if self.run_dir is None:
             return
-        state = {**job.progress.counters(), "elapsed_s": elapsed_s, "asked_capacity": self.room.asked}
-        checkpoint = Checkpoint(job.step, self._state(job), state, self.environment)
-        save_checkpoint(self.run_dir.checkpoints_dir(job.spec.name), checkpoint, keep=job.spec.save_total_limit)
-        self.write_status(job, elapsed_s)
-        yield CheckpointSaved(job.spec.name, job.step)
+        self.files.make_way(job)
+        export = self.export_to(job.name, job.step)
+        if export is not None:
+            self.files.start(job, FileKind.EXPORT, AdapterWork(job.name, export, best=False))
+        work = CheckpointWork(
+            job.name,
+            directory=self.run_dir.checkpoints_dir(job.name),
+            step=job.step,
+            state={**job.progress.counters(), "elapsed_s": elapsed_s, "asked_capacity": self.room.asked},
+            environment=self.environment,
+            keep=job.spec.save_total_limit,
+        )
+        self.files.start(job, FileKind.CHECKPOINT, work)
+
+    def start_adapter(self, job: LiveJob) -> bool:
+        """Starts to write the adapter of a job that has ended; False if nothing is written at all."""
+        if self.run_dir is None:
+            return False
+        directory = self.run_dir.adapter_dir(job.name)
+        self.files.start(job, FileKind.ADAPTER, AdapterWork(job.name, directory, best=True))
+        return True
 
     def note_step(self, job: LiveJob, event: StepDone) -> None:
         """Keeps a training line for metrics.jsonl; `flush` writes it."""
@@ -150,24 +175,9 @@ class RunRecorder:
                 seconds=elapsed_s,
             )
 
-    def write_adapter(self, job: LiveJob) -> str | None:
-        """Writes the job's PEFT directory and returns its path."""
-        if self.run_dir is None:
-            return None
-        directory = self.run_dir.adapter_dir(job.spec.name)
-        self.export_adapter(job, directory)
-        return str(directory)
-
     def export_adapter(self, job: LiveJob, directory: Path) -> None:
-        """Writes the job's adapter as it is now."""
-        write_adapter(
-            directory,
-            job.spec.adapter,
-            self._executor.adapter_of(job.name),
-            base_model=self._executor.facts.base_model,
-            target_names=self._executor.target_names(job.name),
-            chat_template=job.spec.chat_template,
-        )
+        """Writes the job's adapter as it is now, and waits for it."""
+        self._executor.wait(self._executor.start(AdapterWork(job.name, directory, best=False)))
 
     def write_timeline(self, timeline: TimelineRecorder) -> None:
         """Writes timeline.json for the report and for Perfetto."""

@@ -47,7 +47,8 @@ class TimelineRecorder:
 
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""
-        lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "plan": 5, "prepare": 6}
+        lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "adapter": 4, "plan": 5, "prepare": 6}
+        lanes["write"] = 7
         return trace_json([span_event(span, lanes.get(span.name, 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:

@@ -139,10 +139,13 @@ def execute_run(
         on_event(JobFailed(name, 0, Reason.of(error)))
     engine = run.engine
     engine.keep_in(directory)
-    for event in engine.events():
-        on_event(event)
-        if should_stop():
-            engine.stop()
+    try:
+        for event in engine.events():
+            on_event(event)
+            if should_stop():
+                engine.stop()
+    finally:
+        engine.finish_files()
     states = {name: job.state for name, job in engine.jobs.items()}
     return {**dict.fromkeys(run.failed, JobState.FAILED), **states}
 

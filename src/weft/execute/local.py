@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,11 +19,14 @@ from weft.backbone.out_of_memory import is_device_fault, memory_errors
 from weft.backbone.packed import PackedBatch
 from weft.data.chat.chat_template import Tokenizer
 from weft.execute.evaluate import mean_scores
+from weft.execute.file_writer import FileWriter, writing
 from weft.execute.memory import measure, release_memory, state_bytes, usable_bytes
 from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
 from weft.execute.protocol import (
+    AdapterWork,
     AddedJob,
     AnswersWork,
+    CheckpointWork,
     EvaluationWork,
     Executor,
     MicrobatchWork,
@@ -55,6 +59,8 @@ class LocalExecutor:
         self.jobs: dict[str, ExecutedJob] = {}
         self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
         self._started: dict[int, Callable[[], Any]] = {}
+        self._files = FileWriter(is_beside=backbone.works_on)
+        self._writing: dict[int, Future[None]] = {}
         self._in_flight: dict[int, MicrobatchInFlight] = {}
         """The last two microbatches, for the steps behind them."""
         self._num_started = 0
@@ -180,14 +186,25 @@ class LocalExecutor:
         self._num_started += 1
         number = self._num_started
         with _told_of_device():
-            self._started[number] = self._begin(work, number)
+            if isinstance(work, CheckpointWork | AdapterWork):
+                job, names = self.jobs[work.job], self.target_names(work.job)
+                self._writing[number] = self._files.submit(work.job, writing(work, job, self.facts.base_model, names))
+            else:
+                self._started[number] = self._begin(work, number)
         return Ticket(number)
 
     def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
         """Waits for what was started, once."""
+        if ticket.number in self._writing:
+            written: Any = self._writing.pop(ticket.number).result()
+            return written  # type: ignore[no-any-return]
         with _told_of_device():
             outcome: OutcomeT = self._started.pop(ticket.number)()
         return outcome
+
+    def is_written(self, ticket: Ticket[None]) -> bool:
+        """Whether files that were asked for are there, or could not be written."""
+        return self._writing[ticket.number].done()
 
     def try_out(self, work: MicrobatchWork) -> TrialRun:
         """Runs a microbatch with stand-ins: the same data, and adapters of the same shapes on slots of their own."""

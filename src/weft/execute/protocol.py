@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from weft.data.chat.chat_template import Tokenizer
@@ -185,6 +186,33 @@ class StateWork(Work[dict[str, "torch.Tensor"]]):
 
 
 @dataclass(frozen=True)
+class CheckpointWork(Work[None]):
+    """A checkpoint of a job at its last step boundary, written beside training; StorageError if it could not be.
+
+    The files of one job are written in the order in which they were asked for.
+    """
+
+    job: str
+    directory: Path
+    """Of the job's checkpoints."""
+    step: int
+    state: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    keep: int
+    """How many of its checkpoints are kept."""
+
+
+@dataclass(frozen=True)
+class AdapterWork(Work[None]):
+    """A job's adapter as a PEFT directory, written beside training; StorageError if it could not be."""
+
+    job: str
+    directory: Path
+    best: bool
+    """Whether the best weights are wanted, where early stopping kept any."""
+
+
+@dataclass(frozen=True)
 class TrialRun:
     """The time and memory of a microbatch that was only tried out."""
 
@@ -281,6 +309,10 @@ class Executor(Protocol):
 
     def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
         """Waits for what was started, once, and says what came of it."""
+        ...
+
+    def is_written(self, ticket: Ticket[None]) -> bool:
+        """Whether waiting for files would take no time."""
         ...
 
     def try_out(self, work: MicrobatchWork) -> TrialRun:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.method import ModuleTensors
 from weft.backbone.out_of_memory import memory_errors
 from weft.execute.optimizer import Optimizer
 from weft.kernels.device import CPU
+from weft.kernels.device_event import host_copy
 from weft.spec import JobSpec
 
 
@@ -56,10 +58,31 @@ class JobWeights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them by name, copied to the CPU."""
+        return {name: tensor.detach().to(CPU, copy=True) for name, tensor in self._named().items()}
+
+    def snapshot(self) -> Callable[[], dict[str, torch.Tensor]]:
+        """All of them as they are at this step boundary, whatever follows; what is returned waits until they are there.
+
+        A GPU copies them to pinned memory between what it has been asked for and what it will be asked for next, so
+        that neither it nor the host waits. A job without a slot does not change: what it has is its snapshot.
+        """
+        named = {name: tensor.detach() for name, tensor in self._named().items()}
+        if self.slot is None:
+            return lambda: named
+        copies = {name: host_copy(tensor) for name, tensor in named.items()}
+        return lambda: {name: copy.get() for name, copy in copies.items()}
+
+    def modules(self, flat: Mapping[str, torch.Tensor], *, best: bool) -> dict[str, ModuleTensors]:
+        """The adapter's tensors by module path, out of a snapshot: the best ones, if asked for and there, or the last.
+        """
+        groups = self.adapter.groups
+        kind = "best" if best and all(f"best_{group}" in flat for group in groups) else "params"
+        return self.adapter.split([flat[f"{kind}_{group}"] for group in groups])
+
+    def _named(self) -> dict[str, torch.Tensor]:
         named = {f"params_{group}": params for group, params in self.adapter.flat().items()}
         named |= self.optimizer.tensors()
-        named |= {f"best_{group}": params for group, params in (self.best_params or {}).items()}
-        return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+        return named | {f"best_{group}": params for group, params in (self.best_params or {}).items()}
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Goes back to what `tensors` described."""

@@ -70,3 +70,14 @@ class AsyncCopy:
         """The numbers on the host; waits for them."""
         self.moment.wait()
         return self._host
+
+
+def host_copy(tensor: torch.Tensor) -> AsyncCopy:
+    """A copy of a tensor on the host, as it is when the device gets here; where there is no pinned memory for it, the
+    host waits for the copy."""
+    if not tensor.is_cuda:
+        return AsyncCopy(tensor.clone()).begin()
+    try:
+        return AsyncCopy(tensor).begin()
+    except RuntimeError:
+        return AsyncCopy(tensor.cpu()).begin()

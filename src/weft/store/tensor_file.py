@@ -1,7 +1,7 @@
 """Safetensors files written straight from the tensors' own memory.
 
-The bytes are those that `safetensors.torch.save` would make, which holds two more copies of everything and lets no other
-Python thread run meanwhile. Hashing and writing here do: training goes on beside them.
+The bytes are those that `safetensors.torch.save` would make, which holds two more copies of everything and lets no
+other Python thread run meanwhile. Hashing and writing here do: training goes on beside them.
 """
 
 from __future__ import annotations

@@ -72,6 +72,15 @@ class SweepRun:
 
     def train(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Trains until the space or the budget is used up, or until asked to stop; then every trial is saved."""
+        try:
+            self._train(should_stop)
+        finally:
+            self.context.engine.finish_files()
+        self.ledger.write(at_once=True)
+        if self._obstacle is not None:
+            raise StorageError(f"{self._obstacle} Free some space and go on with --resume.")
+
+    def _train(self, should_stop: Callable[[], bool]) -> None:
         self.ledger.restore()
         for trial in self.trials:
             if not trial.state.is_final:
@@ -86,9 +95,6 @@ class SweepRun:
                 if should_stop():
                     is_stopped = True
                     self.context.engine.stop()
-        self.ledger.write(at_once=True)
-        if self._obstacle is not None:
-            raise StorageError(f"{self._obstacle} Free some space and go on with --resume.")
 
     def _begin(self, trial: Trial) -> None:
         """Hands a trial to the engine, unless it cannot be trained or an earlier sweep has trained it."""

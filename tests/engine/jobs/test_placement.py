@@ -65,7 +65,7 @@ def run(engine: Engine, act: Callable[[Engine, Event], None] | None = None) -> t
         events.append(event)
         for job in engine.jobs.values():
             has_seat = engine.executor.jobs[job.name].weights.slot is not None
-            assert has_seat == engine._places.has_place(job) == (job.state is JobState.RUNNING), job.name
+            assert has_seat == engine._places.has_place(job) == job.is_running, job.name
         if act is not None:
             act(engine, event)
 

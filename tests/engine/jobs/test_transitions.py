@@ -40,7 +40,7 @@ def test_job_when_it_waits_for_the_same_thing_again_then_its_owner_hears_it_once
     job, transitions = engine.jobs["a"], engine._lifecycle.transitions
     assert transitions.tell_waiting(job, REASON) == [JobWaiting("a", 0, REASON)]
     assert transitions.tell_waiting(job, REASON) == []
-    assert list(transitions.pause(job, None)) == [JobPaused("a", 0)]
+    assert list(transitions.pause([job], None)) == [JobPaused("a", 0)]
     transitions.queue(job)
     assert job.state is JobState.QUEUED
     assert transitions.tell_waiting(job, REASON) == [JobWaiting("a", 0, REASON)]

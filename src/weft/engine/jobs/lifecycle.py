@@ -56,7 +56,12 @@ class Lifecycle:
     def running(self) -> list[LiveJob]:
         """The jobs that train."""
         # A copy at once: other threads may submit while we look.
-        return [job for job in list(self.jobs.values()) if job.state is JobState.RUNNING]
+        return [job for job in list(self.jobs.values()) if job.is_running]
+
+    def unsettled(self) -> list[LiveJob]:
+        """The jobs for which something is left to do after their last step."""
+        jobs = list(self.jobs.values())
+        return [job for job in jobs if job.state is JobState.RUNNING and not job.is_settled]
 
     def running_next(self) -> list[LiveJob]:
         """The jobs that train next: all that are not held, or one alone while it is to be found out which cannot."""
@@ -75,12 +80,12 @@ class Lifecycle:
             return self.blame(job, error)
 
     def _obey(self, command: Command, job: LiveJob) -> Iterator[Event]:
-        if job.state.is_final:
+        if not job.is_alive:
             return
         if command.action == "cancel":
             yield from self.transitions.cancel(job)
         elif command.action == "pause" and job.state is not JobState.PAUSED:
-            yield from self.transitions.pause(job, None)
+            yield from self.transitions.pause([job], None)
         elif command.action == "resume" and job.state is JobState.PAUSED:
             self.transitions.queue(job)
 

@@ -37,6 +37,8 @@ class JobStatus:
     """It has had a seat in this engine, so its state is the one in memory."""
     has_heard: bool = False
     """Its owner has been told that it waits."""
+    is_closing: bool = False
+    """It has done all its steps and given up its place; what is left is that its files are written."""
 
 
 @dataclass
@@ -48,7 +50,9 @@ class SettledSteps:
     evaluated: int = 0
     saved: int = 0
     saved_s: float = 0.0
-    """When the checkpoint was written, or the job started here: seconds of this process."""
+    """When the checkpoint was begun, or the job started here: seconds of this process."""
+    owes_checkpoint: bool = False
+    """One that was due could not be written."""
     untold: EvalResult | None = None
     """The evaluation after the last step, if it was done together with others."""
 
@@ -116,6 +120,16 @@ class LiveJob:
         return self.progress.best_eval
 
     @property
+    def is_running(self) -> bool:
+        """It trains, or is about to: it has not ended, and waits neither for a place nor for its files."""
+        return self.state is JobState.RUNNING and not self.status.is_closing
+
+    @property
+    def is_alive(self) -> bool:
+        """It may still be trained."""
+        return not (self.state.is_final or self.status.is_closing)
+
+    @property
     def is_settled(self) -> bool:
         """Everything is done that belongs after its last step."""
         return self.settled.last == self.step
@@ -142,6 +156,8 @@ class LiveJob:
 
     def is_save_due(self, own_s: float) -> bool:
         """A checkpoint belongs after the last step and is not written yet; this process has run for `own_s`."""
+        if self.settled.owes_checkpoint:
+            return True
         minutes = self.spec.save_minutes
         is_old = minutes > 0 and own_s - self.settled.saved_s >= 60 * minutes
         is_due = is_old or self.step % self.spec.save_steps == 0 or self.progress.is_complete

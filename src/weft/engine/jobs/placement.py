@@ -89,7 +89,7 @@ class Placement:
 
     def decide(self, capacity: int) -> Admission:
         """Who gets a place and who gives one up."""
-        waiting, running = self.waiting(), self._in_state(JobState.RUNNING)
+        waiting, running = self.waiting(), [job for job in list(self._jobs.values()) if job.is_running]
         arrivals = {name: place for place, name in enumerate(list(self._jobs))}
 
         def applicants(jobs: Sequence[LiveJob]) -> list[Applicant]:

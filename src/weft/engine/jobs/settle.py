@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weft.engine.events import EvalDone, Event
+from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning
+from weft.engine.job_files import FileKind, JobFile
 from weft.engine.jobs.lifecycle import Lifecycle
 from weft.engine.jobs.live_job import EvalResult, LiveJob
 from weft.engine.program_run import ProgramRun
 from weft.errors import StorageError
 from weft.execute.protocol import EvaluationWork, ReplicaFaultError, ReplicaMemoryError
-from weft.job_state import Reason
+from weft.job_state import JobState, Reason
 
 
 class Settlement:
@@ -26,7 +27,8 @@ class Settlement:
     def settle(self, job: LiveJob, program: ProgramRun | None) -> Iterator[Event]:
         """Does what the last step left to do: metrics, evaluation, checkpoint, and the end of the job.
 
-        A disk that is full pauses the job; once resumed, it goes on with what was not done.
+        Files are only begun here; `receive` tells what became of them. A disk that is full pauses the job; once
+        resumed, it goes on with what was not done.
         """
         if job.progress.diverged:
             yield from self._transitions.fail(job, job.progress.diverged)
@@ -36,22 +38,24 @@ class Settlement:
         own_s = self._timeline.own_s()
         try:
             self._keeper.flush(job)
-            if program is not None and (job.is_eval_due() or job.is_save_due(own_s)):
-                program.wait()
             if job.is_eval_due():
+                if program is not None:
+                    program.wait()
                 yield self._evaluate(job)
                 self._keeper.flush(job)
+            is_complete = job.progress.is_complete
+            if is_complete:
+                self._transitions.close(job)
             if job.is_save_due(own_s):
-                with self._timeline.span("checkpoint", jobs={job.name: 0}):
-                    saved = list(self._keeper.save(job, self._timeline.now()))
-                job.settled.saved, job.settled.saved_s = job.step, self._timeline.own_s()
-                yield from saved
-            if job.progress.is_complete:
+                self._start_checkpoint(job)
+                yield from self.receive()
+            if is_complete and job.status.is_closing:
                 yield from self._finish(job)
-            job.settled.last = job.step
+            elif job.is_running:
+                job.settled.last = job.step
         except StorageError as error:
             # The weights in memory are good; what cannot go on is writing. The neighbours may write elsewhere.
-            yield from list(self._transitions.pause(job, Reason.of(error), save=False))
+            yield from self._could_not_write(job, error)
         except ReplicaMemoryError:
             has_room = False
         except ReplicaFaultError:
@@ -63,6 +67,63 @@ class Settlement:
         if not has_room:
             # The job is not settled, so the evaluation is tried again.
             yield from self._jobs.make_room([job.name])
+
+    def receive(self, *, wait: bool = False) -> list[Event]:
+        """Does what follows from what has been written by now; with `wait` also from the oldest that is under way.
+
+        All of it, so that a reader who leaves does not leave half of it behind.
+        """
+        events: list[Event] = []
+        for file in self._keeper.files.wait_for_one() if wait else self._keeper.files.ended():
+            self._timeline.add("write", file.ended_s - file.started_s, file.ended_s, jobs={file.job.name: 0})
+            events += self._received(file)
+        return events
+
+    def _received(self, file: JobFile) -> list[Event]:
+        job, error = file.job, file.error
+        if file.kind is FileKind.EXPORT:
+            said = f"there is no adapter of step {file.step}: {error}"
+            return [] if error is None else [JobWarning((job.name,), said)]
+        if job.state is not JobState.RUNNING:
+            # Paused in the meantime, and saved at a later step.
+            return []
+        try:
+            if error is not None:
+                raise error
+            if file.kind is FileKind.ADAPTER:
+                self._executor.use_best(job.name)
+                return self._transitions.succeed(job, str(file.directory))
+            self._keeper.write_status(job, self._timeline.now())
+            return [CheckpointSaved(job.name, file.step)]
+        except StorageError as failure:
+            job.settled.owes_checkpoint = file.kind is FileKind.CHECKPOINT
+            return self._could_not_write(job, failure)
+        except ReplicaFaultError:
+            raise
+        except Exception as failure:
+            return self._jobs.blame(job, failure)
+
+    def _could_not_write(self, job: LiveJob, error: StorageError) -> list[Event]:
+        job.settled.last = -1
+        return self._transitions.pause([job], Reason.of(error), save=False)
+
+    def _start_checkpoint(self, job: LiveJob) -> None:
+        """Begins a checkpoint; on a CPU it is there when this returns."""
+        with self._timeline.span("checkpoint", jobs={job.name: 0}):
+            self._keeper.start_checkpoint(job, self._timeline.now())
+        settled = job.settled
+        settled.saved, settled.saved_s, settled.owes_checkpoint = job.step, self._timeline.own_s(), False
+
+    def _finish(self, job: LiveJob) -> Iterator[Event]:
+        """Begins to write the adapter of a job that has done all its steps; it ends once that is there."""
+        with self._timeline.span("adapter", jobs={job.name: 0}):
+            is_kept = self._keeper.start_adapter(job)
+        job.settled.last = job.step
+        if is_kept:
+            yield from self.receive()
+        else:
+            self._executor.use_best(job.name)
+            yield from self._transitions.succeed(job, None)
 
     def _evaluate(self, job: LiveJob) -> Event:
         """The evaluation of one job; all others that are due by now are done with it and told when it is their turn."""
@@ -114,10 +175,3 @@ class Settlement:
         whole_s, total = self._timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
         for job, means in zip(jobs, found, strict=True):
             job.settled.untold = EvalResult(job.step, means, whole_s * tokens[job.name] / total)
-
-    def _finish(self, job: LiveJob) -> list[Event]:
-        self._executor.use_best(job.name)
-        adapter_dir = self._keeper.write_adapter(job)
-        events = self._transitions.succeed(job, adapter_dir)
-        job.settled.last = job.step
-        return events

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.engine.events import (
+    CheckpointSaved,
     Event,
     JobCancelled,
     JobFailed,
@@ -17,6 +18,7 @@ from weft.engine.events import (
     JobWaiting,
     JobWarning,
 )
+from weft.engine.job_files import FileKind
 from weft.engine.jobs.live_job import LiveJob, SettledSteps
 from weft.engine.jobs.placement import Placement
 from weft.engine.program_run import rewind
@@ -81,20 +83,39 @@ class JobTransitions:
             job.settled.last = -1
         return [JobStarted(job.name, job.step, job.num_steps)]
 
-    def pause(self, job: LiveJob, reason: Reason | None, *, save: bool = True) -> Iterator[Event]:
-        """A job stays at its last step boundary, saved unless told otherwise, with its place free for others."""
-        self._set(job, JobState.PAUSED, reason)
-        rewind(self._executor, job)
-        try:
+    def close(self, job: LiveJob) -> None:
+        """A job that has done all its steps gives its place up; it ends once its files are written."""
+        self._places.take(job)
+        job.status = replace(job.status, is_closing=True)
+
+    def pause(self, jobs: Sequence[LiveJob], reason: Reason | None, *, save: bool = True) -> list[Event]:
+        """Jobs stay at their last step boundary, saved unless told otherwise, with their places free for others."""
+        for job in jobs:
+            self._set(job, JobState.PAUSED, reason)
+            rewind(self._executor, job)
             # Before its first start, what is in memory is not the job's state; that may be on disk.
             if save and job.status.has_started:
-                yield from self._keeper.save(job, self._timeline.now())
+                self._keeper.start_checkpoint(job, self._timeline.now())
                 job.settled.saved_s = self._timeline.own_s()
+        return [event for job in jobs for event in self._wait_paused(job)]
+
+    def _wait_paused(self, job: LiveJob) -> list[Event]:
+        """Waits until a paused job is saved, and records that it is paused."""
+        saved, error = self._saved(job)
+        try:
+            if error is not None:
+                raise error
             self._keeper.write_status(job, self._timeline.now())
-        except StorageError as error:
-            self._set(job, JobState.PAUSED, Reason.of(error))
+        except StorageError as failure:
+            self._set(job, JobState.PAUSED, Reason.of(failure))
         self._places.take(job)
-        yield JobPaused(job.name, job.step, job.reason)
+        return [*saved, JobPaused(job.name, job.step, job.reason)]
+
+    def _saved(self, job: LiveJob) -> tuple[list[Event], Exception | None]:
+        """Waits for a job's files; what was saved, and why the last checkpoint was not."""
+        files = [file for file in self._keeper.files.finish(job) if file.kind is FileKind.CHECKPOINT]
+        saved: list[Event] = [CheckpointSaved(job.name, file.step) for file in files if file.error is None]
+        return saved, files[-1].error if files else None
 
     def pause_unrecorded(self, job: LiveJob, error: StorageError) -> list[Event]:
         """A job without a place waits to be resumed, because nothing can be written about it now."""
@@ -110,7 +131,10 @@ class JobTransitions:
         try:
             self._keeper.flush(job)
             if not job.is_eval_due():
-                saved = list(self._keeper.save(job, self._timeline.now()))
+                self._keeper.start_checkpoint(job, self._timeline.now())
+                saved, error = self._saved(job)
+                if error is not None:
+                    raise error
             self._keeper.write_status(job, self._timeline.now())
         except StorageError as error:
             return [JobWarning((job.name,), f"its steps since the last checkpoint are in memory only: {error}")]
@@ -132,6 +156,8 @@ class JobTransitions:
 
     def _end(self, job: LiveJob, state: JobState, reason: Reason | None) -> list[Event]:
         """The job's slot becomes free for others; what cannot be written about that is only a warning."""
+        # Whoever hears of the end may remove the job's files.
+        self._keeper.files.finish(job)
         self._places.take(job)
         self._set(job, state, reason)
         try:
@@ -143,4 +169,4 @@ class JobTransitions:
 
     def _set(self, job: LiveJob, state: JobState, reason: Reason | None) -> None:
         assert not job.state.is_final, "nothing follows a final state"
-        job.status = replace(job.status, state=state, reason=reason)
+        job.status = replace(job.status, state=state, reason=reason, is_closing=False)

@@ -29,7 +29,6 @@ from weft.engine.events import (
     JobWarning,
     MicrobatchDone,
 )
-from weft.errors import StorageError
 from weft.execute.memory import USUAL_JOBS, load_within, start_capacity
 from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
 from weft.plan.pack import planner_named
@@ -71,6 +70,7 @@ class Worker:
         )
         self._work = WorkDirectory(options.data_dir, options.id, options.base_model)
         self.engine.keep_in(self._work.run)
+        self.engine.export_checkpoints(self._export_to)
         self.scheduler = PromptScheduler(backbone, capacity)
         self._server = PromptServer(self.scheduler, blobs, self._work.run.path / "adapters", options)
         self._has_work = threading.Event()
@@ -117,6 +117,7 @@ class Worker:
             raise
         finally:
             self._server.close()
+            self.engine.finish_files()
             self._work.close()
 
     def _last_events(self) -> list[Event]:
@@ -138,26 +139,21 @@ class Worker:
             return
         job = self.engine.jobs.get(event.job)
         tokens = job.num_tokens if job is not None else 0
-        export = self._export(event) if isinstance(event, CheckpointSaved) else None
+        export = self._exported(event) if isinstance(event, CheckpointSaved) else None
         is_end = isinstance(event, JobEnded)
         is_news = is_end or isinstance(event, JobStarted | JobPaused)
         self.sync.add_notice(event.job, EngineNotice(event, tokens, export), hurry=is_news)
         if is_end and job is not None:
             self.engine.forget(event.job)
 
-    def _export(self, event: CheckpointSaved) -> Path | None:
-        """Exports the adapter at a checkpoint for the file store, except while leaving, when time is short."""
-        if self._is_stopping:
-            return None
+    def _export_to(self, job: str, step: int) -> Path | None:
+        """Where the adapter at a checkpoint is exported for the file store; nowhere while leaving: time is short."""
+        return None if self._is_stopping else self._work.run.job_dir(job) / f"export-{step}"
+
+    def _exported(self, event: CheckpointSaved) -> Path | None:
+        """The adapter that was exported at a checkpoint; without it nobody can prompt that, but it is safe."""
         directory = self._work.run.job_dir(event.job) / f"export-{event.step}"
-        try:
-            self.engine.export_adapter(event.job, directory)
-        except Exception as error:
-            # The checkpoint itself is safe, but nobody can prompt it.
-            bug = None if isinstance(error, StorageError) else error
-            LOG.warning("no adapter of step %d of %s: %s", event.step, event.job, error, exc_info=bug)
-            return None
-        return directory
+        return directory if directory.is_dir() else None
 
     def _after(self, event: Event) -> None:
         """After each event, gives prompts their turn, checks the database thread and passes a stop on."""

@@ -1,0 +1,100 @@
+"""The files that are being written of jobs while training goes on, and what became of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from weft.engine.jobs.live_job import LiveJob
+from weft.execute.protocol import AdapterWork, CheckpointWork, Executor, ReplicaFaultError, Ticket
+
+MAX_UNDER_WAY = 4
+"""Jobs that have a snapshot at the same time; each takes three quarters of what its job takes of a GPU's memory."""
+
+
+class FileKind(Enum):
+    """What is written."""
+
+    CHECKPOINT = "checkpoint"
+    EXPORT = "export"
+    """The adapter as it is at a checkpoint."""
+    ADAPTER = "adapter"
+    """The adapter at the end."""
+
+
+@dataclass
+class JobFile:
+    """Something that is being written, or has been."""
+
+    job: LiveJob
+    kind: FileKind
+    step: int
+    directory: Path
+    ticket: Ticket[None]
+    started_s: float
+    """By `time.perf_counter`, like its end."""
+    ended_s: float = 0.0
+    error: Exception | None = None
+    """Why it could not be written."""
+
+
+class JobFiles:
+    """Those of all jobs, in the order in which they were asked for."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._under_way: list[JobFile] = []
+        self._ended: list[JobFile] = []
+        """Nobody has heard of these yet."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether anything is under way, or has ended and nobody has heard of it."""
+        return bool(self._under_way or self._ended)
+
+    def start(self, job: LiveJob, kind: FileKind, work: CheckpointWork | AdapterWork) -> None:
+        """Starts to write something of a job as it is now."""
+        ticket = self._executor.start(work)
+        self._under_way.append(JobFile(job, kind, job.step, work.directory, ticket, time.perf_counter()))
+
+    def make_way(self, job: LiveJob) -> None:
+        """Waits until nothing of a job is under way, and little of others."""
+        self._wait([file for file in self._under_way if file.job is job])
+        while len({file.job.name for file in self._under_way}) >= MAX_UNDER_WAY:
+            self._wait(self._under_way[:1])
+
+    def ended(self) -> list[JobFile]:
+        """Takes those that have ended, without waiting."""
+        self._wait([file for file in self._under_way if self._executor.is_written(file.ticket)])
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait_for_one(self) -> list[JobFile]:
+        """Waits for the oldest; takes what has ended by then."""
+        self._wait(self._under_way[:1])
+        return self.ended()
+
+    def finish(self, job: LiveJob) -> list[JobFile]:
+        """Waits for all that is under way of a job; takes what has ended of it."""
+        self._wait([file for file in self._under_way if file.job is job])
+        found = [file for file in self._ended if file.job is job]
+        self._ended = [file for file in self._ended if file.job is not job]
+        return found
+
+    def finish_all(self) -> None:
+        """Waits for all that is under way; `ended` still tells of it."""
+        self._wait(list(self._under_way))
+
+    def _wait(self, files: list[JobFile]) -> None:
+        for file in files:
+            self._under_way.remove(file)
+            try:
+                self._executor.wait(file.ticket)
+            except ReplicaFaultError:
+                raise
+            except Exception as error:  # whatever it is, it is this job's alone
+                file.error = error
+            file.ended_s = time.perf_counter()
+            self._ended.append(file)

@@ -1,0 +1,186 @@
+"""On a device that works on, files are written beside training; nobody waits for the disk, and nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_storage_faults import NAMES, files, start
+from tiny_models import job_spec, random_backbone, random_data
+
+from weft import faults
+from weft.backbone.backbone import Backbone
+from weft.engine.engine import Engine
+from weft.engine.events import CheckpointSaved, Event, JobFailed, JobPaused, JobStarted, JobSucceeded, StepDone
+from weft.execute import file_writer
+from weft.store.checkpoint import latest_checkpoint, load_checkpoint
+from weft.store.run_dir import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def _works_on(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(Backbone, "works_on", True)
+    yield
+    faults.disarm()
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return random_backbone("llama_odd")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(backbone, tmp_path_factory) -> tuple[dict[str, Any], int]:
+    """The files of each job where everything is written at once, and the moments at which a disk could fill."""
+    path = tmp_path_factory.mktemp("beside") / "run"
+    with RunDirectory.open(path, resume=False) as directory, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Backbone, "works_on", False)
+        faults.arm(faults.FaultPlan("enospc", 10**6))
+        start(backbone, directory).run()
+    return {name: files(path, name) for name in NAMES}, faults.hits()
+
+
+class Door:
+    """Holds up the writing of checkpoints or adapters until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.is_open = threading.Event()
+        self.calls: list[Path] = []
+        write = getattr(file_writer, name)
+
+        def held(directory: Path, *args: Any, **options: Any) -> Any:
+            self.calls.append(directory)
+            assert self.is_open.wait(60)
+            return write(directory, *args, **options)
+
+        monkeypatch.setattr(file_writer, name, held)
+
+
+def test_run_when_files_are_written_beside_it_then_they_are_the_same_files(backbone, undisturbed, tmp_path):
+    """What is written is what was there at the step boundary, whatever training did in the meantime."""
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        jobs = start(backbone, directory).run()
+    assert {str(job.state) for job in jobs.values()} == {"succeeded"}
+    for name in NAMES:
+        assert files(tmp_path / "run", name) == undisturbed[0][name]
+
+
+def test_training_when_a_checkpoint_takes_long_then_goes_on_and_the_checkpoint_holds_its_own_step(
+    backbone, tmp_path, monkeypatch
+):
+    """Until the job's next one is due: there is at most one snapshot of a job."""
+    door = Door(monkeypatch, "save_checkpoint")
+    spec = job_spec("a", max_steps=9, save_steps=4, save_total_limit=3)
+    told: list[Event] = []
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = Engine(backbone, capacity=48)
+        engine.keep_in(directory)
+        engine.submit(spec, random_data(2, num_samples=5))
+        at_step: dict[int, dict[str, Any]] = {}
+        for event in engine.events():
+            told.append(event)
+            if isinstance(event, StepDone):
+                at_step[event.step] = engine.adapter_of("a")
+            if isinstance(event, StepDone) and event.step == 7:
+                assert len(door.calls) == 1
+                assert not [e for e in told if isinstance(e, CheckpointSaved)]
+                door.is_open.set()
+    assert [e.step for e in told if isinstance(e, CheckpointSaved)] == [4, 8, 9]
+    kinds = [(type(e), e.step) for e in told if isinstance(e, StepDone | CheckpointSaved | JobSucceeded)]
+    assert kinds.index((CheckpointSaved, 4)) > kinds.index((StepDone, 7))
+    for step in (4, 8):
+        saved = load_checkpoint(tmp_path / "run/a/checkpoints" / f"step-{step:08d}").tensors["params_a"]
+        assert torch.equal(saved, torch.cat([a.reshape(-1) for a, _ in at_step[step].values()]))
+
+
+def test_job_when_it_has_ended_then_the_next_gets_its_place_before_its_files_are_written(
+    backbone, tmp_path, monkeypatch
+):
+    """It has succeeded only when they are."""
+    door = Door(monkeypatch, "write_adapter")
+    told: list[Event] = []
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = Engine(backbone, capacity=48, max_jobs=1)
+        engine.keep_in(directory)
+        for seed, name in enumerate(("a", "b")):
+            engine.submit(job_spec(name, max_steps=3), random_data(seed, num_samples=5))
+        for event in engine.events():
+            told.append(event)
+            if isinstance(event, JobStarted) and event.job == "b":
+                assert engine.jobs["a"].state == "running"
+                engine.cancel("a")  # comes too late
+                engine.pause("a")
+            if isinstance(event, StepDone) and event.job == "b" and event.step == 2:
+                door.is_open.set()
+    assert [e.job for e in told if isinstance(e, JobSucceeded)] == ["a", "b"]
+    assert {str(job.state) for job in engine.jobs.values()} == {"succeeded"}
+
+
+def test_reader_when_it_leaves_after_any_event_then_every_job_still_ends(backbone, undisturbed, tmp_path):
+    """Also between the last checkpoint and the adapter."""
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = start(backbone, directory)
+        while any(not job.state.is_final for job in engine.jobs.values()):
+            for _ in engine.events():
+                break
+    for name in NAMES:
+        assert files(tmp_path / "run", name) == undisturbed[0][name]
+
+
+def test_stop_when_files_are_under_way_then_every_job_is_saved_where_it_stands(backbone, tmp_path):
+    """The directory can be left at once: nothing is written after the last event."""
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = start(backbone, directory)
+        for event in engine.events():
+            if isinstance(event, StepDone) and event.step == 2:
+                engine.stop()
+        for name, job in engine.jobs.items():
+            checkpoint, rejected = latest_checkpoint(directory.checkpoints_dir(name))
+            assert checkpoint is not None
+            assert (checkpoint.step, rejected) == (job.step, [])
+            assert directory.read_status(name)["state"] == str(job.state) == "paused"
+
+
+def test_job_when_something_unexpected_is_raised_while_it_is_written_then_it_fails_alone(
+    backbone, undisturbed, tmp_path, monkeypatch
+):
+    """Whatever one job raises is that job's alone, in whichever thread."""
+    write = file_writer.save_checkpoint
+
+    def broken(directory: Path, *args: Any, **options: Any) -> Any:
+        if directory.parent.name == "evals":
+            raise ValueError("no such thing")
+        return write(directory, *args, **options)
+
+    monkeypatch.setattr(file_writer, "save_checkpoint", broken)
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = start(backbone, directory)
+        (failed,) = [event for event in engine.events() if isinstance(event, JobFailed)]
+    assert failed.job == "evals"
+    assert files(tmp_path / "run", "saves") == undisturbed[0]["saves"]
+
+
+@pytest.mark.faults
+def test_jobs_when_the_disk_fills_while_they_train_on_then_all_end_with_the_undisturbed_files(
+    backbone, undisturbed, tmp_path
+):
+    """Every thirteenth moment; a job that waits for room goes on from where it stands."""
+    expected, moments = undisturbed
+    for moment in range(5, moments, 13):
+        with RunDirectory.open(tmp_path / str(moment), resume=False) as directory:
+            engine = start(backbone, directory)
+            faults.arm(faults.FaultPlan("enospc", moment))
+            paused = [event for event in engine.events() if isinstance(event, JobPaused)]
+            faults.disarm()
+            assert len({event.job for event in paused}) <= 1, moment
+            for name, job in engine.jobs.items():
+                if job.state == "paused":
+                    engine.resume(name)
+            engine.run()
+        for name in NAMES:
+            assert str(engine.jobs[name].state) == "succeeded", moment
+            assert files(tmp_path / str(moment), name) == expected[name], moment
