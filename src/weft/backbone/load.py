@@ -160,18 +160,27 @@ def load_plain_model(spec: BackboneSpec) -> Any:
 
 
 def _read_model(spec: BackboneSpec, *, packed: bool = False) -> Any:
-    """The transformers model of a directory or a Hub name, on the CPU; `packed`: to run on packed samples."""
+    """The transformers model of a directory or a Hub name, on a GPU where it can go there at once, or on the CPU.
+
+    `packed`: to run on packed samples.
+    """
     from transformers import AutoModelForCausalLM
 
     source = find_source(spec.base_model)
     config = _read_config(source)
     if source.gguf_file is None and os.path.isdir(source.path):
         check_weight_files(Path(source.path))
-    options = {"attn_implementation": own_attention.attention_to_load(config.model_type)} if packed else {}
+    options: dict[str, Any] = (
+        {"attn_implementation": own_attention.attention_to_load(config.model_type)} if packed else {}
+    )
+    device = choose_device(spec)
+    if is_gpu(device) and spec.quantize == "none" and importlib.util.find_spec("accelerate"):
+        # Straight from the files, several at once, with no second copy on the way.
+        options["device_map"] = {"": device}
     with _quiet(), _readable(source, f"the {config.model_type} model cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
-            dtype=choose_dtype(spec, choose_device(spec)),
+            dtype=choose_dtype(spec, device),
             use_safetensors=None if source.gguf_file else True,
             # Found below, with their names; transformers would only point to a report.
             ignore_mismatched_sizes=True,

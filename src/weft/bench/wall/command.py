@@ -40,8 +40,14 @@ class WallTime:
 
 def caches(folder: Path) -> dict[str, str]:
     """Variables that let a process keep what it may keep in a folder of its own: a new machine, if that is empty."""
-    places = {"XDG_CACHE_HOME": folder, "TRITON_CACHE_DIR": folder / "triton", PLACE_VARIABLE: folder / "data"}
-    return {name: str(place) for name, place in places.items()}
+    # Python's own, too: where nobody may write beside the libraries, it would compile them at every start.
+    return {
+        "XDG_CACHE_HOME": str(folder),
+        PLACE_VARIABLE: str(folder / "data"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "PYTHONPYCACHEPREFIX": str(folder / "python"),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 def timed(command: Sequence[str], variables: Mapping[str, str], log: Path) -> float:

@@ -31,8 +31,6 @@ class WallJobs:
 
     num_jobs: int
     num_steps: int
-    batch: int = 16
-    """Samples of a global batch."""
     settings: Mapping[str, Any] | None = None
     """Settings of every job besides."""
 
@@ -43,7 +41,6 @@ class WallJobs:
                 "name": f"job{number}",
                 "data": str(data),
                 "max_steps": self.num_steps,
-                "global_batch_size": self.batch,
                 "learning_rate": FIRST_RATE * (1 + number),
                 "adapter": {"r": (8, 16, 32)[number % 3]},
                 **(self.settings or {}),

@@ -34,6 +34,8 @@ from weft.data.prepared.digests import SETTLED_S
 from weft.errors import ConfigError, WeftError
 
 Say = Callable[[str], None]
+EVAL_ROWS = 64
+"""Rows held out of each job's data, evaluated at its end, or as often as a case says."""
 WRITING = ("checkpoint", "adapter")
 """Spans in which training waits for files."""
 
@@ -49,9 +51,9 @@ class WallCase:
 
 PREPARE = "prepare"
 CASES = {
-    "tiny": WallCase("tinyllama-1.1b", WallJobs(6, 40)),
-    "8b": WallCase("llama-3.1-8b", WallJobs(8, 20)),
-    "share": WallCase("tinyllama-1.1b", WallJobs(8, 200, settings={"eval_steps": 50, "save_steps": 25})),
+    "tiny": WallCase("tinyllama-1.1b", WallJobs(6, 40, {"eval_data": EVAL_ROWS})),
+    "8b": WallCase("llama-3.1-8b", WallJobs(8, 20, {"eval_data": EVAL_ROWS})),
+    "share": WallCase("tinyllama-1.1b", WallJobs(8, 200, {"eval_data": EVAL_ROWS, "eval_steps": 50, "save_steps": 25})),
     "cpu": WallCase("tiny", WallJobs(2, 4), needs_gpu=False),
 }
 
