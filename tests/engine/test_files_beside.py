@@ -184,3 +184,24 @@ def test_jobs_when_the_disk_fills_while_they_train_on_then_all_end_with_the_undi
         for name in NAMES:
             assert str(engine.jobs[name].state) == "succeeded", moment
             assert files(tmp_path / str(moment), name) == expected[name], moment
+
+
+def test_snapshots_when_there_is_room_for_one_then_the_next_job_waits_until_it_is_written(
+    backbone, undisturbed, tmp_path
+):
+    """A slow disk does not fill the machine's memory."""
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = start(backbone, directory)
+        job_files = engine._keeper.files
+        job_files._room_bytes = 0
+        begin, most = job_files.start, []
+
+        def counted(job: Any, *args: Any) -> None:
+            begin(job, *args)
+            most.append(len({file.job.name for file in job_files._under_way}))
+
+        job_files.start = counted  # type: ignore[method-assign]
+        engine.run()
+    assert max(most) == 1
+    for name in NAMES:
+        assert files(tmp_path / "run", name) == undisturbed[0][name]

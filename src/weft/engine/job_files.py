@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from enum import Enum
@@ -10,8 +11,10 @@ from pathlib import Path
 from weft.engine.jobs.live_job import LiveJob
 from weft.execute.protocol import AdapterWork, CheckpointWork, Executor, ReplicaFaultError, Ticket
 
-MAX_UNDER_WAY = 4
-"""Jobs that have a snapshot at the same time; each takes three quarters of what its job takes of a GPU's memory."""
+SNAPSHOT_SHARE = 8
+"""All snapshots together take at most one part in so many of the machine's memory, unless one alone takes more."""
+SNAPSHOT_NUMBERS = 4
+"""fp32 numbers per trainable parameter: the weight, AdamW's two moments, and the best weight where one is kept."""
 
 
 class FileKind(Enum):
@@ -45,6 +48,7 @@ class JobFiles:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._room_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SNAPSHOT_SHARE
         self._under_way: list[JobFile] = []
         self._ended: list[JobFile] = []
         """Nobody has heard of these yet."""
@@ -60,9 +64,10 @@ class JobFiles:
         self._under_way.append(JobFile(job, kind, job.step, work.directory, ticket, time.perf_counter()))
 
     def make_way(self, job: LiveJob) -> None:
-        """Waits until nothing of a job is under way, and little of others."""
+        """Waits until nothing of a job is under way, and no more of others than leaves room for its snapshot."""
         self._wait([file for file in self._under_way if file.job is job])
-        while len({file.job.name for file in self._under_way}) >= MAX_UNDER_WAY:
+        room = self._room_bytes - _snapshot_bytes(job)
+        while self._under_way and sum(_snapshot_bytes(file.job) for file in self._under_way) > room:
             self._wait(self._under_way[:1])
 
     def ended(self) -> list[JobFile]:
@@ -98,3 +103,7 @@ class JobFiles:
                 file.error = error
             file.ended_s = time.perf_counter()
             self._ended.append(file)
+
+
+def _snapshot_bytes(job: LiveJob) -> int:
+    return 4 * SNAPSHOT_NUMBERS * job.num_parameters

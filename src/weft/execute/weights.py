@@ -73,7 +73,7 @@ class JobWeights:
         return lambda: {name: copy.get() for name, copy in copies.items()}
 
     def modules(self, flat: Mapping[str, torch.Tensor], *, best: bool) -> dict[str, ModuleTensors]:
-        """The adapter's tensors by module path, out of a snapshot: the best ones, if asked for and kept, or the last."""
+        """The adapter's tensors by module path, out of a snapshot: the best, if asked for and kept, or the last."""
         groups = self.adapter.groups
         kind = "best" if best and all(f"best_{group}" in flat for group in groups) else "params"
         return self.adapter.split([flat[f"{kind}_{group}"] for group in groups])

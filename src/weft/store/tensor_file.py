@@ -60,4 +60,4 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     """A tensor's numbers as they lie in memory."""
     assert tensor.device.type == "cpu", "files are written from the CPU's memory"
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
