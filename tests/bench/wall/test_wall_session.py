@@ -30,7 +30,7 @@ def test_time_train_when_a_run_ends_then_its_phases_lie_within_the_wall_clock(tm
     shape = dataclasses.replace(find_shape("tiny"), vocabulary=300)  # a byte each, and a few marks
     write_model(tmp_path / "model", shape, torch.device("cpu"))
     write_problems(tmp_path / "rows.jsonl", 30)
-    jobs = WallJobs(2, 2, batch=2, settings={"save_steps": 1})
+    jobs = WallJobs(2, 2, settings={"save_steps": 1})
     write_jobs(tmp_path / "jobs.yaml", tmp_path / "model", jobs, tmp_path / "rows.jsonl")
     assert [job.adapter.r for job in load_run(tmp_path / "jobs.yaml").jobs] == [8, 16]
     found = time_train(tmp_path / "jobs.yaml", tmp_path / "run", {})
@@ -65,7 +65,7 @@ def test_figures_when_training_waits_for_files_then_the_shares_say_so():
 def test_jobs_file_then_everything_but_the_search_is_left_to_the_defaults(tmp_path: Path):
     write_jobs(tmp_path / "jobs.yaml", "tiny", WallJobs(1, 3), tmp_path / "rows.jsonl")
     (job,) = json.loads((tmp_path / "jobs.yaml").read_text())["jobs"]
-    assert set(job) == {"name", "data", "max_steps", "global_batch_size", "learning_rate", "adapter"}
+    assert set(job) == {"name", "data", "max_steps", "learning_rate", "adapter"}
 
 
 def test_prepare_when_rows_are_prepared_then_samples_are_counted_and_kept(tmp_path: Path):
