@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_inputs import CASES, CHAT, JOBS, VERBS, Case
+from bad_inputs import CASES, VERBS
+from input_case import CHAT, JOBS, Case
 from tiny_adapters import LEAVES, tiny_tensors
 
 from weft import faults

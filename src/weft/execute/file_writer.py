@@ -47,7 +47,7 @@ def writing(
     work: CheckpointWork | AdapterWork, job: ExecutedJob, base_model: str, target_names: list[str]
 ) -> Callable[[], None]:
     """What writes the files of a job as it is now, whatever becomes of it in the meantime."""
-    snapshot, spec = job.weights.snapshot(), job.given.spec
+    snapshot, spec = job.weights.snapshot(moments=isinstance(work, CheckpointWork)), job.given.spec
 
     def write() -> None:
         tensors = snapshot()

@@ -58,15 +58,15 @@ class JobWeights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them by name, copied to the CPU."""
-        return {name: tensor.detach().to(CPU, copy=True) for name, tensor in self._named().items()}
+        return {name: tensor.detach().to(CPU, copy=True) for name, tensor in self._named(moments=True).items()}
 
-    def snapshot(self) -> Callable[[], dict[str, torch.Tensor]]:
-        """All of them as they are at this step boundary, whatever follows; what is returned waits until they are there.
+    def snapshot(self, *, moments: bool) -> Callable[[], dict[str, torch.Tensor]]:
+        """All of them, or all but the optimizer's, as they are at this step boundary; what is returned waits for them.
 
         A GPU copies them to pinned memory between what it has been asked for and what it will be asked for next, so
         that neither it nor the host waits. A job without a slot does not change: what it has is its snapshot.
         """
-        named = {name: tensor.detach() for name, tensor in self._named().items()}
+        named = {name: tensor.detach() for name, tensor in self._named(moments=moments).items()}
         if self.slot is None:
             return lambda: named
         copies = {name: host_copy(tensor) for name, tensor in named.items()}
@@ -78,9 +78,9 @@ class JobWeights:
         kind = "best" if best and all(f"best_{group}" in flat for group in groups) else "params"
         return self.adapter.split([flat[f"{kind}_{group}"] for group in groups])
 
-    def _named(self) -> dict[str, torch.Tensor]:
+    def _named(self, *, moments: bool) -> dict[str, torch.Tensor]:
         named = {f"params_{group}": params for group, params in self.adapter.flat().items()}
-        named |= self.optimizer.tensors()
+        named |= self.optimizer.tensors() if moments else {}
         return named | {f"best_{group}": params for group, params in (self.best_params or {}).items()}
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
