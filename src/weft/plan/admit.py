@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from weft.errors import PlanError
 from weft.job_state import Reason, ReasonCode
@@ -87,6 +88,11 @@ class Budget:
             return None
         return max(int(self.total_bytes / (1 + self.margin)) - self.fixed_bytes, self.proven_bytes, 0)
 
+    def fits(self, num_jobs: int, num_bytes: int) -> bool:
+        """Whether so many jobs that take so many bytes together may train."""
+        usable = self.usable_bytes
+        return (self.max_jobs is None or num_jobs <= self.max_jobs) and (usable is None or num_bytes <= usable)
+
     def why_never(self, num_bytes: int) -> Reason | None:
         """The arithmetic by which a job does not even fit alone; None if it does."""
         usable = self.usable_bytes
@@ -121,29 +127,48 @@ class Admission:
     """Those that can never fit; only jobs that do not train already."""
 
 
+class Room(Protocol):
+    """Where jobs are taken in one after another: one device, or several together."""
+
+    order: list[Applicant]
+    """Those taken so far."""
+
+    def why_never(self, num_bytes: int) -> Reason | None:
+        """Why a job of so many bytes does not even fit alone; None if it does."""
+        ...
+
+    def take(self, applicant: Applicant) -> Reason | None:
+        """Takes one more in; if there is no room, the reason."""
+        ...
+
+
 @dataclass
-class _Taken:
-    """Those taken so far, and what they hold."""
+class DeviceRoom:
+    """The room on one device."""
 
     budget: Budget
     order: list[Applicant] = field(default_factory=list)
     num_bytes: int = 0
 
-    def why_not(self, applicant: Applicant) -> Reason | None:
-        """Why there is no room for one more; None if there is."""
+    def why_never(self, num_bytes: int) -> Reason | None:
+        """Why a job of so many bytes does not even fit alone; None if it does."""
+        return self.budget.why_never(num_bytes)
+
+    def take(self, applicant: Applicant) -> Reason | None:
+        """Takes one more in; if there is no room, the reason."""
+        num_bytes = self.num_bytes + applicant.num_bytes
+        if self.budget.fits(len(self.order) + 1, num_bytes):
+            self.order.append(applicant)
+            self.num_bytes = num_bytes
+            return None
         limit, usable = self.budget.max_jobs, self.budget.usable_bytes
         if limit is not None and len(self.order) >= limit:
             train = "job trains" if limit == 1 else "jobs train"
             return Reason(ReasonCode.NO_PLACE, f"waits for a place: {limit} {train}, max_jobs allows no more")
-        if usable is not None and self.num_bytes + applicant.num_bytes > usable:
-            held = f"{size(self.num_bytes)} of {size(usable)}"
-            text = f"waits for memory: it needs {size(applicant.num_bytes)}, jobs before it hold {held}"
-            return Reason(ReasonCode.NO_MEMORY_NOW, text)
-        return None
-
-    def add(self, applicant: Applicant) -> None:
-        self.order.append(applicant)
-        self.num_bytes += applicant.num_bytes
+        assert usable is not None
+        held = f"{size(self.num_bytes)} of {size(usable)}"
+        text = f"waits for memory: it needs {size(applicant.num_bytes)}, jobs before it hold {held}"
+        return Reason(ReasonCode.NO_MEMORY_NOW, text)
 
 
 def admit(
@@ -153,33 +178,42 @@ def admit(
     shares: Mapping[str, Share] | None = None,
 ) -> Admission:
     """Decides who trains from this step boundary on; tenants without a share have weight 1 and have had nothing."""
+    return admit_to(DeviceRoom(budget), waiting, running, shares)
+
+
+def admit_to(
+    room: Room,
+    waiting: Sequence[Applicant],
+    running: Sequence[Applicant],
+    shares: Mapping[str, Share] | None = None,
+) -> Admission:
+    """The same for any room, which is empty before and holds those who train afterwards."""
     _check(waiting, running, shares or {})
-    reasons = [(a, budget.why_never(a.num_bytes)) for a in sorted(waiting, key=_rank)]
+    reasons = [(a, room.why_never(a.num_bytes)) for a in sorted(waiting, key=_rank)]
     refuse = [HeldJob(a.job, reason) for a, reason in reasons if reason is not None]
     refused = {held.job for held in refuse}
     were_running = {a.job for a in running}
-    taken = _Taken(budget)
     preempt: list[HeldJob] = []
     wait: list[HeldJob] = []
     candidates = sorted((a for a in (*waiting, *running) if a.job not in refused), key=_rank)
     for _, equals in itertools.groupby(candidates, key=lambda a: a.priority):
-        for applicant, reason in _serve(list(equals), taken, shares or {}):
+        for applicant, reason in _serve(list(equals), room, shares or {}):
             if applicant.job in were_running:
-                newcomers = [a.job for a in taken.order if a.job not in were_running]
+                newcomers = [a.job for a in room.order if a.job not in were_running]
                 preempt.append(HeldJob(applicant.job, _displaced(newcomers, reason)))
             else:
                 wait.append(HeldJob(applicant.job, reason))
-    start = tuple(a.job for a in taken.order if a.job not in were_running)
-    keep = tuple(a.job for a in taken.order if a.job in were_running)
+    start = tuple(a.job for a in room.order if a.job not in were_running)
+    keep = tuple(a.job for a in room.order if a.job in were_running)
     return Admission(start, keep, tuple(preempt), tuple(wait), tuple(refuse))
 
 
-def _serve(equals: Sequence[Applicant], taken: _Taken, shares: Mapping[str, Share]) -> list[tuple[Applicant, Reason]]:
+def _serve(equals: Sequence[Applicant], room: Room, shares: Mapping[str, Share]) -> list[tuple[Applicant, Reason]]:
     """Takes jobs of one priority, tenant by tenant in turn; returns those for whom there is no room, and why."""
     lines: dict[str, list[Applicant]] = {}
     for applicant in reversed(equals):
         lines.setdefault(applicant.tenant, []).append(applicant)
-    counts = {tenant: sum(a.tenant == tenant for a in taken.order) for tenant in lines}
+    counts = {tenant: sum(a.tenant == tenant for a in room.order) for tenant in lines}
 
     def turn(tenant: str) -> tuple[float, int, str]:
         share = shares.get(tenant, Share())
@@ -192,9 +226,8 @@ def _serve(equals: Sequence[Applicant], taken: _Taken, shares: Mapping[str, Shar
         applicant = lines[tenant].pop()
         if not lines[tenant]:
             del lines[tenant]
-        reason = taken.why_not(applicant)
+        reason = room.take(applicant)
         if reason is None:
-            taken.add(applicant)
             counts[tenant] += 1
         else:
             left.append((applicant, reason))

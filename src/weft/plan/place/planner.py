@@ -1,0 +1,79 @@
+"""Places jobs over replicas at a step boundary; a pure function of what it is given, in any order.
+
+Rules, in order:
+1. Memory and seats of a replica are never exceeded; `plan.admit.Budget` says what fits together.
+2. Who trains is who admission would choose on one device: the same walk by priority, fair share and arrival, with the
+   replicas' seats and memory pooled (`pool.py`). With one replica it is `admit` itself.
+3. No replica is idle while a job waits that fits there, nor while another has two jobs of which one would gain there.
+4. Ends are level, and
+5. a job that sits somewhere moves only for a gain that is worth it (`balance.py`).
+
+Bounds on the makespan of the jobs that train, where memory and seats do not bind and no job sits anywhere (LPT):
+4/3 - 1/(3m) times the best for m alike replicas (Graham 1969), 2m/(m + 1) for unlike ones (Gonzalez, Ibarra and Sahni
+1977). Where jobs sit already, on alike replicas, each with more than `move_s` seconds left:
+
+    makespan ≤ (2 - 1/m) · (best + move_s)
+
+because step 2 of `balance.py` ends only when no job p of the last replica, which ends at L, gains on the first, which
+ends at l: L - l - p ≤ move_s; hence L ≤ W/m + (1 - 1/m) (p + move_s) with all the work W, and W/m and p are at most the
+best; step 3 gives back at most another `move_s`, and so does who is left alone on the last replica. If jobs wait, all
+of that holds for ends after `least_s`, before which nothing is levelled.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from weft.errors import PlanError
+from weft.plan.admit import Share, admit_to
+from weft.plan.place.balance import Balance
+from weft.plan.place.pool import PooledRoom
+from weft.plan.place.types import MOVE_S, Candidate, JobPlacement, Move, Replica, least_s, present_seats
+
+MAX_LEVELS = 8
+"""How often ends are levelled in one call. Once they are, there may be room for a job that waits; then the walk and all
+that follows is done again."""
+
+
+def place(
+    candidates: Sequence[Candidate],
+    replicas: Sequence[Replica],
+    shares: Mapping[str, Share] | None = None,
+    *,
+    move_s: float = MOVE_S,
+) -> JobPlacement:
+    """Decides who trains where from this step boundary on. `move_s`: seconds that a move must gain at least."""
+    _check(candidates, replicas, move_s)
+    jobs, machines = sorted(candidates, key=lambda c: c.job), sorted(replicas, key=lambda r: r.name)
+    seated = present_seats(jobs, machines)
+    applicants = [c.applicant for c in jobs]
+    waiting = [a for a in applicants if a.job not in seated]
+    running = [a for a in applicants if a.job in seated]
+    takers = [replica for replica in machines if not replica.is_draining]
+    floor_s = least_s(jobs, machines)
+    seats, balance = seated, Balance([], takers, {}, move_s)
+    for walk in itertools.count():
+        room = PooledRoom(machines, applicants, seats)
+        admission = admit_to(room, waiting, running, shares)
+        found = room.replica_of
+        # That comes to an end: a walk keeps all seats, or lets somebody in before whom nothing changed.
+        if walk and found == seats:
+            break
+        balance = Balance([c for c in jobs if c.job in found], takers, found, move_s)
+        if walk < MAX_LEVELS:
+            balance.level(floor_s)
+        balance.settle(floor_s)
+        seats = balance.replica_of
+    moves = (Move(job, seated[job], seats[job]) for job in sorted(seats) if seated.get(job, seats[job]) != seats[job])
+    return JobPlacement(admission, seats, tuple(moves), balance.makespan_s)
+
+
+def _check(candidates: Sequence[Candidate], replicas: Sequence[Replica], move_s: float) -> None:
+    if not move_s >= 0:
+        raise PlanError(f"is {move_s:g}; it must be at least 0.", where="move_s")
+    names = set()
+    for replica in replicas:
+        if replica.name in names:
+            raise PlanError("is given twice; every replica has its own name.", where=replica.name)
+        names.add(replica.name)
