@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from weft.bench.replicas import planning, simulated
 from weft.bench.steps import session
 from weft.errors import ModelError
 
@@ -58,6 +59,18 @@ def test_bench_step_when_a_run_fails_then_others_go_on_and_the_exit_says_so(weft
     assert json.loads(kept.read_text())["tiny.peft_solo_32_tok_s"] > 0
 
 
+def test_bench_replicas_when_run_then_shows_its_figures_and_keeps_them(weft, tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "REPEATS", 1)
+    monkeypatch.setattr(simulated, "trials_speedup", lambda _: 7.7)
+    kept = tmp_path / "replicas.json"
+    result = weft("bench", "replicas", "--json", kept)
+    assert result.code == 0, result
+    assert "8 GPUs, simulated" in result.out and "sim8 = 7.70x (target ≥ 7.60x, met)" in result.out
+    found = json.loads(kept.read_text())
+    assert found["sim8_jobs"] > found["sim8"] == 7.7
+    assert found["place_1000_s"] > 0
+
+
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("words", "sentence"),
@@ -73,6 +86,7 @@ def test_bench_step_when_a_run_fails_then_others_go_on_and_the_exit_says_so(weft
         ),
         (("step", "--model", "tiny", "--plot", "a.pdf"), "--plot: got a.pdf; the name must end in .svg or .png."),
         (("step", "--model", "tiny", "--json", "gone/a.json"), "--json gone/a.json: there is no directory gone."),
+        (("replicas", "--json", "gone/a.json"), "--json gone/a.json: there is no directory gone."),
         (("kernels", "--regime", "linear4"), "there is no figure 'linear4'; accepted are linear4_p0"),
     ],
 )

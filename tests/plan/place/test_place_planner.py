@@ -1,4 +1,4 @@
-"""Placements keep memory, priorities and shares; ends are level; jobs move only for a gain; nothing is left to chance."""
+"""Placements keep memory, priorities and shares; ends are level; jobs move only for a gain."""
 
 from __future__ import annotations
 

@@ -134,6 +134,15 @@ def serve(json: JsonFile = None) -> None:
     raise typer.Exit(run_parts(PARTS, TARGETS, json))
 
 
+@bench.command("replicas")
+def replicas(json: JsonFile = None) -> None:
+    """Jobs over many replicas: the time to place them, and what eight GPUs would add to one, simulated."""
+    from weft.bench.output import run_parts
+    from weft.bench.replicas.parts import PARTS, TARGETS
+
+    raise typer.Exit(run_parts(PARTS, TARGETS, json))
+
+
 @bench.command("wall")
 def wall(
     regime: Annotated[list[str] | None, typer.Option(help="tiny, 8b, share, cpu or prepare; may be repeated.")] = None,

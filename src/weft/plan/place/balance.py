@@ -116,7 +116,7 @@ class Balance:
         new = np.flatnonzero(self._home < 0)
         before = self._at.copy()
         self._add(new, -1)
-        for job in sorted(new, key=lambda job: (-self._seconds[job], job)):
+        for job in sorted(new.tolist(), key=lambda job: (-self._seconds[job], job)):
             ends = (self._load + self._seconds[job]) / self._speed
             ends[~self._has_room(self._bytes[job], 1)] = np.inf
             place = int(ends.argmin())

@@ -1,8 +1,8 @@
 """The room of many replicas together, for admission's walk: a job is taken if a replica has room for it.
 
 A job keeps its seat if it can. Others go where they fit best without taking what later jobs sit on; if there is no such
-place, where they take least of it, since who is earlier in the walk comes first. If no replica has room, one job that has
-been taken goes over to another replica to make some; and if that does not help, all are packed anew by a search of
+place, where they take least of it, since who is earlier in the walk comes first. If no replica has room, a job that was
+taken before goes over to another replica to make some; and if that does not help, all are packed anew by a search of
 bounded length. So a job waits only where these find no way to seat it beside those before it; with few jobs and
 replicas the search is complete, and then there is none.
 """
@@ -81,7 +81,8 @@ class PooledRoom:
     def __init__(self, replicas: Sequence[Replica], applicants: Iterable[Applicant], seats: Mapping[str, str]) -> None:
         """`seats`: where jobs sit, or should sit, if they are taken."""
         self.order: list[Applicant] = []
-        self._budgets = [replica.budget for replica in replicas]
+        budgets = [replica.budget for replica in replicas]
+        self._largest = max(budgets, key=lambda budget: or_inf(budget.usable_bytes), default=None)
         self._open = [replica for replica in replicas if not replica.is_draining]
         self._taken = _Seats(self._open)
         places = {replica.name: place for place, replica in enumerate(self._open)}
@@ -102,11 +103,7 @@ class PooledRoom:
 
     def why_never(self, num_bytes: int) -> Reason | None:
         """Why a job of so many bytes fits on no replica, even alone; None if it does on one."""
-        reasons = [budget.why_never(num_bytes) for budget in self._budgets]
-        if not reasons or None in reasons:
-            return None
-        roomiest = max(self._budgets, key=lambda budget: budget.usable_bytes or 0)
-        return roomiest.why_never(num_bytes)
+        return None if self._largest is None else self._largest.why_never(num_bytes)
 
     def take(self, applicant: Applicant) -> Reason | None:
         """Gives a job a seat on a replica; if none has room, the reason."""

@@ -1,0 +1,1 @@
+"""What more replicas of the backbone add, and what placing jobs over them costs."""
