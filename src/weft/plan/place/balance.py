@@ -139,9 +139,9 @@ class Balance:
 
     def _improve(self, floor_s: float) -> None:
         for _ in range(MAX_CHANGES):
-            last = int(self._ends().argmax()) if len(self._ends()) else 0
             if self.makespan_s <= CLOSE * floor_s:
                 return
+            last = int(self._ends().argmax())
             change = self._best_move(last, floor_s) or self._best_exchange(last, floor_s)
             change = change or self._best_split(last, floor_s)
             if change is None:
@@ -162,8 +162,6 @@ class Balance:
     def _best_move(self, last: int, floor_s: float) -> dict[int, int] | None:
         """The job of the last replica that gains most by going over to another."""
         jobs = self._on(last)
-        if len(jobs) < 1 or len(self._replicas) < 2:
-            return None
         seconds, places = self._seconds[jobs][:, None], np.arange(len(self._replicas))[None, :]
         mine = (self._load[last] - seconds) / self._speed[last]
         theirs = (self._load + seconds) / self._speed
@@ -177,7 +175,7 @@ class Balance:
     def _best_exchange(self, last: int, floor_s: float) -> dict[int, int] | None:
         """The job of the last replica that gains most by changing places with one of another."""
         jobs, others = self._on(last), np.flatnonzero(self._at != last)
-        if not len(jobs) or not len(others):
+        if not len(others):
             return None
         at = self._at[others]
         less = self._seconds[jobs][:, None] - self._seconds[others][None, :]

@@ -12,17 +12,19 @@ Bounds on the makespan of the jobs that train, where memory and seats do not bin
 4/3 - 1/(3m) times the best for m alike replicas (Graham 1969), 2m/(m + 1) for unlike ones (Gonzalez, Ibarra and Sahni
 1977). Where jobs sit already, on alike replicas, each with more than `move_s` seconds left:
 
-    makespan ≤ (2 - 1/m) · (best + move_s)
+    makespan ≤ (2 - 1/m) · best + 3 · move_s
 
-because step 2 of `balance.py` ends only when no job p of the last replica, which ends at L, gains on the first, which
-ends at l: L - l - p ≤ move_s; hence L ≤ W/m + (1 - 1/m) (p + move_s) with all the work W, and W/m and p are at most the
-best; step 3 gives back at most another `move_s`, and so does who is left alone on the last replica. If jobs wait, all
-of that holds for ends after `least_s`, before which nothing is levelled.
+Let L be the end of the last replica after step 2 of `balance.py`, p a job on it, l the first end, and W all work. If
+the job is alone, L = p is the best. If not, it gains no more than `move_s` by going over: L - l - p ≤ move_s. With
+(m - 1) l ≤ W - L that is L ≤ W/m + (1 - 1/m) (p + move_s), and neither W/m nor p is above the best. Step 3 gives back
+at most `move_s`, and once more if it sends everybody home; step 4 gives nothing back. If jobs wait, that holds for ends
+after `least_s`, before which nothing is levelled.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from weft.errors import PlanError
@@ -44,7 +46,7 @@ def place(
     move_s: float = MOVE_S,
 ) -> JobPlacement:
     """Decides who trains where from this step boundary on. `move_s`: seconds that a move must gain at least."""
-    _check(candidates, replicas, move_s)
+    _check(replicas, move_s)
     jobs, machines = sorted(candidates, key=lambda c: c.job), sorted(replicas, key=lambda r: r.name)
     seated = present_seats(jobs, machines)
     applicants = [c.applicant for c in jobs]
@@ -69,9 +71,9 @@ def place(
     return JobPlacement(admission, seats, tuple(moves), balance.makespan_s)
 
 
-def _check(candidates: Sequence[Candidate], replicas: Sequence[Replica], move_s: float) -> None:
-    if not move_s >= 0:
-        raise PlanError(f"is {move_s:g}; it must be at least 0.", where="move_s")
+def _check(replicas: Sequence[Replica], move_s: float) -> None:
+    if not 0 <= move_s < math.inf:
+        raise PlanError(f"is {move_s:g}; it must be at least 0 and a number.", where="move_s")
     names = set()
     for replica in replicas:
         if replica.name in names:

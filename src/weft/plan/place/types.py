@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.plan.admit import Admission, Applicant, Budget
 
 MOVE_S = 5.0
-"""What it costs to move a job, in seconds: its state is copied to the host, travels, and takes a seat elsewhere. A
-rank-16 adapter of an 8B backbone is 0.5 GB with its gradients and moments: well under a second through memory, some
-two through a disk of 250 MB/s, and as much again where its new neighbours need other graphs."""
+"""What a move costs, in seconds: a checkpoint and a seat. A rank-16 adapter of an 8B backbone is 0.5 GB with its
+moments. Written and read at 250 MB/s, which is assumed, that is two seconds each way, and a second is left for its new
+neighbours' graphs. Through memory it would be less than a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +82,6 @@ class JobPlacement:
     """Jobs that sit on another replica now, by name."""
     makespan_s: float
     """When the last of the jobs that train would end, if no other came in."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return asdict(self)
 
 
 def present_seats(candidates: Sequence[Candidate], replicas: Sequence[Replica]) -> dict[str, str]:
