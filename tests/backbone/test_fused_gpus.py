@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -117,6 +119,8 @@ def test_graphs_when_jobs_come_and_go_then_only_the_first_of_a_kind_is_captured_
     taken: list[Needs] = []
     monkeypatch.setattr(path, "capture", lambda _model, _shape, table, *_: taken.append(table.needs) or "captured")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    moments = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
     backbone = random_backbone("llama", kernels="fused")
     fused = backbone.path
     assert isinstance(fused, path.FusedPath)
@@ -135,6 +139,7 @@ def test_graphs_when_jobs_come_and_go_then_only_the_first_of_a_kind_is_captured_
             fused._graph(training, None)
     narrow, dropping, wide = Needs.of((8,), drops=False), Needs.of((8,), drops=True), Needs.of((8, 20), drops=False)
     assert taken == [narrow, narrow, dropping, wide, wide]
+    assert backbone.compiling_s == fused.captured_s == 5, "each capture is timed, and nothing else is"
 
 
 def test_fp8_product_when_rows_come_in_tiles_then_each_is_a_product_of_its_own(monkeypatch):

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from weft.wall_clock import Activity, TimeSplit
+
 
 def write_run(folder: Path) -> None:
     folder.mkdir()
@@ -21,6 +23,14 @@ def test_report_when_a_run_was_killed_then_its_page_is_made_from_what_is_there(w
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert ">8<" in page.replace(" ", "") and ">ia3<" in page.replace(" ", "")
     assert "adapter.r" in page and page.count("adapter.r<") == 1
+    assert "time " not in done.out
+
+
+def test_report_when_the_time_of_the_run_was_recorded_then_says_where_it_went(weft, tmp_path: Path):
+    write_run(tmp_path / "run")
+    spent = TimeSplit({Activity.COMPUTING: 11_240_000_000, Activity.IDLE: 2_500_000_000})
+    (tmp_path / "run" / "time.json").write_text(json.dumps(spent.to_json()))
+    assert weft("report", tmp_path / "run").out.endswith("time      13.7 s: 11.2 computing, 2.5 idle\n")
 
 
 def test_report_when_the_directory_is_a_sweeps_then_its_leaderboard_is_drawn(weft, tmp_path: Path):

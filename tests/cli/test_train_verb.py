@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -45,11 +46,17 @@ def test_resume_when_a_job_set_aside_for_its_data_is_mended_then_it_is_trained(w
     first = weft("train", "jobs.yaml", "--out", "out", "--keep-going")
     assert first.code == 1 and "reverse.jsonl line 1" in first.out
     assert (state("shout"), state("reverse")) == ("succeeded", "failed")
+    assert re.search(r"^time      [\d,.]+ (s|min|h): .*loading", first.out, re.MULTILINE)
+    before = json.loads(Path("out/time.json").read_text())
+    assert before["computing_s"] > 0 and before["loading_s"] > 0 and before["writing_s"] > 0
     still = weft("train", "jobs.yaml", "--out", "out", "--resume")
     assert still.code == 2 and state("reverse") == "failed"
     write_jobs(tmp_path, broken=False)
     assert weft("train", "jobs.yaml", "--out", "out", "--resume").code == 0
     assert state("reverse") == "succeeded" and Path("out/reverse/adapter/adapter_config.json").exists()
+    after = json.loads(Path("out/time.json").read_text())
+    assert all(after[name] > before[name] for name in ("wall_s", "computing_s", "loading_s")), "sessions add up"
+    assert after["wall_s"] == pytest.approx(sum(after.values()) - after["wall_s"])
 
 
 def test_train_when_an_adapter_does_not_fit_and_the_others_are_to_go_on_then_only_its_job_fails(

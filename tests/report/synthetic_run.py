@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from weft.wall_clock import Activity
+
 # name, state, reason, steps done, steps planned, first loss, last loss, rank, learning rate, samples per step
 JOBS: list[tuple[str, str, str | None, int, int, float, float, int, float, int]] = [
     ("reverse-words", "succeeded", None, 180, 180, 4.8, 0.21, 16, 2e-4, 8),
@@ -35,6 +37,9 @@ def write_run(run_dir: Path, num_copies: int = 1, stretch: int = 1) -> Path:
             names.append(name)
             _write_job(run_dir / name, name, job, stretch, chance)
     _write_timeline(run_dir / "timeline.json", stretch, chance)
+    time = dict.fromkeys((activity.key for activity in Activity), 0.0)
+    time |= {"computing_s": 50.0, "evaluating_s": 1.5, "loading_s": 18.0, "writing_s": 0.01, "idle_s": 4.5}
+    write_json(run_dir / "time.json", time)
     versions = {"weft": "0.1.0", "torch": "2.13.0", "transformers": "5.22.0", "python": "3.11.2"}
     info = {"run_name": "evening sweep", "base_model": "tiny", "device": "cpu", "dtype": "float32", "jobs": names}
     info |= {"capacity": CAPACITY, "versions": versions, "started_at": "2026-11-14T21:04:11+00:00"}

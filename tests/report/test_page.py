@@ -1,6 +1,6 @@
 import base64
-import dataclasses
 import gzip
+import html
 import json
 import re
 import sys
@@ -12,7 +12,7 @@ from synthetic_run import write_json, write_run
 from weft.errors import MissingExtraError, StorageError
 from weft.report.document import json_for_script
 from weft.report.page import ReportExtra, SkillGain, render, write_report
-from weft.report.run_data import ReportSpan, read_run
+from weft.report.run_data import read_run
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -108,11 +108,18 @@ def test_write_report_when_almost_everything_is_missing_then_there_is_still_a_pa
     assert "Where the time went" not in text
 
 
-def test_write_report_when_only_the_end_was_recorded_then_shares_are_of_that(run_dir: Path) -> None:
-    run = read_run(run_dir)
-    late = tuple(ReportSpan("forward_backward", 1000.0 + i, 0.5, 1, 1, {}) for i in range(10))
-    text = without_plotly(render(dataclasses.replace(run, spans=late)))
-    assert "forward and backward <strong>52.6 %</strong>" in text
+def test_write_report_when_the_time_was_recorded_then_one_bar_shows_all_of_it(run_dir: Path) -> None:
+    """What took no time is left out; the shares are of the wall clock, and what is short is not called nothing."""
+    text = without_plotly(render(read_run(run_dir)))
+    assert "1 min 14 s from the command to the last file" in text
+    shown = re.findall(r"</i>([a-z ]+) <strong>([<\d.]+ ?[\d.]*) %</strong> <span>([^<]+)<", html.unescape(text))
+    assert shown == [
+        ("computing", "67.6", "50 s"),
+        ("evaluating", "2.0", "1.5 s"),
+        ("loading", "24.3", "18 s"),
+        ("writing", "< 0.1", "0.0 s"),
+        ("idle", "6.1", "4.5 s"),
+    ]
 
 
 def test_write_report_when_extra_is_given_then_its_section_is_there(run_dir: Path) -> None:

@@ -1,6 +1,7 @@
 import pytest
 
 from weft.report import readable
+from weft.wall_clock import Activity, TimeSplit
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,21 @@ def test_rate_then_grouped_digits(value: float | None, text: str) -> None:
 )
 def test_cut_middle_then_both_ends_stay_and_the_limit_holds(limit: int, text: str) -> None:
     assert readable.cut_middle("a-long-name-with-a-tail", limit) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (
+            (11.21, 6, 3.1, 4, 1.04, 0.9, 2.5),
+            "28.8 s: 11.2 computing, 6.0 evaluating, 3.1 compiling, 4.0 loading, 1.0 "
+            "preparing data, 0.9 writing, 2.5 idle",
+        ),
+        ((3600, 0, 0, 60, 0, 1, 0), "61.0 min: 60.0 computing, 1.0 loading"),
+        ((36000, 0, 0, 0, 0, 0, 3600), "11.0 h: 10.0 computing, 1.0 idle"),
+        ((0, 0, 0, 0, 0, 0, 0), "0.0 s: idle"),
+    ],
+)
+def test_time_split_then_parts_in_the_unit_of_the_whole(seconds: tuple[float, ...], text: str) -> None:
+    split = TimeSplit({activity: round(1e9 * s) for activity, s in zip(Activity, seconds, strict=True)})
+    assert readable.time_split(split) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class Backbone:
         self._slot_paths: dict[int, Path] = {}
         self.ahead: CompileAhead | None = None
         """Kernels that are being compiled for it; the first microbatch waits for them."""
+        self._waited_s = 0.0
 
     @property
     def device(self) -> torch.device:
@@ -204,10 +206,17 @@ class Backbone:
         """Each segment's score, without gradients."""
         return self._path_through(batch).look(batch, row_tile).scores()
 
+    @property
+    def compiling_s(self) -> float:
+        """Seconds in which microbatches have waited for kernels that are compiled ahead, and for captures, so far."""
+        return self._waited_s + self.path.captured_s
+
     def _path_through(self, batch: PackedBatch) -> Path:
         """The path that runs a microbatch, when its kernels are there."""
         if self.ahead is not None:
+            begun_s = time.perf_counter()
             self.ahead.wait()
+            self._waited_s += time.perf_counter() - begun_s
             self.ahead = None
         paths = {self.path_of(slot) for slot in batch.segment_slots if slot is not None}
         assert len(paths) < 2, "jobs of different lanes share no microbatch"

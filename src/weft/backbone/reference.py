@@ -29,6 +29,7 @@ class ReferencePath:
     name: ClassVar[str] = "reference"
     memory = Memory()
     copy_bytes = 0
+    captured_s = 0.0
 
     def __init__(self, model: PreTrainedModel, linears: Mapping[str, SlotLinear], routing: Routing) -> None:
         """`routing` is the table that all slot linears of the model share."""

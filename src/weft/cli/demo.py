@@ -13,6 +13,7 @@ from rich.table import Table
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 from weft.report.console import output_console
+from weft.wall_clock import Activity, WallClock, process_start_s
 
 
 def demo(
@@ -26,7 +27,7 @@ def demo(
 ) -> None:
     """Train several adapters together on a small backbone and see what they learnt."""
     from weft.backbone.load import find_source
-    from weft.cli.watch import conclude, follow
+    from weft.cli.watch import conclude, follow, tell_time
     from weft.demo import demo_run as steps
     from weft.engine.train import prepare_run
     from weft.report.page import ReportExtra, SkillGain
@@ -34,21 +35,27 @@ def demo(
     if model not in steps.MODELS:
         raise ConfigError(f"got {model!r}; accepted are {' and '.join(steps.MODELS)}.", where="--model")
     find_source(model)
-    console = output_console()
+    console, wall = output_console(), WallClock(process_start_s())
     num_skills = len(steps.MODELS[model].skills)
     with steps.open_demo(out) as directory:
         with console.status(f"loading {model} and writing {num_skills} small data sets"):
             spec = steps.write_jobs(out, model)
-            run = prepare_run(spec, base_dir=out)
-            before = steps.ask(run, out, trained=False)
+            run = prepare_run(spec, base_dir=out, wall=wall)
+            with wall.spending(Activity.EVALUATING):
+                before = steps.ask(run, out, trained=False)
         console.print(f"{num_skills} adapters learn {num_skills} skills together on one frozen {model}")
         states, stopped = follow(run, directory, console)
         if stopped or set(states.values()) != {"succeeded"}:
-            conclude(out, console)
+            with wall.spending(Activity.WRITING):
+                conclude(out, console)
+            tell_time(wall, console)
             raise typer.Exit(130 if stopped else 1)
         with console.status("asking the adapters, then training each alone for a few steps to compare"):
-            after = steps.ask(run, out, trained=True)
-            speed = steps.measure_speed(run)
+            with wall.spending(Activity.EVALUATING):
+                after = steps.ask(run, out, trained=True)
+            with wall.spending(Activity.COMPUTING):
+                speed = steps.measure_speed(run)
+            directory.write_time(run.engine.time_split)
     console.print(_skills(before, after))
     console.print()
     extra = ReportExtra(
@@ -58,7 +65,9 @@ def demo(
         facts=[("speed-up over one by one", f"{speed.factor:.1f}x")],
         speeds=[("together", speed.together), ("one by one", speed.one_by_one)],
     )
-    conclude(out, console, extra)
+    with wall.spending(Activity.WRITING):
+        conclude(out, console, extra)
+    tell_time(wall, console)
     console.print(
         f"speed     {speed.together:,.0f} tokens/s together, {speed.one_by_one:,.0f} one by one: "
         f"{speed.factor:.1f}x (each job alone for {steps.SOLO_STEPS} steps)",

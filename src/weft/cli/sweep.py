@@ -25,6 +25,7 @@ from weft.report.console import output_console
 from weft.spec.load import parse, place_of
 from weft.spec.load_sweep import in_its_words, load_sweep, space_of
 from weft.spec.sweep import SweepSpec
+from weft.wall_clock import WallClock, process_start_s
 
 if TYPE_CHECKING:
     from weft.sweeps.api import PreparedSweep, SweepResult
@@ -111,7 +112,7 @@ def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftErr
 
 
 def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, resume: bool, dry_run: bool) -> int:
-    begun_s = time.perf_counter()
+    begun_s, wall = time.perf_counter(), WallClock(process_start_s())
     from weft.cli.watch import StopRequest, stop_signals
     from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
     from weft.sweeps.live_board import LiveBoard
@@ -119,7 +120,7 @@ def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, r
     folder = out or Path(spec.output_dir)
     spec = check_folder(spec, folder, resume=resume)
     with console.status("loading the backbone and the data"):
-        prepared = prepare_sweep(spec, file.parent, begun_at(folder) if resume else None, begun_s=begun_s)
+        prepared = prepare_sweep(spec, file.parent, begun_at(folder) if resume else None, begun_s=begun_s, wall=wall)
     _introduce(prepared, console)
     if dry_run:
         _show_plan(prepared, console)
@@ -229,6 +230,7 @@ def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
         console.print(f"no report: {result.no_report}", style="yellow", markup=False, soft_wrap=True)
     else:
         _line(console, f"report    {result.folder}/report.html")
+    _line(console, f"time      {readable.time_split(run.context.engine.timeline.wall.split())}")
 
 
 def _line(console: Console, text: str) -> None:

@@ -17,6 +17,7 @@ from weft.errors import StorageError
 from weft.report.console import output_console
 from weft.spec import RunSpec, load_run
 from weft.spec.load import locate
+from weft.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
@@ -85,11 +86,12 @@ class Order:
 
 def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
     """Runs or resumes; returns the exit code."""
-    from weft.cli.watch import conclude, follow
+    from weft.cli.watch import conclude, follow, tell_time
     from weft.engine.resume import as_begun, check_same_data, plan_resume
     from weft.engine.train import clock_of
     from weft.store.run_dir import RunDirectory
 
+    wall = WallClock(process_start_s())
     RunDirectory.check(out, resume=resume)
     if resume:
         with RunDirectory.open(out, resume=True) as directory:
@@ -102,23 +104,25 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
             if plan.changes:
                 changes = "; ".join(plan.changes)
                 console.print(f"takes over  {changes}", markup=False, highlight=False, soft_wrap=True)
-            run = _prepare(order, console, plan.done, clock_of(directory.read_run()))
+            run = _prepare(order, console, plan.done, clock_of(directory.read_run()), wall)
             check_same_data(run, directory)
             states, stopped = follow(run, directory, console)
             code = _failures(order, directory)
     else:
-        run = _prepare(order, console)
+        run = _prepare(order, console, wall=wall)
         with RunDirectory.open(out, resume=False) as directory:
             states, stopped = follow(run, directory, console)
             code = _failures(order, directory)
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     try:
-        conclude(out, console, live=run.engine.jobs)
+        with wall.spending(Activity.WRITING):
+            conclude(out, console, live=run.engine.jobs)
     except StorageError as error:
         # A disk that has no room for a job's files has none for a report about it.
         if not paused:
             raise
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
+    tell_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
         flags = ["--resume", *(["--keep-going"] if order.keep_going else [])]
         again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), *flags])
@@ -140,6 +144,7 @@ def _prepare(
     console: Console,
     finished: frozenset[str] = frozenset(),
     clock: datetime.datetime | None = None,
+    wall: WallClock | None = None,
 ) -> PreparedRun:
     """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
     from weft.engine.train import prepare_run
@@ -156,6 +161,7 @@ def _prepare(
             skip=finished,
             clock=clock,
             locate=order.locate,
+            wall=wall,
         )
     facts = run.engine.executor.facts
     stored = facts.storage if spec.quantize != "none" else facts.dtype

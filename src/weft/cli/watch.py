@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from weft.errors import MissingExtraError
+from weft.report import readable
 from weft.report.live import LiveTable, summary_table
 from weft.report.page import ReportExtra, write_report
 from weft.report.run_data import JobReport, read_run
 from weft.report.trackers import open_trackers
+from weft.wall_clock import WallClock
 
 if TYPE_CHECKING:
     from weft.engine.events import Event
@@ -113,6 +115,11 @@ def conclude(
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     if any(directory.glob("*/adapter")):
         console.print(f"adapters  {directory}/<job>/adapter/", markup=False, soft_wrap=True)
+
+
+def tell_time(wall: WallClock, console: Console) -> None:
+    """Says where the time went, from the command until now."""
+    console.print(f"time      {readable.time_split(wall.split())}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _as_known(report: JobReport, job: LiveJob | None) -> JobReport:

@@ -37,6 +37,7 @@ from weft.spec import BackboneSpec, JobSpec
 from weft.spec.fields import describe
 from weft.spec.run import Capacity
 from weft.store.run_dir import RunDirectory, RunRecord
+from weft.wall_clock import Activity, TimeSplit, WallClock
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
@@ -57,6 +58,7 @@ class Engine:
         max_jobs: int | None = None,
         job_memory: int | None = None,
         tenant_weights: Mapping[str, float] | None = None,
+        wall: WallClock | None = None,
     ) -> None:
         """Nothing is written until `keep_in` names a directory; read results from `adapter_of`.
 
@@ -64,10 +66,13 @@ class Engine:
         A microbatch has at most `capacity` tokens; auto: what suits the device and holds a sample of `longest`. At most
         `max_jobs` train at a time, and their adapters with optimizers take at most `job_memory` bytes. Default: as many
         as there is room for on a GPU; all of them on a CPU. When not all fit, tenants get tokens by weight.
+        `wall` counts where the time goes, from when the command was given; default: from now.
         """
-        self.executor = executor = executor_on(replica)
+        self.timeline = TimelineRecorder(wall)
+        wall = self.timeline.wall
+        with wall.spending(Activity.LOADING):
+            self.executor = executor = executor_on(replica)
         self.jobs: dict[str, LiveJob] = {}
-        self.timeline = TimelineRecorder()
         self.planner = planner
         self.max_jobs = max_jobs
         self._room = CapacityLimit(executor, capacities(capacity, executor.facts.device_kind, longest), self.jobs)
@@ -75,7 +80,7 @@ class Engine:
             executor, self.jobs, max_jobs=max_jobs, job_memory=job_memory, weights=tenant_weights or {}
         )
         self._plans = LookaheadPlanner(planner, self.timeline)
-        self._keeper = RunRecorder(executor, self._room)
+        self._keeper = RunRecorder(executor, self._room, wall)
         self._lifecycle = Lifecycle(
             executor,
             self.jobs,
@@ -121,7 +126,8 @@ class Engine:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
         if self._own_directory is not None:
             check_recorded(spec, self._own_directory)
-        job = prepare_job(spec, data, self.executor, self.limits.capacity, Path(base_dir))
+        with self.timeline.wall.spending(Activity.PREPARING):
+            job = prepare_job(spec, data, self.executor, self.limits.capacity, Path(base_dir))
         try:
             self._places.check(job, self._room.least(job.longest))
             if self._own_directory is not None:
@@ -138,7 +144,7 @@ class Engine:
             now = RunRecord(base_model=self.executor.facts.base_model, capacity=self._room.asked)
             jobs = [job.submitted for job in list(self.jobs.values())]
             directory = self._own_directory = open_own(Path(directory), now, jobs, any_capacity=self._is_capacity_free)
-        self._keeper.run_dir = directory
+        self._keeper.keep_in(directory)
 
     def cancel(self, name: str) -> None:
         """Takes a job off; its slot is free at the next step boundary."""
@@ -211,6 +217,11 @@ class Engine:
             self._keeper.write_timeline(self.timeline)
         except StorageError as error:
             yield JobWarning((), f"timeline: {error}")
+
+    @property
+    def time_split(self) -> TimeSplit:
+        """Where the wall clock of the run went so far, over all its sessions."""
+        return self._keeper.time_split
 
     def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
         """The adapter's tensors of a job by module path, as they are now; LoRA's are (A, B)."""

@@ -9,6 +9,7 @@ always counted before anything else is decided.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -47,8 +48,20 @@ class StartedMicrobatch:
         self._executor = executor
         self._owners = jobs
         self._rewinds = [job.progress.num_rewinds for job in jobs]
+        compiled_s = executor.compiling_s()
         self.ticket = executor.start(work)
+        self.started_s = time.perf_counter()
+        self.compiling_s = executor.compiling_s() - compiled_s
+        """How long its start waited for kernels, or for the capture of a graph."""
         self._outcome: MicrobatchOutcome | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long the device took for it, less what was compiled before it got going; waits for it."""
+        outcome = self.wait()
+        if not self.compiling_s:
+            return outcome.seconds
+        return max(0.0, min(outcome.seconds, outcome.ended_s - self.started_s))
 
     def wait(self) -> MicrobatchOutcome:
         """Until the device has done it."""
@@ -174,9 +187,11 @@ class ProgramRun:
         outcome = current.count()
         known = {} if predicted_s is None else {"predicted_s": predicted_s}
         args = {"tokens": microbatch.num_tokens, "jobs": shares, "rows": outcome.num_rows, **known}
-        self._timeline.add("forward_backward", outcome.seconds, outcome.ended_s, **args)
-        plans.observe(microbatch, outcome.seconds)
-        return MicrobatchDone(tuple(shares), microbatch.num_tokens, outcome.num_rows, outcome.seconds)
+        if current.compiling_s:
+            self._timeline.add("compile", current.compiling_s, current.started_s)
+        self._timeline.add("forward_backward", current.seconds, outcome.ended_s, **args)
+        plans.observe(microbatch, current.seconds)
+        return MicrobatchDone(tuple(shares), microbatch.num_tokens, outcome.num_rows, current.seconds)
 
     def _meanwhile(self, following: Microbatch | None) -> None:
         if following is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +19,14 @@ from weft.execute.protocol import AdapterWork, CheckpointWork, Executor, StateWo
 from weft.store.atomic import write_file
 from weft.store.checkpoint import Checkpoint, latest_checkpoint
 from weft.store.run_dir import RunDirectory
+from weft.wall_clock import Activity, TimeSplit, WallClock
 
 if TYPE_CHECKING:
     import torch
 
 
+NOTE_TIME_S = 30.0
+"""Seconds that may be missing from time.json, and those since the last checkpoint, when a process is killed."""
 ExportTo = Callable[[str, int], Path | None]
 """Where the adapter of a job goes at the checkpoint of a step; None if nowhere."""
 
@@ -30,8 +34,13 @@ ExportTo = Callable[[str, int], Path | None]
 class RunRecorder:
     """Writes what must outlive the process, job by job."""
 
-    def __init__(self, executor: Executor, room: CapacityLimit) -> None:
+    def __init__(self, executor: Executor, room: CapacityLimit, wall: WallClock) -> None:
         self.run_dir: RunDirectory | None = None
+        self._wall = wall
+        self._earlier = TimeSplit({})
+        """What earlier sessions of the run spent."""
+        self._time_due_s = 0.0
+        """When time.json is to be written again, by `time.perf_counter`."""
         self.files = JobFiles(executor)
         self.export_to: ExportTo = lambda job, step: None
         self._executor = executor
@@ -39,6 +48,16 @@ class RunRecorder:
         self._elapsed: dict[str, float] = {}
         self._unwritten: dict[str, deque[dict[str, Any]]] = {}
         """Metrics that are not on disk yet, by job, oldest first."""
+
+    def keep_in(self, directory: RunDirectory) -> None:
+        """Writes there from now on, and goes on from what is there."""
+        self.run_dir = directory
+        self._earlier = directory.read_time() or TimeSplit({})
+
+    @property
+    def time_split(self) -> TimeSplit:
+        """Where the wall clock of the run went so far, over all its sessions."""
+        return self._earlier + self._wall.split()
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -148,9 +167,12 @@ class RunRecorder:
     def flush(self, job: LiveJob) -> None:
         """Writes the lines kept so far; those that cannot be written stay for the next time."""
         lines = self._unwritten.get(job.spec.name)
-        while self.run_dir is not None and lines:
-            self.run_dir.append_metrics(job.spec.name, lines[0])
-            lines.popleft()
+        if self.run_dir is None or not lines:
+            return
+        with self._wall.spending(Activity.WRITING):
+            while lines:
+                self.run_dir.append_metrics(job.spec.name, lines[0])
+                lines.popleft()
 
     def _state(self, job: LiveJob) -> dict[str, torch.Tensor]:
         return self._executor.wait(self._executor.start(StateWork(job.name)))
@@ -161,7 +183,9 @@ class RunRecorder:
 
     def write_status(self, job: LiveJob, elapsed_s: float) -> None:
         """Says on disk where the job stands."""
-        if self.run_dir is not None:
+        if self.run_dir is None:
+            return
+        with self._wall.spending(Activity.WRITING):
             self.run_dir.write_status(
                 job.spec.name,
                 job.state,
@@ -180,9 +204,19 @@ class RunRecorder:
         self._executor.wait(self._executor.start(AdapterWork(job.name, directory, best=False)))
 
     def write_timeline(self, timeline: TimelineRecorder) -> None:
-        """Writes timeline.json for the report and for Perfetto."""
-        if self.run_dir is not None:
+        """Writes timeline.json for the report and for Perfetto, and time.json."""
+        if self.run_dir is None:
+            return
+        with self._wall.spending(Activity.WRITING):
             write_file(self.run_dir.timeline_path, timeline.to_json())
+        self.run_dir.write_time(self.time_split)
+
+    def note_time(self) -> None:
+        """Writes time.json if it is old, so that little is missing from it if the process is killed."""
+        if self.run_dir is not None and time.perf_counter() >= self._time_due_s:
+            self._time_due_s = time.perf_counter() + NOTE_TIME_S
+            with self._wall.spending(Activity.WRITING):
+                self.run_dir.write_time(self.time_split)
 
 
 def check_data(checkpoint: Checkpoint, data: JobData, where: str) -> None:

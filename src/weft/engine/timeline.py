@@ -11,16 +11,30 @@ from typing import Any
 
 from weft.simulate import timeline
 from weft.simulate.timeline import Span, span_event, trace_json
+from weft.wall_clock import Activity, WallClock
 
 MAX_SPANS = 20_000
 """Spans kept; older ones go first."""
+ACTIVITIES = {
+    "forward_backward": Activity.COMPUTING,
+    "step": Activity.COMPUTING,
+    "eval": Activity.EVALUATING,
+    "compile": Activity.COMPILING,
+    "prepare": Activity.PREPARING,
+    "checkpoint": Activity.WRITING,
+    "adapter": Activity.WRITING,
+    "write": Activity.WRITING,
+}
+"""What the wall clock counts spans for; those of other names, such as planning, it does not count."""
 
 
 class TimelineRecorder:
     """Spans since the start of a run."""
 
-    def __init__(self, offset_s: float = 0.0) -> None:
-        self.offset_s = offset_s
+    def __init__(self, wall: WallClock | None = None) -> None:
+        self.wall = wall or WallClock()
+        """What the time of this process goes on, in parts that add up."""
+        self.offset_s = 0.0
         """Seconds of the run that came before this process."""
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._start = time.perf_counter()
@@ -36,19 +50,22 @@ class TimelineRecorder:
     @contextmanager
     def span(self, name: str, **args: Any) -> Iterator[dict[str, Any]]:
         """Records how long its body takes; the body may add arguments to the yielded dict."""
-        start = self.now()
+        begun_s = time.perf_counter()
         yield args
-        self.spans.append(Span(name, start, self.now() - start, args))
+        ended_s = time.perf_counter()
+        self.add(name, ended_s - begun_s, ended_s, **args)
 
     def add(self, name: str, seconds: float, ended_s: float, **args: Any) -> None:
         """Records what has ended, by `time.perf_counter`. Spans come in the order in which they are recorded."""
         start = self.offset_s + ended_s - self._start - seconds
         self.spans.append(Span(name, start, seconds, args))
+        if name in ACTIVITIES:
+            self.wall.add(ACTIVITIES[name], seconds, ended_s)
 
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "adapter": 4, "plan": 5, "prepare": 6}
-        lanes["write"] = 7
+        lanes |= {"write": 7, "compile": 8}
         return trace_json([span_event(span, lanes.get(span.name, 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:

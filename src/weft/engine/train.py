@@ -24,6 +24,7 @@ from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
 from weft.spec.job import SourceSpec
 from weft.store.run_dir import RunDirectory, RunRecord
+from weft.wall_clock import Activity, WallClock
 
 RunT = TypeVar("RunT", bound=RunSpec)
 OnEvent = Callable[[Event], None]
@@ -48,14 +49,18 @@ class PreparedRun:
     """What time it is for its chat templates."""
 
 
-def load_engine(spec: RunT, jobs: Sequence[JobSpec]) -> tuple[RunT, Engine, tuple[str, ...]]:
+def load_engine(
+    spec: RunT, jobs: Sequence[JobSpec], wall: WallClock | None = None
+) -> tuple[RunT, Engine, tuple[str, ...]]:
     """An engine on the backbone of a run, with the run's settings and without jobs, and what is worth telling.
 
     `jobs` are those to come, or some of each kind. The run comes back with the engine's number where its capacity is
-    `auto`, so that all that follows agrees on it.
+    `auto`, so that all that follows agrees on it. All the time that `wall` has seen by then was spent on loading.
     """
+    wall = wall or WallClock()
     expected = ExpectedJobs(tuple(job.adapter for job in jobs), spec.max_jobs or len(jobs))
     backbone, notes = load_within(spec.backbone, spec.memory_limit, expected)
+    wall.add_start(Activity.LOADING)
     engine = Engine(
         backbone,
         capacity=spec.capacity,
@@ -63,6 +68,7 @@ def load_engine(spec: RunT, jobs: Sequence[JobSpec]) -> tuple[RunT, Engine, tupl
         planner=planner_named(spec.planner),
         max_jobs=spec.max_jobs,
         tenant_weights=spec.tenant_weights,
+        wall=wall,
     )
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
 
@@ -75,21 +81,24 @@ def prepare_run(
     skip: frozenset[str] = frozenset(),
     clock: datetime.datetime | None = None,
     locate: Locate = str,
+    wall: WallClock | None = None,
 ) -> PreparedRun:
     """Loads and checks everything and writes nothing.
 
     A job with bad data, or with an adapter that does not fit, raises; with `keep_going` it is set aside as failed and
     the others train. Jobs named in `skip` are left out. `clock` is when the run began, if that was before now.
+    `wall` has counted the time since the command was given.
     """
     if not keep_going:
         _check_sources(spec, base_dir, skip)
-    spec, engine, notes = load_engine(spec, spec.jobs)
+    spec, engine, notes = load_engine(spec, spec.jobs, wall)
     run = PreparedRun(spec, engine, notes=notes, clock=clock or datetime.datetime.now())
     for place, job in enumerate(spec.jobs):
         if job.name in skip:
             continue
         try:
-            run.data[job.name] = load_job_data(job, engine.executor.tokenizer, base_dir, clock=run.clock)
+            with engine.timeline.wall.spending(Activity.PREPARING):
+                run.data[job.name] = load_job_data(job, engine.executor.tokenizer, base_dir, clock=run.clock)
             engine.submit(job, run.data[job.name], base_dir=base_dir)
             run.notes += engine.jobs[job.name].notes
             num_samples = run.data[job.name].train.num_groups

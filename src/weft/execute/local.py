@@ -98,6 +98,10 @@ class LocalExecutor:
         """Gives back what failed work held."""
         release_memory(self.backbone)
 
+    def compiling_s(self) -> float:
+        """Seconds in which work on the backbone has waited for kernels and captures, so far."""
+        return self.backbone.compiling_s
+
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state on the CPU."""
         adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU)

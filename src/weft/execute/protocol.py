@@ -259,6 +259,10 @@ class Executor(Protocol):
         """Gives back what failed work held."""
         ...
 
+    def compiling_s(self) -> float:
+        """Seconds in which work that was started here has waited for kernels and captures, so far."""
+        ...
+
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state, without a seat; ConfigError or AdapterFileError if it does not fit the backbone."""
         ...

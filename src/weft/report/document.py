@@ -11,6 +11,8 @@ from markupsafe import Markup
 
 from weft.report.figure import PlotlyFigure, graph_objects
 
+PagePart = tuple[str, str, str, float]
+"""A part of a bar: name, colour, amount in words, share in per cent."""
 Cell = tuple[str, str, float | None]
 """Label, text and sort key of one number in a table."""
 

@@ -20,17 +20,10 @@ from weft.report.document import Cell, json_for_script, packed_plotly, template_
 from weft.report.figure import job_colours
 from weft.report.run_data import JobReport, RunData, read_run
 from weft.report.time_charts import drawn_microbatches
+from weft.report.time_parts import time_parts
 from weft.store.atomic import write_file
 
 STATE_ORDER = ("running", "paused", "queued", "succeeded", "failed", "cancelled", "unknown")
-# Greys with a tint: the colours proper belong to the jobs.
-SPAN_NAMES = {
-    "forward_backward": ("forward and backward", "#5b6b82"),
-    "step": ("optimizer steps", "#8597ad"),
-    "eval": ("evaluation", "#9db8b4"),
-    "checkpoint": ("checkpoints", "#c2ab83"),
-    "plan": ("planning", "#b39bb5"),
-}
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
         jobs=_job_rows(run),
         charts=charts,
         figures=json_for_script(charts),
-        work=_work(run),
+        time_parts=time_parts(run.time),
         timeline_note=f"{f'the first {shown:,} of ' if shown < total else ''}{total:,} recorded microbatches",
         extra=extra,
         skill_colours=dict(zip((job.name for job in run.jobs), job_colours(len(run.jobs)), strict=True)),
@@ -157,20 +150,6 @@ def _rank(job: JobReport) -> str:
     if job.method != "lora":
         return job.method
     return readable.NOTHING if job.rank is None else str(job.rank)
-
-
-def _work(run: RunData) -> list[tuple[str, str, str, float]]:
-    """Where the recorded time went: kind, colour, seconds in words, share in per cent."""
-    seconds = {name: sum(span.duration_s for span in run.spans if span.name == name) for name in SPAN_NAMES}
-    if not any(seconds.values()):
-        return []
-    # A long or resumed run records its last part only, so the share is of the time between its first and last span.
-    recorded = max(span.start_s + span.duration_s for span in run.spans) - run.spans[0].start_s
-    total = max(recorded, sum(seconds.values()))
-    known = [(*SPAN_NAMES[name], amount) for name, amount in seconds.items() if amount]
-    other = total - sum(amount for *_, amount in known)
-    known += [("other", "#c3c7ce", other)] if other > 0.005 * total else []
-    return [(name, colour, readable.duration(amount), 100 * amount / total) for name, colour, amount in known]
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

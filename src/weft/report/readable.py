@@ -8,8 +8,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
+from weft.wall_clock import Activity, TimeSplit
+
 NOTHING = "–"
 """What stands where there is no number."""
+UNIT_SIGNS = {"seconds": "s", "minutes": "min", "hours": "h"}
 NARROWEST = 8
 """Characters of a name in a table, however narrow the terminal."""
 
@@ -108,6 +111,14 @@ class NameCell:
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         width = min(len(one_line(self.name)), self.widest)
         return Measurement(min(width, NARROWEST), width).with_maximum(options.max_width)
+
+
+def time_split(split: TimeSplit) -> str:
+    """`28.7 s: 11.2 computing, 6.0 evaluating, 9.0 loading, 2.5 idle`: what amounts to nothing is left out."""
+    unit, unit_s = time_unit(split.wall_s)
+    parts = [(split.seconds(activity) / unit_s, activity) for activity in Activity]
+    told = ", ".join(f"{amount:,.1f} {activity}" for amount, activity in parts if amount >= 0.05)
+    return f"{split.wall_s / unit_s:,.1f} {UNIT_SIGNS[unit]}: {told or Activity.IDLE}"
 
 
 def time_unit(end_s: float) -> tuple[str, float]:

@@ -16,6 +16,7 @@ from typing import Any
 from weft.errors import StorageError
 from weft.spec import AdapterSpec
 from weft.spec.fields import without_foreign
+from weft.wall_clock import TimeSplit
 
 JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
 
@@ -171,6 +172,8 @@ class RunData:
     jobs: tuple[JobReport, ...]
     spans: tuple[ReportSpan, ...] = field(default=())
     """The timeline in order of time."""
+    time: TimeSplit | None = None
+    """Where the wall clock went, over all sessions of the run; None until one has ended."""
 
     @property
     def name(self) -> str:
@@ -215,7 +218,8 @@ def read_run(run_dir: Path) -> RunData:
     names += [name for name in found if name not in names]
     if not names and not info:
         raise StorageError("is not a run directory: it holds neither run.json nor jobs.", where=str(run_dir))
-    return RunData(run_dir, info, tuple(_read_job(run_dir, name) for name in names), _read_spans(run_dir))
+    jobs, time = tuple(_read_job(run_dir, name) for name in names), _read_mapping(run_dir / "time.json")
+    return RunData(run_dir, info, jobs, _read_spans(run_dir), TimeSplit.from_json(time))
 
 
 def number(value: Any) -> float | None:

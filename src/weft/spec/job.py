@@ -19,7 +19,7 @@ COLUMNS = (
 OBJECTIVES = ("auto", "supervised", "weighted")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-RESERVED_NAMES = ("run.json", "timeline.json", "report.html", "tensorboard")
+RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tensorboard")
 """Names a run directory uses itself."""
 
 

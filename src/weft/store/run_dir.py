@@ -4,6 +4,7 @@ runs/x/
   .lock                 held while a process works here; names the process
   run.json              the resolved run and the library versions; its presence means the directory holds a run
   timeline.json         what ran when
+  time.json             where the wall clock went, over all sessions
   report.html
   <job>/job.json        the resolved job
   <job>/status.json     {"state": ..., "reason": ..., "reason_code": ..., ...}
@@ -42,8 +43,9 @@ from weft.store.atomic import (
     storage_errors,
     write_file,
 )
+from weft.wall_clock import TimeSplit
 
-_LOCK, _RUN, _TIMELINE, _REPORT = ".lock", "run.json", "timeline.json", "report.html"
+_LOCK, _RUN, _TIMELINE, _TIME, _REPORT = ".lock", "run.json", "timeline.json", "time.json", "report.html"
 _JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
 
 
@@ -187,6 +189,17 @@ class RunDirectory:
             raise StorageError("is missing.", where=str(path / _RUN))
         return RunRecord.from_json(found)
 
+    def write_time(self, split: TimeSplit) -> None:
+        """Records where the wall clock of the run went so far."""
+        _write_json(self.path / _TIME, split.to_json())
+
+    def read_time(self) -> TimeSplit | None:
+        """What `write_time` recorded; None if that cannot be read, for no run ends because of it."""
+        try:
+            return TimeSplit.from_json(_read_json(self.path / _TIME))
+        except StorageError:
+            return None
+
     def write_job(self, name: str, job: Mapping[str, Any]) -> None:
         """Records one resolved job."""
         self._write_new(self.job_dir(name) / _JOB, dict(job))
@@ -231,7 +244,7 @@ class RunDirectory:
         _write_json(path, value)
 
     def _job_path(self, name: str) -> Path:
-        if not JOB_NAME.fullmatch(name) or name in (_RUN, _TIMELINE, _REPORT):
+        if not JOB_NAME.fullmatch(name) or name in (_RUN, _TIMELINE, _TIME, _REPORT):
             raise StorageError(f"{name!r} cannot be the name of a job's directory.", where=str(self.path))
         return self.path / name
 

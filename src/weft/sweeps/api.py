@@ -36,6 +36,7 @@ from weft.sweeps.search.objective import TrialObjective
 from weft.sweeps.search.samplers import make_sampler, sampler_name
 from weft.sweeps.solo_baseline import one_by_one_seconds
 from weft.sweeps.trial_loop import SweepRun
+from weft.wall_clock import Activity, WallClock
 
 TRIALS, SETTINGS, REPORT = "trials", "sweep.yaml", "report.html"
 KEPT = ("base_model", "defaults", "space", "objective", "sampler", "seed", "capacity", "quantize", "dtype")
@@ -139,11 +140,17 @@ def begun_at(folder: Path) -> datetime.datetime | None:
 
 
 def prepare_sweep(
-    spec: SweepSpec, base_dir: Path, clock: datetime.datetime | None = None, *, begun_s: float | None = None
+    spec: SweepSpec,
+    base_dir: Path,
+    clock: datetime.datetime | None = None,
+    *,
+    begun_s: float | None = None,
+    wall: WallClock | None = None,
 ) -> PreparedSweep:
     """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed.
 
-    What a budget of time counts began at `begun_s` of `time.perf_counter`, or now.
+    What a budget of time counts began at `begun_s` of `time.perf_counter`, or now. `wall` has counted the time since
+    the command was given.
     """
     begun_s = time.perf_counter() if begun_s is None else begun_s
     space = space_of(spec)
@@ -156,9 +163,10 @@ def prepare_sweep(
         import_optuna()
     objective = TrialObjective(spec.objective, base_dir)
     previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
-    spec, engine, notes = load_engine(spec, probe_jobs(spec))
+    spec, engine, notes = load_engine(spec, probe_jobs(spec), wall)
     configurations = Configurations(spec, engine.executor, base_dir, clock)
-    configurations.check(space, spec.trials)
+    with engine.timeline.wall.spending(Activity.PREPARING):
+        configurations.check(space, spec.trials)
     for data in configurations.loaded():
         if data.eval is not None:
             objective.check(data.eval.samples, engine.executor.tokenizer)
@@ -214,15 +222,17 @@ def open_run(
 
 def conclude(run: SweepRun) -> SweepResult:
     """Measures what one by one would have taken, writes the report, and returns what was found."""
-    ledger = run.ledger
+    ledger, wall = run.ledger, run.context.engine.timeline.wall
     ledger.stop_clock()
     if run.context.spec.compare_speed and not run.is_out_of_time:
         # A sweep that only had to be looked at again keeps what was measured then.
-        ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
+        with wall.spending(Activity.COMPUTING):
+            ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
     ledger.write(at_once=True)
     board, no_report = ledger.board(), ""
     try:
-        write_sweep_report(run.context.folder / REPORT, board)
+        with wall.spending(Activity.WRITING):
+            write_sweep_report(run.context.folder / REPORT, board)
     except MissingExtraError as error:
         no_report = str(error)
     return SweepResult(ledger.best, ledger.trials, board["trials"], run.context.folder, no_report)

@@ -149,7 +149,8 @@ class Ledger:
 
     def board(self, *, with_curves: bool = True) -> dict[str, Any]:
         """The leaderboard as plain data, with or without all that was seen on the way."""
-        totals = Totals(self._context.sampler_name, self.seconds, self.tokens, self.one_by_one_seconds)
+        time_split = self._context.engine.time_split.to_json()
+        totals = Totals(self._context.sampler_name, self.seconds, self.tokens, self.one_by_one_seconds, time_split)
         return board_of(self._context.spec, list(self.trials), totals, with_curves=with_curves)
 
     def write(self, *, at_once: bool) -> None:

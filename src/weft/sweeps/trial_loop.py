@@ -36,6 +36,7 @@ from weft.sweeps.ledger import Ledger, OnNews
 from weft.sweeps.record.trial import Trial, TrialState
 from weft.sweeps.search.samplers import num_planned
 from weft.sweeps.trial_time import TrialTime
+from weft.wall_clock import Activity
 
 
 class SweepRun:
@@ -201,7 +202,8 @@ class SweepRun:
         job = context.engine.jobs[trial.name]
         judged = context.directory.job_dir(trial.name) / "judged"
         try:
-            value = context.objective.value(context.engine, job, looked, judged)
+            with context.engine.timeline.wall.spending(Activity.EVALUATING):
+                value = context.objective.value(context.engine, job, looked, judged)
             reason = f"its {context.objective.metric} at step {job.step} is {value}"
         except StorageError:
             raise

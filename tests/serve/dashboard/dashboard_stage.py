@@ -40,7 +40,10 @@ from weft.serve.records.tenants import create_tenant
 from weft.serve.records.usage import add_usage
 from weft.serve.records.workers import put_worker
 from weft.serve.settings import Settings
+from weft.wall_clock import Activity, TimeSplit
 
+SPENT = TimeSplit({a: round(s * 1e9) for a, s in zip(Activity, (3600, 240, 0, 60, 30, 15, 555), strict=True)})
+"""Where the worker's hour and a quarter went."""
 GIB = 2**30
 _GUESTS = itertools.count()
 ANSWER = "The warp stays where it is and the weft runs through it."
@@ -152,7 +155,7 @@ class Stage:
         info = {
             "device": "cuda:0", "device_name": "NVIDIA H200",
             "memory_bytes": int(61.5 * GIB), "memory_total_bytes": 139 * GIB,
-            "tokens_per_s": speed, "capacity": 2048, "program": program,
+            "tokens_per_s": speed, "capacity": 2048, "program": program, "time": SPENT.to_json(),
             "jobs": [{"id": id, "tenant": tenant, "state": "running"} for id, tenant in jobs.items()],
         }  # fmt: skip
         with self.database.begin() as tx:

@@ -305,6 +305,9 @@ def test_operations_show_workers_queue_and_program(look: Page, busy: Busy) -> No
     expect(worker).to_contain_text("NVIDIA H200")
     expect(worker).to_contain_text("1 of other tenants")
     expect(worker.locator(".program > .span")).to_have_count(24)
+    expect(worker.locator(".strip > i")).to_have_count(6)
+    expect(worker.get_by_label("Where the time went")).to_contain_text("computing 1 h 0 min, 80.0 %")
+    expect(worker.get_by_label("Where the time went")).not_to_contain_text("compiling")
     expect(worker).not_to_contain_text("theirs")
 
 

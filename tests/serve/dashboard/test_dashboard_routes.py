@@ -106,6 +106,7 @@ def test_overview_of_a_tenant_never_names_what_is_another_tenants(stage: Stage, 
     worker = mine["workers"][0]
     assert [job["name"] for job in worker["jobs"]] == ["summaries", "extract-fields"]
     assert worker["num_other_jobs"] == 1
+    assert worker["time"]["wall_s"] == 4500.0
     span = worker["program"][0]["tokens"]
     assert set(span) == {ids["summaries"], ids["extract-fields"], ""}
     assert mine["queue"] == mine["queue_of_tenant"] == {

@@ -290,6 +290,7 @@ def test_worker_when_alive_then_its_row_says_what_it_does(bench):
         assert row["info"]["device"] == "cpu"
         assert row["info"]["tokens_per_s"] > 0
         assert row["info"]["memory_bytes"] > 0
+        assert row["info"]["time"]["computing_s"] > 0
         assert [job["id"] for job in row["info"]["jobs"]] == [id]
         assert "forward_backward" in {span["name"] for span in row["info"]["program"]}
         bench.ask(id, "cancel")

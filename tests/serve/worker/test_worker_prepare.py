@@ -19,6 +19,7 @@ from weft.serve.worker.claim import Claim
 from weft.serve.worker.prepare import SMALL_BYTES, JobPreparer
 from weft.spec import RunSpec
 from weft.store.run_dir import RunDirectory
+from weft.wall_clock import WallClock
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_preparers_when_a_tenant_has_many_long_files_then_one_is_left_to_others(
 
     monkeypatch.setattr(prepare_module, "prepare", prepare)
     is_ready = threading.Semaphore(0)
-    preparer = JobPreparer(None, None, None, None, limits=FileLimits(), on_ready=is_ready.release)
+    preparer = JobPreparer(None, None, None, None, limits=FileLimits(), on_ready=is_ready.release, wall=WallClock())
     for id, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b")):
         preparer.put(Claim({"id": id, "tenant": tenant, "fence": 1}))
     preparer.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -52,6 +53,8 @@ class FusedPath:
         self._copies: dict[int, KernelCopy] = {}
         self._graphs: dict[tuple[InputShape, int | None, Needs | None, int], Captured] = {}
         self._pool: Any = None
+        self.captured_s = 0.0
+        """Seconds spent on capturing graphs, so far."""
         self._tiles: dict[tuple[int, int | None], int | None] = {}
         self._device = model.embedding_VD.device
         block = LOSS_ROWS if is_gpu(self._device) else BLOCK
@@ -151,7 +154,9 @@ class FusedPath:
                 self.forget()
             self._let_go(len(self._graphs) + 1 - MAX_GRAPHS)
             tile = self._tile(shape.num_rows, row_tile)
+            begun_s = time.perf_counter()
             self._graphs[key] = self._try_capture(shape, tile) or self._capture(shape, tile)
+            self.captured_s += time.perf_counter() - begun_s
         self._graphs[key] = self._graphs.pop(key)  # the last used goes last
         return self._graphs[key]
 

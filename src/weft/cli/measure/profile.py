@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,9 @@ from rich.table import Table
 
 from weft.cli.user_path import user_path
 from weft.errors import StorageError
+from weft.report import readable
 from weft.report.console import output_console
+from weft.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
     from weft.cost.profile import Profile
@@ -46,12 +49,15 @@ def profile(
     from weft.execute.profile import check_capacity, measure_profile
     from weft.store.atomic import write_file
 
+    wall = WallClock(process_start_s())
     if out is not None and not out.parent.is_dir():
         raise StorageError(f"there is no directory {out.parent}.", where=f"--out {out}")
     if capacity is not None:
         check_capacity(capacity)
     backbone = open_backbone(model, quantize, recompute, kernels)
+    wall.add_start(Activity.LOADING)
     print(f"{backbone.name}  kernels {backbone.kernels}", flush=True)
+    begun_s = time.perf_counter()
     found = measure_profile(
         backbone,
         capacity=capacity or default_capacity(backbone),
@@ -59,10 +65,14 @@ def profile(
         repeats=1 if quick else 3,
         say=lambda line: print(f"  {line}", flush=True),
     )
+    ended_s, compiled_s = time.perf_counter(), backbone.compiling_s
+    wall.add(Activity.COMPILING, compiled_s, begun_s + compiled_s)
+    wall.add(Activity.COMPUTING, ended_s - begun_s - compiled_s, ended_s)
     _show(found)
     if out is not None:
         write_file(out, found.to_json())
         print(f"wrote {out}")
+    print(f"time      {readable.time_split(wall.split())}")
 
 
 def _show(found: Profile) -> None:

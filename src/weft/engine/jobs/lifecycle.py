@@ -18,6 +18,7 @@ from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError, StorageError
 from weft.execute.protocol import Executor, ReplicaFaultError
 from weft.job_state import JobState, Reason, ReasonCode
+from weft.wall_clock import Activity
 
 LOG = logging.getLogger("weft.engine")
 LESS_WAS_FREE = Reason(ReasonCode.NO_MEMORY_NOW, "waits for memory: less was free than its adapter takes")
@@ -165,7 +166,8 @@ class Lifecycle:
             if job.longest > self.room.capacity:
                 raise DataError(f"a sample of {job.longest} tokens is above the capacity of {self.room.capacity}.")
             if not job.status.has_started:
-                yield from self.keeper.open(job)
+                with self.timeline.wall.spending(Activity.LOADING):
+                    yield from self.keeper.open(job)
             self.transitions.run(job)
         except StorageError as error:
             yield from self.transitions.pause_unrecorded(job, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning
@@ -94,6 +95,7 @@ class Settlement:
                 self._executor.use_best(job.name)
                 return self._transitions.succeed(job, str(file.directory))
             self._keeper.write_status(job, self._timeline.now())
+            self._keeper.note_time()
             return [CheckpointSaved(job.name, file.step)]
         except StorageError as failure:
             job.settled.owes_checkpoint = file.kind is FileKind.CHECKPOINT
@@ -167,11 +169,14 @@ class Settlement:
         """Evaluates jobs at their last step in the same microbatches; each keeps its result until that is told."""
         tokens = {job.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}
         assert len(tokens) == len(jobs), "only jobs with evaluation data are due"
-        room = self._jobs.room
-        with self._timeline.span("eval", jobs=tokens):
-            found = self._executor.wait(
-                self._executor.start(EvaluationWork(tuple(tokens), room.capacity, room.row_tile))
-            )
-        whole_s, total = self._timeline.spans[-1].duration_s, max(sum(tokens.values()), 1)
+        room, executor = self._jobs.room, self._executor
+        begun_s, compiled_s = time.perf_counter(), executor.compiling_s()
+        found = executor.wait(executor.start(EvaluationWork(tuple(tokens), room.capacity, room.row_tile)))
+        ended_s, compiled_s = time.perf_counter(), executor.compiling_s() - compiled_s
+        if compiled_s:
+            # Whenever it was: nothing else went on meanwhile.
+            self._timeline.add("compile", compiled_s, begun_s + compiled_s)
+        whole_s, total = ended_s - begun_s - compiled_s, max(sum(tokens.values()), 1)
+        self._timeline.add("eval", whole_s, ended_s, jobs=tokens)
         for job, means in zip(jobs, found, strict=True):
             job.settled.untold = EvalResult(job.step, means, whole_s * tokens[job.name] / total)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.wall_clock import TimeSplit
+
 STATES = ("done", "training", "waiting", "stopped", "failed")
 """As a reader wants them listed."""
 
@@ -69,6 +71,8 @@ class Board:
     one_by_one_seconds: float | None
     scales: Mapping[str, str]
     """`log` or `linear` of every parameter that the sweep searches over a range."""
+    time: TimeSplit | None = None
+    """Where the wall clock went."""
 
     @property
     def best(self) -> BoardTrial | None:
@@ -114,6 +118,7 @@ def read_board(board: Mapping[str, Any]) -> Board:
         tokens=sum(trial.tokens for trial in trials if not trial.origin) if tokens is None else tokens,
         one_by_one_seconds=finite(board.get("one_by_one_seconds")),
         scales=dict(scales) if isinstance(scales, Mapping) else {},
+        time=TimeSplit.from_json(board.get("time")),
     )
 
 

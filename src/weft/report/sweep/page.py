@@ -13,19 +13,18 @@ from typing import Any
 
 from weft import __version__
 from weft.report import readable
-from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates
+from weft.report.document import Cell, PagePart, json_for_script, packed_plotly, template_file, templates
 from weft.report.sweep.board import STATES, Board, BoardTrial, read_board
 from weft.report.sweep.charts import draw_sweep_charts
 from weft.report.sweep.figure import BEST_COLOUR, STATE_COLOURS, looks
 from weft.report.sweep.importance import MIN_TRIALS, importances, num_measured
 from weft.report.sweep.params import Axis, param_names, value_label, varied_axes
 from weft.report.time_charts import GREY
+from weft.report.time_parts import time_parts
 from weft.store.atomic import write_file
 
 SAVED_COLOUR = "transparent"
 ADAPTIVE_NOTE = "The sampler chose later trials by earlier ones, so parameters may have moved together."
-PagePart = tuple[str, str, str, float]
-"""Name, colour, amount in words, share in per cent."""
 
 
 def write_sweep_report(path: Path, board: Mapping[str, Any]) -> None:
@@ -57,6 +56,7 @@ def render_sweep(board: Board, *, name: str) -> str:
         importances=importances(board),
         importance_note=_importance_note(board, axes),
         spent=_spent(board),
+        time_parts=time_parts(board.time),
         readable=readable,
         plotly=plotly,
         style=template_file(environment, "page.css") + template_file(environment, "sweep.css"),

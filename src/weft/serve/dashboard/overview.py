@@ -52,6 +52,7 @@ def _worker_view(worker: DbRow, names: dict[str, str], mine: set[str]) -> Json:
         "memory_bytes": info.get("memory_bytes"),
         "memory_total_bytes": info.get("memory_total_bytes"),
         "tokens_per_second": info.get("tokens_per_s"),
+        "time": info.get("time"),
         "jobs": [{"id": id, "name": names[id], "is_mine": id in mine} for id in jobs if id in names],
         "num_other_jobs": sum(id not in names for id in jobs),
         "names": {id: names[id] for id in sorted(_ids(info)) if id in names},

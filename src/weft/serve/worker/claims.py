@@ -59,7 +59,15 @@ class Claims:
         """How many jobs the worker has claimed since it started."""
         self.claim_after = 0.0
         """The worker claims no new jobs before this time of the monotonic clock."""
-        self.preparer = JobPreparer(database, blobs, work, engine.executor.tokenizer, limits=limits, on_ready=on_ready)
+        self.preparer = JobPreparer(
+            database,
+            blobs,
+            work,
+            engine.executor.tokenizer,
+            limits=limits,
+            on_ready=on_ready,
+            wall=engine.timeline.wall,
+        )
         self.tracking = Tracking(
             work.run.path, lambda name, text: self.add_notice(name, EngineNotice(JobWarning((name,), text)))
         )

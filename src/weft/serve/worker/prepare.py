@@ -38,6 +38,7 @@ from weft.serve.worker.directory import WorkDirectory
 from weft.serve.worker.prompts.adapter_cache import unpack
 from weft.spec import JobSpec
 from weft.store.atomic import storage_errors
+from weft.wall_clock import Activity, WallClock
 
 PreparedJob = tuple[JobSpec, JobData]
 
@@ -60,10 +61,11 @@ class JobPreparer:
         *,
         limits: FileLimits,
         on_ready: Callable[[], None],
+        wall: WallClock,
     ) -> None:
-        """`on_ready` is called, in a preparer's thread, after each job."""
+        """`on_ready` is called, in a preparer's thread, after each job; `wall` counts what each one takes."""
         self._database, self._blobs, self._work, self._tokenizer = database, blobs, work, tokenizer
-        self._limits, self._on_ready = limits, on_ready
+        self._limits, self._on_ready, self._wall = limits, on_ready, wall
         self._under_way: list[tuple[Claim, Future[PreparedJob]]] = []
         self._waiting: list[tuple[Claim, Future[PreparedJob]]] = []
         self._busy: Counter[str] = Counter()
@@ -105,7 +107,9 @@ class JobPreparer:
         while True:
             claim, future = self._take()
             try:
-                future.set_result(prepare(claim, self._database, self._blobs, self._work, tokenizer, process))
+                with self._wall.spending(Activity.PREPARING):
+                    prepared = prepare(claim, self._database, self._blobs, self._work, tokenizer, process)
+                future.set_result(prepared)
             except Exception as error:
                 future.set_exception(error)
             with self._changed:

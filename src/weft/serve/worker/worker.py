@@ -40,6 +40,7 @@ from weft.serve.worker.directory import WorkDirectory
 from weft.serve.worker.options import WorkerOptions
 from weft.serve.worker.prompts.prompt_scheduler import PromptScheduler
 from weft.serve.worker.prompts.prompt_server import PromptServer
+from weft.wall_clock import Activity, WallClock, process_start_s
 
 LOG = logging.getLogger("weft.serve.worker")
 IDLE_S = 0.02
@@ -55,7 +56,9 @@ class Worker:
 
     def __init__(self, options: WorkerOptions, database: Database, blobs: Blobs) -> None:
         self._options = options
+        self._wall = WallClock(process_start_s())
         backbone, notes = load_within(options.backbone, options.memory_limit, USUAL_JOBS)
+        self._wall.add_start(Activity.LOADING)
         for note in notes:
             LOG.warning("%s", note)
         self._device = backbone.device
@@ -67,6 +70,7 @@ class Worker:
             planner=planner_named("auto"),
             max_jobs=options.max_jobs,
             job_memory=options.job_memory,
+            wall=self._wall,
         )
         self._work = WorkDirectory(options.data_dir, options.id, options.base_model)
         self.engine.keep_in(self._work.run)
@@ -160,14 +164,23 @@ class Worker:
         if self._is_stopping:
             self.engine.stop()
         elif isinstance(event, MicrobatchDone):
-            self.scheduler.take_turn(event.seconds)
+            self._answer_prompts(event.seconds)
         self._check_sync()
 
     def _idle(self) -> None:
         """Gives prompts all the time while there is nothing to train."""
-        if not self.scheduler.take_turn(None):
+        if not self._answer_prompts(None):
             self._has_work.wait(IDLE_S)
         self._check_sync()
+
+    def _answer_prompts(self, trained_s: float | None) -> bool:
+        """Gives prompts their turn; False if there was none."""
+        begun_s = time.perf_counter()
+        is_busy = self.scheduler.take_turn(trained_s)
+        if is_busy:
+            ended_s = time.perf_counter()
+            self._wall.add(Activity.COMPUTING, ended_s - begun_s, ended_s)
+        return is_busy
 
     def _check_sync(self) -> None:
         self.sync.trainer_seen_at = time.monotonic()
@@ -189,6 +202,7 @@ class Worker:
             "max_jobs": self._options.max_jobs,
             **_device_info(self._device),
             "tokens_per_s": round(self._tokens_per_s(), 1),
+            "time": engine.time_split.to_json(),
             "jobs": [
                 {
                     "id": name.rpartition(".")[0],

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class Totals:
     tokens: int
     one_by_one_seconds: float | None = None
     """What the same training would have taken one trial after another."""
+    time: Mapping[str, float] | None = None
+    """Where the wall clock went, as `TimeSplit` writes it."""
 
 
 def ranked(trials: Sequence[Trial], is_max: bool) -> list[Trial]:

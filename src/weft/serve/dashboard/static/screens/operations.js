@@ -3,11 +3,12 @@
 import { patience } from "../api.js";
 import { binaryTicks, curves, meter, strip, timeTicks } from "../charts.js";
 import { facts, h, notice, repeat, show, tile } from "../dom.js";
-import { ago, bytes, clock, count } from "../format.js";
+import { ago, bytes, clock, count, duration, share } from "../format.js";
 import { CALM, OTHERS, colours } from "../palette.js";
 
 const STATES = [["running", "var(--busy)"], ["queued", OTHERS], ["validating_files", CALM[4]], ["paused", "var(--warn)"]];
 const TIMES = { x: (at) => clock(at), xTick: (at) => clock(at, at % 60 !== 0), xMarks: timeTicks };
+const TIME_PARTS = [["computing", "#5b6b82"], ["evaluating", "#7fa39e"], ["compiling", "#a58aa8"], ["loading", "#93a8c4"], ["preparing data", "#c2ab83"], ["writing", "#c08f84"], ["idle", "#c9cdd4"]];
 const ENDED = ["succeeded", "failed", "cancelled"];
 
 export function operationsScreen(root, { signal, overview }) {
@@ -75,7 +76,7 @@ function queueOf({ queue, tenants }) {
 }
 
 function workerCard(worker) {
-  const share = worker.memory_total_bytes ? worker.memory_bytes / worker.memory_total_bytes : null;
+  const used = worker.memory_total_bytes ? worker.memory_bytes / worker.memory_total_bytes : null;
   return h("section", { class: "card padded worker" },
     h("header", null, h("h3", null, worker.name), h("span", { class: `badge ${worker.is_draining ? "paused" : "running"}` }, worker.is_draining ? "leaving" : "alive")),
     facts([
@@ -83,8 +84,15 @@ function workerCard(worker) {
       ["memory", worker.memory_bytes ? `${bytes(worker.memory_bytes)}${worker.memory_total_bytes ? ` of ${bytes(worker.memory_total_bytes)}` : ""}` : null],
       ["last seen", ago(worker.seen_at)], ["up since", clock(worker.started_at, false)],
     ]),
-    share === null ? null : meter(share, "memory in use", share > 0.92 ? "var(--warn)" : "var(--accent)"),
+    used === null ? null : meter(used, "memory in use", used > 0.92 ? "var(--warn)" : "var(--accent)"),
+    worker.time ? [h("h4", null, "Where the time went"), timeOf(worker.time)] : null,
     h("h4", null, "Training now"), jobsOf(worker), h("h4", null, "Current program"), programOf(worker));
+}
+
+// Every second since the worker's process began, once; what took none is left out.
+function timeOf(time) {
+  const parts = TIME_PARTS.map(([name, colour]) => [name, time[`${name.replace(" ", "_")}_s`] || 0, colour]).filter(([, seconds]) => seconds > 0);
+  return strip("Where the time went", parts, (seconds) => `${duration(seconds)}, ${share(seconds / time.wall_s)}`);
 }
 
 function jobsOf({ jobs, num_other_jobs: others }) {

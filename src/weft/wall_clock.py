@@ -1,0 +1,164 @@
+"""Where the wall clock went: every moment counts once, for the foremost thing that went on in it.
+
+What a run does overlaps: files are written and data is prepared beside computing. A moment in which anything was
+computed counts as computing, whatever else went on; a moment in which files were written and nothing else happened
+counts as writing, because training waited for the disk. So the parts add up to the wall clock, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+MOST_SPELLS = 512
+"""Spells kept one by one; of more, the older half is added up, so that a long run takes no more memory."""
+
+
+class Activity(StrEnum):
+    """What a moment can count for, in order of precedence."""
+
+    COMPUTING = "computing"
+    """Microbatches and optimizer steps; in a service also answers to prompts."""
+    EVALUATING = "evaluating"
+    COMPILING = "compiling"
+    """Work waits for its kernels or for the capture of its graph; what is compiled beside loading does not count."""
+    LOADING = "loading"
+    """Python and its libraries, the model, checkpoints that are gone on from."""
+    PREPARING = "preparing data"
+    """Reading and tokenising data, packing microbatches."""
+    WRITING = "writing"
+    """Metrics, checkpoints, adapters, the report."""
+    IDLE = "idle"
+    """Nothing of these: planning, keeping the books, waiting for something to do."""
+
+    @property
+    def key(self) -> str:
+        """Its name in JSON, where it stands for seconds."""
+        return f"{self.value.replace(' ', '_')}_s"
+
+
+Spell = tuple[Activity, int, int]
+"""What went on from one moment to another, in nanoseconds."""
+
+
+def partition(spells: Iterable[Spell], start: int, end: int) -> dict[Activity, int]:
+    """The nanoseconds from `start` to `end` by what they count for; the order of the spells does not matter."""
+    order = list(Activity)
+    changes: list[tuple[int, int, int]] = []
+    for activity, begun, ended in spells:
+        begun, ended = max(begun, start), min(ended, end)
+        if begun < ended:
+            place = order.index(activity)
+            changes += [(begun, place, 1), (ended, place, -1)]
+    spent, under_way, moment = dict.fromkeys(order, 0), [0] * len(order), start
+    for at, place, change in [*sorted(changes), (end, 0, 0)]:
+        foremost = next((activity for activity, num in zip(order, under_way, strict=True) if num), Activity.IDLE)
+        spent[foremost] += at - moment
+        under_way[place] += change
+        moment = at
+    return spent
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Wall-clock time by what it went on."""
+
+    spent_ns: Mapping[Activity, int]
+
+    @property
+    def wall_s(self) -> float:
+        """All of it."""
+        return sum(self.spent_ns.values()) / 1e9
+
+    def seconds(self, activity: Activity) -> float:
+        """What went on one thing."""
+        return self.spent_ns.get(activity, 0) / 1e9
+
+    def __add__(self, other: TimeSplit) -> TimeSplit:
+        """Both together, such as two sessions of one run."""
+        spent = {activity: self.spent_ns.get(activity, 0) + other.spent_ns.get(activity, 0) for activity in Activity}
+        return TimeSplit(spent)
+
+    def to_json(self) -> dict[str, float]:
+        """Seconds to the millisecond by name; `wall_s` is the sum of the others."""
+        ms = {activity.key: round(self.spent_ns.get(activity, 0) / 1e6) for activity in Activity}
+        return {"wall_s": sum(ms.values()) / 1e3, **{key: value / 1e3 for key, value in ms.items()}}
+
+    @classmethod
+    def from_json(cls, value: Any) -> TimeSplit | None:
+        """What `to_json` wrote; None if it is anything else."""
+        if not isinstance(value, Mapping):
+            return None
+        seconds = {activity: value.get(activity.key) for activity in Activity}
+        known = {activity: s for activity, s in seconds.items() if isinstance(s, int | float) and 0 <= s < math.inf}
+        return cls({a: round(s * 1e9) for a, s in known.items()}) if len(known) == len(seconds) else None
+
+
+class WallClock:
+    """The wall clock of a process that works on a run; threads may share it."""
+
+    def __init__(self, start_s: float | None = None) -> None:
+        """It starts at a moment of `time.perf_counter`, or now."""
+        self._start = time.perf_counter_ns() if start_s is None else _ns(start_s)
+        self._added_until = self._start
+        self._added = TimeSplit(dict.fromkeys(Activity, 0))
+        """What the time up to `_added_until` went on; a spell that is told later counts only from there."""
+        self._spells: list[Spell] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def spending(self, activity: Activity) -> Iterator[None]:
+        """Counts the time of its body, however that ends."""
+        begun = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._add((activity, begun, time.perf_counter_ns()))
+
+    def add(self, activity: Activity, seconds: float, ended_s: float) -> None:
+        """Counts what has ended, by `time.perf_counter`."""
+        self._add((activity, _ns(ended_s - seconds), _ns(ended_s)))
+
+    def add_start(self, activity: Activity) -> None:
+        """Counts all the time until now."""
+        self._add((activity, self._start, time.perf_counter_ns()))
+
+    def split(self) -> TimeSplit:
+        """What the time from the start until now went on."""
+        with self._lock:
+            return self._added + TimeSplit(partition(self._spells, self._added_until, time.perf_counter_ns()))
+
+    def _add(self, spell: Spell) -> None:
+        with self._lock:
+            self._spells.append(spell)
+            if len(self._spells) > MOST_SPELLS:
+                self._add_up()
+
+    def _add_up(self) -> None:
+        """Settles the time up to the end of the older half of the spells."""
+        until = max(sorted(ended for *_, ended in self._spells)[MOST_SPELLS // 2], self._added_until)
+        self._added += TimeSplit(partition(self._spells, self._added_until, until))
+        self._added_until = until
+        self._spells = [spell for spell in self._spells if spell[2] > until]
+
+
+def process_start_s() -> float:
+    """When this process began, by `time.perf_counter`; now, where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        age_s = 0.0
+    return time.perf_counter() - max(age_s, 0.0)
+
+
+def _ns(seconds: float) -> int:
+    return round(1e9 * seconds)
