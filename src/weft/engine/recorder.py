@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 NOTE_TIME_S = 30.0
-"""Seconds that may be missing from time.json, and those since the last checkpoint, when a process is killed."""
+"""Least seconds from one writing of time.json to the next while training goes on; it is written with a checkpoint."""
 ExportTo = Callable[[str, int], Path | None]
 """Where the adapter of a job goes at the checkpoint of a step; None if nowhere."""
 

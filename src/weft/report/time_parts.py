@@ -14,7 +14,7 @@ COLOURS = {
     Activity.LOADING: "#93a8c4",
     Activity.PREPARING: "#c2ab83",
     Activity.WRITING: "#c08f84",
-    Activity.IDLE: "#c9cdd4",
+    Activity.IDLE: "color-mix(in srgb, var(--soft) 35%, transparent)",
 }
 
 

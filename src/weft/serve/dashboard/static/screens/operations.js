@@ -8,7 +8,7 @@ import { CALM, OTHERS, colours } from "../palette.js";
 
 const STATES = [["running", "var(--busy)"], ["queued", OTHERS], ["validating_files", CALM[4]], ["paused", "var(--warn)"]];
 const TIMES = { x: (at) => clock(at), xTick: (at) => clock(at, at % 60 !== 0), xMarks: timeTicks };
-const TIME_PARTS = [["computing", "#5b6b82"], ["evaluating", "#7fa39e"], ["compiling", "#a58aa8"], ["loading", "#93a8c4"], ["preparing data", "#c2ab83"], ["writing", "#c08f84"], ["idle", "#c9cdd4"]];
+const TIME_PARTS = [["computing", "#5b6b82"], ["evaluating", "#7fa39e"], ["compiling", "#a58aa8"], ["loading", "#93a8c4"], ["preparing data", "#c2ab83"], ["writing", "#c08f84"], ["idle", "color-mix(in srgb, var(--soft) 35%, transparent)"]];
 const ENDED = ["succeeded", "failed", "cancelled"];
 
 export function operationsScreen(root, { signal, overview }) {
