@@ -16,7 +16,7 @@ from weft.data.chats import message_turns
 from weft.data.conversation import ChatTurn, Conversation, Form, Tokens
 from weft.data.formats import convert_rows
 from weft.data.rows.find import read_rows
-from weft.data.tokenise import tokenise_prompt
+from weft.data.tokens.tokenise import tokenise_prompt
 from weft.errors import DataError
 
 

@@ -230,3 +230,11 @@ def test_hub_name_when_the_hub_fails_then_is_a_data_error(tmp_path: Path, monkey
 )
 def test_any_bytes_when_read_as_a_table_or_text_then_are_rows_or_a_data_error(data: bytes, suffix: str, tmp_path: Path):
     assert_rows_or_data_error(tmp_path / f"any{suffix}", data)
+
+
+def test_csv_when_a_later_line_is_broken_then_the_rows_before_it_come_first(write: Write, tmp_path: Path):
+    """Tables are read as far as rows are asked for, however large they are."""
+    rows = find_source(write("x.csv", b"text\n1\n2\n\xff\n"), tmp_path).rows()
+    assert [next(rows).values["text"] for _ in range(2)] == ["1", "2"]
+    with pytest.raises(DataError, match=r"^x.csv line 4: the byte 0xff is not UTF-8"):
+        next(rows)

@@ -16,7 +16,7 @@ from worker_bench import PATIENCE_S, Bench
 
 from weft.data.chat.rendered import Rendered
 from weft.data.prompts import prompt_of_chat
-from weft.data.tokenise import tokenise_prompt
+from weft.data.tokens.tokenise import tokenise_prompt
 from weft.errors import WeftError
 from weft.inference.attach import StoredAdapter, attach_adapter
 from weft.inference.generate import Decoding, Request, generate

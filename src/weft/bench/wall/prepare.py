@@ -1,14 +1,15 @@
 """Preparing a file of rows, beside `datasets.map` with the same template, tokenizer and number of processes.
 
 `python -m weft.bench.wall.prepare weft|datasets FILE` prepares one file in a fresh process and prints what it took as
-JSON. The peer renders, tokenises and masks each row as trainers of prompts and completions do: the prompt and the whole
-text once each.
+JSON. The peer is what an experienced user writes: batches, each rendered by one call and tokenised by another, the
+prompts for their lengths and the whole texts for their tokens, as trainers of prompts and completions do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -33,6 +34,8 @@ class PrepareTime:
     """What preparing one file took."""
 
     seconds: float
+    cpu_s: float
+    """Processor time of all its processes."""
     peak_bytes: int
     """The most memory above that at the start, its processes' included; mapped files are not counted."""
     num_samples: int
@@ -41,7 +44,8 @@ class PrepareTime:
     @property
     def line(self) -> str:
         """All of it for people."""
-        return f"{self.seconds:.1f} s, {self.peak_bytes / 1e9:.2f} GB above the start, {self.num_samples:,} samples"
+        memory = f"{self.peak_bytes / 1e9:.2f} GB above the start"
+        return f"{self.seconds:.1f} s, {self.cpu_s:.1f} s of processors, {memory}, {self.num_samples:,} samples"
 
 
 def time_prepare(program: str, file: Path, variables: Mapping[str, str]) -> PrepareTime:
@@ -73,18 +77,25 @@ def prepare_by_datasets(file: Path, tokenizer: Any) -> Callable[[], tuple[int, i
     datasets.disable_progress_bars()
     rows = datasets.load_dataset("json", data_files=str(file), split="train")
     made = rows.map(
-        _tokenised, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names, num_proc=NUM_PROCESSES
+        _tokenised,
+        batched=True,
+        fn_kwargs={"tokenizer": tokenizer},
+        remove_columns=rows.column_names,
+        num_proc=NUM_PROCESSES,
     )
     lengths = pyarrow.compute.list_value_length
     return lambda: (len(made), pyarrow.compute.sum(lengths(made.data["input_ids"])).as_py())
 
 
-def _tokenised(row: dict[str, str], tokenizer: Any) -> dict[str, list[int]]:
-    asked = [{"role": "user", "content": row["prompt"]}]
-    answered = [*asked, {"role": "assistant", "content": row["completion"]}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
-    ids = tokenizer.apply_chat_template(answered, return_dict=True)["input_ids"][:MAX_LENGTH]
-    return {"input_ids": ids, "labels": ([-100] * len(prompt) + ids[len(prompt) :])[:MAX_LENGTH]}
+def _tokenised(rows: dict[str, list[str]], tokenizer: Any) -> dict[str, list[list[int]]]:
+    asked = [[{"role": "user", "content": prompt}] for prompt in rows["prompt"]]
+    answers = [[{"role": "assistant", "content": answer}] for answer in rows["completion"]]
+    prompts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    texts = tokenizer.apply_chat_template(list(map(operator.add, asked, answers)), tokenize=False)
+    starts = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
+    tokens = tokenizer(texts, add_special_tokens=False, truncation=True, max_length=MAX_LENGTH)["input_ids"]
+    labels = [[-100] * min(start, len(ids)) + ids[start:] for start, ids in zip(starts, tokens, strict=True)]
+    return {"input_ids": tokens, "labels": labels}
 
 
 class MemoryWatch:
@@ -138,10 +149,15 @@ def main(program: str, file: Path) -> PrepareTime:
     """Prepares a file and measures it; both programs have the same cores."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_PROCESSES])
     tokenizer = load_tokenizer("tiny")
-    watch, begun = MemoryWatch(), time.perf_counter()
+    watch, begun, used = MemoryWatch(), time.perf_counter(), _processor_s()
     count = PROGRAMS[program](file, tokenizer)
-    seconds = time.perf_counter() - begun
-    return PrepareTime(seconds, watch.stop(), *count())
+    seconds, used = time.perf_counter() - begun, _processor_s() - used
+    return PrepareTime(seconds, used, watch.stop(), *count())
+
+
+def _processor_s() -> float:
+    """Processor time of this process and of those it started that have ended."""
+    return sum(os.times()[:4])
 
 
 if __name__ == "__main__":

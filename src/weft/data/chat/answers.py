@@ -132,7 +132,7 @@ def _gather(full: str, answers: Sequence[Answer], form: Conversation, ends_text:
         if end is None:
             groups.append((answer.text, [answer]))
         else:
-            shown.append(replace(answer, end=end))
+            shown.append(answer if end == answer.end else replace(answer, end=end))
     if answers and not groups[0][1]:
         # Nothing but turns that come after the last answer.
         groups.pop(0)

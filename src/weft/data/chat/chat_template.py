@@ -100,7 +100,7 @@ class ChatTemplate:
         template = self.own if self.own is not None else self.tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
-    @property
+    @functools.cached_property
     def ends_text(self) -> str:
         """The token that ends a text, as templates write it; empty for a tokenizer without one."""
         return str(self.tokenizer.special_tokens_map.get("eos_token") or "")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jinja2.runtime import Context
+
 Messages = list[dict[str, Any]]
 
 
@@ -16,7 +18,9 @@ class QuickTemplate:
     """One template, with the special tokens of its tokenizer."""
 
     def __init__(self, compiled: Any, special_tokens: Mapping[str, Any]) -> None:
-        self._compiled, self._special_tokens = compiled, dict(special_tokens)
+        self._compiled = compiled
+        self._names = {**compiled.globals, "tools": None, "documents": None, **special_tokens}
+        """What the template can read besides; the library would copy it name by name for every conversation."""
         self.is_proven: bool | None = None
         """Whether it renders what transformers does; None: nobody has looked yet."""
 
@@ -33,7 +37,7 @@ class QuickTemplate:
 
     def render(self, messages: Messages, *, generation: bool) -> str:
         """The messages as text; raises what the template raises."""
-        text: str = self._compiled.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=generation, **self._special_tokens
-        )
-        return text
+        names = {**self._names, "messages": messages, "add_generation_prompt": generation}
+        template = self._compiled
+        context = Context(template.environment, names, template.name, template.blocks)
+        return "".join(template.root_render_func(context))

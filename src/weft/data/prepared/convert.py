@@ -24,7 +24,7 @@ from weft.data.rows.column_map import ColumnMap
 from weft.data.rows.row import Row
 from weft.data.sample import Sample
 from weft.data.samples import Samples
-from weft.data.tokenise import sample_of_tokens, tokenise
+from weft.data.tokens.tokenise import sample_of_tokens, tokenise
 from weft.errors import DataError
 from weft.objectives.objective import Objective, Part
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective

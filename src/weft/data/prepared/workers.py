@@ -1,7 +1,8 @@
 """Processes that convert chunks of rows side by side; what they return comes in the order of the chunks.
 
 They are programs of their own, so whatever started this process is not run again, and they end when it does. Each has
-one chunk at a time: nobody waits for anybody who waits, and memory holds as many chunks as there are processes.
+a chunk at hand and another one waiting, which a thread of its own takes in: so nobody waits for anybody who waits, and
+memory holds a few chunks for each process, however many there are.
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from weft.data.prepared.convert import ConvertedChunk, Converter
 from weft.data.rows.chunks import Chunk
 from weft.errors import WeftError
+
+
+AT_HAND = 2
+"""Chunks that a process has: while it converts one, the next is there already."""
 
 
 class Worker:
@@ -78,7 +85,7 @@ class Workers:
 
     def convert(self, chunks: Iterable[Chunk], objective: str, first_format: str) -> Iterator[ConvertedChunk]:
         """What becomes of each chunk of a source, in order."""
-        idle, busy = deque(self._workers), deque[Worker]()
+        idle, busy = deque(self._workers * AT_HAND), deque[Worker]()
         reading, later = iter(chunks), None
         while True:
             try:
@@ -118,11 +125,21 @@ def main(descriptor: int) -> None:
         converter: Converter = connection.recv()
         # What is there by now stays: the garbage collector need not look at it again and again.
         gc.freeze()
-        while True:
-            chunk, objective, first_format = connection.recv()
-            connection.send(_converted(converter, chunk, objective, first_format))
+        tasks: SimpleQueue[tuple[Chunk, str, str] | None] = SimpleQueue()
+        threading.Thread(target=_take_in, args=(connection, tasks), daemon=True).start()
+        while (task := tasks.get()) is not None:
+            connection.send(_converted(converter, *task))
     except (EOFError, OSError):
         return
+
+
+def _take_in(connection: Connection[Any, Any], tasks: SimpleQueue[tuple[Chunk, str, str] | None]) -> None:
+    """Reads what there is to do as soon as it comes; None is the end."""
+    try:
+        while True:
+            tasks.put(connection.recv())
+    except (EOFError, OSError):
+        tasks.put(None)
 
 
 def _converted(

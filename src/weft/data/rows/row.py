@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,13 @@ def read_text(path: Path, name: str) -> str:
     """The text of a UTF-8 file without its byte-order mark; other bytes are a DataError naming the line."""
     with open_data(path) as file:
         return decode(file.read().removeprefix(BOM), name)
+
+
+def text_lines(path: Path, name: str) -> Iterator[str]:
+    """The lines of such a file one by one, each with the line feed that ends it."""
+    with open_data(path) as file:
+        for number, line in enumerate(file, 1):
+            yield decode(line.removeprefix(BOM) if number == 1 else line, name, number)
 
 
 def decode(data: bytes, name: str, first_line: int = 1) -> str:

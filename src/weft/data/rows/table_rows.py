@@ -1,70 +1,103 @@
-"""Reads tables (.csv, .tsv) and plain text (.txt)."""
+"""Reads tables (.csv, .tsv) and plain text (.txt), a line at a time: memory does not grow with a file."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from weft.data.rows.compression import kind_of
 from weft.data.rows.json_rows import MAX_LINE_BYTES
-from weft.data.rows.row import Row, read_text
+from weft.data.rows.row import Row, text_lines
 from weft.errors import DataError
+
+_LIMIT_LOCK = threading.Lock()
+"""Held while the csv module's limit is another one: it is one setting for the whole process."""
 
 
 def read_txt(path: Path, name: str) -> Iterator[Row]:
     """Paragraphs separated by blank lines; in a file without blank lines every line is a paragraph."""
-    lines = read_text(path, name).replace("\r\n", "\n").split("\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
-    by_line = all(line.strip() for line in lines)
+    by_line = not _has_blank_line(path, name)
     paragraph: list[str] = []
-    for number, line in enumerate([*lines, ""], 1):
+    for number, line in enumerate(itertools.chain(text_lines(path, name), [""]), 1):
         if line.strip():
-            paragraph.append(line)
+            # Before a line feed, a carriage return is part of the line's end.
+            paragraph.append(line.removesuffix("\n").removesuffix("\r") if line.endswith("\n") else line)
         if paragraph and (by_line or not line.strip()):
             first = number if by_line else number - len(paragraph)
             yield Row({"text": "\n".join(paragraph)}, f"{name} line {first}")
             paragraph = []
 
 
-def read_table(path: Path, name: str, *, has_header: bool = True) -> list[Row]:
+def _has_blank_line(path: Path, name: str) -> bool:
+    """Whether a blank line has text somewhere below it."""
+    has_blank = False
+    for line in text_lines(path, name):
+        if not line.strip():
+            has_blank = True
+        elif has_blank:
+            return True
+    return False
+
+
+def read_table(path: Path, name: str, *, has_header: bool = True) -> Iterator[Row]:
     """A header line of column names, then one row per line; quoted cells may span lines."""
-    text = read_text(path, name)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(path, text), strict=True)
-    rows: list[Row] = []
+    delimiter, lines = _delimiter(path, _ended_lines(path, name))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
-    # The module's limit of 128 KiB per cell is one setting for the whole process.
-    limit = csv.field_size_limit(MAX_LINE_BYTES)
-    try:
-        while True:
-            where = f"{name} line {reader.line_num + 1}"
-            cells = next(reader, None)
-            if cells is None:
-                return rows
-            if not any(cells):
+    while True:
+        where = f"{name} line {reader.line_num + 1}"
+        try:
+            cells = _next_cells(reader)
+        except csv.Error as error:
+            raise DataError(f"is not a valid table: {error}.", where=f"{name} line {reader.line_num}") from None
+        if cells is None:
+            return
+        if not any(cells):
+            continue
+        if not header:
+            header = _header(cells, where) if has_header else [str(i + 1) for i in range(len(cells))]
+            if has_header:
                 continue
-            if not header:
-                header = _header(cells, where) if has_header else [str(i + 1) for i in range(len(cells))]
-                if has_header:
-                    continue
-            if len(cells) != len(header):
-                first = "the header" if has_header else "the first line"
-                raise DataError(f"has {len(cells)} cells; {first} has {len(header)}.", where=where)
-            rows.append(Row(dict(zip(header, cells, strict=True)), where))
-    except csv.Error as error:
-        raise DataError(f"is not a valid table: {error}.", where=f"{name} line {reader.line_num}") from None
-    finally:
-        csv.field_size_limit(limit)
+        if len(cells) != len(header):
+            first = "the header" if has_header else "the first line"
+            raise DataError(f"has {len(cells)} cells; {first} has {len(header)}.", where=where)
+        yield Row(dict(zip(header, cells, strict=True)), where)
 
 
-def _delimiter(path: Path, text: str) -> str:
-    """What separates the cells: tabs in a .tsv file, else commas, or what the first line has instead of them."""
+def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
+    """The cells of the next row, of which one may be larger than the 128 KiB that the module allows."""
+    with _LIMIT_LOCK:
+        limit = csv.field_size_limit(MAX_LINE_BYTES)
+        try:
+            return next(reader, None)
+        finally:
+            csv.field_size_limit(limit)
+
+
+def _ended_lines(path: Path, name: str) -> Iterator[str]:
+    """The lines of a table as the csv module counts them: a carriage return ends one, too."""
+    for line in text_lines(path, name):
+        if "\r" in line:
+            yield from io.StringIO(line, newline="")
+        else:
+            yield line
+
+
+def _delimiter(path: Path, lines: Iterator[str]) -> tuple[str, Iterator[str]]:
+    """What separates the cells, and all lines: tabs in a .tsv file, else commas, or what the first line has instead."""
     if kind_of(path) == ".tsv":
-        return "\t"
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    return next((mark for mark in (",", ";", "\t") if mark in first), ",")
+        return "\t", lines
+    seen: list[str] = []
+    for line in lines:
+        seen.append(line)
+        if line.strip():
+            break
+    first = next((part for line in seen for part in line.splitlines() if part.strip()), "")
+    return next((mark for mark in (",", ";", "\t") if mark in first), ","), itertools.chain(seen, lines)
 
 
 def _header(cells: list[str], where: str) -> list[str]:

@@ -30,7 +30,7 @@ from pydantic import BaseModel, Field
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.chat.rendered import Rendered
 from weft.data.prompts import prompt_of_chat
-from weft.data.tokenise import tokenise_prompt
+from weft.data.tokens.tokenise import tokenise_prompt
 from weft.errors import DataError, StorageError, WeftError
 from weft.inference.attach import StoredAdapter
 from weft.inference.generate import Decoding

@@ -17,7 +17,7 @@ from weft.data.chat.rendered import Rendered
 from weft.data.chat.renderer import Renderer
 from weft.data.conversation import ChatTurn, Conversation, Tokens
 from weft.data.sample import Sample
-from weft.data.tokenise import _weights, leading_bos, sample_of_tokens, tokenise, tokenise_prompt
+from weft.data.tokens.tokenise import _weights, leading_bos, sample_of_tokens, tokenise, tokenise_prompt
 from weft.errors import DataError
 
 MERGES = (("4", "2"), ("Ġ", "42"), ("Ċ", "Ċ"))  # "42", " 42" and two line ends become one token each

@@ -7,10 +7,9 @@ tokenised in pieces: when generating, the prompt stands alone and no token can r
 
 from __future__ import annotations
 
-import array
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,10 @@ from weft.data.chat.chat_template import Tokenizer
 from weft.data.chat.rendered import Rendered
 from weft.data.conversation import Tokens
 from weft.data.sample import Sample
+from weft.data.tokens.byte_level import ByteLevel
+from weft.data.tokens.encoded import Encoded, Ids, Weights, packed, spread
 from weft.errors import DataError
 
-Weights: TypeAlias = npt.NDArray[np.float64]
 TEXTS_PER_CALL = 1024
 """A fast tokenizer spreads the texts of one call over all cores; more at a time only takes memory."""
 
@@ -35,16 +35,12 @@ def tokenise(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Sam
         for item, (ids, weights) in zip(chunk, _encode_chunk(chunk, tokenizer), strict=True):
             if item.is_bare:
                 # Data that already brings its own BOS or EOS does not get a second one.
-                front = bos if ids[:1] != bos else []
-                end = eos if ids[-1:] != eos else []
-                ids, weights = front + ids + end, np.concatenate([np.zeros(len(front)), weights, np.ones(len(end))])
-            is_plain = all(weight == 1 for weight in item.weights)
-            yield Sample(_int32(ids), weights > 0, None if is_plain else weights)
-
-
-def _int32(ids: list[int]) -> npt.NDArray[np.int32]:
-    """A list of numbers as an array, twice as fast as numpy makes one."""
-    return np.frombuffer(array.array("i", ids), np.int32)
+                front = bos if ids[:1].tolist() != bos else []
+                end = eos if ids[-1:].tolist() != eos else []
+                ids = np.concatenate([packed(front), ids, packed(end)])
+                weights = np.concatenate([np.zeros(len(front)), weights, np.ones(len(end))])
+            is_plain = item.weights.count(1) == len(item.weights)
+            yield Sample(ids, weights > 0, None if is_plain else weights)
 
 
 def tokenise_prompt(rendered: Rendered, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
@@ -81,10 +77,34 @@ def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
-def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[list[int], Weights]]:
-    if not tokenizer.is_fast:
-        yield from (_encode_pieces(item, tokenizer) for item in chunk)
-        return
+def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[Ids, Weights]]:
+    """The tokens and weights of each text."""
+    whole = _encode_whole(chunk, tokenizer) if tokenizer.is_fast else [None] * len(chunk)
+    for item, found in zip(chunk, whole, strict=True):
+        if found is None or found.weights is None:
+            yield _encode_pieces(item, tokenizer)
+        else:
+            yield found.tokens, found.weights
+
+
+def _encode_whole(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Sequence[Encoded | None]:
+    """Each text as a whole, by the lengths of its tokens where they tell enough."""
+    quick = ByteLevel.of(tokenizer)
+    if quick is None or quick.is_proven is False:
+        return _encode_asking(chunk, tokenizer)
+    found = quick.encode(chunk)
+    if quick.is_proven is None:
+        asked = _encode_asking(chunk, tokenizer)
+        quick.is_proven = all(one is None or one.is_same(other) for one, other in zip(found, asked, strict=True))
+        return asked
+    missing = iter(_encode_asking([item for item, one in zip(chunk, found, strict=True) if one is None], tokenizer))
+    return [next(missing) if one is None else one for one in found]
+
+
+def _encode_asking(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> list[Encoded]:
+    """Each text as a whole, by the characters that its tokens came from."""
+    if not chunk:
+        return []
     encoded: Any = tokenizer(
         [item.text for item in chunk],
         add_special_tokens=False,
@@ -92,9 +112,10 @@ def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[t
         return_token_type_ids=False,
         verbose=False,
     )
-    for item, ids, encoding in zip(chunk, encoded["input_ids"], encoded.encodings, strict=True):
-        weights = _weights(encoding.token_to_chars, len(ids), item)
-        yield (ids, weights) if weights is not None else _encode_pieces(item, tokenizer)
+    return [
+        Encoded(packed(ids), _weights(encoding.token_to_chars, len(ids), item))
+        for item, ids, encoding in zip(chunk, encoded["input_ids"], encoded.encodings, strict=True)
+    ]
 
 
 def _weights(chars: Callable[[int], tuple[int, int]], num_tokens: int, item: Rendered) -> Weights | None:
@@ -108,19 +129,18 @@ def _weights(chars: Callable[[int], tuple[int, int]], num_tokens: int, item: Ren
         # Some tokenizers leave the space out of a token's characters; the token stands for it all the same.
         return min(chars(token)[0], chars(token - 1)[1] if token else 0)
 
-    weights = np.zeros(num_tokens)
-    tokens = range(num_tokens)
+    tokens, found = range(num_tokens), []
     for (start, end), weight in item.weighted_spans:
         first = bisect.bisect_left(tokens, start, key=start_of)
         if first and chars(first - 1)[1] > start:
             return None
         # Most spans reach to the last token, or past it.
         is_last = num_tokens > first and start_of(num_tokens - 1) < end
-        weights[first : num_tokens if is_last else bisect.bisect_left(tokens, end, first, key=start_of)] = weight
-    return weights
+        found.append((first, num_tokens if is_last else bisect.bisect_left(tokens, end, first, key=start_of), weight))
+    return spread(found, num_tokens)
 
 
-def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[list[int], Weights]:
+def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[Ids, Weights]:
     """Tokenises the text cut at the borders of its trained spans."""
     ids: list[int] = []
     weights: list[float] = []
@@ -131,4 +151,4 @@ def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[list[int], Wei
             ids += tokens
             weights += [counted] * len(tokens)
         done = end
-    return ids, np.array(weights)
+    return packed(ids), np.array(weights)

@@ -1,0 +1,168 @@
+"""Tokenises without asking which characters each token came from: that takes a tokenizer almost as long again.
+
+Where every token stands for bytes of the text, one behind the other, their lengths tell where each begins. That holds
+for the byte-level tokenizers of most models today (GPT-2, Llama 3, Qwen, …): nothing is added, removed or replaced on the
+way, so the bytes of a text's tokens add up to those of the text. Where they do not, and for all other tokenizers, the
+characters are asked for. The first texts are tokenised both ways; a tokenizer for which they differ is left alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import unicodedata
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.chat.rendered import Rendered
+from weft.data.tokens.encoded import Encoded, packed, spread
+
+Integers = npt.NDArray[np.int64]
+NORMAL_FORM = "NFC"
+"""The one normaliser that may be there: it leaves most texts as they are, which can be looked up."""
+_KNOWN: weakref.WeakKeyDictionary[Any, ByteLevel | None] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class ByteLevel:
+    """A byte-level tokenizer and the bytes that each of its tokens stands for."""
+
+    backend: Any
+    num_bytes: Integers
+    """By token id."""
+    is_proven: bool | None = None
+    """Whether it finds what the tokenizer itself says; None: nobody has looked yet."""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> ByteLevel | None:
+        """What is known of a tokenizer; None for one whose tokens do not stand for the bytes of a text."""
+        if tokenizer not in _KNOWN:
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            is_plain = backend is not None and hasattr(backend, "encode_batch_fast") and _keeps_bytes(backend)
+            _KNOWN[tokenizer] = cls(backend, _token_bytes(backend)) if is_plain else None
+        found = _KNOWN[tokenizer]
+        return found if found is not None and found._is_set_as(tokenizer) else None
+
+    def _is_set_as(self, tokenizer: Any) -> bool:
+        """Whether the library is set as transformers would set it for a whole text without added tokens."""
+        splits = getattr(tokenizer, "split_special_tokens", False)
+        return (
+            self.backend.truncation is None
+            and self.backend.padding is None
+            and self.backend.encode_special_tokens == splits
+            and len(self.num_bytes) >= self.backend.get_vocab_size()
+        )
+
+    def encode(self, chunk: Sequence[Rendered]) -> list[Encoded | None]:
+        """Tokens and weights of some texts; None for one whose characters have to be asked for."""
+        found = self.backend.encode_batch_fast([item.text for item in chunk], add_special_tokens=False)
+        tokens = [packed(encoding.ids) for encoding in found]
+        ends = list(itertools.accumulate(map(len, tokens), initial=0))
+        together = np.concatenate(tokens)
+        reached = np.cumsum(self.num_bytes[together])
+        borders = _Borders(together, reached, np.concatenate([[0], reached]))
+        return [borders.encoded(item, *place) for item, place in zip(chunk, itertools.pairwise(ends), strict=True)]
+
+
+@dataclass(frozen=True)
+class _Borders:
+    """The tokens of many texts behind one another."""
+
+    tokens: npt.NDArray[np.int32]
+    reached: Integers
+    """The byte behind each token."""
+    begun: Integers
+    """The byte at which each token begins, and the end."""
+
+    def encoded(self, item: Rendered, first: int, end: int) -> Encoded | None:
+        """The text whose tokens are those from `first` to `end`."""
+        text, origin = item.text, int(self.begun[first])
+        is_ascii = text.isascii()
+        num_bytes = len(text) if is_ascii else len(text.encode())
+        if self.begun[end] - origin != num_bytes:
+            return None
+        if not is_ascii and not unicodedata.is_normalized(NORMAL_FORM, text):
+            return None
+        spans = []
+        for (start, stop), weight in item.weighted_spans:
+            if not is_ascii:
+                start, stop = len(text[:start].encode()), len(text[:stop].encode())
+            begin = first + int(self.begun[first:end].searchsorted(origin + start))
+            if begin > first and self.reached[begin - 1] > origin + start:
+                return Encoded(self.tokens[first:end], None)
+            is_last = stop == num_bytes
+            last = end if is_last else first + int(self.begun[first:end].searchsorted(origin + stop))
+            spans.append((begin - first, last - first, weight))
+        return Encoded(self.tokens[first:end], spread(spans, end - first))
+
+
+def _keeps_bytes(backend: Any) -> bool:
+    """Whether the tokens of any text stand for its bytes, one behind the other."""
+    model = backend.model
+    if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return False
+    normaliser = _said(backend.normalizer)
+    splitting, finishing = _steps(backend.pre_tokenizer, "pretokenizers"), _steps(backend.post_processor, "processors")
+    return (
+        (normaliser is None or normaliser["type"] == NORMAL_FORM)
+        and bool(splitting)
+        and all(_keeps_text(step) for step in splitting[:-1])
+        and splitting[-1]["type"] == "ByteLevel"
+        and not splitting[-1]["add_prefix_space"]
+        and all(_leaves_offsets(step) for step in finishing)
+        and all(symbol in _vocabulary(backend) for symbol in _alphabet())
+    )
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    return step["type"] == "Digits" or (step["type"] == "Split" and step["behavior"] != "Removed")
+
+
+def _leaves_offsets(step: dict[str, Any]) -> bool:
+    return step["type"] == "TemplateProcessing" or (step["type"] == "ByteLevel" and not step["trim_offsets"])
+
+
+def _steps(part: Any, several: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, however many it has."""
+    said = _said(part)
+    if said is None:
+        return []
+    return list(said[several]) if said["type"] == "Sequence" else [said]
+
+
+def _said(part: Any) -> dict[str, Any] | None:
+    """What a part of a tokenizer says of itself."""
+    if part is None:
+        return None
+    found: dict[str, Any] = json.loads(part.__getstate__())
+    return found
+
+
+def _vocabulary(backend: Any) -> dict[str, int]:
+    found: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    return found
+
+
+def _alphabet() -> Iterable[str]:
+    from tokenizers.pre_tokenizers import ByteLevel as Library
+
+    found: list[str] = Library.alphabet()
+    return found
+
+
+def _token_bytes(backend: Any) -> Integers:
+    """The bytes of every token: as many as it has symbols, or those of the text that an added one stands for."""
+    vocabulary, added = _vocabulary(backend), backend.get_added_tokens_decoder()
+    found = np.zeros(max([*vocabulary.values(), *added], default=-1) + 1, np.int64)
+    for symbols, number in vocabulary.items():
+        found[number] = len(symbols)
+    for number, token in added.items():
+        found[number] = len(token.content.encode())
+    return found
