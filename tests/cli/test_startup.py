@@ -4,21 +4,40 @@ import os
 import subprocess
 import sys
 
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli.main import VERBS, app
+
 
 def test_help_when_shown_then_nothing_heavy_is_imported():
     code = (
         "import sys\n"
         "sys.argv = ['weft', '--help']\n"
         "from weft.cli.main import main\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'yaml'}\n"
         "try:\n    main()\n"
-        "finally:\n    print(sorted({'torch', 'transformers', 'numpy', 'plotly'} & set(sys.modules)), file=sys.stderr)"
+        "finally:\n    print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert done.stderr == "[]\n"
     assert "..." not in done.stdout.partition("Commands:")[2], "a description is cut"
-    for verb in ("demo", "train", "init", "config", "generate", "chat", "eval", "export", "merge", "doctor"):
+    for verb in VERBS:
         assert f"  {verb} " in done.stdout
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_verb_when_listed_then_by_the_first_sentence_of_its_own_help(name: str):
+    """Help is shown without importing any verb, so it says again what they say of themselves."""
+    said = VERBS[name].command(name).help
+    assert said.splitlines()[0] == VERBS[name].sentence
+
+
+def test_verb_when_mistyped_then_the_nearest_is_named():
+    done = CliRunner().invoke(app, ["tran"])
+    assert done.exit_code == 2
+    assert "Did you mean 'train'" in done.output
 
 
 def python(code: str, **environment: str) -> str:

@@ -5,35 +5,94 @@ Exit codes: 0 done; 1 some jobs failed; 2 wrong input; 130 stopped by the user.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from typing import Any, NamedTuple
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
 from weft import __version__, faults
-from weft.cli.adapters.chat import chat
-from weft.cli.adapters.evaluate import evaluate
-from weft.cli.adapters.export import export, merge
-from weft.cli.adapters.generate import generate
-from weft.cli.cache import cache
-from weft.cli.config import config
-from weft.cli.demo import demo
-from weft.cli.doctor import doctor
-from weft.cli.init import init
-from weft.cli.measure.bench import bench
-from weft.cli.measure.profile import profile
-from weft.cli.measure.tune import tune
-from weft.cli.plan import plan
-from weft.cli.report import report
-from weft.cli.service.keys import keys
-from weft.cli.service.serve import serve
-from weft.cli.service.worker import worker
-from weft.cli.sweep import sweep
-from weft.cli.train import train
 from weft.errors import WeftError
 
+
+class Verb(NamedTuple):
+    """Where a verb is, below this package, and what it does: its module is only imported when it is used."""
+
+    place: str
+    sentence: str
+    """The first line of its documentation."""
+
+    def command(self, name: str) -> Any:
+        """The verb itself."""
+        module, attribute = self.place.split(":")
+        verb = getattr(importlib.import_module(f"weft.cli.{module}"), attribute)
+        if not isinstance(verb, typer.Typer):
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+            alone.command(name)(verb)
+            return typer.main.get_command(alone)
+        return typer.main.get_group(verb)
+
+
+VERBS = {
+    "demo": Verb("demo:demo", "Train several adapters together on a small backbone and see what they learnt."),
+    "train": Verb("train:train", "Train all jobs of a file together on one backbone."),
+    "sweep": Verb("sweep:sweep", "Try many configurations together on one backbone and keep the best."),
+    "init": Verb("init:init", "Write a commented jobs file that runs as it is, and two small data files for it."),
+    "config": Verb("config:config", "List all settings, or check a jobs file and show every value it leads to."),
+    "plan": Verb("plan:plan", "Show what will train with what, how full, how long and in how much memory."),
+    "report": Verb(
+        "report:report",
+        "Write report.html of a run or a sweep again, also of one that is still going on or was killed.",
+    ),
+    "generate": Verb(
+        "adapters.generate:generate",
+        "Answer prompts with one or several adapters, all in one batch on the shared model.",
+    ),
+    "chat": Verb("adapters.chat:chat", "Talk to an adapter; switch between several with /adapter NAME."),
+    "eval": Verb("adapters.evaluate:evaluate", "Measure adapters on data, beside the bare model."),
+    "export": Verb("adapters.export:export", "Check that a server takes an adapter, copy it, and say how to serve it."),
+    "merge": Verb("adapters.export:merge", "Add an adapter to its base weights and write an ordinary model directory."),
+    "doctor": Verb("doctor:doctor", "Show what is installed, what it runs on, and whether training works here."),
+    "profile": Verb(
+        "measure.profile:profile",
+        "Measure this device's time and memory for planning, and check the fits on shapes they have not seen.",
+    ),
+    "worker": Verb("service.worker:worker", "Train the jobs of a service and answer its prompts, until stopped."),
+    "serve": Verb("service.serve:serve", "Serve fine-tuning to many tenants behind OpenAI's API."),
+    "tune": Verb(
+        "measure.tune:tune",
+        "Measure this GPU's best launches of the adapter kernels; later runs here use them. "
+        "No result changes by a bit.",
+    ),
+    "bench": Verb("measure.bench:bench", "Measure speed on this machine, beside what people run today."),
+    "keys": Verb("service.keys:keys", "Keys and tenants of the service."),
+    "cache": Verb("cache:cache", "Prepared data that is kept for the next run."),
+}
+"""All verbs, in the order in which they are listed."""
+
+
+class Verbs(TyperGroup):
+    """The verbs of the command line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # By these names, whoever mistypes a verb is told the one that is most like it.
+        self.commands: Any = dict.fromkeys(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb of that name."""
+        return VERBS[cmd_name].command(cmd_name) if cmd_name in VERBS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Lists all verbs; a sentence is wrapped and not cut."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.sentence) for name, verb in VERBS.items()])
+
+
 app = typer.Typer(
+    cls=Verbs,
     name="weft",
     help="Train many LoRA adapters at once on one frozen language model, each exactly as if alone.",
     no_args_is_help=True,
@@ -41,30 +100,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb, name in (
-    (demo, "demo"),
-    (train, "train"),
-    (sweep, "sweep"),
-    (init, "init"),
-    (config, "config"),
-    (plan, "plan"),
-    (report, "report"),
-    (generate, "generate"),
-    (chat, "chat"),
-    (evaluate, "eval"),
-    (export, "export"),
-    (merge, "merge"),
-    (doctor, "doctor"),
-    (profile, "profile"),
-    (worker, "worker"),
-    (serve, "serve"),
-    (tune, "tune"),
-):
-    # As its own short help, the sentence is wrapped and not cut.
-    app.command(name, short_help=(verb.__doc__ or "").splitlines()[0])(verb)
-app.add_typer(bench, name="bench")
-app.add_typer(keys, name="keys")
-app.add_typer(cache, name="cache")
 
 
 def _show_version(value: bool) -> None:
@@ -91,6 +126,8 @@ def main() -> None:
             faults.arm(faults.parse(plan))
         app()
     except WeftError as error:
+        from rich.console import Console
+
         # One line even where a file name or a library's own words bring several.
         sentence = " ".join(str(error).split("\n"))
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {sentence}", markup=False, style="red")

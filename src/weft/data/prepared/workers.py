@@ -24,7 +24,6 @@ from weft.data.prepared.convert import ConvertedChunk, Converter
 from weft.data.rows.chunks import Chunk
 from weft.errors import WeftError
 
-
 AT_HAND = 2
 """Chunks that a process has: while it converts one, the next is there already."""
 

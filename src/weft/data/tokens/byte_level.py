@@ -1,9 +1,9 @@
 """Tokenises without asking which characters each token came from: that takes a tokenizer almost as long again.
 
 Where every token stands for bytes of the text, one behind the other, their lengths tell where each begins. That holds
-for the byte-level tokenizers of most models today (GPT-2, Llama 3, Qwen, …): nothing is added, removed or replaced on the
-way, so the bytes of a text's tokens add up to those of the text. Where they do not, and for all other tokenizers, the
-characters are asked for. The first texts are tokenised both ways; a tokenizer for which they differ is left alone.
+for the byte-level tokenizers of most models today (GPT-2, Llama 3, Qwen, …): nothing is added, removed or replaced on
+the way, so the bytes of a text's tokens add up to those of the text. Where they do not, and for all other tokenizers,
+the characters are asked for. The first texts are tokenised both ways; a tokenizer for which they differ is left alone.
 """
 
 from __future__ import annotations
