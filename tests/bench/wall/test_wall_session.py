@@ -77,13 +77,17 @@ def test_prepare_when_rows_are_prepared_then_samples_are_counted_and_kept(tmp_pa
 
 
 def test_prepare_figures_when_a_peer_was_timed_then_say_how_much_longer_it_took():
-    ours = PrepareTime(10.0, 5 * 10**8, 7, 100)
-    found = {figure.key: figure for figure in wall.prepare_figures(ours, ours, PrepareTime(25.0, 0, 7, 100))}
+    ours = PrepareTime(10.0, 18.0, 5 * 10**8, 7, 100)
+    peers = [PrepareTime(seconds, 36.0, 0, 7, 100) for seconds in (25.0, 90.0, 20.0)]
+    found = {figure.key: figure for figure in wall.prepare_figures(ours, ours, [(ours, peer) for peer in peers])}
     assert {key: (figure.value, figure.is_met) for key, figure in found.items()} == {
         "prepare_vs_datasets": (2.5, True),
+        "prepare_vs_datasets_cpu": (2.0, None),
+        "prepare_1m_s": (10.0 * 1e6 / 7, None),
         "prepare_again_s": (10.0, False),
         "prepare_peak_gb": (0.5, True),
     }
-    assert [figure.key for figure in wall.prepare_figures(ours, ours, None)] == ["prepare_again_s", "prepare_peak_gb"]
+    alone = [figure.key for figure in wall.prepare_figures(ours, ours, [])]
+    assert alone == ["prepare_1m_s", "prepare_again_s", "prepare_peak_gb"]
     with pytest.raises(WeftError, match="datasets made 99 tokens, weft 100"):
-        wall.prepare_figures(ours, ours, PrepareTime(25.0, 0, 7, 99))
+        wall.prepare_figures(ours, ours, [(ours, PrepareTime(25.0, 1.0, 0, 7, 99))])

@@ -6,7 +6,7 @@
 | 8b | Llama-3.1-8B shape, 8 jobs of 20 steps | wall_8b_cold_s, wall_8b_warm_s, wall_8b_vs_trainer |
 | share | TinyLlama shape, 8 jobs of 200 steps, evaluated every 50, saved every 25 | wall_share, write_stall_share |
 | cpu | the embedded model on the CPU, 2 jobs, 7,473 rows | first_step_cpu_s, first_step_cpu_again_s |
-| prepare | no run: a million rows prepared on 2 cores | prepare_vs_datasets, prepare_again_s, prepare_peak_gb |
+| prepare | no run: a million rows on 2 cores | prepare_vs_datasets, prepare_1m_s, prepare_again_s, prepare_peak_gb |
 
 *Cold* is a first run on a machine: nothing compiled, nothing prepared. *Warm* is the same command again.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +31,16 @@ from weft.bench.shapes import find_shape
 from weft.bench.wall.command import WallTime, caches, time_train, timed
 from weft.bench.wall.inputs import WallJobs, write_jobs, write_model, write_problems
 from weft.bench.wall.prepare import PrepareTime, time_prepare
+from weft.data.prepared.cache import PLACE_VARIABLE
 from weft.data.prepared.digests import SETTLED_S
 from weft.errors import ConfigError, WeftError
 
 Say = Callable[[str], None]
 EVAL_ROWS = 64
 """Rows held out of each job's data, evaluated at its end, or as often as a case says."""
+PEER_ROWS, PEER_TURNS = 100_000, 3
+"""Rows that both prepare, in turn and so often: for the peer, a million would take minutes."""
+MILLION = 1_000_000
 WRITING = ("checkpoint", "adapter")
 """Spans in which training waits for files."""
 
@@ -128,22 +133,33 @@ class WallSession:
         return found
 
     def _measure_preparing(self) -> list[Figure]:
-        """Rows prepared for the first time and again, and by `datasets.map` where that is installed."""
-        file = self.folder / "many.jsonl"
-        write_problems(file, self._num_rows)
+        """Rows prepared for the first time and again; some of them beside `datasets.map` where that is installed."""
+        file = self._rows_file(self._num_rows)
+        kept = {PLACE_VARIABLE: str(self.folder / "prepared")}
+        first, again = self._prepare("weft", file, kept), self._prepare("weft", file, kept)
+        pairs = []
+        if self.peers and importlib.util.find_spec("datasets") is not None:
+            some = self._rows_file(min(PEER_ROWS, self._num_rows))
+            pairs = [self._prepare_both(some, self.folder / f"turn-{turn}") for turn in range(PEER_TURNS)]
+        return prepare_figures(first, again, pairs)
+
+    def _rows_file(self, num_rows: int) -> Path:
+        file = self.folder / f"{num_rows}.jsonl"
+        write_problems(file, num_rows)
         # The digest of a file that has only just been written is not remembered.
         time.sleep(SETTLED_S)
-        kept = caches(self.folder / "prepare-caches")
-        first = self._prepare("weft", file, kept)
-        again = self._prepare("weft", file, kept)
-        peer = None
-        if self.peers and importlib.util.find_spec("datasets") is not None:
-            peer = self._prepare("datasets", file, {"HF_DATASETS_CACHE": str(self.folder / "datasets")})
-        return prepare_figures(first, again, peer)
+        return file
+
+    def _prepare_both(self, file: Path, kept: Path) -> tuple[PrepareTime, PrepareTime]:
+        """Ours and the peer's, each for the first time."""
+        ours = self._prepare("weft", file, {PLACE_VARIABLE: str(kept / "weft")})
+        peer = self._prepare("datasets", file, {"HF_DATASETS_CACHE": str(kept / "datasets")})
+        shutil.rmtree(kept)
+        return ours, peer
 
     def _prepare(self, program: str, file: Path, variables: dict[str, str]) -> PrepareTime:
         found = time_prepare(program, file, variables)
-        self.say(f"{self._num_rows:,} rows, {program}: {found.line}")
+        self.say(f"{program}: {found.line}")
         return found
 
     def _inputs(self, name: str, case: WallCase) -> Path:
@@ -166,18 +182,27 @@ class WallSession:
         )
 
 
-def prepare_figures(first: PrepareTime, again: PrepareTime, peer: PrepareTime | None) -> list[Figure]:
-    """What preparing the same rows twice says, beside the peer's time."""
+def prepare_figures(
+    first: PrepareTime, again: PrepareTime, pairs: Sequence[tuple[PrepareTime, PrepareTime]]
+) -> list[Figure]:
+    """What preparing the same rows twice says, and turns of fewer rows beside the peer."""
     found = [
+        Figure("prepare_1m_s", first.seconds * MILLION / first.num_samples, Kind.SECONDS),
         Figure("prepare_again_s", again.seconds, Kind.SECONDS, 2.0),
         Figure("prepare_peak_gb", first.peak_bytes / 1e9, Kind.PEAK_GB, 1.0),
     ]
-    if peer is None:
+    if not pairs:
         return found
-    if (peer.num_samples, peer.num_tokens) != (first.num_samples, first.num_tokens):
-        raise WeftError(f"datasets made {peer.num_tokens:,} tokens, weft {first.num_tokens:,}.", where="prepare")
-    ratio, said = peer.seconds / first.seconds, f"datasets.map {peer.seconds:.1f} s"
-    return [Figure("prepare_vs_datasets", ratio, Kind.SPEEDUP, 2.0, detail=said), *found]
+    for ours, peer in pairs:
+        if (peer.num_samples, peer.num_tokens) != (ours.num_samples, ours.num_tokens):
+            raise WeftError(f"datasets made {peer.num_tokens:,} tokens, weft {ours.num_tokens:,}.", where="prepare")
+    ratio = statistics.median(peer.seconds / ours.seconds for ours, peer in pairs)
+    processors = statistics.median(peer.cpu_s / ours.cpu_s for ours, peer in pairs)
+    return [
+        Figure("prepare_vs_datasets", ratio, Kind.SPEEDUP, 2.0, detail=f"median of {len(pairs)} turns"),
+        Figure("prepare_vs_datasets_cpu", processors, Kind.SPEEDUP, detail="the same in processor time"),
+        *found,
+    ]
 
 
 def figures(name: str, cold: WallTime, warm: WallTime) -> list[Figure]:

@@ -14,7 +14,7 @@ import unicodedata
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from weft.data.chat.rendered import Rendered
 from weft.data.tokens.encoded import Encoded, packed, spread
 
 Integers = npt.NDArray[np.int64]
-NORMAL_FORM = "NFC"
+NORMAL_FORM: Literal["NFC"] = "NFC"
 """The one normaliser that may be there: it leaves most texts as they are, which can be looked up."""
 _KNOWN: weakref.WeakKeyDictionary[Any, ByteLevel | None] = weakref.WeakKeyDictionary()
 
@@ -122,11 +122,11 @@ def _keeps_bytes(backend: Any) -> bool:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    return step["type"] == "Digits" or (step["type"] == "Split" and step["behavior"] != "Removed")
+    return bool(step["type"] == "Digits" or (step["type"] == "Split" and step["behavior"] != "Removed"))
 
 
 def _leaves_offsets(step: dict[str, Any]) -> bool:
-    return step["type"] == "TemplateProcessing" or (step["type"] == "ByteLevel" and not step["trim_offsets"])
+    return bool(step["type"] == "TemplateProcessing" or (step["type"] == "ByteLevel" and not step["trim_offsets"]))
 
 
 def _steps(part: Any, several: str) -> list[dict[str, Any]]:
