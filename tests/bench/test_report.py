@@ -35,9 +35,10 @@ def test_table_when_printed_then_shows_values_targets_and_verdicts():
 def test_json_when_written_twice_then_other_commands_keys_stay(tmp_path):
     path = tmp_path / "h200.json"
     write_json(path, {"linear4_p0": 1.0812345, "tok_s": 21_000.4}, CPU)
-    write_json(path, {"sweep32": 13.5, "linear4_p0": 1.07}, CPU)
+    write_json(path, {"sweep32": 13.5, "linear4_p0": 1.07}, CPU, key="machine_cpu")
     found = json.loads(path.read_text())
     machine = found.pop("machine")
+    assert found.pop("machine_cpu")["device"].startswith("CPU")
     assert found == {"linear4_p0": 1.07, "tok_s": 21000, "sweep32": 13.5}
     assert machine["torch"] == torch.__version__
     assert machine.keys() >= {"device", "date"}

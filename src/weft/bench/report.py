@@ -54,10 +54,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def write_json(path: Path, values: Mapping[str, float], device: torch.device) -> None:
-    """Adds the values to the file; those of other commands stay."""
+def write_json(path: Path, values: Mapping[str, float], device: torch.device, *, key: str = "machine") -> None:
+    """Adds the values to the file, and under `key` what they were measured on; those of other commands stay."""
     rounded = {name: _rounded(value) for name, value in values.items()}
-    write_file(path, dump({**read_json(path), **rounded, "machine": machine(device)}))
+    write_file(path, dump({**read_json(path), **rounded, key: machine(device)}))
 
 
 def _rounded(value: float) -> float:

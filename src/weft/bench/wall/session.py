@@ -68,9 +68,14 @@ def choose_cases(names: Sequence[str], *, has_gpu: bool) -> list[str]:
     for name in names:
         if name not in (*CASES, PREPARE):
             raise ConfigError(f"got {name!r}; accepted are {', '.join((*CASES, PREPARE))}.", where="--regime")
-        if name != PREPARE and CASES[name].needs_gpu and not has_gpu:
+        if needs_gpu(name) and not has_gpu:
             raise ConfigError(f"{name} needs a CUDA GPU and torch sees none; cpu runs anywhere.", where="--regime")
     return list(names) or [*(name for name, case in CASES.items() if has_gpu or not case.needs_gpu), PREPARE]
+
+
+def needs_gpu(name: str) -> bool:
+    """Whether a case is measured on a GPU."""
+    return name != PREPARE and CASES[name].needs_gpu
 
 
 class WallSession:

@@ -161,9 +161,11 @@ def wall(
     json: JsonFile = None,
 ) -> None:
     """Whole runs of `weft train` from the command to the last adapter, cold and warm; and preparing many rows."""
+    import torch
+
     from weft.bench import report
     from weft.bench.output import check_files, conclude, say
-    from weft.bench.wall.session import WallSession, choose_cases
+    from weft.bench.wall.session import WallSession, choose_cases, needs_gpu
     from weft.kernels.device import default_device, has_gpu
 
     names = choose_cases(regime or [], has_gpu=has_gpu())
@@ -179,7 +181,11 @@ def wall(
             for figure in found:
                 say(f"  {figure.line}")
             if json is not None:
-                report.write_json(json, {figure.key: figure.value for figure in found}, device)
+                values = {figure.key: figure.value for figure in found}
+                if needs_gpu(name):
+                    report.write_json(json, values, device)
+                else:
+                    report.write_json(json, values, torch.device("cpu"), key="machine_cpu")
     raise typer.Exit(conclude(figures, [], device, None))
 
 
