@@ -13,6 +13,7 @@ from tiny_tokenizer import make_tokenizer
 
 from weft.data.dataset import Dataset
 from weft.data.load import load_dataset, load_job_data
+from weft.data.order import BatchSchedule
 from weft.errors import DataError
 from weft.spec import JobSpec
 from weft.spec.job import SourceSpec
@@ -55,3 +56,25 @@ def test_rows_when_only_the_first_are_wanted_then_what_follows_them_is_not_looke
     assert [len(load(number).samples) for number in (1, 4, 2)] == [1, 4, 2]
     with pytest.raises(DataError, match=r"^a\.jsonl line 8: is not valid JSON"):
         load(5)
+
+
+@pytest.mark.parametrize(("eval_data", "num_train", "num_eval"), [(None, 6, 0), (2, 6, 2), (0.25, 6, 2)])
+def test_streamed_source_when_steps_are_limited_then_only_the_rows_they_take_are_read(
+    eval_data: float | None, num_train: int, num_eval: int, write: Write, tmp_path: Path
+):
+    """In the order of the file; what follows, right or wrong, is not looked at. Each is met once."""
+    rows = [{"prompt": "ask", "completion": str(i)} for i in range(num_train + num_eval)]
+    name = write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows) + "not json\n")
+    sources = [{"path": name, "streaming": True}]
+    job = JobSpec("j", sources, eval_data=eval_data, max_steps=3, global_batch_size=2, max_length=64)  # type: ignore[arg-type]
+    data = load_job_data(job, TOKENIZER, tmp_path)
+    assert len(data.train.samples) == num_train
+    assert (0 if data.eval is None else len(data.eval.samples)) == num_eval
+    order = BatchSchedule.of(job, *data.train.sizes)
+    assert sorted(int(i) for step in range(3) for i in order.batch(step)) == list(range(num_train))
+
+
+def test_streamed_source_when_it_ends_early_then_all_of_it_is_read(write: Write, tmp_path: Path):
+    name = write("a.jsonl", [{"prompt": "ask", "completion": "yes"}] * 3)
+    job = JobSpec("j", (SourceSpec(name, streaming=True),), max_steps=10, max_length=64)
+    assert len(load_job_data(job, TOKENIZER, tmp_path).train.samples) == 3

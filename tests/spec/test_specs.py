@@ -182,3 +182,24 @@ def test_setting_when_its_number_is_beyond_what_can_be_computed_with_then_it_is_
         read(cls, {**given, name: wild})
     assert (caught.value.where or "").startswith(name)
     assert "1e+300" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, "train_data.0.streaming: needs max_steps, which says how many rows are read; or say so with rows."),
+        (
+            {"max_steps": 2, "eval_data": [{"path": "b.jsonl", "streaming": True}]},
+            "eval_data.0.streaming: say with rows how many are evaluated.",
+        ),
+    ],
+)
+def test_streamed_source_when_nothing_says_how_many_rows_then_is_refused(settings: dict[str, Any], found: str):
+    with pytest.raises(ConfigError) as error:
+        JobSpec("a", [{"path": "a.jsonl", "streaming": True}], **settings)  # type: ignore[arg-type]
+    assert str(error.value) == found
+
+
+def test_streamed_source_when_rows_are_given_too_then_is_refused():
+    with pytest.raises(ConfigError, match="rows says already how many are read"):
+        JobSpec("a", [{"path": "a.jsonl", "streaming": True, "rows": 3}], max_steps=2)  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def load_job_data(
             error.setting = setting
             raise
 
-    train = load("train_data", job.train_data, job.objective)
+    train = load("train_data", job.train_sources, job.objective)
     if job.eval_data is None:
         data = JobData(train, None)
     elif isinstance(job.eval_data, tuple):

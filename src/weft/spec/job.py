@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from weft.errors import ConfigError
 from weft.spec.adapter import AdapterSpec
@@ -34,9 +36,14 @@ class SourceSpec:
     without one count 1 where another has one; where none has, every sample is met once. Not for eval_data."""
     rows: int | None = setting(None, rule=at_least(1))
     """Read only so many rows from the front; of a Hub data set, no more is downloaded. Default: all."""
+    streaming: bool = setting(False)
+    """Read only as many rows from the front as the job's max_steps take, however many there are: max_steps x
+    global_batch_size, and those that eval_data splits off; they are shuffled among themselves. Not for eval_data."""
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.streaming and self.rows is not None:
+            raise ConfigError("rows says already how many are read; leave one of them out.", where="streaming")
 
     @classmethod
     def of(cls, item: str | SourceSpec) -> SourceSpec:
@@ -177,6 +184,24 @@ class JobSpec(KnownKeywords):
             return None
         return tuple(1.0 if weight is None else weight for weight in weights)
 
+    @property
+    def train_sources(self) -> tuple[SourceSpec, ...]:
+        """The training sources; of those that are streamed, with the rows that are needed of each."""
+        sources = tuple(SourceSpec.of(item) for item in self.train_data)
+        return tuple(
+            replace(source, streaming=False, rows=self._num_streamed) if source.streaming else source
+            for source in sources
+        )
+
+    @property
+    def _num_streamed(self) -> int:
+        """Rows that are trained on if each is met once, and those that are split off for evaluation."""
+        assert self.max_steps is not None, "checked when the job was made"
+        trained, split = self.max_steps * self.batch_size, self.eval_data
+        if not isinstance(split, int | float):
+            return trained
+        return trained + int(split) if split >= 1 else math.ceil(Fraction(trained) / (1 - Fraction(split)))
+
     def _refuse_foreign_sources(self) -> None:
         """Other tools describe data by mappings with other keys."""
         known = field_names(SourceSpec)
@@ -194,6 +219,12 @@ class JobSpec(KnownKeywords):
     def _check_sources(self) -> None:
         if not self.train_data or not all(SourceSpec.of(item).path for item in self.train_data):
             raise ConfigError("no files; name at least one.", where="train_data")
+        streamed = _first_streamed(self.train_data)
+        if streamed is not None and self.max_steps is None:
+            raise ConfigError(
+                "needs max_steps, which says how many rows are read; or say so with rows.",
+                where=f"train_data.{streamed}.streaming",
+            )
         if not isinstance(self.eval_data, tuple):
             return
         sources = [SourceSpec.of(item) for item in self.eval_data]
@@ -202,6 +233,9 @@ class JobSpec(KnownKeywords):
         weighted = next((i for i, source in enumerate(sources) if source.weight is not None), None)
         if weighted is not None:
             raise ConfigError("evaluation meets every sample once; leave it out.", where=f"eval_data.{weighted}.weight")
+        streamed = _first_streamed(self.eval_data)
+        if streamed is not None:
+            raise ConfigError("say with rows how many are evaluated.", where=f"eval_data.{streamed}.streaming")
 
     def _check_columns(self) -> None:
         for name, column in self.data_columns.items():
@@ -226,3 +260,8 @@ class JobSpec(KnownKeywords):
                 f"got {amount}; accepted are a fraction between 0 and 1, a whole number of samples, or files.",
                 where="eval_data",
             )
+
+
+def _first_streamed(items: Sequence[str | SourceSpec]) -> int | None:
+    """The place of the first source that is streamed."""
+    return next((i for i, item in enumerate(items) if SourceSpec.of(item).streaming), None)

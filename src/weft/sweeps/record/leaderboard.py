@@ -159,7 +159,7 @@ def _json(board: dict[str, Any]) -> str:
 def _whole_source(source: str | SourceSpec, base_dir: Path) -> str | dict[str, Any]:
     if isinstance(source, str):
         return _whole_path(source, base_dir)
-    said = {name: value for name, value in asdict(source).items() if value is not None}
+    said = {name: value for name, value in asdict(source).items() if value not in (None, False)}
     return {**said, "path": _whole_path(source.path, base_dir)}
 
 
