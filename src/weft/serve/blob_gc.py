@@ -44,15 +44,20 @@ def discard(blobs: Blobs, names: Iterable[str]) -> None:
             LOG.warning("a blob is left over: %s", error)
 
 
-def named_blobs(tx: Tx) -> set[str]:
-    """Returns the blobs that a row still needs; a deleted file is needed until the jobs that read it have ended."""
+def file_is_needed(tx: Tx) -> sa.ColumnElement[bool]:
+    """Says of a row of files whether its bytes are needed: if deleted, until the jobs that read it have ended."""
     unfinished = sa.select(JOBS.c.id).where(
         JOBS.c.status.not_in(FINAL_STATES),
         sa.or_(JOBS.c.training_file == FILES.c.id, JOBS.c.validation_file == FILES.c.id),
     )
     lives = sa.and_(FILES.c.deleted_at.is_(None), sa.or_(FILES.c.expires_at.is_(None), FILES.c.expires_at > now(tx)))
+    return sa.or_(lives, unfinished.exists())
+
+
+def named_blobs(tx: Tx) -> set[str]:
+    """Returns the blobs that a row still needs."""
     queries = (
-        sa.select(FILES.c.blob).where(sa.or_(lives, unfinished.exists())),
+        sa.select(FILES.c.blob).where(file_is_needed(tx)),
         sa.select(MODELS.c.blob).where(MODELS.c.deleted_at.is_(None)),
         sa.select(CHECKPOINTS.c.blob).where(CHECKPOINTS.c.blob.is_not(None)),
     )

@@ -98,6 +98,7 @@ def worker(
     name, equals, model = base_model.partition("=")
     if not name or (equals and not model):
         raise ConfigError(f"got {base_model!r}; write NAME or NAME=MODEL.", where="--base-model")
+    from weft.data.prepared.cache import PLACE_VARIABLE
     from weft.serve.api.observe import log_json
     from weft.serve.blobs import Blobs
     from weft.serve.db.engine import open_database
@@ -124,6 +125,8 @@ def worker(
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
         host=host,
     )
+    # What is prepared of tenants' files stays where everything else of theirs is.
+    os.environ.setdefault(PLACE_VARIABLE, str(options.data_dir / "prepared"))
     log_json()
     database = open_database(settings.db_url)
     migrate(database)

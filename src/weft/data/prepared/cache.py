@@ -87,14 +87,21 @@ class PreparedCache:
         found = [_info(folder) for folder in self._folders() if not folder.name.startswith(TEMP_PREFIX)]
         return sorted(found, key=lambda entry: -entry.used)
 
+    def forget(self, is_gone: Callable[[EntryInfo], bool]) -> int:
+        """Removes the entries of which that is so, also those at hand; returns how many there were."""
+        gone = [entry for entry in self.entries() if is_gone(entry)]
+        for entry in gone:
+            with self._guard:
+                self._held.pop(entry.key, None)
+            self._remove(self.root / entry.key)
+        return len(gone)
+
     def clear(self) -> int:
         """Removes all entries and what was left behind; returns how many entries there were."""
-        entries = self.entries()
-        for entry in entries:
-            self._remove(self.root / entry.key)
+        num_entries = self.forget(lambda _: True)
         self._remove_leftovers()
         (self.root / RECORD).unlink(missing_ok=True)
-        return len(entries)
+        return num_entries
 
     def _open(self, key: str) -> Dataset | None:
         folder = self.root / key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,8 @@ class PreparingBar:
         self._console = Console(stderr=True)
         self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
         self._last_line: float | None = None
+        # A process that somebody started for a file speaks to nobody: its standard error is somebody else's log.
+        self._is_silent = multiprocessing.parent_process() is not None
 
     def __enter__(self) -> PreparingBar:
         return self
@@ -37,7 +40,7 @@ class PreparingBar:
         self._done += num_bytes
         self._num_rows = num_rows
         now = self._clock()
-        if now - self._begun <= QUIET_S:
+        if self._is_silent or now - self._begun <= QUIET_S:
             return
         if self._console.is_terminal:
             self._show()

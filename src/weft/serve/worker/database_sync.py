@@ -20,6 +20,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from weft.data.prepared.cache import default_cache
 from weft.engine.engine import Engine
 from weft.errors import StorageError, WeftError
 from weft.serve.blobs import Blobs
@@ -35,6 +36,7 @@ from weft.serve.worker.claims import Claims
 from weft.serve.worker.directory import WorkDirectory, clean_up_after_dead_workers
 from weft.serve.worker.journal import Fate, Journal
 from weft.serve.worker.options import WorkerOptions
+from weft.serve.worker.prepared_gc import PreparedGc
 
 LOG = logging.getLogger("weft.serve.worker")
 LOOK_S = 0.2
@@ -86,6 +88,7 @@ class DatabaseSync:
         self._num_rounds = 0
         self._unsure: _SyncRound | None = None
         """A round whose commit was not confirmed: it may have happened or not."""
+        self._prepared_gc = PreparedGc(database, default_cache())
         self._hurry = threading.Event()
         self._is_draining = False
         self._has_left = False
@@ -146,6 +149,7 @@ class DatabaseSync:
     def _try_pulse(self, is_last: bool) -> bool:
         try:
             self._pulse(is_last)
+            self._prepared_gc.run_if_due()
             return True
         except Busy as error:
             LOG.warning("the database does not answer: %s", error)
