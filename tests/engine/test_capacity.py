@@ -27,6 +27,7 @@ from weft.backbone.ahead import compile_ahead
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone, load_skeleton
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.backbone.scores import PendingScores
 from weft.data.dataset import JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
@@ -36,7 +37,6 @@ from weft.errors import ConfigError
 from weft.execute.memory import COMPILING, USUAL_JOBS, load_within, start_capacity
 from weft.execute.protocol import ReplicaFaultError
 from weft.job_state import JobState
-from weft.objectives.metrics import Score
 from weft.spec import BackboneSpec
 from weft.store.run_dir import RunDirectory, RunRecord
 
@@ -56,9 +56,9 @@ class SmallGpu(Backbone):
         self._check(batch, self.room)
         return running
 
-    def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
+    def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         self._check(batch, self.eval_room)
-        return super().scores(batch, row_tile)
+        return super().look(batch, row_tile)
 
     def _check(self, batch: PackedBatch, room: int) -> None:
         if batch.num_tokens > room:
@@ -210,7 +210,7 @@ def test_evaluation_when_memory_runs_out_for_the_best_weights_then_they_are_kept
     backbone, looks, failed = SmallGpu(10**6), [], []
     engine = Engine(backbone, capacity=100)
     submit(engine, (spec, JobData(data, data)))
-    job, clone, scores = engine.jobs["a"], torch.Tensor.clone, backbone.scores
+    job, clone, look = engine.jobs["a"], torch.Tensor.clone, backbone.look
 
     def clone_once_there_is_room(tensor: torch.Tensor) -> torch.Tensor:
         if tensor is engine.executor.jobs["a"].weights.adapter.groups["b"].params and job.step == 3 and not failed:
@@ -219,7 +219,7 @@ def test_evaluation_when_memory_runs_out_for_the_best_weights_then_they_are_kept
         return clone(tensor)
 
     monkeypatch.setattr(torch.Tensor, "clone", clone_once_there_is_room)
-    monkeypatch.setattr(backbone, "scores", lambda *given: looks.append(job.step) or scores(*given))
+    monkeypatch.setattr(backbone, "look", lambda *given: looks.append(job.step) or look(*given))
     outcomes = finish(engine)
     assert failed == [3] and looks == [1, 2, 3]
     assert outcomes["a"].eval_losses == expected["a"].eval_losses

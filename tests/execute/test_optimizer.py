@@ -82,7 +82,7 @@ def test_step_fused_when_taken_twenty_times_then_equals_torch(backbone):
     assert float(fused[1].states["a"]["step"]) == 19
 
 
-def test_restore_when_a_checkpoint_is_taken_up_then_both_ways_go_on_from_it(backbone):
+def test_take_when_a_checkpoint_is_taken_up_then_both_ways_go_on_from_it(backbone):
     """A checkpoint does not say who wrote it."""
     first = optimizers(backbone, 1)
     set_gradients(first, 0)
@@ -92,7 +92,7 @@ def test_restore_when_a_checkpoint_is_taken_up_then_both_ways_go_on_from_it(back
     for step in (step_fused, step_together):
         again = optimizers(backbone, 1)
         again[0].adapter.groups["a"].params.copy_(first[0].adapter.groups["a"].params)
-        again[0].restore(saved)
+        again[0].take({name: tensor.clone() for name, tensor in saved.items()})
         set_gradients(again, 1)
         step(again, [True])()
         ends.append(again[0].adapter.groups["a"].params)

@@ -93,13 +93,16 @@ class Adapter:
                 view.copy_(x)
         self.changed()
 
-    def move_to(self, device: torch.device) -> None:
-        """Takes the weights to a device, bit by bit, and forgets the gradients; no slot may hold the adapter."""
-        self._take({name: params.to(device, copy=True) for name, params in self.flat().items()})
+    def take(self, flat: Mapping[str, torch.Tensor]) -> None:
+        """Makes these buffers the weights, wherever they are, and forgets the gradients; no slot may hold the adapter.
+
+        Without the memory for new gradients, nothing changes.
+        """
+        self._take(flat)
         self.changed()
 
     def _take(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Makes these the weights, with fresh gradients beside them; without the memory for it, nothing changes."""
+        """Makes these the weights, with fresh gradients beside them."""
         self.groups = {name: ParameterGroup(params, torch.zeros_like(params)) for name, params in flat.items()}
         params = self.split([group.params for group in self.groups.values()])
         grads = self.split([group.grad for group in self.groups.values()])

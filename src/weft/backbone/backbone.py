@@ -202,9 +202,13 @@ class Backbone:
         """Starts a microbatch, which adds to every attached adapter's gradients; a GPU works on after this returns."""
         return self._path_through(batch).launch(batch, row_tile)
 
+    def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
+        """Starts a microbatch forward only."""
+        return self._path_through(batch).look(batch, row_tile)
+
     def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
         """Each segment's score, without gradients."""
-        return self._path_through(batch).look(batch, row_tile).scores()
+        return self.look(batch, row_tile).scores()
 
     @property
     def compiling_s(self) -> float:

@@ -193,7 +193,7 @@ class Engine:
                 yield from self._lifecycle.obey(self._commands.popleft())
             yield from self._lifecycle.admit()
             for job in self._lifecycle.unsettled():
-                yield from self._settlement.settle(job, self._program)
+                yield from self._settlement.settle(job)
             training = self._lifecycle.running_next()
             if training:
                 with self._places.watched():
@@ -309,7 +309,7 @@ class Engine:
             # A reader may have forgotten a job that failed before this was told.
             job = self.jobs.get(event.job) if isinstance(event, StepDone) else None
             if job is not None and job.is_running:
-                yield from self._settlement.settle(job, self._program)
+                yield from self._settlement.settle(job)
 
     def _command(self, action: Literal["cancel", "pause", "resume"], name: str) -> None:
         self._job(name)

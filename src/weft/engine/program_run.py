@@ -74,7 +74,7 @@ class StartedMicrobatch:
 
         A job that has gone back to its last step in the meantime runs its samples again, and counts them then.
         """
-        outcome, segments = self.wait(), self.microbatch.segments
+        outcome, segments = self._executor.wait(self.ticket), self.microbatch.segments
         for job, before, segment, score in zip(self._owners, self._rewinds, segments, outcome.scores, strict=True):
             if job.progress.num_rewinds == before:
                 job.progress.add_score(segment, score)
@@ -128,11 +128,6 @@ class ProgramRun:
         done = self._run(turn) if turn.microbatch.segments else self._take(turn.steps, None)
         self._rest.popleft()
         return done
-
-    def wait(self) -> None:
-        """Until the device has done what was started ahead, so that what follows is timed by itself."""
-        if self._ahead is not None:
-            self._ahead.wait()
 
     def finish(self) -> list[Event]:
         """Counts what has been started, so that jobs stand where their gradients do; nothing may come in between."""

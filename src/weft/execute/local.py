@@ -18,7 +18,7 @@ from weft.backbone.load import load_backbone
 from weft.backbone.out_of_memory import is_device_fault, memory_errors
 from weft.backbone.packed import PackedBatch
 from weft.data.chat.chat_template import Tokenizer
-from weft.execute.evaluate import mean_scores
+from weft.execute.evaluate import EvaluationInFlight
 from weft.execute.file_writer import FileWriter, writing
 from weft.execute.memory import measure, release_memory, state_bytes, usable_bytes
 from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
@@ -243,8 +243,7 @@ class LocalExecutor:
                     asked = [(slots.enter_context(self._slot_of(n)), self.jobs[n].given.eval_data) for n in names]
                     requests = [(slot, data) for slot, data in asked if data is not None]
                     assert len(requests) == len(names), "only jobs with evaluation data are asked for"
-                    means = mean_scores(self.backbone, requests, capacity, row_tile)
-                return lambda: means
+                    return EvaluationInFlight(self.backbone, requests, capacity, row_tile).outcome
             case AnswersWork(prompts, decoding, is_bare):
                 with ExitStack() as slots:
                     to_answer = {

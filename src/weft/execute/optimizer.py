@@ -8,7 +8,7 @@ torch optimizer, under torch's names, and no job's result depends on who steps w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -56,15 +56,15 @@ class Optimizer:
         """The states by name, for a checkpoint."""
         return {f"optimizer_{name}.{key}": v for name, state in self.states.items() for key, v in state.items()}
 
-    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes the states that `tensors` described."""
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes the states in `tensors` its own; they are where the adapter is."""
         for group, state in self.states.items():
             state.clear()
             prefix = f"optimizer_{group}."
             for name, tensor in tensors.items():
                 if name.startswith(prefix):
                     key = name.removeprefix(prefix)
-                    state[key] = tensor.clone() if key == "step" else tensor.to(self.adapter.device, copy=True)
+                    state[key] = tensor.cpu() if key == "step" else tensor
 
     def make_moments(self) -> None:
         """Takes the memory for moments that are not there yet, as the first step would."""

@@ -159,7 +159,18 @@ class StepsWork(Work[Sequence["Updated"]]):
 
 
 @dataclass(frozen=True)
-class EvaluationWork(Work[Sequence[MeanScores]]):
+class EvaluationOutcome:
+    """What became of an evaluation."""
+
+    means: Sequence[MeanScores]
+    """Of its jobs, in order."""
+    seconds: float
+    ended_s: float
+    """When that was first known, by `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class EvaluationWork(Work[EvaluationOutcome]):
     """The evaluation of some jobs in the same microbatches; a job without a seat gets one for as long as it takes."""
 
     jobs: tuple[str, ...]

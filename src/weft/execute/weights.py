@@ -10,8 +10,8 @@ from weft.adapters.adapter import Adapter
 from weft.adapters.method import ModuleTensors
 from weft.backbone.out_of_memory import memory_errors
 from weft.execute.optimizer import Optimizer
-from weft.kernels.device import CPU
-from weft.kernels.device_event import host_copy
+from weft.kernels.device import is_cpu
+from weft.kernels.device_event import host_copy, to_host
 from weft.spec import JobSpec
 
 
@@ -30,21 +30,15 @@ class JobWeights:
     def move_to(self, device: torch.device) -> None:
         """Takes the whole state of the last step boundary to a device, bit by bit; only while no slot is held.
 
-        Without the memory for it the state ends up on the CPU, and torch.OutOfMemoryError says so.
+        Without the memory for it the state stays where it is, and torch.OutOfMemoryError says so.
         """
         assert self.slot is None, "a slot reads the weights where they are"
-        tensors = self.tensors()
-        try:
-            self._settle_on(device, tensors)
-        except torch.OutOfMemoryError:
-            self._settle_on(CPU, tensors)
-            raise
-
-    @memory_errors()
-    def _settle_on(self, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
-        self.adapter.move_to(device)
+        with memory_errors():
+            named = self._named(moments=True)
+            tensors = to_host(named) if is_cpu(device) else {name: t.to(device, copy=True) for name, t in named.items()}
+            self.adapter.take({group: tensors[f"params_{group}"] for group in self.adapter.groups})
         self.optimizer = Optimizer(self.adapter, self._spec)
-        self.optimizer.restore(tensors)
+        self.optimizer.take(tensors)
         self._take_best(tensors)
 
     def keep_best(self) -> None:
@@ -58,7 +52,7 @@ class JobWeights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them by name, copied to the CPU."""
-        return {name: tensor.detach().to(CPU, copy=True) for name, tensor in self._named(moments=True).items()}
+        return to_host(self._named(moments=True))
 
     def snapshot(self, *, moments: bool) -> Callable[[], dict[str, torch.Tensor]]:
         """All of them, or all but the optimizer's, as they are at this step boundary; what is returned waits for them.
@@ -66,7 +60,7 @@ class JobWeights:
         A GPU copies them to pinned memory between what it has been asked for and what it will be asked for next, so
         that neither it nor the host waits. A job without a slot does not change: what it has is its snapshot.
         """
-        named = {name: tensor.detach() for name, tensor in self._named(moments=moments).items()}
+        named = self._named(moments=moments)
         if self.slot is None:
             return lambda: named
         copies = {name: host_copy(tensor) for name, tensor in named.items()}
@@ -81,13 +75,14 @@ class JobWeights:
     def _named(self, *, moments: bool) -> dict[str, torch.Tensor]:
         named = {f"params_{group}": params for group, params in self.adapter.flat().items()}
         named |= self.optimizer.tensors() if moments else {}
-        return named | {f"best_{group}": params for group, params in (self.best_params or {}).items()}
+        named |= {f"best_{group}": params for group, params in (self.best_params or {}).items()}
+        return {name: tensor.detach() for name, tensor in named.items()}
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Goes back to what `tensors` described."""
         self.adapter.zero_grad()
         self.adapter.put({group: tensors[f"params_{group}"] for group in self.adapter.groups})
-        self.optimizer.restore(tensors)
+        self.optimizer.take({name: tensor.to(self.adapter.device, copy=True) for name, tensor in tensors.items()})
         self._take_best(tensors)
 
     def _take_best(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ and not with it what was started in between.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -70,6 +71,12 @@ class AsyncCopy:
         """The numbers on the host; waits for them."""
         self.moment.wait()
         return self._host
+
+
+def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the host in ordinary memory; from a GPU all at once through pinned memory, which others get back."""
+    copies = {name: host_copy(tensor) for name, tensor in tensors.items()}
+    return {name: copy.get().clone() if tensors[name].is_cuda else copy.get() for name, copy in copies.items()}
 
 
 def host_copy(tensor: torch.Tensor) -> AsyncCopy:

@@ -72,18 +72,24 @@ def append_line(path: Path, line: bytes, point: str, *, sync: bool = False) -> N
             faults.point(point)
 
 
-def write_file(path: Path, data: bytes | str) -> None:
-    """The file holds `data` for good once this returns; if it fails, it is the old file or the new one, never a mix."""
+def write_file(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """The file holds `data` for good once this returns; if it fails, it is the old file or the new one, never a mix.
+
+    Without `durable` nobody waits for the disk: it survives the death of the process, but that of the machine may leave
+    the old file or an empty one.
+    """
     temp = _temporary(path)
     with storage_errors(path):
         try:
             write_unsynced(temp, data)
-            _durable("file.fsync", sync, temp)
+            if durable:
+                _durable("file.fsync", sync, temp)
             _durable("file.rename", os.replace, temp, path)
         except BaseException:
             _remove_quietly(temp)
             raise
-        _durable("dir.fsync", sync, path.parent)
+        if durable:
+            _durable("dir.fsync", sync, path.parent)
 
 
 def write_unsynced(path: Path, *data: bytes | str | memoryview) -> None:

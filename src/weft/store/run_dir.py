@@ -209,14 +209,17 @@ class RunDirectory:
         return _read_json(self._job_path(name) / _JOB)
 
     def write_status(self, name: str, state: JobState, *, reason: Reason | None = None, **fields: Any) -> None:
-        """Replaces what is known about one job."""
+        """Replaces what is known about one job. While that trains its checkpoints count, and nobody waits for this."""
         text, code = (None, None) if reason is None else (reason.text, reason.code.value)
         known = {"state": state.value, "reason": text, "reason_code": code, **fields}
-        _write_json(self.job_dir(name) / _STATUS, known)
+        _write_json(self.job_dir(name) / _STATUS, known, durable=state is not JobState.RUNNING)
 
     def read_status(self, name: str) -> dict[str, Any] | None:
-        """What is known about one job, or None before the first `write_status`."""
-        return _read_json(self._job_path(name) / _STATUS)
+        """What is known about one job; None before the first `write_status`, or where a machine died during it."""
+        path = self._job_path(name) / _STATUS
+        with storage_errors(path):
+            is_empty = path.exists() and path.stat().st_size == 0
+        return None if is_empty else _read_json(path)
 
     def metrics_path(self, name: str) -> Path:
         """Where the metrics of one job are."""
@@ -324,8 +327,8 @@ def _belongs(line: bytes, step: int) -> bool:
     return isinstance(record, dict) and not (isinstance(record.get("step"), int) and record["step"] > step)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_file(path, json_text.dump(json_text.finite(value)))
+def _write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:
+    write_file(path, json_text.dump(json_text.finite(value)), durable=durable)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

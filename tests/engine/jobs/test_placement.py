@@ -31,7 +31,6 @@ from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, StepDone
 from weft.engine.jobs.placement import Placement
 from weft.errors import JobError
-from weft.execute.optimizer import Optimizer
 from weft.job_state import JobState
 from weft.plan.admit import QUANTUM_TOKENS
 from weft.store.run_dir import RunDirectory, RunRecord
@@ -390,17 +389,14 @@ def test_move_when_memory_runs_out_on_the_way_then_the_job_is_whole_on_the_cpu(b
     engine.run()
     job = engine.executor.jobs["a"].weights
     before = job.tensors()
-    restore, calls = Optimizer.restore, []
 
-    def fail_once(optimizer: Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-        calls.append(optimizer)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("no room")
-        restore(optimizer, tensors)
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(Optimizer, "restore", fail_once)
-    with pytest.raises(torch.OutOfMemoryError):
-        job.move_to(backbone.device)
+    with monkeypatch.context() as full:
+        full.setattr(torch, "zeros_like", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            job.move_to(backbone.device)
     after = job.tensors()
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
 

@@ -15,6 +15,7 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import KernelCopy
 from weft.backbone.fused.attention import needs_bounds
+from weft.backbone.fused.captures import CapturedGraphs, GraphKey
 from weft.backbone.fused.graph import Captured, capture
 from weft.backbone.fused.inputs import Inputs, InputShape, input_array, input_shape, spans_of
 from weft.backbone.fused.model import FusedModel
@@ -30,10 +31,7 @@ from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
 from weft.kernels.device import empty_cache, graph_pool, is_gpu, synchronise
 from weft.kernels.device_event import DeviceEvent, sent
 from weft.kernels.layers.cross_entropy import cross_entropy_rows
-from weft.kernels.lora.tables import Needs, SlotTable
-
-MAX_GRAPHS = 8
-"""Captured graphs kept; they share their memory, so each costs little beyond the time to capture it."""
+from weft.kernels.lora.tables import SlotTable
 
 
 class FusedPath:
@@ -51,7 +49,7 @@ class FusedPath:
         self._memory_model = memory_model
         self._modules = {path: index for index, path in enumerate(modules)}
         self._copies: dict[int, KernelCopy] = {}
-        self._graphs: dict[tuple[InputShape, int | None, Needs | None, int], Captured] = {}
+        self._graphs = CapturedGraphs(self._capture_for, self._settle)
         self._pool: Any = None
         self.captured_s = 0.0
         """Seconds spent on capturing graphs, so far."""
@@ -126,7 +124,7 @@ class FusedPath:
 
     def forget(self) -> None:
         """Gives captured graphs and their memory back."""
-        self._let_go(len(self._graphs))
+        self._graphs.forget()
         self._pool = None
 
     @property
@@ -142,35 +140,20 @@ class FusedPath:
 
     def _replay(self, batch: PackedBatch, shape: InputShape, row_tile: int | None) -> Captured:
         self._follow(batch)
-        captured = self._graph(shape, row_tile)
-        captured.inputs.buffer.copy_(torch.from_numpy(input_array(batch, shape)).pin_memory(), non_blocking=True)
+        captured = self._graphs.graph(self._key(shape, row_tile))
+        numbers = torch.from_numpy(input_array(batch, captured.inputs.shape))
+        captured.inputs.buffer.copy_(numbers.pin_memory(), non_blocking=True)
         captured.forward.replay()
         return captured
 
-    def _graph(self, shape: InputShape, row_tile: int | None) -> Captured:
-        key = (shape, row_tile, self._needs(shape), self.table.version)
-        if key not in self._graphs:
-            if any(version != self.table.version for *_, version in self._graphs):
-                self.forget()
-            self._let_go(len(self._graphs) + 1 - MAX_GRAPHS)
-            tile = self._tile(shape.num_rows, row_tile)
-            begun_s = time.perf_counter()
-            self._graphs[key] = self._try_capture(shape, tile) or self._capture(shape, tile)
-            self.captured_s += time.perf_counter() - begun_s
-        self._graphs[key] = self._graphs.pop(key)  # the last used goes last
-        return self._graphs[key]
+    def _key(self, shape: InputShape, row_tile: int | None) -> GraphKey:
+        """What a graph for this shape is captured for: nothing of the adapters where none takes part."""
+        needs, drops = self.table.needs, self.table.needs.drops and shape.drops and shape.is_adapted
+        kernels = replace(needs, drops=drops) if shape.is_adapted else None
+        return GraphKey(replace(shape, drops=drops), row_tile, kernels, self.table.version)
 
-    def _needs(self, shape: InputShape) -> Needs | None:
-        """What the adapters ask of this shape's kernels; nothing where none takes part."""
-        needs = self.table.needs
-        return replace(needs, drops=needs.drops and shape.drops) if shape.is_adapted else None
-
-    def _let_go(self, number: int) -> None:
-        """Of the graphs that were used longest ago; the GPU may be running one of them."""
-        if number > 0:
-            synchronise(self._device)
-        for key in list(self._graphs)[: max(0, number)]:
-            del self._graphs[key]
+    def _settle(self) -> None:
+        synchronise(self._device)
 
     def _tile(self, num_rows: int, row_tile: int | None) -> int | None:
         key = (num_rows, row_tile)
@@ -178,19 +161,26 @@ class FusedPath:
             self._tiles[key] = tile_for(self._model, num_rows, row_tile)
         return self._tiles[key]
 
-    def _try_capture(self, shape: InputShape, tile: int | None) -> Captured | None:
+    def _capture_for(self, key: GraphKey) -> Captured:
+        begun_s = time.perf_counter()
+        captured = self._try_capture(key) or self._capture(key)
+        self.captured_s += time.perf_counter() - begun_s
+        return captured
+
+    def _try_capture(self, key: GraphKey) -> Captured | None:
         """None if memory ended; then there is more of it: graphs of other shapes may have held it in small pieces."""
         with suppress(torch.OutOfMemoryError):
-            return self._capture(shape, tile)
+            return self._capture(key)
         # Not in a handler: the error's frames would keep all that the failed capture had made.
         self.forget()
         gc.collect()
         empty_cache(self._device)
         return None
 
-    def _capture(self, shape: InputShape, tile: int | None) -> Captured:
+    def _capture(self, key: GraphKey) -> Captured:
         self._pool = self._pool or graph_pool()
-        return capture(self._model, shape, self.table, tile, self.memory, self._pool)
+        tile = self._tile(key.shape.num_rows, key.row_tile)
+        return capture(self._model, key.shape, self.table, tile, self.memory, self._pool)
 
     def _follow(self, batch: PackedBatch) -> None:
         for slot in dict.fromkeys(batch.segment_slots):

@@ -4,7 +4,7 @@
 |---|---|---|
 | tiny | TinyLlama shape, 6 jobs of 40 steps | wall_tiny_cold_s, wall_tiny_warm_s, wall_tiny_vs_trainer |
 | 8b | Llama-3.1-8B shape, 8 jobs of 20 steps | wall_8b_cold_s, wall_8b_warm_s, wall_8b_vs_trainer |
-| share | TinyLlama shape, 8 jobs of 200 steps, evaluated every 50, saved every 25 | wall_share, write_stall_share |
+| share | TinyLlama shape, 8 jobs of 200 steps, 16 rows evaluated every 50, saved every 25 | wall_share, write_stall_share |
 | cpu | the embedded model on the CPU, 2 jobs, 7,473 rows | first_step_cpu_s, first_step_cpu_again_s |
 | prepare | no run: a million rows on 2 cores | prepare_vs_datasets, prepare_1m_s, prepare_again_s, prepare_peak_gb |
 
@@ -58,7 +58,7 @@ PREPARE = "prepare"
 CASES = {
     "tiny": WallCase("tinyllama-1.1b", WallJobs(6, 40, {"eval_data": EVAL_ROWS})),
     "8b": WallCase("llama-3.1-8b", WallJobs(8, 20, {"eval_data": EVAL_ROWS})),
-    "share": WallCase("tinyllama-1.1b", WallJobs(8, 200, {"eval_data": EVAL_ROWS, "eval_steps": 50, "save_steps": 25})),
+    "share": WallCase("tinyllama-1.1b", WallJobs(8, 200, {"eval_data": 16, "eval_steps": 50, "save_steps": 25})),
     "cpu": WallCase("tiny", WallJobs(2, 4), needs_gpu=False),
 }
 

@@ -9,7 +9,6 @@ from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning
 from weft.engine.job_files import FileKind, JobFile
 from weft.engine.jobs.lifecycle import Lifecycle
 from weft.engine.jobs.live_job import EvalResult, LiveJob
-from weft.engine.program_run import ProgramRun
 from weft.errors import StorageError
 from weft.execute.protocol import EvaluationWork, ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason
@@ -25,7 +24,7 @@ class Settlement:
         self._keeper = lifecycle.keeper
         self._timeline = lifecycle.timeline
 
-    def settle(self, job: LiveJob, program: ProgramRun | None) -> Iterator[Event]:
+    def settle(self, job: LiveJob) -> Iterator[Event]:
         """Does what the last step left to do: metrics, evaluation, checkpoint, and the end of the job.
 
         Files are only begun here; `receive` tells what became of them. A disk that is full pauses the job; once
@@ -40,8 +39,6 @@ class Settlement:
         try:
             self._keeper.flush(job)
             if job.is_eval_due():
-                if program is not None:
-                    program.wait()
                 yield self._evaluate(job)
                 self._keeper.flush(job)
             is_complete = job.progress.is_complete
@@ -170,13 +167,17 @@ class Settlement:
         tokens = {job.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}
         assert len(tokens) == len(jobs), "only jobs with evaluation data are due"
         room, executor = self._jobs.room, self._executor
-        begun_s, compiled_s = time.perf_counter(), executor.compiling_s()
-        found = executor.wait(executor.start(EvaluationWork(tuple(tokens), room.capacity, room.row_tile)))
-        ended_s, compiled_s = time.perf_counter(), executor.compiling_s() - compiled_s
+        work = EvaluationWork(tuple(tokens), room.capacity, room.row_tile)
+        compiled_s = executor.compiling_s()
+        ticket = executor.start(work)
+        compiled_s, started_s = executor.compiling_s() - compiled_s, time.perf_counter()
+        found = executor.wait(ticket)
+        seconds = found.seconds
         if compiled_s:
-            # Whenever it was: nothing else went on meanwhile.
-            self._timeline.add("compile", compiled_s, begun_s + compiled_s)
-        whole_s, total = ended_s - begun_s - compiled_s, max(sum(tokens.values()), 1)
-        self._timeline.add("eval", whole_s, ended_s, jobs=tokens)
-        for job, means in zip(jobs, found, strict=True):
-            job.settled.untold = EvalResult(job.step, means, whole_s * tokens[job.name] / total)
+            # The device had nothing to do meanwhile.
+            self._timeline.add("compile", compiled_s, started_s)
+            seconds = max(0.0, min(seconds, found.ended_s - started_s))
+        self._timeline.add("eval", seconds, found.ended_s, jobs=tokens)
+        total = max(sum(tokens.values()), 1)
+        for job, means in zip(jobs, found.means, strict=True):
+            job.settled.untold = EvalResult(job.step, means, seconds * tokens[job.name] / total)

@@ -81,8 +81,7 @@ class TrialObjective:
     def _evaluate(self, engine: Engine, job: LiveJob) -> MeanScores:
         assert job.data.eval is not None, "a sweep that is judged by evaluations has data for them"
         work = EvaluationWork((job.name,), engine.limits.capacity, engine.row_tile)
-        (means,) = engine.executor.wait(engine.executor.start(work))
-        return means
+        return engine.executor.wait(engine.executor.start(work)).means[0]
 
     def _answers(self, engine: Engine, job: LiveJob) -> list[Answer]:
         assert job.data.eval is not None
