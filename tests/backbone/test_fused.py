@@ -3,6 +3,8 @@ family in tests/families."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,9 @@ from tiny_models import random_backbone, random_sample
 
 from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
+from weft.backbone.fused.inputs import input_shape
 from weft.backbone.fused.path import FusedPath
+from weft.backbone.fused.step import run_backward
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.errors import ModelError
 from weft.spec import AdapterSpec
@@ -47,6 +51,25 @@ def test_fused_step_when_adapters_come_and_go_then_slots_are_used_again():
     again = backbone.attach(adapters[1])
     assert again == slots[1]
     assert backbone.forward_backward(packed(slots), 128) == before
+
+
+def test_fused_step_when_there_is_room_for_more_rows_and_samples_then_not_a_bit_changes():
+    """A microbatch may run on what was captured for a larger one: rows that are nobody's change no result."""
+    ends = []
+    for num_rows, num_spans in ((128, 16), (512, 64)):
+        backbone = random_backbone("llama", kernels="fused")
+        adapters, slots = attached(backbone)
+        batch, path = packed(slots), backbone.path
+        assert isinstance(path, FusedPath)
+        shape = replace(input_shape(batch, with_longest=False), num_rows=num_rows, num_spans=num_spans)
+        passed = path._pass(batch, shape, 128, needs_grad=True)
+        grad_TD = torch.zeros_like(passed.hidden_TD)
+        used = slice(0, batch.num_tokens)
+        grad_TD[used] = passed.hidden_TD[used] * 1e-3
+        run_backward(passed, grad_TD)
+        ends.append([passed.hidden_TD[used], *(g.grad for a in adapters for g in a.groups.values())])
+    assert all(one.equal(other) for one, other in zip(*ends, strict=True))
+    assert all(tensor.any() for tensor in ends[0])
 
 
 def test_fused_step_when_more_adapters_than_spare_slots_come_then_all_find_room():

@@ -112,6 +112,7 @@ def test_job_when_it_has_ended_then_the_next_gets_its_place_before_its_files_are
             told.append(event)
             if isinstance(event, JobStarted) and event.job == "b":
                 assert engine.jobs["a"].state == "running"
+                assert engine.executor.jobs["a"].weights.slot is None, "its memory is free as well"
                 engine.cancel("a")  # comes too late
                 engine.pause("a")
             if isinstance(event, StepDone) and event.job == "b" and event.step == 2:
@@ -143,6 +144,22 @@ def test_stop_when_files_are_under_way_then_every_job_is_saved_where_it_stands(b
             assert checkpoint is not None
             assert (checkpoint.step, rejected) == (job.step, [])
             assert directory.read_status(name)["state"] == str(job.state) == "paused"
+
+
+def test_stop_when_the_adapter_of_a_job_is_under_way_then_events_end_once_it_is_there(backbone, tmp_path, monkeypatch):
+    """Whoever leaves the directory after the last event leaves it whole."""
+    door = Door(monkeypatch, "write_adapter")
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        engine = Engine(backbone, capacity=48)
+        engine.keep_in(directory)
+        engine.submit(job_spec("a", max_steps=3), random_data(0, num_samples=5))
+        engine.submit(job_spec("b", max_steps=40), random_data(1, num_samples=5))
+        for event in engine.events():
+            if isinstance(event, StepDone) and event.job == "b" and door.calls:
+                engine.stop()
+                threading.Timer(0.1, door.is_open.set).start()
+        assert (directory.adapter_dir("a") / "adapter_model.safetensors").exists()
+        assert str(engine.jobs["a"].state) == directory.read_status("a")["state"]
 
 
 def test_job_when_something_unexpected_is_raised_while_it_is_written_then_it_fails_alone(
