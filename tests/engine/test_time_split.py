@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from tiny_models import job_spec, random_backbone, random_data, small_job, submi
 
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved
-from weft.engine.jobs import settle
 from weft.execute.local import LocalExecutor
 from weft.execute.protocol import EvaluationWork, MicrobatchWork
 from weft.wall_clock import Activity
@@ -59,9 +56,8 @@ def test_run_when_it_has_ended_then_its_recorded_figures_sum_up_to_its_wall_cloc
     assert parts[Activity.COMPILING] == 0 < parts[Activity.WRITING]
 
 
-def test_time_when_work_waits_for_kernels_then_that_is_compiling_and_not_computing(monkeypatch):
+def test_time_when_work_waits_for_kernels_then_that_is_compiling_and_not_computing():
     """Neither the pace of microbatches nor the time of an evaluation holds what was compiled on the way."""
-    monkeypatch.setattr(settle, "time", SimpleNamespace(perf_counter=itertools.count(0.0, 5.0).__next__))
     engine = Engine(Compiling(random_backbone("llama_odd")), capacity=48)
     submit(engine, judged())
     engine.run()
@@ -69,5 +65,5 @@ def test_time_when_work_waits_for_kernels_then_that_is_compiling_and_not_computi
     for span in engine.timeline.spans:
         spent.setdefault(span.name, []).append(span.duration_s)
     assert spent["compile"] == [4.0, 4.0]
-    assert spent["eval"] == [1.0, 5.0]
-    assert spent["forward_backward"][0] == 0.0 < min(spent["forward_backward"][1:]), "on a CPU it is done once started"
+    for kind in ("eval", "forward_backward"):
+        assert spent[kind][0] == 0.0 < min(spent[kind][1:]), "on a CPU it is done once started"

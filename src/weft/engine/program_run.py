@@ -53,21 +53,12 @@ class StartedMicrobatch:
         self.started_s = time.perf_counter()
         self.compiling_s = executor.compiling_s() - compiled_s
         """How long its start waited for kernels, or for the capture of a graph."""
-        self._outcome: MicrobatchOutcome | None = None
 
-    @property
-    def seconds(self) -> float:
-        """How long the device took for it, less what was compiled before it got going; waits for it."""
-        outcome = self.wait()
+    def seconds(self, outcome: MicrobatchOutcome) -> float:
+        """How long the device took for it, less what was compiled before it got going."""
         if not self.compiling_s:
             return outcome.seconds
         return max(0.0, min(outcome.seconds, outcome.ended_s - self.started_s))
-
-    def wait(self) -> MicrobatchOutcome:
-        """Until the device has done it."""
-        if self._outcome is None:
-            self._outcome = self._executor.wait(self.ticket)
-        return self._outcome
 
     def count(self) -> MicrobatchOutcome:
         """Waits for it and adds every segment's score to its job.
@@ -184,9 +175,10 @@ class ProgramRun:
         args = {"tokens": microbatch.num_tokens, "jobs": shares, "rows": outcome.num_rows, **known}
         if current.compiling_s:
             self._timeline.add("compile", current.compiling_s, current.started_s)
-        self._timeline.add("forward_backward", current.seconds, outcome.ended_s, **args)
-        plans.observe(microbatch, current.seconds)
-        return MicrobatchDone(tuple(shares), microbatch.num_tokens, outcome.num_rows, current.seconds)
+        seconds = current.seconds(outcome)
+        self._timeline.add("forward_backward", seconds, outcome.ended_s, **args)
+        plans.observe(microbatch, seconds)
+        return MicrobatchDone(tuple(shares), microbatch.num_tokens, outcome.num_rows, seconds)
 
     def _meanwhile(self, following: Microbatch | None) -> None:
         if following is not None:

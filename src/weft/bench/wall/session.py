@@ -4,7 +4,7 @@
 |---|---|---|
 | tiny | TinyLlama shape, 6 jobs of 40 steps | wall_tiny_cold_s, wall_tiny_warm_s, wall_tiny_vs_trainer |
 | 8b | Llama-3.1-8B shape, 8 jobs of 20 steps | wall_8b_cold_s, wall_8b_warm_s, wall_8b_vs_trainer |
-| share | TinyLlama shape, 8 jobs of 200 steps, evaluated every 50 (16 rows), saved every 25 | wall_share, write_stall_share |
+| share | as tiny, 8 jobs of 200 steps, 16 rows evaluated every 50, saved every 25 | wall_share, write_stall_share |
 | cpu | the embedded model on the CPU, 2 jobs, 7,473 rows | first_step_cpu_s, first_step_cpu_again_s |
 | prepare | no run: a million rows on 2 cores | prepare_vs_datasets, prepare_1m_s, prepare_again_s, prepare_peak_gb |
 
