@@ -15,13 +15,16 @@ from rich.table import Table
 from weft.cli.user_path import user_path
 from weft.errors import StorageError
 from weft.report.console import output_console
-from weft.spec import RunSpec, load_run
+from weft.spec import JobSpec, RunSpec, load_run
 from weft.spec.load import locate
 from weft.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from weft.engine.preview import Preview
-    from weft.engine.train import PreparedRun
+    from weft.engine.run_engine import RunEngine
+    from weft.engine.train import OpenEngine, PreparedRun
     from weft.store.run_dir import RunDirectory
 
 
@@ -48,13 +51,20 @@ def train(
     ] = None,
     kernels: Annotated[str | None, typer.Option(help="auto, fused or reference; short for kernels=…")] = None,
     planner: Annotated[str | None, typer.Option(help="auto, greedy or exact; short for planner=…")] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Copies of the backbone, each with its own jobs; auto: one on every GPU."),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="LIST", help="The GPUs to use, such as 0,2; a copy of the backbone on each.")
+    ] = None,
 ) -> None:
     """Train all jobs of a file together on one backbone."""
     short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
     directory = out or Path(spec.output_dir)
-    order = Order(spec, jobs_file, changes, keep_going)
+    order = Order(spec, jobs_file, changes, keep_going, replicas, devices)
     console = output_console()
     if dry_run:
         from weft.store.run_dir import RunDirectory
@@ -65,7 +75,7 @@ def train(
         else:
             note = f"note      {directory} holds a run: train with --resume, or into another --out"
             console.print(note, markup=False, highlight=False, soft_wrap=True)
-        _show_plan(_prepare(order, console), console)
+        _show_plan(_prepare(replace(order, replicas=None, devices=None), console), console)
         return
     raise typer.Exit(_train(order, directory, console, resume=resume))
 
@@ -78,6 +88,8 @@ class Order:
     jobs_file: Path
     overrides: tuple[str, ...]
     keep_going: bool
+    replicas: str | None
+    devices: str | None
 
     def locate(self, setting: str) -> str:
         """Where a setting was written, for mistakes that show only later."""
@@ -113,6 +125,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
         with RunDirectory.open(out, resume=False) as directory:
             states, stopped = follow(run, directory, console)
             code = _failures(order, directory)
+    run.engine.close()
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     try:
         with wall.spending(Activity.WRITING):
@@ -148,9 +161,11 @@ def _prepare(
 ) -> PreparedRun:
     """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
     from weft.engine.train import prepare_run
+    from weft.replicas.replicated_engine import ReplicatedEngine
     from weft.report.trackers import open_trackers
 
-    spec = order.spec
+    spec, clock = order.spec, clock or datetime.datetime.now()
+    open_engine = _opener(order, clock)
     with console.status("loading the backbone and the data"):
         # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
         open_trackers(spec.report_to, Path(), "")
@@ -162,10 +177,13 @@ def _prepare(
             clock=clock,
             locate=order.locate,
             wall=wall,
+            open_engine=open_engine,
         )
     facts = run.engine.executor.facts
     stored = facts.storage if spec.quantize != "none" else facts.dtype
     console.print(f"backbone  {spec.base_model} on {facts.device}, {stored}", markup=False, highlight=False)
+    if isinstance(run.engine, ReplicatedEngine):
+        console.print(f"replicas  {run.engine.num_replicas}, each in a process of its own", highlight=False)
     console.print(f"kernels   {facts.kernels}", markup=False, highlight=False)
     console.print(f"capacity  {run.spec.capacity:,} tokens a microbatch", markup=False, highlight=False)
     for note in run.notes:
@@ -177,10 +195,31 @@ def _prepare(
     return run
 
 
+def _opener(order: Order, clock: datetime.datetime) -> OpenEngine:
+    """What loads the engine of a run: in this process, unless several replicas or certain devices are asked for."""
+    from weft.engine.train import load_engine
+    from weft.replicas.load import load_replicated, rank_variables
+
+    if order.replicas is None and order.devices is None:
+        return load_engine
+    variables = rank_variables(order.replicas, order.devices, order.spec.backbone)
+    if len(variables) == 1 and order.devices is None:
+        return load_engine
+
+    def load(
+        spec: RunSpec, jobs: Sequence[JobSpec], wall: WallClock | None
+    ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
+        return load_replicated(spec, jobs, variables, clock=clock, wall=wall)
+
+    return load
+
+
 def _show_plan(run: PreparedRun, console: Console) -> None:
+    from weft.engine.engine import Engine
     from weft.engine.preview import preview
     from weft.report.readable import NameCell
 
+    assert isinstance(run.engine, Engine), "one replica shows what all would do"
     with console.status("trying one microbatch"):
         plan = preview(run.engine)
     table = Table(box=None, pad_edge=False, header_style="dim")

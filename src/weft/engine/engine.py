@@ -8,7 +8,7 @@ to a higher priority and go on later; no result depends on it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -30,10 +30,11 @@ from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.execute.local import executor_on
 from weft.execute.protocol import Executor, ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason, ReasonCode
+from weft.plan.admit import Budget
 from weft.plan.pack import pack
 from weft.plan.program import Planner
 from weft.plan.types import Limits
-from weft.spec import BackboneSpec, JobSpec
+from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.fields import describe
 from weft.spec.run import Capacity
 from weft.store.run_dir import RunDirectory, RunRecord
@@ -126,10 +127,8 @@ class Engine:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
         if self._own_directory is not None:
             check_recorded(spec, self._own_directory)
-        with self.timeline.wall.spending(Activity.PREPARING):
-            job = prepare_job(spec, data, self.executor, self.limits.capacity, Path(base_dir))
+        job = self._checked(spec, data, Path(base_dir))
         try:
-            self._places.check(job, self._room.least(job.longest))
             if self._own_directory is not None:
                 self._own_directory.write_job(spec.name, job_settings(spec))
         except WeftError:
@@ -137,6 +136,16 @@ class Engine:
             raise
         self.jobs[spec.name] = job
         self._commands.append(Command("start", spec.name))
+
+    def check(self, spec: JobSpec, data: JobData | None = None, *, base_dir: Path | str = ".") -> LiveJob:
+        """What `submit` would make of a job, or what it would raise; the engine does not keep it."""
+        job = self._checked(spec, data, Path(base_dir))
+        self.executor.drop(spec.name)
+        return job
+
+    def budget(self, adapters: Collection[AdapterSpec]) -> Budget:
+        """What jobs with such adapters may take here together."""
+        return self._places.budget(self.limits.capacity, adapters)
 
     def keep_in(self, directory: RunDirectory | Path | str) -> None:
         """Writes metrics, checkpoints and adapters there, and goes on from what is there; call it before `events`."""
@@ -239,9 +248,13 @@ class Engine:
         """Waits for all that is being written; whoever stops reading events does so before leaving the directory."""
         self._keeper.files.finish_all()
 
+    def close(self) -> None:
+        """Has nothing else to end: all of it is in this process."""
+
     def forget(self, name: str) -> None:
-        """Lets go of a job that has ended, with its adapter and optimizer; what is on disk stays."""
-        if not self._job(name).state.is_final:
+        """Lets go of a job that has ended, or is paused, with its adapter and optimizer; what is on disk stays."""
+        job = self._job(name)
+        if not (job.state.is_final or (job.state is JobState.PAUSED and not job.is_short_of_storage)):
             raise ConfigError(f"{name!r} has not ended; cancel it first.", where="name")
         # What was asked of it too late is not meant for the next job of this name.
         for command in [known for known in self._commands if known.job == name]:
@@ -310,6 +323,17 @@ class Engine:
             job = self.jobs.get(event.job) if isinstance(event, StepDone) else None
             if job is not None and job.is_running:
                 yield from self._settlement.settle(job)
+
+    def _checked(self, spec: JobSpec, data: JobData | None, base_dir: Path) -> LiveJob:
+        """A job that the executor knows and that fits, at least alone."""
+        with self.timeline.wall.spending(Activity.PREPARING):
+            job = prepare_job(spec, data, self.executor, self.limits.capacity, base_dir)
+        try:
+            self._places.check(job, self._room.least(job.longest))
+        except WeftError:
+            self.executor.drop(spec.name)
+            raise
+        return job
 
     def _command(self, action: Literal["cancel", "pause", "resume"], name: str) -> None:
         self._job(name)

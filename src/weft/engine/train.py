@@ -16,9 +16,9 @@ from weft.data.rows.find import find_source
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
 from weft.engine.resume import Locate, job_settings
+from weft.engine.run_engine import ReplicaSide, RunEngine
 from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.memory import ExpectedJobs, load_within
-from weft.execute.protocol import Executor
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
@@ -39,7 +39,7 @@ class PreparedRun:
 
     spec: RunSpec
     """Its capacity is a number."""
-    engine: Engine
+    engine: RunEngine
     data: dict[str, JobData] = field(default_factory=dict)
     failed: dict[str, WeftError] = field(default_factory=dict)
     """Jobs that cannot start, and why."""
@@ -73,6 +73,9 @@ def load_engine(
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
 
 
+OpenEngine = Callable[[RunSpec, Sequence[JobSpec], WallClock | None], tuple[RunSpec, RunEngine, tuple[str, ...]]]
+
+
 def prepare_run(
     spec: RunSpec,
     *,
@@ -82,16 +85,17 @@ def prepare_run(
     clock: datetime.datetime | None = None,
     locate: Locate = str,
     wall: WallClock | None = None,
+    open_engine: OpenEngine = load_engine,
 ) -> PreparedRun:
     """Loads and checks everything and writes nothing.
 
     A job with bad data, or with an adapter that does not fit, raises; with `keep_going` it is set aside as failed and
     the others train. Jobs named in `skip` are left out. `clock` is when the run began, if that was before now.
-    `wall` has counted the time since the command was given.
+    `wall` has counted the time since the command was given; `open_engine` loads what trains the run.
     """
     if not keep_going:
         _check_sources(spec, base_dir, skip)
-    spec, engine, notes = load_engine(spec, spec.jobs, wall)
+    spec, engine, notes = open_engine(spec, spec.jobs, wall)
     run = PreparedRun(spec, engine, notes=notes, clock=clock or datetime.datetime.now())
     for place, job in enumerate(spec.jobs):
         if job.name in skip:
@@ -167,7 +171,7 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
     directory.write_run(run_record(run.spec, run.engine.executor, name, run.clock))
 
 
-def run_record(spec: RunSpec, executor: Executor, name: str, clock: datetime.datetime) -> RunRecord:
+def run_record(spec: RunSpec, executor: ReplicaSide, name: str, clock: datetime.datetime) -> RunRecord:
     """What run.json tells of a run that starts now, or goes on; `clock` is when it began."""
     facts = executor.facts
     return RunRecord(

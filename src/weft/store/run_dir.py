@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -46,6 +47,10 @@ from weft.store.atomic import (
 from weft.wall_clock import TimeSplit
 
 _LOCK, _RUN, _TIMELINE, _TIME, _REPORT = ".lock", "run.json", "timeline.json", "time.json", "report.html"
+RANKS_LOCK = ".ranks"
+"""Every rank of a run holds a share of it while it works in the directory; there is none without ranks."""
+RANKS_GONE_S = 5.0
+"""Seconds that ranks have to notice that their controller is gone."""
 _JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
 
 
@@ -110,6 +115,7 @@ class RunDirectory:
                 _refuse(root, resume)
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
+            _wait_for_ranks(root)
             _heal(root)
             return cls(root, lock, undo.pop_all())
 
@@ -299,6 +305,23 @@ def _take_lock(root: Path, undo: contextlib.ExitStack) -> int:
     if is_new:
         undo.callback(forget, path.unlink)
     return lock
+
+
+def _wait_for_ranks(root: Path) -> None:
+    """Until no rank of an earlier owner works in the directory: they end when they notice that it is gone."""
+    if not (root / RANKS_LOCK).exists():
+        return
+    with open(root / RANKS_LOCK, "ab") as lock:
+        until = time.monotonic() + RANKS_GONE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    found = "a rank of an earlier run still works here"
+                    raise StorageError(f"{found}; end it, or wait for its end.", where=str(root)) from None
+                time.sleep(0.05)
 
 
 def _heal(root: Path) -> None:

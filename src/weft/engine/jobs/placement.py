@@ -10,7 +10,7 @@ from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from weft.errors import JobError
 from weft.execute.protocol import Executor, ReplicaMemory, ReplicaMemoryError
 from weft.job_state import JobState
 from weft.plan.admit import MARGIN, Admission, Applicant, Budget, Share, admit
-from weft.spec import JobSpec
+from weft.spec import AdapterSpec, JobSpec
 
 
 class Placement:
@@ -172,10 +172,14 @@ class Placement:
         return Applicant(spec.name, arrival, num_bytes, spec.priority, spec.tenant)
 
     def _budget(self, capacity: int) -> Budget:
+        return self.budget(capacity, [job.spec.adapter for job in list(self._jobs.values())])
+
+    def budget(self, capacity: int, adapters: Collection[AdapterSpec]) -> Budget:
+        """What jobs with such adapters may take together, beside microbatches of so many tokens."""
         budget = Budget(self._job_memory, max_jobs=self._max_jobs)
         memory = self._executor.memory() if self._job_memory is None else None
         if memory is not None:
-            fixed_bytes = self._fixed_bytes(memory, capacity)
+            fixed_bytes = self._fixed_bytes(memory, capacity, adapters)
             budget = Budget(memory.usable_bytes, fixed_bytes, MARGIN, self._proven_bytes, self._max_jobs)
         if self._ceiling_bytes is None:
             return budget
@@ -183,12 +187,11 @@ class Placement:
         at_most = self._ceiling_bytes if usable is None else min(usable, self._ceiling_bytes)
         return replace(budget, total_bytes=at_most, fixed_bytes=0, margin=0.0, proven_bytes=0)
 
-    def _fixed_bytes(self, memory: ReplicaMemory, capacity: int) -> int:
+    def _fixed_bytes(self, memory: ReplicaMemory, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """What of a GPU's memory is not for jobs."""
         if self._measured_bytes is not None:
             return self._measured_bytes
         at_rest = memory.allocated_bytes - self._allocated_bytes()
-        adapters = [job.spec.adapter for job in list(self._jobs.values())]
         return at_rest + self._executor.activation_bytes(capacity, adapters)
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:

@@ -1,0 +1,105 @@
+"""What a controller knows of a job that is trained elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.data.dataset import JobData
+from weft.engine.events import EvalDone, JobEnded, JobEvent, JobFailed, JobPaused, JobStarted, StepDone
+from weft.engine.jobs.live_job import LiveJob
+from weft.job_state import JobState, Reason, ReasonCode
+from weft.plan.admit import Applicant
+from weft.replicas.messages import JobOrder
+from weft.spec import JobSpec
+
+
+@dataclass
+class KnownJob:
+    """A job of a controller: what was asked for, where it is, and what its rank has told of it."""
+
+    order: JobOrder
+    data: JobData
+    arrival: int
+    """Place in the order of submission."""
+    num_steps: int
+    longest: int
+    num_parameters: int = 0
+    notes: tuple[str, ...] = ()
+    state: JobState = JobState.QUEUED
+    reason: Reason | None = None
+    step: int = 0
+    num_tokens: int = 0
+    best_eval: float | None = None
+    has_started: bool = False
+    hold_step: int | None = None
+    rank: int | None = None
+    """Where it is trained."""
+    is_leaving: bool = False
+    """Its rank has been asked to let go of it."""
+    has_heard: bool = False
+    """Its owner has been told that it waits."""
+
+    @classmethod
+    def of(cls, order: JobOrder, data: JobData, arrival: int) -> KnownJob:
+        """A job that nobody has checked."""
+        plan = LiveJob(order.spec, data)
+        return cls(order, data, arrival, plan.num_steps, plan.longest)
+
+    @property
+    def spec(self) -> JobSpec:
+        """What was asked for."""
+        return self.order.spec
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.spec.name
+
+    @property
+    def is_short_of_storage(self) -> bool:
+        """It waits because something about it could not be written."""
+        return self.reason is not None and self.reason.code is ReasonCode.STORAGE
+
+    @property
+    def wants_rank(self) -> bool:
+        """It trains, or would like to."""
+        return self.state in (JobState.QUEUED, JobState.RUNNING)
+
+    @property
+    def is_held(self) -> bool:
+        """It has taken all the steps that it may take for now."""
+        return self.hold_step is not None and self.step >= self.hold_step
+
+    @property
+    def tokens_left(self) -> float:
+        """That it still has to be trained on, about."""
+        mean = self.data.train.summary.num_tokens / max(1, self.data.train.num_groups)
+        return (self.num_steps - self.step) * self.spec.batch_size * mean
+
+    def applicant(self, state_bytes: int) -> Applicant:
+        """What admission knows of it; `state_bytes`: of each trainable parameter on a device."""
+        best_bytes = 4 * self.num_parameters if self.spec.early_stopping_patience else 0
+        num_bytes = self.num_parameters * state_bytes + best_bytes
+        return Applicant(self.name, self.arrival, num_bytes, self.spec.priority, self.spec.tenant)
+
+    def lose_rank(self) -> None:
+        """It has no rank any more, and goes on from its last checkpoint wherever there is one."""
+        self.rank, self.is_leaving = None, False
+        if self.state is JobState.RUNNING:
+            self.state = JobState.QUEUED
+
+    def hear(self, event: JobEvent) -> None:
+        """Takes note of what happened to it."""
+        match event:
+            case JobStarted(_, step):
+                self.state, self.reason, self.step = JobState.RUNNING, None, step
+                self.has_started, self.has_heard = True, False
+            case StepDone():
+                self.step, self.num_tokens = event.step, event.num_tokens
+            case EvalDone() if event.is_best:
+                self.best_eval = event.eval_loss
+            case JobPaused():
+                self.state, self.reason, self.step = JobState.PAUSED, event.reason, event.step
+            case JobEnded():
+                self.state, self.step, self.rank, self.is_leaving = event.state, event.step, None, False
+                self.reason = event.reason if isinstance(event, JobFailed) else None

@@ -1,0 +1,176 @@
+"""What a controller tells its ranks, and what they tell it: plain values that cross a connection.
+
+A rank is a process with one replica of the backbone and an engine on it. It plans and executes by itself; what crosses
+the connection is which jobs it has and what happened to them. So nothing in a step waits for the controller.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.engine.events import Event
+from weft.execute.protocol import ReplicaFacts
+from weft.plan.admit import Budget
+from weft.spec import AdapterSpec, BackboneSpec, JobSpec
+from weft.spec.run import Capacity
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """How a rank sets up its replica; the first thing it is told."""
+
+    backbone: BackboneSpec
+    capacity: Capacity
+    longest: int
+    """Tokens of the longest sample that any job may have, wherever it is placed."""
+    planner: str
+    adapters: tuple[AdapterSpec, ...]
+    """Of the jobs to come."""
+    max_jobs: int | None = None
+    """Most that train here at a time."""
+    memory_limit: str | None = None
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Command:
+    """Something that a rank is asked to do."""
+
+
+@dataclass(frozen=True)
+class OpenDirectory(Command):
+    """From now on jobs are kept in this run directory, which the controller owns."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class JobOrder:
+    """A job and where its data is."""
+
+    spec: JobSpec
+    base_dir: Path
+    clock: datetime.datetime | None = None
+    """What time it is for its chat templates."""
+
+
+@dataclass(frozen=True)
+class CheckJob(Command):
+    """Says whether a job fits, without training it; answered by `JobChecked`."""
+
+    order: JobOrder
+
+
+@dataclass(frozen=True)
+class TrainJob(Command):
+    """Trains a job, from its last checkpoint if it has one."""
+
+    order: JobOrder
+    hold_step: int | None = None
+    """It takes no step beyond this one for now."""
+
+
+@dataclass(frozen=True)
+class ReleaseJob(Command):
+    """Saves a job at its next step boundary and lets go of it; answered by `JobReleased`, unless it ends before."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class CancelJob(Command):
+    """Takes a job off for good."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class HoldJob(Command):
+    """Lets a job take no step beyond this one for now."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True)
+class StopJobs(Command):
+    """Saves all jobs where they stand; they are paused then."""
+
+
+@dataclass(frozen=True)
+class EndRank(Command):
+    """There is nothing more to do."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Something that a rank tells."""
+
+
+@dataclass(frozen=True)
+class RankJoined(Report):
+    """A process that would like to be a rank; the first thing it tells."""
+
+    index: int
+    pid: int
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RankReady(Report):
+    """The replica is loaded."""
+
+    facts: ReplicaFacts
+    capacity: int
+    budget: Budget
+    """What jobs may take here together."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankAlive(Report):
+    """Nothing has happened, but the process runs."""
+
+
+@dataclass(frozen=True)
+class RankFailed(Report):
+    """The process ends because of this."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class JobChecked(Report):
+    """What is known of a job that was only checked."""
+
+    job: str
+    num_parameters: int = 0
+    notes: tuple[str, ...] = ()
+    error: Exception | None = None
+    """Why it cannot be trained."""
+
+
+@dataclass(frozen=True)
+class JobReleased(Report):
+    """The job is saved and this rank has forgotten it."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True)
+class EventsTold(Report):
+    """What happened, in order."""
+
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class RankIdle(Report):
+    """No job here can go on, and all files are written."""
+
+    num_obeyed: int
+    """Commands it has obeyed so far: with more under way, it is not idle for long."""

@@ -1,0 +1,206 @@
+"""A rank: one replica of the backbone in a process of its own, with an engine that does what a controller asks.
+
+Between two events of its engine it looks for commands. When the controller is gone it ends at once: what is on disk is
+whole, and whoever comes next goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from weft.data.dataset import JobData
+from weft.data.load import load_job_data
+from weft.engine.engine import Engine
+from weft.engine.events import Event, JobEnded, JobPaused, MicrobatchDone, StepDone
+from weft.errors import WeftError
+from weft.execute.memory import ExpectedJobs, load_within
+from weft.plan.pack import planner_named
+from weft.replicas.messages import (
+    CancelJob,
+    CheckJob,
+    Command,
+    EndRank,
+    EventsTold,
+    HoldJob,
+    JobChecked,
+    JobOrder,
+    JobReleased,
+    OpenDirectory,
+    RankAlive,
+    RankFailed,
+    RankIdle,
+    RankJoined,
+    RankOrder,
+    RankReady,
+    ReleaseJob,
+    Report,
+    StopJobs,
+    TrainJob,
+)
+from weft.store.rank_dir import RankDirectory
+from weft.store.run_dir import library_versions
+
+ALIVE_S = 1.0
+"""Seconds from one sign of life to the next."""
+TELL_S = 0.05
+"""Steps and microbatches are told together, at most so much late."""
+
+
+def run_rank(connection: Connection, index: int) -> None:
+    """Serves a controller until that ends, or has no more to do."""
+    link = RankLink(connection)
+    try:
+        link.tell(RankJoined(index, os.getpid(), library_versions()))
+        order = connection.recv()
+        assert isinstance(order, RankOrder), "a rank is told first how to set itself up"
+        link.keep_alive()
+        Rank(link, order, index).serve()
+    except (EOFError, ConnectionError):
+        # The controller is gone. Threads may be writing; what they write appears whole or not at all.
+        os._exit(1)
+    except Exception as error:
+        told = error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
+        link.tell(RankFailed(told))
+        raise
+
+
+class RankLink:
+    """The connection to the controller; several threads may tell it something."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+
+    def tell(self, report: Report) -> None:
+        """Sends a report."""
+        with self._lock:
+            self.connection.send(report)
+
+    def keep_alive(self) -> None:
+        """Gives signs of life from now on, whatever the process is busy with."""
+
+        def beat() -> None:
+            while True:
+                time.sleep(ALIVE_S)
+                try:
+                    self.tell(RankAlive())
+                except OSError:
+                    os._exit(1)
+
+        threading.Thread(target=beat, name="weft-alive", daemon=True).start()
+
+
+class Rank:
+    """An engine and the controller it serves."""
+
+    def __init__(self, link: RankLink, order: RankOrder, index: int) -> None:
+        self._link = link
+        self._index = index
+        expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters))
+        backbone, notes = load_within(order.backbone, order.memory_limit, expected)
+        self._engine = Engine(
+            backbone,
+            capacity=order.capacity,
+            longest=order.longest,
+            planner=planner_named(order.planner),
+            max_jobs=order.max_jobs,
+            tenant_weights=order.tenant_weights,
+        )
+        self._releasing: set[str] = set()
+        """Jobs that are let go of as soon as they are paused."""
+        self._untold: list[Event] = []
+        self._told_s = time.perf_counter()
+        self._is_over = False
+        self._num_obeyed = 0
+        budget = self._engine.budget(order.adapters)
+        link.tell(RankReady(self._engine.executor.facts, self._engine.limits.capacity, budget, notes))
+
+    def serve(self) -> None:
+        """Trains and obeys until told that it is over."""
+        while not self._is_over:
+            self._obey(self._link.connection.recv())
+            while not self._is_over and self._link.connection.poll():
+                self._obey(self._link.connection.recv())
+            if self._is_over:
+                break
+            for event in self._engine.events():
+                self._hear(event)
+                while self._link.connection.poll():
+                    self._obey(self._link.connection.recv())
+                if self._is_over:
+                    break
+            self._engine.finish_files()
+            self._tell()
+            self._link.tell(RankIdle(self._num_obeyed))
+
+    def _hear(self, event: Event) -> None:
+        """Tells what happened, together with what follows soon unless it matters at once."""
+        if isinstance(event, JobPaused) and event.job in self._releasing and event.is_asked_for:
+            self._releasing.discard(event.job)
+            self._engine.forget(event.job)
+            self._tell()
+            self._link.tell(JobReleased(event.job, event.step))
+            return
+        if isinstance(event, JobEnded):
+            self._releasing.discard(event.job)
+        self._untold.append(event)
+        is_old = time.perf_counter() - self._told_s > TELL_S
+        if is_old or not isinstance(event, StepDone | MicrobatchDone):
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._untold:
+            self._link.tell(EventsTold(tuple(self._untold)))
+        self._untold, self._told_s = [], time.perf_counter()
+
+    def _obey(self, command: Command) -> None:
+        engine = self._engine
+        self._num_obeyed += 1
+        match command:
+            case OpenDirectory(path):
+                engine.keep_in(RankDirectory(path, self._index))
+            case CheckJob(order):
+                self._link.tell(self._checked(order))
+            case TrainJob(order, hold_step):
+                self._train(order, hold_step)
+            case ReleaseJob(job):
+                # One that has ended in the meantime has said so.
+                if job in engine.jobs and engine.jobs[job].is_alive:
+                    self._releasing.add(job)
+                    engine.pause(job)
+            case CancelJob(job):
+                if job in engine.jobs:
+                    engine.cancel(job)
+            case HoldJob(job, step):
+                if job in engine.jobs:
+                    engine.hold(job, step)
+            case StopJobs():
+                engine.stop()
+            case EndRank():
+                self._is_over = True
+            case _:
+                raise AssertionError(f"no rank knows {command}")
+
+    def _checked(self, order: JobOrder) -> JobChecked:
+        name = order.spec.name
+        try:
+            job = self._engine.check(order.spec, self._data(order), base_dir=order.base_dir)
+        except WeftError as error:
+            return JobChecked(name, error=error)
+        return JobChecked(name, job.num_parameters, job.notes)
+
+    def _train(self, order: JobOrder, hold_step: int | None) -> None:
+        name = order.spec.name
+        if name in self._engine.jobs:
+            # It ended here before, or was given up: the files know how far it came.
+            self._engine.forget(name)
+        self._engine.submit(order.spec, self._data(order), base_dir=order.base_dir)
+        if hold_step is not None:
+            self._engine.hold(name, hold_step)
+
+    def _data(self, order: JobOrder) -> JobData:
+        tokenizer = self._engine.executor.tokenizer
+        return load_job_data(order.spec, tokenizer, order.base_dir, clock=order.clock)

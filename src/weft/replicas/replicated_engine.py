@@ -1,0 +1,330 @@
+"""An engine over many ranks: it places jobs on replicas of the backbone, and tells what happens on all of them.
+
+Every rank trains the jobs it has exactly as one engine would, so who trains where changes no bit. A job moves by being
+saved at a step boundary in one place and gone on with from that checkpoint in another. A rank that dies takes nothing
+with it but the steps since the last checkpoints: its jobs go on elsewhere, and another process takes its place.
+"""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.data.chat.chat_template import Tokenizer
+from weft.data.dataset import JobData
+from weft.engine.events import (
+    EvalDone,
+    Event,
+    JobEvent,
+    JobFailed,
+    JobPreempted,
+    JobWaiting,
+    JobWarning,
+    MicrobatchDone,
+)
+from weft.engine.timeline import TimelineRecorder
+from weft.errors import ConfigError, JobError, StorageError
+from weft.execute.protocol import ReplicaFacts
+from weft.job_state import JobState, Reason
+from weft.plan.types import Limits
+from weft.replicas.known_job import KnownJob
+from weft.replicas.known_rank import KnownRank, decide
+from weft.replicas.messages import (
+    CheckJob,
+    Command,
+    EventsTold,
+    JobChecked,
+    JobOrder,
+    JobReleased,
+    OpenDirectory,
+    RankFailed,
+    RankIdle,
+    RankOrder,
+    RankReady,
+    ReleaseJob,
+    Report,
+    StopJobs,
+    TrainJob,
+)
+from weft.replicas.rank_pool import RankEnded, RankPool, RankProcess, no_ranks_left
+from weft.spec import JobSpec
+from weft.store.rank_dir import merge_timelines
+from weft.store.run_dir import RunDirectory
+from weft.wall_clock import Activity, TimeSplit, WallClock
+
+SILENT_S = 30.0
+"""A rank that gives no sign of life for so long is ended and replaced."""
+MAX_RESTARTS = 3
+"""So often the process of one rank is started anew."""
+LOOK_S = 0.5
+"""Seconds between two looks at who is silent."""
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """What all replicas have in common."""
+
+    facts: ReplicaFacts
+    tokenizer: Tokenizer
+
+
+class ReplicatedEngine:
+    """Trains any number of jobs on several replicas of one backbone."""
+
+    def __init__(
+        self,
+        order: RankOrder,
+        tokenizer: Tokenizer,
+        variables: Sequence[Mapping[str, str]],
+        *,
+        clock: datetime.datetime | None = None,
+        wall: WallClock | None = None,
+    ) -> None:
+        """Starts a rank for each of `variables`, which its environment gets, and waits until all are loaded.
+
+        `clock`: what time it is for the chat templates of its jobs.
+        """
+        self.timeline = TimelineRecorder(wall)
+        self.jobs: dict[str, KnownJob] = {}
+        self.notes: tuple[str, ...] = ()
+        self.clock = clock
+        self._weights = order.tenant_weights
+        self._pool = RankPool(order, variables)
+        self._close = weakref.finalize(self, self._pool.close)
+        self._directory: RunDirectory | None = None
+        self._earlier = TimeSplit({})
+        """What sessions before this one spent."""
+        self._untold: deque[Event] = deque()
+        self._is_stale = True
+        """Something has changed that decides who trains where."""
+        self._is_stopping = False
+        self._num_jobs = 0
+        self._last_end = ""
+        """How the last rank that ended did so."""
+        try:
+            self._ranks = {index: KnownRank(self._pool.start(index)) for index in range(len(variables))}
+            self._await_ranks()
+        except BaseException:
+            self.close()
+            raise
+        self.executor = ReplicaInfo(self._ranks[0].facts, tokenizer)
+
+    @property
+    def limits(self) -> Limits:
+        """What a microbatch may hold."""
+        ready = self._ranks[0].ready
+        assert ready is not None
+        return Limits(ready.capacity)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks there are."""
+        return len(self._ranks)
+
+    def close(self) -> None:
+        """Ends all ranks; what their jobs have not saved is lost."""
+        self._close()
+
+    def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None:
+        """Adds a job; bad data or an adapter that does not fit raises here and changes nothing for the others."""
+        if spec.name in self.jobs:
+            raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
+        order = JobOrder(spec, Path(base_dir).absolute(), self.clock)
+        checked = self._check(order)
+        if checked.error is not None:
+            raise checked.error
+        job = KnownJob.of(order, data, self._num_jobs)
+        job.num_parameters, job.notes = checked.num_parameters, checked.notes
+        self._num_jobs += 1
+        self.jobs[spec.name] = job
+        self._is_stale = True
+
+    def keep_in(self, directory: RunDirectory) -> None:
+        """Jobs are written there, and go on from what is there; ranks write the files of their own jobs."""
+        self._directory = directory
+        self._earlier = directory.read_time() or TimeSplit({})
+        for rank in self._ranks.values():
+            self._send(rank, OpenDirectory(directory.path.absolute()))
+
+    def stop(self) -> None:
+        """Saves every job at its last step boundary; `events` then ends. No finished step is lost."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            for rank in self._ranks.values():
+                self._send(rank, StopJobs())
+
+    def finish_files(self) -> None:
+        """Nothing is left to wait for: a rank that is idle has written its files."""
+
+    def events(self) -> Iterator[Event]:
+        """Trains, and yields what happens on all ranks; ends when no job can go on."""
+        while True:
+            while self._untold:
+                yield self._untold.popleft()
+            if not self._is_stopping:
+                self._place()
+            if self._untold:
+                continue
+            if self._is_over():
+                break
+            try:
+                process, report = self._pool.inbox.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._end_silent()
+            else:
+                self._hear(process, report)
+        self._is_stopping = False
+        try:
+            self._write_times()
+        except StorageError as error:
+            yield JobWarning((), f"timeline: {error}")
+
+    def _is_over(self) -> bool:
+        """Whether nothing is under way, and nothing can be."""
+        if not all(rank.is_idle for rank in self._ranks.values() if rank.ready is not None):
+            return False
+        if self._is_stopping:
+            return True
+        waiting = [job for job in self.jobs.values() if job.state is JobState.QUEUED and not job.is_held]
+        if waiting and not self._ranks:
+            raise no_ranks_left(self._last_end)
+        return not waiting
+
+    def _place(self) -> None:
+        """Carries out what placement decides, once nobody is on the way from one rank to another."""
+        if not self._is_stale or any(job.is_leaving for job in self.jobs.values()):
+            return
+        self._is_stale = False
+        decided = decide(list(self.jobs.values()), list(self._ranks.values()), self._weights)
+        for move in decided.moves:
+            self._release(self.jobs[move.job])
+        for held in decided.admission.preempt:
+            job = self.jobs[held.job]
+            self._release(job)
+            self._untold.append(JobPreempted(job.name, job.step, held.reason))
+        for name in decided.admission.start:
+            job = self.jobs[name]
+            job.rank = int(decided.replica_of[name])
+            self._send(self._ranks[job.rank], TrainJob(job.order, job.hold_step))
+        for held in decided.admission.wait:
+            job = self.jobs[held.job]
+            if not job.has_heard and not job.has_started:
+                job.has_heard = True
+                self._untold.append(JobWaiting(job.name, job.step, held.reason))
+        for held in decided.admission.refuse:
+            self._fail(self.jobs[held.job], held.reason)
+
+    def _release(self, job: KnownJob) -> None:
+        assert job.rank is not None
+        job.is_leaving = True
+        self._send(self._ranks[job.rank], ReleaseJob(job.name))
+
+    def _fail(self, job: KnownJob, reason: Reason) -> None:
+        """Ends a job that no rank has."""
+        event = JobFailed(job.name, job.step, reason)
+        job.hear(event)
+        if self._directory is not None:
+            self._directory.write_status(job.name, job.state, reason=reason, step=job.step, num_steps=job.num_steps)
+        self._untold.append(event)
+
+    def _send(self, rank: KnownRank, command: Command) -> None:
+        rank.is_idle = False
+        self._pool.send(rank.process, command)
+
+    def _check(self, order: JobOrder) -> JobChecked:
+        """Asks the rank with the fewest jobs whether a job fits."""
+        loads = Counter(job.rank for job in self.jobs.values())
+        rank = min((r for r in self._ranks.values() if r.ready is not None), key=lambda r: (loads[r.index], r.index))
+        self._send(rank, CheckJob(order))
+        while True:
+            process, report = self._pool.inbox.get()
+            if isinstance(report, JobChecked) and report.job == order.spec.name:
+                return report
+            self._hear(process, report)
+            if rank.process is not process and self._ranks.get(rank.index) is not rank:
+                # It is gone; another one answers.
+                return self._check(order)
+
+    def _await_ranks(self) -> None:
+        """Until all replicas are loaded; what keeps one from it is raised."""
+        while any(rank.ready is None for rank in self._ranks.values()):
+            process, report = self._pool.inbox.get()
+            if isinstance(report, RankFailed):
+                raise report.error
+            if isinstance(report, RankEnded):
+                raise JobError(f"{report.how}.", where=f"rank {process.index}")
+            self._hear(process, report)
+
+    def _hear(self, process: RankProcess, report: Report) -> None:
+        """Takes note of what a rank tells; one that has been replaced is not heard any more."""
+        rank = self._ranks.get(process.index)
+        if rank is None or rank.process is not process:
+            return
+        match report:
+            case RankReady():
+                rank.ready, self._is_stale = report, True
+                self.notes = tuple(dict.fromkeys([*self.notes, *report.notes]))
+                if self._directory is not None:
+                    self._send(rank, OpenDirectory(self._directory.path.absolute()))
+            case RankIdle(num_obeyed):
+                rank.is_idle = num_obeyed == process.num_sent
+            case JobReleased(name):
+                self.jobs[name].lose_rank()
+                self._is_stale = True
+            case EventsTold(events):
+                for event in events:
+                    self._hear_event(rank, event)
+            case RankFailed(error):
+                self._last_end = f"failed: {error}"
+            case RankEnded(how):
+                self._replace(rank, how)
+
+    def _hear_event(self, rank: KnownRank, event: Event) -> None:
+        now_s = time.perf_counter()
+        if isinstance(event, MicrobatchDone):
+            rank.learn(event)
+            self.timeline.wall.add(Activity.COMPUTING, event.seconds, now_s)
+        elif isinstance(event, EvalDone):
+            self.timeline.wall.add(Activity.EVALUATING, event.eval_runtime, now_s)
+        if isinstance(event, JobEvent):
+            job = self.jobs[event.job]
+            if isinstance(event, JobWaiting | JobPreempted):
+                # There is less room than was predicted: somebody else may have some.
+                rank.max_jobs = max(1, sum(other.rank == rank.index for other in self.jobs.values()) - 1)
+                self._release(job)
+                return
+            job.hear(event)
+            self._is_stale |= job.state.is_final
+        self._untold.append(event)
+
+    def _replace(self, rank: KnownRank, how: str) -> None:
+        """Starts another process for a rank that is gone; its jobs go on from their last checkpoints meanwhile."""
+        index = rank.index
+        lost = [job for job in self.jobs.values() if job.rank == index]
+        for job in lost:
+            job.lose_rank()
+        self._is_stale, self._last_end = True, how
+        names = tuple(job.name for job in lost if job.state is JobState.QUEUED)
+        follows = "its jobs go on from their last checkpoints" if names else "no job was on it"
+        self._untold.append(JobWarning(names, f"replica {index} {how}; {follows}"))
+        if rank.num_restarts < MAX_RESTARTS and not self._is_stopping:
+            self._ranks[index] = KnownRank(self._pool.start(index), num_restarts=rank.num_restarts + 1)
+        else:
+            del self._ranks[index]
+
+    def _end_silent(self) -> None:
+        """Ends ranks that have given no sign of life for long: stopped, hung, or on a machine that is."""
+        for rank in self._ranks.values():
+            if rank.process.connection is not None and time.monotonic() - rank.process.heard_s > SILENT_S:
+                self._pool.kill(rank.process)
+
+    def _write_times(self) -> None:
+        if self._directory is not None:
+            merge_timelines(self._directory.path, self._directory.timeline_path)
+            self._directory.write_time(self._earlier + self.timeline.wall.split())
