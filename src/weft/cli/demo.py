@@ -55,7 +55,7 @@ def demo(
                 after = steps.ask(run, out, trained=True)
             with wall.spending(Activity.COMPUTING):
                 speed = steps.measure_speed(run)
-            directory.write_time(run.engine.time_split)
+            directory.write_time(steps.engine_of(run).time_split)
     console.print(_skills(before, after))
     console.print()
     extra = ReportExtra(

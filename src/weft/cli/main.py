@@ -59,7 +59,7 @@ VERBS = {
         "measure.profile:profile",
         "Measure this device's time and memory for planning, and check the fits on shapes they have not seen.",
     ),
-    "rank": Verb("rank:rank", "Hold one replica of the backbone for a run that another process controls."),
+    "rank": Verb("rank:rank", "Be one replica of a run that another process controls, and train the jobs it is given."),
     "worker": Verb("service.worker:worker", "Train the jobs of a service and answer its prompts, until stopped."),
     "serve": Verb("service.serve:serve", "Serve fine-tuning to many tenants behind OpenAI's API."),
     "tune": Verb(

@@ -14,7 +14,7 @@ def rank(
     connect: Annotated[str, typer.Option(help="Where the controller listens: a socket's path, or HOST:PORT.")],
     index: Annotated[int, typer.Option(min=0, help="Which of the run's ranks this is, from 0.")] = 0,
 ) -> None:
-    """Hold one replica of the backbone for a run that another process controls, and train the jobs it is given."""
+    """Be one replica of a run that another process controls, and train the jobs it is given."""
     from multiprocessing import AuthenticationError
     from multiprocessing.connection import Client
 

@@ -23,7 +23,7 @@ from weft.wall_clock import WallClock
 
 if TYPE_CHECKING:
     from weft.engine.events import Event
-    from weft.engine.jobs.live_job import LiveJob
+    from weft.engine.run_engine import RunJob
     from weft.engine.train import PreparedRun
     from weft.job_state import JobState
     from weft.store.run_dir import RunDirectory
@@ -100,7 +100,7 @@ def conclude(
     directory: Path,
     console: Console,
     extra: ReportExtra | None = None,
-    live: Mapping[str, LiveJob] = MappingProxyType({}),
+    live: Mapping[str, RunJob] = MappingProxyType({}),
 ) -> None:
     """Writes report.html and says how it went and where everything is.
 
@@ -122,7 +122,7 @@ def tell_time(wall: WallClock, console: Console) -> None:
     console.print(f"time      {readable.time_split(wall.split())}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _as_known(report: JobReport, job: LiveJob | None) -> JobReport:
+def _as_known(report: JobReport, job: RunJob | None) -> JobReport:
     """What the files say of a job, corrected by what the process knows."""
     if job is None or report.state == job.state:
         return report

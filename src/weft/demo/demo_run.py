@@ -102,9 +102,15 @@ def write_jobs(out: Path, model: str) -> RunSpec:
     return run_from_mapping(yaml.safe_load("\n".join(lines)))
 
 
+def engine_of(run: PreparedRun) -> Engine:
+    """The engine of a demo, which trains in this process."""
+    assert isinstance(run.engine, Engine)
+    return run.engine
+
+
 def ask(run: PreparedRun, out: Path, *, trained: bool) -> dict[str, float]:
     """Exact match of every skill on prompts held out from training: of the bare backbone, or of the adapters."""
-    executor = run.engine.executor
+    executor = engine_of(run).executor
     prompts = {
         name: load_prompts(f"data/{name}/eval.jsonl", executor.tokenizer, base_dir=out) for name in run.engine.jobs
     }
@@ -114,10 +120,11 @@ def ask(run: PreparedRun, out: Path, *, trained: bool) -> dict[str, float]:
 
 def measure_speed(run: PreparedRun) -> Speed:
     """Compares the finished run with each of its jobs alone on the same backbone, a few steps each."""
-    together = _rate(run.engine, since_step=3)
+    engine = engine_of(run)
+    together = _rate(engine, since_step=3)
     tokens, seconds = 0, 0.0
-    for job in run.engine.jobs.values():
-        alone = Engine(run.engine.executor.beside(), capacity=run.spec.capacity)
+    for job in engine.jobs.values():
+        alone = Engine(engine.executor.beside(), capacity=run.spec.capacity)
         alone.submit(job.spec, job.data)
         for event in alone.events():
             if isinstance(event, StepDone) and event.step == SOLO_STEPS + 2:

@@ -31,7 +31,7 @@ class RankOrder:
     """Of the jobs to come."""
     max_jobs: int | None = None
     """Most that train here at a time."""
-    memory_limit: str | None = None
+    memory_limit: float | str | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
