@@ -26,6 +26,8 @@ class Kind(enum.StrEnum):
     """Less is better."""
     MILLISECONDS = "milliseconds"
     """Less is better."""
+    MICROSECONDS = "microseconds"
+    """Less is better."""
     WASTE = "waste"
     """A share of something that should not be; less is better."""
     ERROR = "relative error"
@@ -49,6 +51,7 @@ class Kind(enum.StrEnum):
             Kind.TOKENS_PER_S: f"{value:,.0f} tokens/s",
             Kind.SECONDS: f"{value:.2f} s",
             Kind.MILLISECONDS: f"{value:.1f} ms",
+            Kind.MICROSECONDS: f"{value:.0f} µs",
             Kind.WASTE: f"{value:.2%}",
             Kind.ERROR: f"{value:.1e}",
             Kind.SHARE: f"{value:.2%}",

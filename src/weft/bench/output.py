@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 
 from weft.bench import report
 from weft.bench.figures import Figure, Parts, Targets, measure_parts
+from weft.kernels.device import default_device
 from weft.report.console import output_console
 
 
@@ -25,10 +26,13 @@ def check_files(json: Path | None, plot: Path | None) -> None:
         report.check_plot(plot)
 
 
-def run_parts(parts: Parts, targets: Targets, json: Path | None) -> int:
-    """Measures on the CPU part by part and keeps each as soon as it is there; returns the exit code."""
+def run_parts(parts: Parts, targets: Targets, json: Path | None, *, on_gpu: Collection[str] = ()) -> int:
+    """Measures part by part and keeps each as soon as it is there; returns the exit code.
+
+    All is measured on the CPU but the parts `on_gpu`, beside which the file names their machine as `machine_gpu`.
+    """
     check_files(json, None)
-    device = torch.device("cpu")
+    cpu = torch.device("cpu")
     figures: list[Figure] = []
     for name, values, found in measure_parts(parts, targets):
         say(name)
@@ -36,8 +40,11 @@ def run_parts(parts: Parts, targets: Targets, json: Path | None) -> int:
             say(f"  {figure.line}")
         figures += found
         if json is not None:
-            report.write_json(json, values, device)
-    return conclude(figures, [], device, None)
+            is_cpu = name not in on_gpu
+            report.write_json(
+                json, values, cpu if is_cpu else default_device(), key="machine" if is_cpu else "machine_gpu"
+            )
+    return conclude(figures, [], default_device() if set(parts) <= set(on_gpu) else cpu, None)
 
 
 def conclude(figures: Sequence[Figure], failures: Sequence[str], device: torch.device, plot: Path | None) -> int:

@@ -17,6 +17,11 @@ from weft.plan.admit import Budget
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity
 
+ALIVE_S = 1.0
+"""Seconds from one sign of life of a rank to the next."""
+TELL_S = 0.05
+"""Steps and microbatches are told together, at most so much late."""
+
 
 @dataclass(frozen=True)
 class RankOrder:

@@ -19,6 +19,8 @@ from weft.errors import WeftError
 from weft.execute.memory import ExpectedJobs, load_within
 from weft.plan.pack import planner_named
 from weft.replicas.messages import (
+    ALIVE_S,
+    TELL_S,
     CancelJob,
     CheckJob,
     Command,
@@ -42,11 +44,6 @@ from weft.replicas.messages import (
 )
 from weft.store.rank_dir import RankDirectory
 from weft.store.run_dir import library_versions
-
-ALIVE_S = 1.0
-"""Seconds from one sign of life to the next."""
-TELL_S = 0.05
-"""Steps and microbatches are told together, at most so much late."""
 
 
 def run_rank(connection: Connection, index: int) -> None:

@@ -73,18 +73,21 @@ class RankPool:
     def start(self, index: int) -> RankProcess:
         """Starts a rank; `RankReady` tells when it can be used."""
         log = self._folder / f"rank-{index}.log"
-        address = str(self._folder / "socket")
-        command = [sys.executable, "-m", "weft", "rank", "--connect", address, "--index", str(index)]
         variables = {**os.environ, **self._variables[index], KEY_VARIABLE: self._key}
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
+        process = self.launch(index, str(self._folder / "socket"), variables, log)
         rank = RankProcess(index, process, log)
         with self._lock:
             self.ranks[index] = rank
         threading.Thread(target=self._await_end, args=(rank,), name=f"weft-rank-{index}", daemon=True).start()
         return rank
+
+    def launch(self, index: int, address: str, variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """The process of a rank, which connects to that address; other pools may have theirs elsewhere."""
+        command = [sys.executable, "-m", "weft", "rank", "--connect", address, "--index", str(index)]
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
 
     def send(self, rank: RankProcess, command: Command) -> None:
         """Tells a rank something; one that is gone does not hear it, and the inbox says so soon."""

@@ -12,7 +12,7 @@ import queue
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,17 +85,18 @@ class ReplicatedEngine:
         *,
         clock: datetime.datetime | None = None,
         wall: WallClock | None = None,
+        open_pool: Callable[[RankOrder, Sequence[Mapping[str, str]]], RankPool] = RankPool,
     ) -> None:
         """Starts a rank for each of `variables`, which its environment gets, and waits until all are loaded.
 
-        `clock`: what time it is for the chat templates of its jobs.
+        `clock`: what time it is for the chat templates of its jobs. `open_pool` makes what starts and hears the ranks.
         """
         self.timeline = TimelineRecorder(wall)
         self.jobs: dict[str, KnownJob] = {}
         self.notes: tuple[str, ...] = ()
         self.clock = clock
         self._weights = order.tenant_weights
-        self._pool = RankPool(order, variables)
+        self._pool = open_pool(order, variables)
         self._close = weakref.finalize(self, self._pool.close)
         self._directory: RunDirectory | None = None
         self._earlier = TimeSplit({})
@@ -126,6 +127,11 @@ class ReplicatedEngine:
     def num_replicas(self) -> int:
         """Ranks there are."""
         return len(self._ranks)
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """The process of each rank, by the rank's number."""
+        return {index: rank.process.process.pid for index, rank in self._ranks.items()}
 
     def close(self) -> None:
         """Ends all ranks; what their jobs have not saved is lost."""
@@ -167,7 +173,8 @@ class ReplicatedEngine:
         while True:
             while self._untold:
                 yield self._untold.popleft()
-            if not self._is_stopping:
+            if not self._is_stopping and self._pool.inbox.empty():
+                # Jobs that end together on many ranks lead to one placement, not to one each.
                 self._place()
             if self._untold:
                 continue

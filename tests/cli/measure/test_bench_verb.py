@@ -63,12 +63,14 @@ def test_bench_replicas_when_run_then_shows_its_figures_and_keeps_them(weft, tmp
     monkeypatch.setattr(planning, "REPEATS", 1)
     monkeypatch.setattr(simulated, "trials_speedup", lambda _: 7.7)
     kept = tmp_path / "replicas.json"
-    result = weft("bench", "replicas", "--json", kept)
+    kept.write_text('{"scale2_cpu": 1.9}')
+    result = weft("bench", "replicas", "--regime", "place_1000_s", "--regime", "sim8", "--json", kept)
     assert result.code == 0, result
     assert "8 GPUs, simulated" in result.out and "sim8 = 7.70x (target ≥ 7.60x, met)" in result.out
     found = json.loads(kept.read_text())
     assert found["sim8_jobs"] > found["sim8"] == 7.7
     assert found["place_1000_s"] > 0
+    assert found["scale2_cpu"] == 1.9
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -87,6 +89,8 @@ def test_bench_replicas_when_run_then_shows_its_figures_and_keeps_them(weft, tmp
         (("step", "--model", "tiny", "--plot", "a.pdf"), "--plot: got a.pdf; the name must end in .svg or .png."),
         (("step", "--model", "tiny", "--json", "gone/a.json"), "--json gone/a.json: there is no directory gone."),
         (("replicas", "--json", "gone/a.json"), "--json gone/a.json: there is no directory gone."),
+        (("replicas", "--regime", "sim9"), "--regime: got 'sim9'; accepted are place_1000_s, sim8, scale2_cpu"),
+        (("replicas", "--regime", "bits_two_ranks"), "--regime: bits_two_ranks needs a CUDA GPU and torch sees none."),
         (("kernels", "--regime", "linear4"), "there is no figure 'linear4'; accepted are linear4_p0"),
     ],
 )

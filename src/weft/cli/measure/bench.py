@@ -135,12 +135,19 @@ def serve(json: JsonFile = None) -> None:
 
 
 @bench.command("replicas")
-def replicas(json: JsonFile = None) -> None:
-    """Jobs over many replicas: the time to place them, and what eight GPUs would add to one, simulated."""
+def replicas(
+    regime: Annotated[
+        list[str] | None, typer.Option(help="Figure to measure; may be repeated. Default: all that can be.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Jobs over many replicas: placing and controlling them, speed, recovery, bits, and eight GPUs, simulated."""
     from weft.bench.output import run_parts
-    from weft.bench.replicas.parts import PARTS, TARGETS
+    from weft.bench.replicas.parts import ON_GPU, TARGETS, choose_parts
+    from weft.kernels.device import has_gpu
 
-    raise typer.Exit(run_parts(PARTS, TARGETS, json))
+    parts = choose_parts(regime or [], has_gpu=has_gpu())
+    raise typer.Exit(run_parts(parts, TARGETS, json, on_gpu=ON_GPU))
 
 
 @bench.command("wall")
