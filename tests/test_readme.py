@@ -1,4 +1,4 @@
-"""What the README and the quick start tell people to type works as written."""
+"""What the README, the quick start and the page about many GPUs tell people to type works as written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def python_example() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/clusters.md"])
 def test_page_when_its_commands_are_typed_in_order_then_each_works(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     typed = commands(page)
@@ -41,8 +41,8 @@ def test_page_when_its_commands_are_typed_in_order_then_each_works(page, tmp_pat
         Path(name).write_text(text, encoding="utf-8")
     fewer = {"train": ["defaults.max_steps=4"], "sweep": ["job.max_steps=4", "trials=2", "compare_speed=false"]}
     for words in typed:
-        if words[1] == "serve":
-            continue  # it serves until it is stopped; tests/serve does that
+        if words[1] in ("serve", "bench") or "--devices" in words:
+            continue  # it serves until it is stopped, as in tests/serve; it measures for minutes; it needs a GPU
         # Fewer steps than the file says: the promise is that it works, not how well it learns.
         extra = fewer.get(words[1], [])
         monkeypatch.setattr("sys.argv", [*words, *extra])
