@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 LOG = logging.getLogger("weft.serve")
@@ -53,6 +53,8 @@ class Child:
     name: str
     arguments: Sequence[str]
     pass_fds: Sequence[int] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of its environment, such as the GPU that is its own."""
     process: subprocess.Popen[bytes] | None = None
     is_told: bool = False
     """The child was asked to stop."""
@@ -155,7 +157,7 @@ def _start(child: Child, num_threads: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-c", _START, child.name, str(WORKER_NICE if child.trains else 0)],
         # A value that the operator has set is kept.
-        env={"OMP_NUM_THREADS": str(num_threads), **os.environ} if child.trains else None,
+        env={"OMP_NUM_THREADS": str(num_threads), **os.environ, **child.variables} if child.trains else None,
         pass_fds=child.pass_fds,
         stdin=subprocess.PIPE,
         # Ctrl-C in a terminal reaches only this process, which then tells its children once. The child gets no session

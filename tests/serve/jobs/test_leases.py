@@ -8,12 +8,13 @@ import pytest
 import sqlalchemy as sa
 
 from weft.serve.db.engine import now
-from weft.serve.db.tables import EVENTS, JOBS, METADATA
+from weft.serve.db.tables import EVENTS, JOBS, METADATA, WORKERS
 from weft.serve.errors import Fenced
 from weft.serve.jobs.leases import MAX_ATTEMPTS, claim_jobs, give_up, has_free, release, renew
 from weft.serve.jobs.states import ask, move, update_job
 from weft.serve.records.jobs import create_job
 from weft.serve.records.tenants import create_tenant, update_tenant
+from weft.serve.records.workers import put_worker
 
 
 @pytest.fixture
@@ -51,6 +52,34 @@ def claimed(tx, worker="w1", num_places=10, **options):
 
 def expire(tx, *ids):
     tx.execute(sa.update(JOBS).where(JOBS.c.id.in_(ids)).values(lease_until=now(tx) - 1))
+
+
+def alive(tx, *workers, max_jobs=10, **columns):
+    for worker in workers:
+        put_worker(tx, worker, base_model="tiny", address=None, token=None, info={"max_jobs": max_jobs}, **columns)
+
+
+def test_claim_when_other_workers_are_alive_then_each_gets_an_equal_part(tx):
+    """No GPU is idle because another worker looked first."""
+    ids = [queue(tx) for _ in range(7)]
+    alive(tx, "w1", "w2", "w3")
+    assert claimed(tx, "w1") == ids[:3]
+    assert claimed(tx, "w2") == ids[3:6]
+    assert claimed(tx, "w1") == [], "the last one is the third worker's"
+    assert claimed(tx, "w3") == ids[6:]
+    more = [queue(tx) for _ in range(2)]
+    assert claimed(tx, "w1") == []
+    assert claimed(tx, "w3") == more
+
+
+def test_claim_when_the_others_are_full_or_draining_or_silent_then_their_part_is_not_left_waiting(tx):
+    ids = [queue(tx) for _ in range(6)]
+    alive(tx, "w1", "w2", max_jobs=1)
+    alive(tx, "w3", is_draining=True)
+    alive(tx, "w4")
+    tx.execute(sa.update(WORKERS).where(WORKERS.c.id == "w4").values(seen_at=now(tx) - 3600))
+    assert claimed(tx, "w1", num_places=8) == ids[:5]
+    assert claimed(tx, "w2", num_places=1) == ids[5:]
 
 
 def test_claim_when_jobs_are_equal_then_first_come_is_first_served_up_to_the_room(tx):

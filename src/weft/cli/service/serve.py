@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +15,7 @@ import typer
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, MissingExtraError, install_command
+from weft.gpu_choice import VISIBLE, choose_gpus, number_or_auto, visible_gpus
 
 if TYPE_CHECKING:
     from weft.serve.db.engine import Database
@@ -71,7 +72,12 @@ def serve(
     db: DbUrl = "",
     store: StoreUrl = "",
     no_auth: Annotated[bool, typer.Option("--no-auth", help="Everybody is one tenant; on loopback only.")] = False,
-    workers: Annotated[int, typer.Option(help="Worker processes for each backbone.", min=0)] = 1,
+    workers: Annotated[
+        str, typer.Option(metavar="N", help="Worker processes for each backbone; auto: one on every GPU.")
+    ] = "1",
+    devices: Annotated[
+        str | None, typer.Option(metavar="LIST", help="The GPUs of the workers, in turn, such as 0,2.  [all]")
+    ] = None,
     api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1)] = 1,
     min_samples: Annotated[int, typer.Option(help="Fewest lines of a training file.", min=1)] = 1,
     file_seconds: FileSeconds = 600.0,
@@ -99,6 +105,7 @@ def serve(
         limits=ServiceLimits(min_samples=min_samples),
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
     )
+    places = worker_places(workers, devices, len(settings.base_models))
     database = open_home(settings)
     if migrate_only:
         typer.echo(f"the database is at revision {migrate(database)}")
@@ -111,12 +118,12 @@ def serve(
 
     # Whatever can be refused is refused before the first key is made: it is shown only once.
     Blobs(settings.store_url)
-    if workers:
+    if places:
         _check_models(settings.base_models)
     with listen(host, port) as sock:
         migrate(database)
         _greet(settings, sock, _first_key(settings, database))
-        clean = _run(settings, database, sock, workers)
+        clean = _run(settings, database, sock, places)
     raise typer.Exit(0 if clean else 1)
 
 
@@ -132,6 +139,15 @@ def need_serve() -> None:
     except ImportError as error:
         hint = f"Install it: {install_command('serve')}."
         raise MissingExtraError(f"the service needs {error.name}.", hint=hint) from None
+
+
+def worker_places(workers: str, devices: str | None, num_models: int) -> list[dict[str, str]]:
+    """What the environment of each worker says, backbone by backbone: its own GPU, in turn where there are more."""
+    gpus = choose_gpus(devices, visible_gpus())
+    number = number_or_auto(workers, "--workers", 0)
+    if number is None:
+        number = max(1, len(gpus))
+    return [{VISIBLE: gpus[place % len(gpus)]} if gpus else {} for place in range(number * num_models)]
 
 
 def parse_models(texts: list[str]) -> dict[str, str]:
@@ -195,16 +211,17 @@ def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
         typer.echo("key       none needed: whoever reaches this address may do everything")
 
 
-def _run(settings: Settings, database: Database, sock: socket.socket, num_workers: int) -> bool:
-    """Serves until asked to stop; True if everything ended well."""
+def _run(settings: Settings, database: Database, sock: socket.socket, places: Sequence[Mapping[str, str]]) -> bool:
+    """Serves with a worker in each place until asked to stop; True if everything ended well."""
     from weft.serve.api.observe import log_json
     from weft.serve.supervise import Child, Supervisor
 
     log_json()
+    num_workers = len(places) // len(settings.base_models)
+    names = [(name, path, i) for name, path in settings.base_models.items() for i in range(num_workers)]
     children = [
-        Child(f"worker-{name}-{i}", _worker_arguments(settings, name, path))
-        for name, path in settings.base_models.items()
-        for i in range(num_workers)
+        Child(f"worker-{name}-{i}", _worker_arguments(settings, name, path), variables=place)
+        for (name, path, i), place in zip(names, places, strict=True)
     ]
     if settings.api_processes > 1:
         sock.set_inheritable(True)

@@ -9,6 +9,9 @@ job whose lease has run out may be claimed again: its worker crashed, hangs, or 
 that worker still writes carries an old fence and is refused. Every such loss counts in `attempts` until the job reaches
 a checkpoint again.
 
+Where several workers are alive, none claims more than an equal part of all jobs, unless the others have no places for
+the rest. So a queue is spread over the GPUs of all machines, whichever worker looks first.
+
 A job that kills its worker must not do so for ever, and the jobs that trained beside it are not to blame. So after
 `SUSPECT_AFTER` losses in a row, jobs are suspects and train among themselves: half of those that wait and at most
 `SUSPECTS_TOGETHER` at a time. The next loss tells which group the culprit is in, and each job of that group then trains
@@ -30,6 +33,7 @@ from weft.serve.db.tables import JOBS, TENANTS
 from weft.serve.jobs.states import move, update_job
 from weft.serve.records.events import add_event
 from weft.serve.records.rows import DbRow, every
+from weft.serve.records.workers import live_workers
 
 LEASE_S = 30.0
 """How long a worker may be silent before others take its jobs."""
@@ -72,7 +76,8 @@ def claim_jobs(tx: Tx, worker: str, base_model: str, num_places: int, *, lease_s
         # While suspects wait, the worker claims no other jobs, so that they can soon train by themselves.
         chosen = [] if mine else _group(suspects)[: max(0, num_places)]
     else:
-        chosen = _choose(free, mine, num_places, _shares(tx, {job["tenant"] for job in free}, at))
+        room = _fair_room(tx, worker, base_model, num_places, len(mine), len(free))
+        chosen = _choose(free, mine, room, _shares(tx, {job["tenant"] for job in free}, at))
     return [_take(tx, job, worker, at + lease_s) for job in chosen]
 
 
@@ -154,6 +159,21 @@ def _settle(tx: Tx, job: DbRow) -> bool:
     # A worker that turns out to be alive after all finds that it is fenced off.
     tx.execute(sa.update(JOBS).where(JOBS.c.id == job["id"]).values(fence=job["fence"] + 1))
     return True
+
+
+def _fair_room(tx: Tx, worker: str, base_model: str, num_places: int, num_mine: int, num_free: int) -> int:
+    """Of a worker's free places, those it may fill now: what other live workers would take up to an equal part of all
+    jobs is left to them, so that none is idle while another has more than its part."""
+    others = [row for row in live_workers(tx, base_model) if row["id"] != worker and not row["is_draining"]]
+    if not others or num_free == 0 or num_places < 1:
+        return num_places
+    counted = sa.select(JOBS.c.worker, sa.func.count()).where(
+        JOBS.c.status.in_(("queued", "running")), JOBS.c.model == base_model, JOBS.c.lease_until > now(tx)
+    )
+    held = {name: int(number) for name, number in tx.execute(counted.group_by(JOBS.c.worker))}
+    part = -(-(num_free + num_mine + sum(held.get(row["id"], 0) for row in others)) // (len(others) + 1))
+    left = sum(max(0, min(part, row["info"].get("max_jobs", part)) - held.get(row["id"], 0)) for row in others)
+    return min(num_places, max(num_free - left, part - num_mine, 0))
 
 
 def _choose(free: list[DbRow], mine: Sequence[DbRow], num_places: int, shares: Mapping[str, Share]) -> list[DbRow]:
