@@ -172,7 +172,7 @@ def _fair_room(tx: Tx, worker: str, base_model: str, num_places: int, num_mine: 
     )
     held = {name: int(number) for name, number in tx.execute(counted.group_by(JOBS.c.worker))}
     part = -(-(num_free + num_mine + sum(held.get(row["id"], 0) for row in others)) // (len(others) + 1))
-    left = sum(max(0, min(part, row["info"].get("max_jobs", part)) - held.get(row["id"], 0)) for row in others)
+    left = sum(max(0, min(part, int(row["info"].get("max_jobs", part))) - held.get(row["id"], 0)) for row in others)
     return min(num_places, max(num_free - left, part - num_mine, 0))
 
 
