@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.data.dataset import JobData
-from weft.engine.events import EvalDone, JobEnded, JobEvent, JobFailed, JobPaused, JobStarted, StepDone
+from weft.engine.events import CheckpointSaved, EvalDone, JobEnded, JobEvent, JobFailed, JobPaused, JobStarted, StepDone
 from weft.engine.jobs.live_job import LiveJob
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.plan.admit import Applicant
@@ -28,6 +28,8 @@ class KnownJob:
     state: JobState = JobState.QUEUED
     reason: Reason | None = None
     step: int = 0
+    saved_step: int = 0
+    """That of its last checkpoint."""
     num_tokens: int = 0
     best_eval: float | None = None
     has_started: bool = False
@@ -82,9 +84,9 @@ class KnownJob:
         num_bytes = self.num_parameters * state_bytes + best_bytes
         return Applicant(self.name, self.arrival, num_bytes, self.spec.priority, self.spec.tenant)
 
-    def lose_rank(self) -> None:
-        """It has no rank any more, and goes on from its last checkpoint wherever there is one."""
-        self.rank, self.is_leaving = None, False
+    def lose_rank(self, step: int) -> None:
+        """It has no rank any more, and goes on from this step wherever there is one."""
+        self.rank, self.is_leaving, self.step = None, False, step
         if self.state is JobState.RUNNING:
             self.state = JobState.QUEUED
 
@@ -92,14 +94,17 @@ class KnownJob:
         """Takes note of what happened to it."""
         match event:
             case JobStarted(_, step):
-                self.state, self.reason, self.step = JobState.RUNNING, None, step
+                self.state, self.reason, self.step, self.saved_step = JobState.RUNNING, None, step, step
                 self.has_started, self.has_heard = True, False
             case StepDone():
                 self.step, self.num_tokens = event.step, event.num_tokens
             case EvalDone() if event.is_best:
                 self.best_eval = event.eval_loss
+            case CheckpointSaved():
+                self.saved_step = event.step
             case JobPaused():
                 self.state, self.reason, self.step = JobState.PAUSED, event.reason, event.step
+                self.is_leaving = False
             case JobEnded():
                 self.state, self.step, self.rank, self.is_leaving = event.state, event.step, None, False
                 self.reason = event.reason if isinstance(event, JobFailed) else None

@@ -11,7 +11,7 @@ from weft.plan.admit import Budget, Share
 from weft.plan.place import Candidate, JobPlacement, Replica, place
 from weft.replicas.known_job import KnownJob
 from weft.replicas.messages import RankReady
-from weft.replicas.rank_pool import RankProcess
+from weft.replicas.rank_pool import RankHandle
 
 FIRST_PACE = 10_000.0
 """Tokens a second that a replica is taken to train before any microbatch has told."""
@@ -21,7 +21,7 @@ FIRST_PACE = 10_000.0
 class KnownRank:
     """A rank of a controller: its process, and what it has told."""
 
-    process: RankProcess
+    process: RankHandle
     ready: RankReady | None = None
     """What it said once its replica was loaded; None while it starts."""
     num_restarts: int = 0
@@ -31,6 +31,8 @@ class KnownRank:
     seconds: float = 0.0
     """Of its microbatches so far."""
     is_idle: bool = True
+    failure: str | None = None
+    """What it, or its controller, said about its end."""
 
     @property
     def index(self) -> int:

@@ -63,6 +63,20 @@ def _chosen(devices: str | None, count: int) -> list[int]:
     return [int(part) for part in places]
 
 
+def rank_order(spec: RunSpec, jobs: Sequence[JobSpec]) -> RankOrder:
+    """How every rank of a run sets itself up; `jobs` are those to come, or some of each kind."""
+    return RankOrder(
+        backbone=spec.backbone,
+        capacity=spec.capacity,
+        longest=max(job.max_length for job in jobs),
+        planner=spec.planner,
+        adapters=tuple(job.adapter for job in jobs),
+        max_jobs=spec.max_jobs,
+        memory_limit=spec.memory_limit,
+        tenant_weights=dict(spec.tenant_weights),
+    )
+
+
 def load_replicated(
     spec: RunT,
     jobs: Sequence[JobSpec],
@@ -75,16 +89,7 @@ def load_replicated(
 
     The run comes back with a number where its capacity is `auto`, so that all that follows agrees on it.
     """
-    order = RankOrder(
-        backbone=spec.backbone,
-        capacity=spec.capacity,
-        longest=max(job.max_length for job in jobs),
-        planner=spec.planner,
-        adapters=tuple(job.adapter for job in jobs),
-        max_jobs=spec.max_jobs,
-        memory_limit=spec.memory_limit,
-        tenant_weights=dict(spec.tenant_weights),
-    )
+    order = rank_order(spec, jobs)
     wall = wall or WallClock()
     engine = ReplicatedEngine(order, load_tokenizer(spec.base_model), variables, clock=clock, wall=wall)
     wall.add_start(Activity.LOADING)

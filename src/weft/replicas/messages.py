@@ -13,6 +13,7 @@ from pathlib import Path
 
 from weft.engine.events import Event
 from weft.execute.protocol import ReplicaFacts
+from weft.job_state import Reason
 from weft.plan.admit import Budget
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity
@@ -80,7 +81,7 @@ class TrainJob(Command):
 
 @dataclass(frozen=True)
 class ReleaseJob(Command):
-    """Saves a job at its next step boundary and lets go of it; answered by `JobReleased`, unless it ends before."""
+    """Saves a job at its next step boundary and lets go of it: `JobReleased`, unless it ends or is paused first."""
 
     job: str
 
@@ -164,6 +165,14 @@ class JobReleased(Report):
 
     job: str
     step: int
+
+
+@dataclass(frozen=True)
+class JobRefused(Report):
+    """The job cannot be trained after all, although it could when it was checked."""
+
+    job: str
+    reason: Reason
 
 
 @dataclass(frozen=True)

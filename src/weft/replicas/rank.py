@@ -17,6 +17,8 @@ from weft.engine.engine import Engine
 from weft.engine.events import Event, JobEnded, JobPaused, MicrobatchDone, StepDone
 from weft.errors import WeftError
 from weft.execute.memory import ExpectedJobs, load_within
+from weft.execute.protocol import ReplicaFaultError
+from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.replicas.messages import (
     ALIVE_S,
@@ -29,6 +31,7 @@ from weft.replicas.messages import (
     HoldJob,
     JobChecked,
     JobOrder,
+    JobRefused,
     JobReleased,
     OpenDirectory,
     RankAlive,
@@ -54,14 +57,20 @@ def run_rank(connection: Connection, index: int) -> None:
         order = connection.recv()
         assert isinstance(order, RankOrder), "a rank is told first how to set itself up"
         link.keep_alive()
-        Rank(link, order, index).serve()
+        rank = Rank(link, order, index)
+        rank.serve()
+        rank.close()
     except (EOFError, ConnectionError):
         # The controller is gone. Threads may be writing; what they write appears whole or not at all.
         os._exit(1)
     except Exception as error:
-        told = error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
-        link.tell(RankFailed(told))
+        link.tell(RankFailed(_tellable(error)))
         raise
+
+
+def _tellable(error: Exception) -> Exception:
+    """An error as it can cross a connection, whoever raised it."""
+    return error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class RankLink:
@@ -69,11 +78,12 @@ class RankLink:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Whoever has it may send."""
 
     def tell(self, report: Report) -> None:
         """Sends a report."""
-        with self._lock:
+        with self.lock:
             self.connection.send(report)
 
     def keep_alive(self) -> None:
@@ -96,9 +106,10 @@ class Rank:
     def __init__(self, link: RankLink, order: RankOrder, index: int) -> None:
         self._link = link
         self._index = index
+        self._directory: RankDirectory | None = None
         expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters))
         backbone, notes = load_within(order.backbone, order.memory_limit, expected)
-        self._engine = Engine(
+        self.engine = Engine(
             backbone,
             capacity=order.capacity,
             longest=order.longest,
@@ -112,8 +123,8 @@ class Rank:
         self._told_s = time.perf_counter()
         self._is_over = False
         self._num_obeyed = 0
-        budget = self._engine.budget(order.adapters)
-        link.tell(RankReady(self._engine.executor.facts, self._engine.limits.capacity, budget, notes))
+        budget = self.engine.budget(order.adapters)
+        link.tell(RankReady(self.engine.executor.facts, self.engine.limits.capacity, budget, notes))
 
     def serve(self) -> None:
         """Trains and obeys until told that it is over."""
@@ -123,24 +134,32 @@ class Rank:
                 self._obey(self._link.connection.recv())
             if self._is_over:
                 break
-            for event in self._engine.events():
+            for event in self.engine.events():
                 self._hear(event)
                 while self._link.connection.poll():
                     self._obey(self._link.connection.recv())
                 if self._is_over:
                     break
-            self._engine.finish_files()
+            self.engine.finish_files()
             self._tell()
             self._link.tell(RankIdle(self._num_obeyed))
 
+    def close(self) -> None:
+        """Lets go of the run directory, with all files written."""
+        self.engine.finish_files()
+        if self._directory is not None:
+            self._directory.close()
+
     def _hear(self, event: Event) -> None:
         """Tells what happened, together with what follows soon unless it matters at once."""
-        if isinstance(event, JobPaused) and event.job in self._releasing and event.is_asked_for:
+        if isinstance(event, JobPaused) and event.job in self._releasing:
             self._releasing.discard(event.job)
-            self._engine.forget(event.job)
-            self._tell()
-            self._link.tell(JobReleased(event.job, event.step))
-            return
+            if event.reason is None:
+                self.engine.forget(event.job)
+                self._tell()
+                self._link.tell(JobReleased(event.job, event.step))
+                return
+            # It could not be saved, or the whole run stops: it stays here, paused.
         if isinstance(event, JobEnded):
             self._releasing.discard(event.job)
         self._untold.append(event)
@@ -154,18 +173,19 @@ class Rank:
         self._untold, self._told_s = [], time.perf_counter()
 
     def _obey(self, command: Command) -> None:
-        engine = self._engine
+        engine = self.engine
         self._num_obeyed += 1
         match command:
             case OpenDirectory(path):
-                engine.keep_in(RankDirectory(path, self._index))
+                self._directory = RankDirectory(path, self._index)
+                engine.keep_in(self._directory)
             case CheckJob(order):
                 self._link.tell(self._checked(order))
             case TrainJob(order, hold_step):
                 self._train(order, hold_step)
             case ReleaseJob(job):
                 # One that has ended in the meantime has said so.
-                if job in engine.jobs and engine.jobs[job].is_alive:
+                if job in engine.jobs and engine.jobs[job].is_alive and engine.jobs[job].state is not JobState.PAUSED:
                     self._releasing.add(job)
                     engine.pause(job)
             case CancelJob(job):
@@ -184,20 +204,30 @@ class Rank:
     def _checked(self, order: JobOrder) -> JobChecked:
         name = order.spec.name
         try:
-            job = self._engine.check(order.spec, self._data(order), base_dir=order.base_dir)
-        except WeftError as error:
-            return JobChecked(name, error=error)
+            job = self.engine.check(order.spec, self._data(order), base_dir=order.base_dir)
+        except ReplicaFaultError:
+            raise
+        except Exception as error:
+            return JobChecked(name, error=_tellable(error))
         return JobChecked(name, job.num_parameters, job.notes)
 
     def _train(self, order: JobOrder, hold_step: int | None) -> None:
         name = order.spec.name
-        if name in self._engine.jobs:
+        if name in self.engine.jobs:
             # It ended here before, or was given up: the files know how far it came.
-            self._engine.forget(name)
-        self._engine.submit(order.spec, self._data(order), base_dir=order.base_dir)
+            self.engine.forget(name)
+        try:
+            self.engine.submit(order.spec, self._data(order), base_dir=order.base_dir)
+        except ReplicaFaultError:
+            raise
+        except Exception as error:
+            # Such as data that has changed since the job was checked: that is no reason to end the others.
+            reason = Reason.of(error) if isinstance(error, WeftError) else Reason.of_bug(error)
+            self._link.tell(JobRefused(name, reason))
+            return
         if hold_step is not None:
-            self._engine.hold(name, hold_step)
+            self.engine.hold(name, hold_step)
 
     def _data(self, order: JobOrder) -> JobData:
-        tokenizer = self._engine.executor.tokenizer
+        tokenizer = self.engine.executor.tokenizer
         return load_job_data(order.spec, tokenizer, order.base_dir, clock=order.clock)

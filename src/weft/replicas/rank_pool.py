@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from typing import Protocol
 
 from weft.errors import ConfigError, JobError
 from weft.replicas.messages import Command, EndRank, RankFailed, RankJoined, RankOrder, Report
@@ -31,6 +32,8 @@ KEY_VARIABLE = "WEFT_RANK_KEY"
 """Holds the key of the socket, which is not for other users to see in a list of processes."""
 END_S = 10.0
 """Seconds a rank has to end by itself."""
+LAST_WORDS_S = 1.0
+"""Seconds that are left to read what a rank told before it ended."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,54 @@ class RankEnded(Report):
 
 
 @dataclass
-class RankProcess:
-    """One process and the connection to it."""
+class RankHandle:
+    """A rank as its controller reaches it."""
 
     index: int
-    process: subprocess.Popen[bytes]
-    log: Path
     connection: Connection | None = None
+    """None until it has joined and been told how to set itself up."""
     heard_s: float = field(default_factory=time.monotonic)
     """When it last gave a sign of life."""
     num_sent: int = 0
     """Commands sent to it."""
+
+    def send(self, command: Command) -> None:
+        """Tells it something; one that is gone does not hear it, and the inbox says so soon."""
+        with suppress(OSError):
+            if self.connection is not None:
+                self.num_sent += 1
+                self.connection.send(command)
+
+
+class Ranks(Protocol):
+    """Starts the ranks of a controller, hears them, and ends them."""
+
+    @property
+    def inbox(self) -> queue.SimpleQueue[tuple[RankHandle, Report]]:
+        """What they tell, in the order in which it came; `RankEnded` is the last of each."""
+        ...
+
+    def start(self, index: int) -> RankHandle:
+        """Starts a rank; `RankReady` tells when it can be used."""
+        ...
+
+    def kill(self, rank: RankHandle) -> None:
+        """Ends a rank at once; returns when it is gone."""
+        ...
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        ...
+
+
+@dataclass
+class RankProcess(RankHandle):
+    """A rank in a process of this machine."""
+
+    process: subprocess.Popen[bytes] = field(kw_only=True)
+    log: Path = field(kw_only=True)
+    reader: threading.Thread | None = None
+    """Hears what it tells."""
 
 
 class RankPool:
@@ -64,18 +104,18 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
         self._key = secrets.token_hex(16)
         self._listener = Listener(str(self._folder / "socket"), backlog=64, authkey=self._key.encode())
-        self.inbox: queue.SimpleQueue[tuple[RankProcess, Report]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[RankHandle, Report]] = queue.SimpleQueue()
         self.ranks: dict[int, RankProcess] = {}
         """Those that run or are being started, by index."""
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, name="weft-ranks", daemon=True).start()
 
-    def start(self, index: int) -> RankProcess:
+    def start(self, index: int) -> RankHandle:
         """Starts a rank; `RankReady` tells when it can be used."""
         log = self._folder / f"rank-{index}.log"
         variables = {**os.environ, **self._variables[index], KEY_VARIABLE: self._key}
         process = self.launch(index, str(self._folder / "socket"), variables, log)
-        rank = RankProcess(index, process, log)
+        rank = RankProcess(index, process=process, log=log)
         with self._lock:
             self.ranks[index] = rank
         threading.Thread(target=self._await_end, args=(rank,), name=f"weft-rank-{index}", daemon=True).start()
@@ -89,15 +129,9 @@ class RankPool:
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
 
-    def send(self, rank: RankProcess, command: Command) -> None:
-        """Tells a rank something; one that is gone does not hear it, and the inbox says so soon."""
-        with suppress(OSError):
-            if rank.connection is not None:
-                rank.num_sent += 1
-                rank.connection.send(command)
-
-    def kill(self, rank: RankProcess) -> None:
+    def kill(self, rank: RankHandle) -> None:
         """Ends a rank at once; returns when it is gone."""
+        assert isinstance(rank, RankProcess)
         with suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)
         rank.process.wait()
@@ -105,7 +139,7 @@ class RankPool:
     def close(self) -> None:
         """Ends all ranks and removes what they left outside the run directory."""
         for rank in list(self.ranks.values()):
-            self.send(rank, EndRank())
+            rank.send(EndRank())
         until = time.monotonic() + END_S
         for rank in list(self.ranks.values()):
             with suppress(subprocess.TimeoutExpired):
@@ -125,7 +159,8 @@ class RankPool:
         while True:
             try:
                 connection = self._listener.accept()
-            except AuthenticationError:
+            except (AuthenticationError, EOFError, ConnectionError):
+                # Somebody without the key, or a rank that died as it joined.
                 continue
             except OSError:
                 return
@@ -144,8 +179,10 @@ class RankPool:
             if difference is not None:
                 self.inbox.put((rank, RankFailed(difference)))
                 return
-            rank.connection = connection
+            rank.reader, rank.heard_s = threading.current_thread(), time.monotonic()
             connection.send(self._order)
+            # Only now: from here on another thread may send, and the order comes first.
+            rank.connection = connection
             while True:
                 report = connection.recv()
                 rank.heard_s = time.monotonic()
@@ -153,6 +190,9 @@ class RankPool:
 
     def _await_end(self, rank: RankProcess) -> None:
         code = rank.process.wait()
+        if rank.reader is not None:
+            # What it told comes before that it is gone. A process that it left behind may keep the connection open.
+            rank.reader.join(LAST_WORDS_S)
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         words = self.last_words(rank) if code > 0 else ""
         self.inbox.put((rank, RankEnded(f"{how}: {words}" if words else how)))

@@ -19,6 +19,7 @@ from pathlib import Path
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import JobData
 from weft.engine.events import (
+    CheckpointSaved,
     EvalDone,
     Event,
     JobEvent,
@@ -41,6 +42,7 @@ from weft.replicas.messages import (
     EventsTold,
     JobChecked,
     JobOrder,
+    JobRefused,
     JobReleased,
     OpenDirectory,
     RankFailed,
@@ -52,7 +54,7 @@ from weft.replicas.messages import (
     StopJobs,
     TrainJob,
 )
-from weft.replicas.rank_pool import RankEnded, RankPool, RankProcess, no_ranks_left
+from weft.replicas.rank_pool import RankEnded, RankHandle, RankPool, RankProcess, Ranks, no_ranks_left
 from weft.spec import JobSpec
 from weft.store.rank_dir import merge_timelines
 from weft.store.run_dir import RunDirectory
@@ -60,8 +62,10 @@ from weft.wall_clock import Activity, TimeSplit, WallClock
 
 SILENT_S = 30.0
 """A rank that gives no sign of life for so long is ended and replaced."""
+JOIN_S = 300.0
+"""The same before it has joined: it imports libraries, perhaps over a network."""
 MAX_RESTARTS = 3
-"""So often the process of one rank is started anew."""
+"""So often a rank is started anew without having saved anything in between."""
 LOOK_S = 0.5
 """Seconds between two looks at who is silent."""
 
@@ -85,11 +89,13 @@ class ReplicatedEngine:
         *,
         clock: datetime.datetime | None = None,
         wall: WallClock | None = None,
-        open_pool: Callable[[RankOrder, Sequence[Mapping[str, str]]], RankPool] = RankPool,
+        open_pool: Callable[[RankOrder, Sequence[Mapping[str, str]]], Ranks] = RankPool,
+        silent_s: float = SILENT_S,
     ) -> None:
         """Starts a rank for each of `variables`, which its environment gets, and waits until all are loaded.
 
         `clock`: what time it is for the chat templates of its jobs. `open_pool` makes what starts and hears the ranks.
+        One that gives no sign of life for `silent_s` is ended and replaced.
         """
         self.timeline = TimelineRecorder(wall)
         self.jobs: dict[str, KnownJob] = {}
@@ -97,6 +103,8 @@ class ReplicatedEngine:
         self.clock = clock
         self._weights = order.tenant_weights
         self._pool = open_pool(order, variables)
+        self._silent_s = silent_s
+        self._looked_s = time.monotonic()
         self._close = weakref.finalize(self, self._pool.close)
         self._directory: RunDirectory | None = None
         self._earlier = TimeSplit({})
@@ -109,19 +117,21 @@ class ReplicatedEngine:
         self._last_end = ""
         """How the last rank that ended did so."""
         try:
-            self._ranks = {index: KnownRank(self._pool.start(index)) for index in range(len(variables))}
+            self._ranks: dict[int, KnownRank] = {}
+            for index in range(len(variables)):
+                self._ranks[index] = KnownRank(self._pool.start(index))
             self._await_ranks()
         except BaseException:
+            # Nothing is to be saved, and one that loads would not hear that it is over.
+            for rank in self._ranks.values():
+                self._pool.kill(rank.process)
             self.close()
             raise
-        self.executor = ReplicaInfo(self._ranks[0].facts, tokenizer)
-
-    @property
-    def limits(self) -> Limits:
-        """What a microbatch may hold."""
         ready = self._ranks[0].ready
         assert ready is not None
-        return Limits(ready.capacity)
+        self.executor = ReplicaInfo(ready.facts, tokenizer)
+        self.limits = Limits(ready.capacity)
+        """What a microbatch may hold."""
 
     @property
     def num_replicas(self) -> int:
@@ -131,7 +141,8 @@ class ReplicatedEngine:
     @property
     def process_ids(self) -> dict[int, int]:
         """The process of each rank, by the rank's number."""
-        return {index: rank.process.process.pid for index, rank in self._ranks.items()}
+        known = {index: rank.process for index, rank in self._ranks.items()}
+        return {index: rank.process.pid for index, rank in known.items() if isinstance(rank, RankProcess)}
 
     def close(self) -> None:
         """Ends all ranks; what their jobs have not saved is lost."""
@@ -180,12 +191,9 @@ class ReplicatedEngine:
                 continue
             if self._is_over():
                 break
-            try:
-                process, report = self._pool.inbox.get(timeout=LOOK_S)
-            except queue.Empty:
-                self._end_silent()
-            else:
-                self._hear(process, report)
+            told = self._next_report()
+            if told is not None:
+                self._hear(*told)
         self._is_stopping = False
         try:
             self._write_times()
@@ -225,50 +233,83 @@ class ReplicatedEngine:
                 job.has_heard = True
                 self._untold.append(JobWaiting(job.name, job.step, held.reason))
         for held in decided.admission.refuse:
-            self._fail(self.jobs[held.job], held.reason)
+            self._fail(self.jobs[held.job], held.reason, can_retry=False)
 
     def _release(self, job: KnownJob) -> None:
+        if job.is_leaving:
+            return
         assert job.rank is not None
         job.is_leaving = True
         self._send(self._ranks[job.rank], ReleaseJob(job.name))
 
-    def _fail(self, job: KnownJob, reason: Reason) -> None:
+    def _fail(self, job: KnownJob, reason: Reason, *, can_retry: bool) -> None:
         """Ends a job that no rank has."""
         event = JobFailed(job.name, job.step, reason)
         job.hear(event)
-        if self._directory is not None:
-            self._directory.write_status(job.name, job.state, reason=reason, step=job.step, num_steps=job.num_steps)
+        more = {"step": job.step, "num_steps": job.num_steps, **({"can_retry": True} if can_retry else {})}
+        try:
+            if self._directory is not None:
+                self._directory.write_status(job.name, job.state, reason=reason, **more)
+        except StorageError as error:
+            self._untold.append(JobWarning((job.name,), f"its end could not be recorded: {error}"))
         self._untold.append(event)
 
     def _send(self, rank: KnownRank, command: Command) -> None:
-        rank.is_idle = False
-        self._pool.send(rank.process, command)
+        """Tells a rank something; one that is still being loaded is told all it has to know once it is ready."""
+        if rank.ready is not None:
+            rank.is_idle = False
+            rank.process.send(command)
+
+    def _next_report(self) -> tuple[RankHandle, Report] | None:
+        """What a rank tells next, if it comes soon; whoever waits for something looks after the silent meanwhile."""
+        self._end_silent()
+        try:
+            return self._pool.inbox.get(timeout=LOOK_S)
+        except queue.Empty:
+            return None
 
     def _check(self, order: JobOrder) -> JobChecked:
-        """Asks the rank with the fewest jobs whether a job fits."""
-        loads = Counter(job.rank for job in self.jobs.values())
-        rank = min((r for r in self._ranks.values() if r.ready is not None), key=lambda r: (loads[r.index], r.index))
-        self._send(rank, CheckJob(order))
+        """Asks the rank with the fewest jobs whether a job fits; another one, if that is gone before it answers."""
+        asked: KnownRank | None = None
         while True:
-            process, report = self._pool.inbox.get()
-            if isinstance(report, JobChecked) and report.job == order.spec.name:
-                return report
-            self._hear(process, report)
-            if rank.process is not process and self._ranks.get(rank.index) is not rank:
-                # It is gone; another one answers.
-                return self._check(order)
+            if asked is None or self._ranks.get(asked.index) is not asked:
+                asked = self._least_loaded()
+                if asked is not None:
+                    self._send(asked, CheckJob(order))
+            told = self._next_report()
+            if told is None:
+                continue
+            process, report = told
+            if isinstance(report, JobChecked):
+                # One that was asked before may answer late; it says the same.
+                if report.job == order.spec.name:
+                    return report
+            else:
+                self._hear(process, report)
+
+    def _least_loaded(self) -> KnownRank | None:
+        """The rank with the fewest jobs; None while none is loaded."""
+        if not self._ranks:
+            raise no_ranks_left(self._last_end)
+        loads = Counter(job.rank for job in self.jobs.values())
+        ready = [rank for rank in self._ranks.values() if rank.ready is not None]
+        return min(ready, key=lambda rank: (loads[rank.index], rank.index), default=None)
 
     def _await_ranks(self) -> None:
         """Until all replicas are loaded; what keeps one from it is raised."""
         while any(rank.ready is None for rank in self._ranks.values()):
-            process, report = self._pool.inbox.get()
+            told = self._next_report()
+            if told is None:
+                continue
+            process, report = told
             if isinstance(report, RankFailed):
                 raise report.error
             if isinstance(report, RankEnded):
-                raise JobError(f"{report.how}.", where=f"rank {process.index}")
+                how = self._ranks[process.index].failure or report.how
+                raise JobError(f"{how}.", where=f"replica {process.index}")
             self._hear(process, report)
 
-    def _hear(self, process: RankProcess, report: Report) -> None:
+    def _hear(self, process: RankHandle, report: Report) -> None:
         """Takes note of what a rank tells; one that has been replaced is not heard any more."""
         rank = self._ranks.get(process.index)
         if rank is None or rank.process is not process:
@@ -281,16 +322,19 @@ class ReplicatedEngine:
                     self._send(rank, OpenDirectory(self._directory.path.absolute()))
             case RankIdle(num_obeyed):
                 rank.is_idle = num_obeyed == process.num_sent
-            case JobReleased(name):
-                self.jobs[name].lose_rank()
+            case JobReleased(name, step):
+                self.jobs[name].lose_rank(step)
+                self._is_stale = True
+            case JobRefused(name, reason):
+                self._fail(self.jobs[name], reason, can_retry=True)
                 self._is_stale = True
             case EventsTold(events):
                 for event in events:
                     self._hear_event(rank, event)
             case RankFailed(error):
-                self._last_end = f"failed: {error}"
+                rank.failure = f"failed: {str(error).rstrip('.')}"
             case RankEnded(how):
-                self._replace(rank, how)
+                self._replace(rank, rank.failure or how)
 
     def _hear_event(self, rank: KnownRank, event: Event) -> None:
         now_s = time.perf_counter()
@@ -306,8 +350,11 @@ class ReplicatedEngine:
                 rank.max_jobs = max(1, sum(other.rank == rank.index for other in self.jobs.values()) - 1)
                 self._release(job)
                 return
+            if isinstance(event, CheckpointSaved):
+                rank.num_restarts = 0
             job.hear(event)
-            self._is_stale |= job.state.is_final
+            # One that has ended, or waits for room on the disk, leaves its place to another.
+            self._is_stale |= job.state is not JobState.RUNNING
         self._untold.append(event)
 
     def _replace(self, rank: KnownRank, how: str) -> None:
@@ -315,7 +362,7 @@ class ReplicatedEngine:
         index = rank.index
         lost = [job for job in self.jobs.values() if job.rank == index]
         for job in lost:
-            job.lose_rank()
+            job.lose_rank(job.saved_step)
         self._is_stale, self._last_end = True, how
         names = tuple(job.name for job in lost if job.state is JobState.QUEUED)
         follows = "its jobs go on from their last checkpoints" if names else "no job was on it"
@@ -327,8 +374,17 @@ class ReplicatedEngine:
 
     def _end_silent(self) -> None:
         """Ends ranks that have given no sign of life for long: stopped, hung, or on a machine that is."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        # After a long time without a look, it was this process that stood still, and nobody could be heard.
+        has_slept, self._looked_s = now_s - self._looked_s > self._silent_s / 2, now_s
         for rank in self._ranks.values():
-            if rank.process.connection is not None and time.monotonic() - rank.process.heard_s > SILENT_S:
+            limit_s = self._silent_s if rank.process.connection is not None else JOIN_S
+            if has_slept:
+                rank.process.heard_s = now_s
+            elif now_s - rank.process.heard_s > limit_s:
+                rank.failure = f"gave no sign of life for {limit_s:g} s and was ended"
                 self._pool.kill(rank.process)
 
     def _write_times(self) -> None:
