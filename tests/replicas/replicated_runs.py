@@ -70,7 +70,13 @@ def opened(
         order = rank_order(spec, jobs)
         pool = ranks = ThreadRanks(order, **options)
         engine = ReplicatedEngine(
-            order, load_tokenizer(spec.base_model), pool, clock=clock, wall=wall, silent_s=silent_s
+            order,
+            load_tokenizer(spec.base_model),
+            [{}] * num_ranks,
+            clock=clock,
+            wall=wall,
+            open_pool=lambda *_: ranks,
+            silent_s=silent_s,
         )
         return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, engine.notes
 
