@@ -91,6 +91,12 @@ class Order:
     replicas: str | None
     devices: str | None
 
+    @property
+    def replica_flags(self) -> list[str]:
+        """What was said about replicas, as it was said."""
+        given = {"--replicas": self.replicas, "--devices": self.devices}
+        return [part for name, value in given.items() if value is not None for part in (name, value)]
+
     def locate(self, setting: str) -> str:
         """Where a setting was written, for mistakes that show only later."""
         return locate(setting, self.jobs_file, self.overrides)
@@ -137,7 +143,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     tell_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
-        flags = ["--resume", *(["--keep-going"] if order.keep_going else [])]
+        flags = ["--resume", *(["--keep-going"] if order.keep_going else []), *order.replica_flags]
         again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), *flags])
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130
