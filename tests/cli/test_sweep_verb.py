@@ -154,3 +154,26 @@ def test_sweep_when_interrupted_then_saves_everything_and_says_how_to_go_on(weft
     assert json.loads((folder / "out/trials/t000/status.json").read_text())["step"] == 1
     again = weft("sweep", "sweep.yaml", "trials=2", "--out", "out", "--resume")
     assert again.code == 0 and "t000: started at step 1" in again.out
+
+
+@pytest.mark.slow
+def test_sweep_when_over_two_replicas_then_the_best_is_that_of_one_process(weft, folder):
+    one, two = (weft("sweep", "sweep.yaml", *more) for more in ([], ["--replicas", "2", "--out", "two"]))
+    assert (one.code, two.code) == (0, 0), two.err
+    assert "replicas  2, each in a process of its own" in two.out
+    mine, best = (Path(place, "best/adapter_model.safetensors").read_bytes() for place in ("two", "out"))
+    assert mine == best
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--replicas", "0"), "error: --replicas: got '0'; accepted are auto and numbers from 1."),
+        (("--devices", "0"), "error: --devices: are for GPUs, and this run is on a CPU"),
+        (("--replicas", "2", "early_stop=halving", "max_tokens=99"), "halving with a budget of tokens or time"),
+    ],
+)
+def test_sweep_when_replicas_cannot_be_as_asked_then_says_so_before_anything_is_loaded(weft, folder, given, said):
+    result = weft("sweep", "sweep.yaml", "device=cpu", *given)
+    assert result.code == 2 and said in result.err
+    assert not (folder / "out").exists()

@@ -6,13 +6,17 @@ weft sweep sweep.yaml --dry-run              check everything, and plan it: pack
 weft sweep sweep.yaml --dry-run --device a100-40 --gpus 8      the plan for GPUs that are not here
 weft sweep sweep.yaml job.max_steps=200      another setting for all of them
 weft sweep jobs.yaml --space space.yaml      a jobs file with one job, and Axolotl's kind of sweep file
+weft sweep sweep.yaml --replicas 2           two copies of the backbone, trials placed over them
 weft sweep sweep.yaml --resume               go on after a stop or a crash
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import shlex
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +32,7 @@ from weft.spec.sweep import SweepSpec
 from weft.wall_clock import WallClock, process_start_s
 
 if TYPE_CHECKING:
-    from weft.sweeps.api import PreparedSweep, SweepResult
+    from weft.sweeps.api import OpenSweepEngine, PreparedSweep, SweepResult
     from weft.sweeps.trial_loop import SweepRun
 
 SHOWN = 40
@@ -66,6 +70,13 @@ def sweep(
         str | None, typer.Option(help="With --dry-run: plan for h200, h100, a100-80, … Default: what is here.")
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="With --dry-run: plan for so many of them.", min=1)] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Copies of the backbone, each with its own trials; auto: one on every GPU."),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="LIST", help="The GPUs to use, such as 0,2; a copy of the backbone on each.")
+    ] = None,
 ) -> None:
     """Try many configurations together on one backbone and keep the best."""
     short = {"trials": trials, "max_tokens": max_tokens, "max_seconds": max_seconds, "sampler": sampler}
@@ -81,11 +92,14 @@ def sweep(
         if device is not None or gpus is not None:
             _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
             return
-        raise typer.Exit(_sweep(spec, sweep_file, out, output_console(), resume=resume, dry_run=dry_run))
+        places = _rank_variables(spec, replicas, devices)
+        order = Order(spec, sweep_file, out, resume, dry_run, places)
+        raise typer.Exit(_sweep(order, output_console()))
     except ConfigError as error:
         raise _placed(error, sweep_file, changes) from None
     except _StoppedError as stopped:
         again = ["weft", "sweep", str(sweep_file), *changes, *(["--space", space] if space else [])]
+        again += [*(["--replicas", replicas] if replicas else []), *(["--devices", devices] if devices else [])]
         again += ["--out", str(stopped.folder), "--resume"]
         output_console().print(f"stopped; go on with: {shlex.join(again)}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
@@ -106,29 +120,77 @@ def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftErr
     tree, lines = parse(path)
     error = in_its_words(error, tree)
     given = {apply_override(tree, change, SweepSpec): change for change in changes}
-    if error.where is None or any(mark in error.where for mark in (" line ", ": ", "=")):
+    if error.where is None or any(mark in error.where for mark in (" line ", ": ", "=", "--")):
         return error
     return error.at(place_of(error.where, path, lines, given, SweepSpec))
 
 
-def _sweep(spec: SweepSpec, file: Path, out: Path | None, console: Console, *, resume: bool, dry_run: bool) -> int:
+@dataclass(frozen=True)
+class Order:
+    """What was asked for on the command line."""
+
+    spec: SweepSpec
+    file: Path
+    out: Path | None
+    resume: bool
+    dry_run: bool
+    rank_variables: list[dict[str, str]]
+    """Of each replica's own process; none: one replica in this process."""
+
+
+def _rank_variables(spec: SweepSpec, replicas: str | None, devices: str | None) -> list[dict[str, str]]:
+    """What the environment of each rank says; none where this process is enough. ConfigError for what cannot be."""
+    if replicas is None and devices is None:
+        return []
+    from weft.replicas.load import rank_variables
+
+    variables = rank_variables(replicas, devices, spec.backbone)
+    if len(variables) == 1 and devices is None:
+        return []
+    if spec.early_stop.rule == "halving" and (spec.max_tokens is not None or spec.max_seconds is not None):
+        found = "halving with a budget of tokens or time runs on one replica only"
+        raise ConfigError(f"{found}; use asha, or no --replicas.", where="early_stop")
+    return variables
+
+
+def _opener(order: Order, clock: datetime.datetime) -> OpenSweepEngine:
+    from weft.engine.train import load_engine
+    from weft.replicas.load import load_steered
+
+    if not order.rank_variables or order.dry_run:
+        return load_engine
+    return lambda spec, jobs, wall: load_steered(spec, jobs, order.rank_variables, clock=clock, wall=wall)
+
+
+def _sweep(order: Order, console: Console) -> int:
     begun_s, wall = time.perf_counter(), WallClock(process_start_s())
+    from weft.sweeps.api import begun_at, check_folder, prepare_sweep
+
+    resume, folder = order.resume, order.out or Path(order.spec.output_dir)
+    spec = check_folder(order.spec, folder, resume=resume)
+    clock = (begun_at(folder) if resume else None) or datetime.datetime.now()
+    with console.status("loading the backbone and the data"):
+        prepared = prepare_sweep(
+            spec, order.file.parent, clock, begun_s=begun_s, wall=wall, open_engine=_opener(order, clock)
+        )
+    with contextlib.closing(prepared.engine):
+        return _train(prepared, order, folder, console)
+
+
+def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console) -> int:
+    """Trains what is prepared, or only shows it; returns the exit code."""
     from weft.cli.watch import StopRequest, stop_signals
-    from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
+    from weft.sweeps.api import conclude, open_run
     from weft.sweeps.live_board import LiveBoard
 
-    folder = out or Path(spec.output_dir)
-    spec = check_folder(spec, folder, resume=resume)
-    with console.status("loading the backbone and the data"):
-        prepared = prepare_sweep(spec, file.parent, begun_at(folder) if resume else None, begun_s=begun_s, wall=wall)
     _introduce(prepared, console)
-    if dry_run:
+    if order.dry_run:
         _show_plan(prepared, console)
         console.print("dry run: nothing was written")
         return 0
     stop = StopRequest(console)
     board = LiveBoard(console)
-    with open_run(prepared, folder, resume=resume, on_news=board.hear) as run:
+    with open_run(prepared, folder, resume=order.resume, on_news=board.hear) as run:
         with board.watch(run), stop_signals(stop):
             run.train(should_stop=lambda: stop.is_set)
         if stop.is_set and not all(trial.state.is_final for trial in run.trials):
@@ -181,6 +243,7 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
     objective = spec.objective
     lines = [
         f"backbone  {spec.base_model} on {facts.device}, {facts.dtype}",
+        *_replica_line(prepared),
         f"kernels   {facts.kernels}",
         f"capacity  {spec.capacity:,} tokens a microbatch",
         *(f"note      {note}" for note in prepared.notes),
@@ -192,6 +255,11 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
         lines.append(f"data      {data.train.summary.describe()}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _replica_line(prepared: PreparedSweep) -> list[str]:
+    number = prepared.engine.num_replicas
+    return [f"replicas  {number}, each in a process of its own"] if number > 1 else []
 
 
 def _stopping(prepared: PreparedSweep) -> str:

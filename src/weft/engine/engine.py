@@ -8,7 +8,7 @@ to a higher priority and go on later; no result depends on it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,8 +28,9 @@ from weft.engine.resume import check_recorded, job_settings, open_own
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.execute.local import executor_on
-from weft.execute.protocol import Executor, ReplicaFaultError, ReplicaMemoryError
+from weft.execute.protocol import AnswersWork, EvaluationWork, Executor, ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason, ReasonCode
+from weft.objectives.metrics import MeanScores
 from weft.plan.admit import Budget
 from weft.plan.pack import pack
 from weft.plan.program import Planner
@@ -42,6 +43,9 @@ from weft.wall_clock import Activity, TimeSplit, WallClock
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
+    from weft.data.prompts import Prompt
+    from weft.inference.answers import Answer
+    from weft.inference.generate import Decoding
 
 RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")
 
@@ -104,6 +108,11 @@ class Engine:
         self._stopping = False
         self._has_released = False
         """A job may go further than the program that runs was planned for."""
+
+    @property
+    def num_replicas(self) -> int:
+        """It trains on one."""
+        return 1
 
     @property
     def limits(self) -> Limits:
@@ -176,6 +185,10 @@ class Engine:
         before, progress.hold_step = progress.hold_step, min(max(step, progress.step), progress.num_steps)
         self._has_released |= progress.hold_step > before
 
+    def stand_still(self, name: str) -> None:
+        """Lets a job take no further step, so that all that is asked of it is of the same weights."""
+        self.hold(name, 0)
+
     def run(self) -> dict[str, LiveJob]:
         """Trains until nothing is left to do; returns all jobs by name."""
         for _ in self.events():
@@ -235,6 +248,16 @@ class Engine:
     def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
         """The adapter's tensors of a job by module path, as they are now; LoRA's are (A, B)."""
         return dict(self.executor.adapter_of(self._job(name).name))
+
+    def evaluate(self, name: str) -> MeanScores:
+        """How a job does on its evaluation data as it is now."""
+        work = EvaluationWork((self._job(name).name,), self.limits.capacity, self.row_tile)
+        return self.executor.wait(self.executor.start(work)).means[0]
+
+    def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]:
+        """What a job answers to prompts as it is now."""
+        work = AnswersWork({self._job(name).name: prompts}, decoding)
+        return self.executor.wait(self.executor.start(work))[name]
 
     def export_adapter(self, name: str, directory: Path | str) -> None:
         """Writes a job's adapter, as it is now, as a PEFT directory; its parent must exist."""

@@ -9,7 +9,7 @@ from weft.engine.events import CheckpointSaved, EvalDone, JobEnded, JobEvent, Jo
 from weft.engine.jobs.live_job import LiveJob
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.plan.admit import Applicant
-from weft.replicas.messages import JobOrder
+from weft.replicas.messages import JobOrder, JobView
 from weft.spec import JobSpec
 
 
@@ -35,11 +35,21 @@ class KnownJob:
     has_started: bool = False
     hold_step: int | None = None
     rank: int | None = None
-    """Where it is trained."""
+    """Where it is trained; after its end, where it was."""
     is_leaving: bool = False
     """Its rank has been asked to let go of it."""
     has_heard: bool = False
     """Its owner has been told that it waits."""
+    is_parked: bool = False
+    """Its owner lets it wait without a place."""
+    is_cancelled: bool = False
+    """Its owner has taken it off; its rank is about to know."""
+    shown_step: int = 0
+    """The last step that its owner knows of."""
+    may_end: bool = False
+    """What the last step that its owner knows of leaves to do may end it."""
+    has_best: bool = False
+    """The weights of its best evaluation are kept."""
 
     @classmethod
     def of(cls, order: JobOrder, data: JobData, arrival: int) -> KnownJob:
@@ -85,13 +95,19 @@ class KnownJob:
         return Applicant(self.name, self.arrival, num_bytes, self.spec.priority, self.spec.tenant)
 
     def lose_rank(self, step: int) -> None:
-        """It has no rank any more, and goes on from this step wherever there is one."""
-        self.rank, self.is_leaving, self.step = None, False, step
-        if self.state is JobState.RUNNING:
-            self.state = JobState.QUEUED
+        """It has no rank any more, and goes on from this step wherever there is one, unless it has ended or waits."""
+        self.rank, self.is_leaving = None, False
+        if self.state in (JobState.RUNNING, JobState.QUEUED):
+            self.state, self.step = JobState.PAUSED if self.is_parked else JobState.QUEUED, step
 
-    def hear(self, event: JobEvent) -> None:
-        """Takes note of what happened to it."""
+    def show(self, view: JobView) -> None:
+        """From now on its owner knows what was told with this."""
+        self.shown_step, self.may_end, self.has_best = view.step, view.may_end, view.has_best
+
+    def hear(self, event: JobEvent, view: JobView | None = None) -> None:
+        """Takes note of what happened to it, and of how it stood then."""
+        if view is not None:
+            self.num_tokens = view.num_tokens
         match event:
             case JobStarted(_, step):
                 self.state, self.reason, self.step, self.saved_step = JobState.RUNNING, None, step, step
@@ -106,5 +122,5 @@ class KnownJob:
                 self.state, self.reason, self.step = JobState.PAUSED, event.reason, event.step
                 self.is_leaving = False
             case JobEnded():
-                self.state, self.step, self.rank, self.is_leaving = event.state, event.step, None, False
+                self.state, self.step, self.is_leaving = event.state, event.step, False
                 self.reason = event.reason if isinstance(event, JobFailed) else None

@@ -13,10 +13,12 @@ from weft.errors import ConfigError
 from weft.kernels.device import gpus, is_gpu
 from weft.replicas.messages import RankOrder
 from weft.replicas.replicated_engine import ReplicatedEngine
+from weft.replicas.steered_engine import SteeredEngine
 from weft.spec import BackboneSpec, JobSpec, RunSpec
 from weft.wall_clock import Activity, WallClock
 
 RunT = TypeVar("RunT", bound=RunSpec)
+EngineT = TypeVar("EngineT", bound=ReplicatedEngine)
 AUTO = "auto"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """What torch sees of a machine's GPUs."""
@@ -89,8 +91,31 @@ def load_replicated(
 
     The run comes back with a number where its capacity is `auto`, so that all that follows agrees on it.
     """
-    order = rank_order(spec, jobs)
+    return _load(ReplicatedEngine, spec, rank_order(spec, jobs), variables, clock, wall)
+
+
+def load_steered(
+    spec: RunT,
+    jobs: Sequence[JobSpec],
+    variables: Sequence[Mapping[str, str]],
+    *,
+    clock: datetime.datetime,
+    wall: WallClock | None = None,
+) -> tuple[RunT, SteeredEngine, tuple[str, ...]]:
+    """The same for jobs that are steered while they train, such as the trials of a sweep."""
+    order = dataclasses.replace(rank_order(spec, jobs), is_steered=True)
+    return _load(SteeredEngine, spec, order, variables, clock, wall)
+
+
+def _load(
+    kind: type[EngineT],
+    spec: RunT,
+    order: RankOrder,
+    variables: Sequence[Mapping[str, str]],
+    clock: datetime.datetime,
+    wall: WallClock | None,
+) -> tuple[RunT, EngineT, tuple[str, ...]]:
     wall = wall or WallClock()
-    engine = ReplicatedEngine(order, load_tokenizer(spec.base_model), variables, clock=clock, wall=wall)
+    engine = kind(order, load_tokenizer(spec.base_model), variables, clock=clock, wall=wall)
     wall.add_start(Activity.LOADING)
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, engine.notes

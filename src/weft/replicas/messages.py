@@ -10,11 +10,13 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from weft.engine.events import Event
 from weft.execute.protocol import ReplicaFacts
 from weft.job_state import Reason
 from weft.plan.admit import Budget
+from weft.replicas.questions import Question
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity
 
@@ -39,6 +41,8 @@ class RankOrder:
     """Most that train here at a time."""
     memory_limit: float | str | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    is_steered: bool = False
+    """Whoever hears of an evaluation may decide something before its job goes on: the rank stands still until then."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,39 @@ class CancelJob(Command):
 @dataclass(frozen=True)
 class HoldJob(Command):
     """Lets a job take no step beyond this one for now."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True)
+class ForgetJob(Command):
+    """Lets go of a job that has ended; nobody asks about it any more."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class AskJob(Command):
+    """Asks something of a job once it has come to a step here; answered by `JobAnswered`, unless it leaves before."""
+
+    job: str
+    question: Question
+    step: int
+    is_ended: bool = False
+    """It has ended, so it is asked after its end, wherever it comes to that once more."""
+
+
+@dataclass(frozen=True)
+class CheckAdapter(Command):
+    """Says whether the backbone can have such an adapter; answered by `AdapterChecked`."""
+
+    adapter: AdapterSpec
+
+
+@dataclass(frozen=True)
+class GoOn(Command):
+    """The evaluation of a job after a step has been heard; a rank that stands still because of it goes on."""
 
     job: str
     step: int
@@ -176,10 +213,49 @@ class JobRefused(Report):
 
 
 @dataclass(frozen=True)
+class JobAnswered(Report):
+    """What was asked of a job, where it stood then."""
+
+    job: str
+    step: int
+    num_tokens: int
+    answer: Any = None
+    error: Exception | None = None
+    """Why there is no answer."""
+
+
+@dataclass(frozen=True)
+class AdapterChecked(Report):
+    """Whether the backbone can have an adapter."""
+
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class JobView:
+    """How a job stood when something was told of it."""
+
+    step: int
+    num_tokens: int
+    may_end: bool
+    """What its last step leaves to do is not all done, and may end it."""
+    has_best: bool
+    """The weights of its best evaluation are kept."""
+
+
+@dataclass(frozen=True)
+class ToldEvent:
+    """Something that happened, and how its job stood then; None if it has no job, or the controller says so itself."""
+
+    event: Event
+    view: JobView | None = None
+
+
+@dataclass(frozen=True)
 class EventsTold(Report):
     """What happened, in order."""
 
-    events: tuple[Event, ...]
+    events: tuple[ToldEvent, ...]
 
 
 @dataclass(frozen=True)

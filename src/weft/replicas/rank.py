@@ -14,25 +14,32 @@ from multiprocessing.connection import Connection
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
-from weft.engine.events import Event, JobEnded, JobPaused, MicrobatchDone, StepDone
+from weft.engine.events import EvalDone, Event, JobEnded, JobEvent, JobPaused, MicrobatchDone, StepDone
 from weft.errors import WeftError
 from weft.execute.memory import ExpectedJobs, load_within
-from weft.execute.protocol import ReplicaFaultError
+from weft.execute.protocol import ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.replicas.messages import (
     ALIVE_S,
     TELL_S,
+    AdapterChecked,
+    AskJob,
     CancelJob,
+    CheckAdapter,
     CheckJob,
     Command,
     EndRank,
     EventsTold,
+    ForgetJob,
+    GoOn,
     HoldJob,
+    JobAnswered,
     JobChecked,
     JobOrder,
     JobRefused,
     JobReleased,
+    JobView,
     OpenDirectory,
     RankAlive,
     RankFailed,
@@ -43,8 +50,11 @@ from weft.replicas.messages import (
     ReleaseJob,
     Report,
     StopJobs,
+    ToldEvent,
     TrainJob,
 )
+from weft.replicas.questions import answer_to
+from weft.spec import AdapterSpec
 from weft.store.rank_dir import RankDirectory
 from weft.store.run_dir import library_versions
 
@@ -119,8 +129,13 @@ class Rank:
         )
         self._releasing: set[str] = set()
         """Jobs that are let go of as soon as they are paused."""
-        self._untold: list[Event] = []
+        self._untold: list[ToldEvent] = []
         self._told_s = time.perf_counter()
+        self._is_steered = order.is_steered
+        self._unheard: tuple[str, int] | None = None
+        """The job and the step of an evaluation that nobody has heard of yet."""
+        self._asked: list[AskJob] = []
+        """What jobs cannot be asked yet."""
         self._is_over = False
         self._num_obeyed = 0
         budget = self.engine.budget(order.adapters)
@@ -136,7 +151,7 @@ class Rank:
                 break
             for event in self.engine.events():
                 self._hear(event)
-                while self._link.connection.poll():
+                while not self._is_over and (self._unheard is not None or self._link.connection.poll()):
                     self._obey(self._link.connection.recv())
                 if self._is_over:
                     break
@@ -156,16 +171,40 @@ class Rank:
             self._releasing.discard(event.job)
             if event.reason is None:
                 self.engine.forget(event.job)
+                self._asked = [asked for asked in self._asked if asked.job != event.job]
                 self._tell()
                 self._link.tell(JobReleased(event.job, event.step))
                 return
             # It could not be saved, or the whole run stops: it stays here, paused.
         if isinstance(event, JobEnded):
             self._releasing.discard(event.job)
-        self._untold.append(event)
+        if isinstance(event, EvalDone) and self._is_steered:
+            self._unheard = event.job, event.step
+        self._untold.append(ToldEvent(event, self._view(event)))
         is_old = time.perf_counter() - self._told_s > TELL_S
         if is_old or not isinstance(event, StepDone | MicrobatchDone):
             self._tell()
+        self._answer_all()
+
+    def _view(self, event: Event) -> JobView | None:
+        job = self.engine.jobs.get(event.job) if isinstance(event, JobEvent) else None
+        return None if job is None else JobView(job.step, job.num_tokens, job.may_end, job.has_best)
+
+    def _answer_all(self) -> None:
+        """Answers what can be answered by now, after everything that has been told."""
+        for asked in list(self._asked):
+            job = self.engine.jobs.get(asked.job)
+            has_come = job is not None and job.status.has_started and job.step >= asked.step and not asked.is_ended
+            if job is None or not (has_come or job.state.is_final):
+                continue
+            self._asked.remove(asked)
+            answer, failure = None, None
+            try:
+                answer = answer_to(asked.question, self.engine, asked.job)
+            except (WeftError, ReplicaMemoryError) as error:
+                failure = error
+            self._tell()
+            self._link.tell(JobAnswered(asked.job, job.step, job.num_tokens, answer, failure))
 
     def _tell(self) -> None:
         if self._untold:
@@ -194,12 +233,30 @@ class Rank:
             case HoldJob(job, step):
                 if job in engine.jobs:
                     engine.hold(job, step)
+            case ForgetJob(job):
+                if job in engine.jobs:
+                    engine.forget(job)
+            case AskJob():
+                self._asked.append(command)
+                self._answer_all()
+            case CheckAdapter(adapter):
+                self._link.tell(AdapterChecked(self._flaw(adapter)))
+            case GoOn(job, step):
+                if self._unheard == (job, step):
+                    self._unheard = None
             case StopJobs():
                 engine.stop()
             case EndRank():
                 self._is_over = True
             case _:
                 raise AssertionError(f"no rank knows {command}")
+
+    def _flaw(self, adapter: AdapterSpec) -> WeftError | None:
+        try:
+            self.engine.executor.check_adapter(adapter)
+        except WeftError as error:
+            return error
+        return None
 
     def _checked(self, order: JobOrder) -> JobChecked:
         name = order.spec.name

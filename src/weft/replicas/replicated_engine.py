@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import JobData
@@ -22,6 +23,8 @@ from weft.engine.events import (
     CheckpointSaved,
     EvalDone,
     Event,
+    JobCancelled,
+    JobEnded,
     JobEvent,
     JobFailed,
     JobPreempted,
@@ -32,7 +35,7 @@ from weft.engine.events import (
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError
 from weft.execute.protocol import ReplicaFacts
-from weft.job_state import JobState, Reason
+from weft.job_state import JobState
 from weft.plan.types import Limits
 from weft.replicas.known_job import KnownJob
 from weft.replicas.known_rank import KnownRank, decide
@@ -52,13 +55,14 @@ from weft.replicas.messages import (
     ReleaseJob,
     Report,
     StopJobs,
+    ToldEvent,
     TrainJob,
 )
 from weft.replicas.rank_pool import RankEnded, RankHandle, RankPool, RankProcess, Ranks, no_ranks_left
 from weft.spec import JobSpec
 from weft.store.rank_dir import merge_timelines
 from weft.store.run_dir import RunDirectory
-from weft.wall_clock import Activity, TimeSplit, WallClock
+from weft.wall_clock import TimeSplit, WallClock
 
 SILENT_S = 30.0
 """A rank that gives no sign of life for so long is ended and replaced."""
@@ -66,6 +70,7 @@ JOIN_S = 300.0
 """The same before it has joined: it imports libraries, perhaps over a network."""
 MAX_RESTARTS = 3
 """So often a rank is started anew without having saved anything in between."""
+AnswerT = TypeVar("AnswerT", bound=Report)
 LOOK_S = 0.5
 """Seconds between two looks at who is silent."""
 
@@ -109,7 +114,7 @@ class ReplicatedEngine:
         self._directory: RunDirectory | None = None
         self._earlier = TimeSplit({})
         """What sessions before this one spent."""
-        self._untold: deque[Event] = deque()
+        self._untold: deque[ToldEvent] = deque()
         self._is_stale = True
         """Something has changed that decides who trains where."""
         self._is_stopping = False
@@ -183,7 +188,7 @@ class ReplicatedEngine:
         """Trains, and yields what happens on all ranks; ends when no job can go on."""
         while True:
             while self._untold:
-                yield self._untold.popleft()
+                yield from self._tell(self._untold.popleft())
             if not self._is_stopping and self._pool.inbox.empty():
                 # Jobs that end together on many ranks lead to one placement, not to one each.
                 self._place()
@@ -191,14 +196,30 @@ class ReplicatedEngine:
                 continue
             if self._is_over():
                 break
-            told = self._next_report()
-            if told is not None:
-                self._hear(*told)
+            self._hear_next()
         self._is_stopping = False
         try:
             self._write_times()
         except StorageError as error:
             yield JobWarning((), f"timeline: {error}")
+
+    @property
+    def time_split(self) -> TimeSplit:
+        """Where the wall clock of the run went so far, over all its sessions."""
+        return self._earlier + self.timeline.wall.split()
+
+    def _tell(self, told: ToldEvent) -> Iterator[Event]:
+        """Tells something, unless it is of a job that its owner has forgotten."""
+        event = told.event
+        job = self.jobs.get(event.job) if isinstance(event, JobEvent) else None
+        if job is not None and told.view is not None:
+            job.show(told.view)
+        if job is not None or not isinstance(event, JobEvent):
+            yield event
+
+    def _say(self, event: Event) -> None:
+        """Something that no rank tells."""
+        self._untold.append(ToldEvent(event))
 
     def _is_over(self) -> bool:
         """Whether nothing is under way, and nothing can be."""
@@ -206,14 +227,20 @@ class ReplicatedEngine:
             return False
         if self._is_stopping:
             return True
-        waiting = [job for job in self.jobs.values() if job.state is JobState.QUEUED and not job.is_held]
-        if waiting and not self._ranks:
+        states = {job.state for job in self.jobs.values()}
+        if JobState.QUEUED not in states:
+            return True
+        if not self._ranks:
             raise no_ranks_left(self._last_end)
-        return not waiting
+        # Those that are held keep their places, and others may have to wait for these.
+        is_placed = not self._is_stale and all(rank.ready is not None for rank in self._ranks.values())
+        return is_placed and JobState.RUNNING in states
 
     def _place(self) -> None:
         """Carries out what placement decides, once nobody is on the way from one rank to another."""
         if not self._is_stale or any(job.is_leaving for job in self.jobs.values()):
+            return
+        if not any(rank.ready is not None for rank in self._ranks.values()):
             return
         self._is_stale = False
         decided = decide(list(self.jobs.values()), list(self._ranks.values()), self._weights)
@@ -222,7 +249,7 @@ class ReplicatedEngine:
         for held in decided.admission.preempt:
             job = self.jobs[held.job]
             self._release(job)
-            self._untold.append(JobPreempted(job.name, job.step, held.reason))
+            self._say(JobPreempted(job.name, job.step, held.reason))
         for name in decided.admission.start:
             job = self.jobs[name]
             job.rank = int(decided.replica_of[name])
@@ -231,9 +258,10 @@ class ReplicatedEngine:
             job = self.jobs[held.job]
             if not job.has_heard and not job.has_started:
                 job.has_heard = True
-                self._untold.append(JobWaiting(job.name, job.step, held.reason))
+                self._say(JobWaiting(job.name, job.step, held.reason))
         for held in decided.admission.refuse:
-            self._fail(self.jobs[held.job], held.reason, can_retry=False)
+            job = self.jobs[held.job]
+            self._end(job, JobFailed(job.name, job.step, held.reason))
 
     def _release(self, job: KnownJob) -> None:
         if job.is_leaving:
@@ -242,17 +270,16 @@ class ReplicatedEngine:
         job.is_leaving = True
         self._send(self._ranks[job.rank], ReleaseJob(job.name))
 
-    def _fail(self, job: KnownJob, reason: Reason, *, can_retry: bool) -> None:
+    def _end(self, job: KnownJob, event: JobEnded, *, can_retry: bool = False) -> None:
         """Ends a job that no rank has."""
-        event = JobFailed(job.name, job.step, reason)
         job.hear(event)
         more = {"step": job.step, "num_steps": job.num_steps, **({"can_retry": True} if can_retry else {})}
         try:
             if self._directory is not None:
-                self._directory.write_status(job.name, job.state, reason=reason, **more)
+                self._directory.write_status(job.name, job.state, reason=job.reason, **more)
         except StorageError as error:
-            self._untold.append(JobWarning((job.name,), f"its end could not be recorded: {error}"))
-        self._untold.append(event)
+            self._say(JobWarning((job.name,), f"its end could not be recorded: {error}"))
+        self._say(event)
 
     def _send(self, rank: KnownRank, command: Command) -> None:
         """Tells a rank something; one that is still being loaded is told all it has to know once it is ready."""
@@ -270,30 +297,38 @@ class ReplicatedEngine:
 
     def _check(self, order: JobOrder) -> JobChecked:
         """Asks the rank with the fewest jobs whether a job fits; another one, if that is gone before it answers."""
-        asked: KnownRank | None = None
         while True:
-            if asked is None or self._ranks.get(asked.index) is not asked:
-                asked = self._least_loaded()
-                if asked is not None:
-                    self._send(asked, CheckJob(order))
-            told = self._next_report()
-            if told is None:
+            rank = self._least_loaded()
+            if rank is None:
+                self._hear_next()
                 continue
-            process, report = told
-            if isinstance(report, JobChecked):
-                # One that was asked before may answer late; it says the same.
-                if report.job == order.spec.name:
-                    return report
-            else:
-                self._hear(process, report)
+            self._send(rank, CheckJob(order))
+            checked = self._await_report(rank, JobChecked)
+            if checked is not None:
+                return checked
 
     def _least_loaded(self) -> KnownRank | None:
         """The rank with the fewest jobs; None while none is loaded."""
         if not self._ranks:
             raise no_ranks_left(self._last_end)
-        loads = Counter(job.rank for job in self.jobs.values())
+        loads = Counter(job.rank for job in self.jobs.values() if not job.state.is_final)
         ready = [rank for rank in self._ranks.values() if rank.ready is not None]
         return min(ready, key=lambda rank: (loads[rank.index], rank.index), default=None)
+
+    def _await_report(self, rank: KnownRank, kind: type[AnswerT]) -> AnswerT | None:
+        """What a rank was asked for; None if it is gone before it has told that."""
+        while self._ranks.get(rank.index) is rank:
+            told = self._hear_next()
+            if told is not None and told[0] is rank.process and isinstance(told[1], kind):
+                return told[1]
+        return None
+
+    def _hear_next(self) -> tuple[RankHandle, Report] | None:
+        """Takes note of what a rank tells next, if it comes soon, and returns it."""
+        told = self._next_report()
+        if told is not None:
+            self._hear(*told)
+        return told
 
     def _await_ranks(self) -> None:
         """Until all replicas are loaded; what keeps one from it is raised."""
@@ -323,50 +358,60 @@ class ReplicatedEngine:
             case RankIdle(num_obeyed):
                 rank.is_idle = num_obeyed == process.num_sent
             case JobReleased(name, step):
-                self.jobs[name].lose_rank(step)
-                self._is_stale = True
+                self._lose(self.jobs[name], step)
             case JobRefused(name, reason):
-                self._fail(self.jobs[name], reason, can_retry=True)
+                job = self.jobs[name]
+                self._end(job, JobFailed(name, job.step, reason), can_retry=True)
                 self._is_stale = True
             case EventsTold(events):
-                for event in events:
-                    self._hear_event(rank, event)
+                for told in events:
+                    self._hear_event(rank, told)
             case RankFailed(error):
                 rank.failure = f"failed: {str(error).rstrip('.')}"
             case RankEnded(how):
                 self._replace(rank, rank.failure or how)
 
-    def _hear_event(self, rank: KnownRank, event: Event) -> None:
-        now_s = time.perf_counter()
+    def _lose(self, job: KnownJob, step: int) -> None:
+        """A job is on no rank any more, and goes on from a step; one that was cancelled meanwhile ends here."""
+        job.lose_rank(step)
+        self._is_stale = True
+        if job.is_cancelled and not job.state.is_final:
+            self._end(job, JobCancelled(job.name, job.step))
+
+    def _hear_event(self, rank: KnownRank, told: ToldEvent) -> None:
+        event, now_s = told.event, time.perf_counter()
         if isinstance(event, MicrobatchDone):
             rank.learn(event)
-            self.timeline.wall.add(Activity.COMPUTING, event.seconds, now_s)
+            # Whose tokens they are stays with the rank.
+            jobs = dict.fromkeys(event.jobs, event.tokens / len(event.jobs))
+            self.timeline.add("forward_backward", event.seconds, now_s, jobs=jobs)
         elif isinstance(event, EvalDone):
-            self.timeline.wall.add(Activity.EVALUATING, event.eval_runtime, now_s)
-        if isinstance(event, JobEvent):
-            job = self.jobs[event.job]
-            if isinstance(event, JobWaiting | JobPreempted):
-                # There is less room than was predicted: somebody else may have some.
-                rank.max_jobs = max(1, sum(other.rank == rank.index for other in self.jobs.values()) - 1)
-                self._release(job)
-                return
-            if isinstance(event, CheckpointSaved):
-                rank.num_restarts = 0
-            job.hear(event)
+            self.timeline.add("eval", event.eval_runtime, now_s, jobs={event.job: 0})
+        job = self.jobs.get(event.job) if isinstance(event, JobEvent) else None
+        if job is not None and isinstance(event, JobWaiting | JobPreempted):
+            # There is less room than was predicted: somebody else may have some.
+            others = [other for other in self.jobs.values() if other.rank == rank.index and not other.state.is_final]
+            rank.max_jobs = max(1, len(others) - 1)
+            self._release(job)
+            return
+        if isinstance(event, CheckpointSaved):
+            rank.num_restarts = 0
+        if job is not None and isinstance(event, JobEvent):
+            job.hear(event, told.view)
             # One that has ended, or waits for room on the disk, leaves its place to another.
             self._is_stale |= job.state is not JobState.RUNNING
-        self._untold.append(event)
+        self._untold.append(told)
 
     def _replace(self, rank: KnownRank, how: str) -> None:
         """Starts another process for a rank that is gone; its jobs go on from their last checkpoints meanwhile."""
         index = rank.index
         lost = [job for job in self.jobs.values() if job.rank == index]
         for job in lost:
-            job.lose_rank(job.saved_step)
+            self._lose(job, job.saved_step)
         self._is_stale, self._last_end = True, how
         names = tuple(job.name for job in lost if job.state is JobState.QUEUED)
         follows = "its jobs go on from their last checkpoints" if names else "no job was on it"
-        self._untold.append(JobWarning(names, f"replica {index} {how}; {follows}"))
+        self._say(JobWarning(names, f"replica {index} {how}; {follows}"))
         if rank.num_restarts < MAX_RESTARTS and not self._is_stopping:
             self._ranks[index] = KnownRank(self._pool.start(index), num_restarts=rank.num_restarts + 1)
         else:
@@ -390,4 +435,4 @@ class ReplicatedEngine:
     def _write_times(self) -> None:
         if self._directory is not None:
             merge_timelines(self._directory.path, self._directory.timeline_path)
-            self._directory.write_time(self._earlier + self.timeline.wall.split())
+            self._directory.write_time(self.time_split)

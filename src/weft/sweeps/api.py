@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
-from weft.engine.engine import Engine
 from weft.engine.resume import HARMLESS
 from weft.engine.train import clock_of, load_engine, run_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
+from weft.spec import JobSpec
 from weft.spec.fields import describe, field_names
 from weft.spec.load import parse
 from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of, sweep_from_mapping
@@ -35,9 +35,13 @@ from weft.sweeps.record.trial import Trial
 from weft.sweeps.search.objective import TrialObjective
 from weft.sweeps.search.samplers import make_sampler, sampler_name
 from weft.sweeps.solo_baseline import one_by_one_seconds
+from weft.sweeps.sweep_engine import SweepEngine
 from weft.sweeps.trial_loop import SweepRun
 from weft.wall_clock import Activity, WallClock
 
+OpenSweepEngine = Callable[
+    [SweepSpec, Sequence[JobSpec], WallClock | None], tuple[SweepSpec, SweepEngine, tuple[str, ...]]
+]
 TRIALS, SETTINGS, REPORT = "trials", "sweep.yaml", "report.html"
 KEPT = ("base_model", "defaults", "space", "objective", "sampler", "seed", "capacity", "quantize", "dtype")
 """What a resumed sweep cannot change, but for what is harmless of its job: its trials would not be comparable. Budgets
@@ -68,7 +72,7 @@ class PreparedSweep:
     base_dir: Path
     space: Space
     sampler_name: str
-    engine: Engine
+    engine: SweepEngine
     configurations: Configurations
     objective: TrialObjective
     previous: PreviousSweep | None
@@ -146,11 +150,12 @@ def prepare_sweep(
     *,
     begun_s: float | None = None,
     wall: WallClock | None = None,
+    open_engine: OpenSweepEngine = load_engine,
 ) -> PreparedSweep:
     """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed.
 
     What a budget of time counts began at `begun_s` of `time.perf_counter`, or now. `wall` has counted the time since
-    the command was given.
+    the command was given; `open_engine` loads what trains the sweep.
     """
     begun_s = time.perf_counter() if begun_s is None else begun_s
     space = space_of(spec)
@@ -163,7 +168,7 @@ def prepare_sweep(
         import_optuna()
     objective = TrialObjective(spec.objective, base_dir)
     previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
-    spec, engine, notes = load_engine(spec, probe_jobs(spec), wall)
+    spec, engine, notes = open_engine(spec, probe_jobs(spec), wall)
     configurations = Configurations(spec, engine.executor, base_dir, clock)
     with engine.timeline.wall.spending(Activity.PREPARING):
         configurations.check(space, spec.trials)
@@ -224,7 +229,7 @@ def conclude(run: SweepRun) -> SweepResult:
     """Measures what one by one would have taken, writes the report, and returns what was found."""
     ledger, wall = run.ledger, run.context.engine.timeline.wall
     ledger.stop_clock()
-    if run.context.spec.compare_speed and not run.is_out_of_time:
+    if run.context.spec.compare_speed and not run.is_out_of_time and run.context.engine.num_replicas == 1:
         # A sweep that only had to be looked at again keeps what was measured then.
         with wall.spending(Activity.COMPUTING):
             ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds

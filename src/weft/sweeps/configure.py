@@ -16,11 +16,11 @@ from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, WeftError
-from weft.execute.protocol import Executor
 from weft.spec import JobSpec
 from weft.spec.load_sweep import trial_job
 from weft.spec.space import Space, params_of, setting_path, value_key
 from weft.spec.sweep import SweepSpec
+from weft.sweeps.sweep_engine import CheckingSide
 
 MAX_CHECKED = 1000
 """Points of a grid that are checked one by one before the sweep starts; beyond them, every value at least once."""
@@ -40,7 +40,7 @@ class Configurations:
     """From params to jobs and their data."""
 
     def __init__(
-        self, spec: SweepSpec, executor: Executor, base_dir: Path, clock: datetime.datetime | None = None
+        self, spec: SweepSpec, executor: CheckingSide, base_dir: Path, clock: datetime.datetime | None = None
     ) -> None:
         """`clock` is what time it is for the chat templates: when the sweep began; None: now."""
         self._spec = spec

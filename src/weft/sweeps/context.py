@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.engine.engine import Engine
 from weft.report.trackers import Trackers
 from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec
@@ -17,6 +16,7 @@ from weft.sweeps.record.previous_sweep import PreviousSweep
 from weft.sweeps.record.trial import Trial
 from weft.sweeps.search.objective import TrialObjective
 from weft.sweeps.search.samplers import Sampler
+from weft.sweeps.sweep_engine import SweepEngine
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class SweepContext:
     sampler: Sampler
     sampler_name: str
     objective: TrialObjective
-    engine: Engine
+    engine: SweepEngine
     configurations: Configurations
     folder: Path
     directory: RunDirectory

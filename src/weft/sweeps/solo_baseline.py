@@ -60,6 +60,7 @@ def _seconds_per_step(run: SweepRun, trial: Trial) -> float | None:
     job = context.configurations.job(trial.name, trial.params)
     # Evaluations would be measured as training.
     job = replace(job, eval_data=None, early_stopping_patience=None)
+    assert isinstance(context.engine, Engine), "measured on the replica of this process"
     engine = Engine(context.engine.executor.beside(), capacity=context.spec.capacity)
     try:
         data = replace(context.configurations.data(context.configurations.job(trial.name, trial.params)), eval=None)

@@ -33,6 +33,7 @@ from weft.sweeps.configure import configuration_error
 from weft.sweeps.context import SweepContext
 from weft.sweeps.decide.decisions import Decisions
 from weft.sweeps.ledger import Ledger, OnNews
+from weft.sweeps.record.leaderboard import read_losses
 from weft.sweeps.record.trial import Trial, TrialState
 from weft.sweeps.search.samplers import num_planned
 from weft.sweeps.trial_time import TrialTime
@@ -169,7 +170,12 @@ class SweepRun:
 
     def _hear_start(self, trial: Trial, event: JobStarted) -> None:
         trial.state, trial.steps, trial.total_steps = TrialState.TRAINING, event.step, event.num_steps
-        trial.losses = [pair for pair in trial.losses if pair[0] <= event.step]
+        known = {step: loss for step, loss in trial.losses if step <= event.step}
+        if event.step > max(known, default=0):
+            # Steps of a replica that ended before it could tell of them.
+            written = read_losses(self.context.directory, trial.name)
+            known |= {step: loss for step, loss in written if step <= event.step}
+        trial.losses = sorted(known.items())
         trial.tokens = self.context.engine.jobs[trial.name].num_tokens
         if trial.started_s is None:
             trial.started_s = self.ledger.seconds
@@ -186,7 +192,7 @@ class SweepRun:
                 trial, TrialState.FAILED, event.reason.text, tick=self._decisions.end_tick(trial, trial.steps)
             )
         elif isinstance(event, JobSucceeded):
-            if job.progress.has_best or not trial.points:
+            if job.has_best or not trial.points:
                 # Its weights are not those that were last seen: patience ran out, or nothing was there to evaluate.
                 self._see(trial, self._best_look.get(trial.name))
             if not trial.state.is_final:

@@ -33,6 +33,7 @@ from weft.replicas.messages import (
     RankJoined,
     RankReady,
     Report,
+    ToldEvent,
     TrainJob,
 )
 from weft.replicas.rank_pool import KEY_VARIABLE, RankPool
@@ -112,7 +113,7 @@ class ScriptedRank:
             case TrainJob(order):
                 self.jobs.append(order.spec)
                 self.steps[order.spec.name] = 0
-                self.tell(EventsTold((JobStarted(order.spec.name, 0, _num_steps(order.spec)),)))
+                self.tell(EventsTold((ToldEvent(JobStarted(order.spec.name, 0, _num_steps(order.spec))),)))
             case EndRank():
                 self.is_over = True
         if not self.jobs:
@@ -129,7 +130,7 @@ class ScriptedRank:
             self.jobs.append(job)
         else:
             events += (JobSucceeded(job.name, self.steps[job.name], None),)
-        self.tell(EventsTold(events))
+        self.tell(EventsTold(tuple(ToldEvent(event) for event in events)))
         if not self.jobs:
             self.tell(RankIdle(self.num_obeyed))
 

@@ -139,6 +139,16 @@ class LiveJob:
         """The evaluation after the last step is done, but not yet told."""
         return self.settled.untold is not None and self.settled.untold.step == self.step
 
+    @property
+    def may_end(self) -> bool:
+        """What its last step leaves to do is not all done, and may end it."""
+        return self.is_eval_due() or self.progress.diverged is not None or self.progress.is_complete
+
+    @property
+    def has_best(self) -> bool:
+        """Whether the weights of its best evaluation are kept."""
+        return self.progress.has_best
+
     def queue(self) -> JobQueue:
         """The job's next global batches, for a planner."""
         return self.progress.queue(self.spec.priority, self.lane)

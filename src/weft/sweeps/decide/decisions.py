@@ -197,6 +197,9 @@ class Decisions:
     def _is_there_a_slot(self) -> bool:
         blind = self._context.sampler_name in (*BLIND, "qmc")
         slots = self._context.spec.max_jobs or (AT_A_TIME if blind else AT_A_TIME_ADAPTIVE)
+        if self._is_free:
+            # Otherwise what is decided would depend on how many replicas there are.
+            slots *= self._context.engine.num_replicas
         tick = self._ledger.tick
         taken = [t for t in self._ledger.trials if not has_ended(t, tick) and not self._is_parked(t)]
         return len(taken) < slots
@@ -242,6 +245,7 @@ class Decisions:
         """Stops trials that others did not beat: each may be the best, so it is looked at and its adapter is kept."""
         engine = self._context.engine
         for trial in trials:
+            engine.stand_still(trial.name)
             job = engine.jobs[trial.name]
             if job.step:
                 # Its last step may be done and not yet told; what is judged and kept has it.

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from weft.data.global_batch import GlobalBatches
 from weft.data.order import BatchSchedule
-from weft.engine.jobs.live_job import LiveJob
 from weft.spec import JobSpec
 from weft.sweeps.configure import Configurations
 from weft.sweeps.record.trial import Observation, Trial, TrialState
 from weft.sweeps.search.early_stop import EarlyStop
+from weft.sweeps.sweep_engine import SweepJob
 
 
 class TrialSteps:
@@ -91,7 +91,7 @@ def next_tick(trials: Iterable[Trial], tick: int, steps: TrialSteps) -> int | No
     return min((later for later in found if later > tick), default=None)
 
 
-def has_come(trial: Trial, job: LiveJob, tick: int) -> bool:
+def has_come(trial: Trial, job: SweepJob, tick: int) -> bool:
     """Whether all is known of a trial up to a tick."""
     if trial.end_tick is not None:
         return True
@@ -99,7 +99,7 @@ def has_come(trial: Trial, job: LiveJob, tick: int) -> bool:
     if trial.steps != step:
         return trial.steps > step
     # What this very step leaves to do may end the trial.
-    return not (job.is_eval_due() or job.progress.diverged or job.progress.is_complete)
+    return not job.may_end
 
 
 def as_of(trial: Trial, tick: int, steps: TrialSteps) -> Trial:

@@ -19,14 +19,12 @@ import numpy as np
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
-from weft.engine.engine import Engine
-from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, DataError, JobError
-from weft.execute.protocol import AnswersWork, EvaluationWork
 from weft.inference.answers import Answer
 from weft.inference.generate import Decoding
 from weft.objectives.metrics import MeanScores
 from weft.spec.sweep import COMMAND, ObjectiveSpec
+from weft.sweeps.sweep_engine import SweepEngine, SweepJob
 
 SPARE_TOKENS = 8
 """How much longer than the longest reference an answer may get, so that one that goes on is not cut to a match."""
@@ -59,7 +57,7 @@ class TrialObjective:
         if self._spec.needs_answers:
             self._asked(samples, tokenizer)
 
-    def value(self, engine: Engine, job: LiveJob, looked: MeanScores | None, folder: Path) -> float:
+    def value(self, engine: SweepEngine, job: SweepJob, looked: MeanScores | None, folder: Path) -> float:
         """The metric of a job as it is now; a JobError says why there is none.
 
         `looked` is the evaluation of these very weights, if there is one; a shell command finds the adapter in
@@ -70,7 +68,7 @@ class TrialObjective:
             return self._run_command(folder)
         if self._spec.needs_answers:
             return self._score(self._answers(engine, job))
-        means = self._evaluate(engine, job) if looked is None else looked
+        means = engine.evaluate(job.spec.name) if looked is None else looked
         if self.metric == "eval_loss":
             return means.loss
         if self.metric == "token_accuracy":
@@ -78,17 +76,11 @@ class TrialObjective:
             return means.accuracy if math.isfinite(means.loss) else math.nan
         return math.exp(means.loss) if means.loss < 700 else math.inf
 
-    def _evaluate(self, engine: Engine, job: LiveJob) -> MeanScores:
-        assert job.data.eval is not None, "a sweep that is judged by evaluations has data for them"
-        work = EvaluationWork((job.name,), engine.limits.capacity, engine.row_tile)
-        return engine.executor.wait(engine.executor.start(work)).means[0]
-
-    def _answers(self, engine: Engine, job: LiveJob) -> list[Answer]:
-        assert job.data.eval is not None
-        executor = engine.executor
-        prompts = self._asked(job.data.eval.samples, executor.tokenizer)
-        work = AnswersWork({job.name: prompts}, self._decoding(prompts, executor.tokenizer))
-        return executor.wait(executor.start(work))[job.name]
+    def _answers(self, engine: SweepEngine, job: SweepJob) -> list[Answer]:
+        assert job.data.eval is not None, "a sweep that is judged by answers has data with prompts"
+        tokenizer = engine.executor.tokenizer
+        prompts = self._asked(job.data.eval.samples, tokenizer)
+        return engine.answer(job.spec.name, prompts, self._decoding(prompts, tokenizer))
 
     def _score(self, given: Sequence[Answer]) -> float:
         if self._function is not None:

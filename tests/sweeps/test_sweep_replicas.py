@@ -1,0 +1,132 @@
+"""A sweep over several replicas finds what it finds over one, whatever the timing and whoever dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.replicas.thread_ranks import ThreadRanks
+from weft.backbone.load import load_tokenizer
+from weft.engine.train import load_engine
+from weft.replicas.load import rank_order
+from weft.replicas.steered_engine import SteeredEngine
+from weft.spec.load_sweep import sweep_from_mapping
+from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
+
+ASHA = {"rule": "asha", "factor": 3, "grace": 3, "unit": "steps", "min_trials": 3}
+NINE = {"lr": [3e-2, 1e-5, 1e-3, 1.6e-2, 1e-4, 8e-3, 5e-4, 4e-3, 2e-3]}
+TIMES = ("seconds", "started_s", "ended_s")
+
+
+def run_sweep(
+    given: dict[str, Any],
+    out: str,
+    num_ranks: int,
+    *,
+    life: Callable[[int], int | None] = lambda index: None,
+    resume: bool = False,
+    until: Callable[[Any], bool] = lambda run: False,
+) -> int:
+    """Over thread ranks; none: in this process. Returns how many were started."""
+    pools: list[ThreadRanks] = []
+    folder = Path(out)
+    spec = check_folder(sweep_from_mapping({**given, "output_dir": out}, base_dir=Path()), folder, resume=resume)
+
+    def opened(spec, jobs, wall):
+        if not num_ranks:
+            return load_engine(spec, jobs, wall)
+        order = replace(rank_order(spec, jobs), is_steered=True)
+
+        def open_pool(order, variables):
+            pools.append(ThreadRanks(order, life=life))
+            return pools[0]
+
+        tokenizer = load_tokenizer(spec.base_model)
+        engine = SteeredEngine(order, tokenizer, [{}] * num_ranks, open_pool=open_pool)
+        return replace(spec, capacity=engine.limits.capacity), engine, engine.notes
+
+    prepared = prepare_sweep(spec, Path(), begun_at(folder) if resume else None, open_engine=opened)
+    with closing(prepared.engine), open_run(prepared, folder, resume=resume) as run:
+        run.train(should_stop=lambda: until(run))
+        conclude(run)
+    return sum(len(pool.started) for pool in pools)
+
+
+def found(out: str) -> dict[str, Any]:
+    """What a sweep found, without times."""
+    board = json.loads(Path(out, "leaderboard.json").read_text())
+    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in board["trials"]]
+    for row in rows:
+        row["points"] = [{k: v for k, v in point.items() if k != "at_s"} for point in row["points"]]
+    return {"tokens": board["tokens"], "trials": rows, "best": Path(out, "best/adapter_model.safetensors").read_bytes()}
+
+
+def deaths(*lives: int) -> Callable[[int], int | None]:
+    """The first ranks that are started die after so many uses of their connection; the others live."""
+    left = list(lives)
+    return lambda index: left.pop(0) if left else None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_asha_when_over_replicas_then_the_leaderboard_and_the_best_are_those_of_one_process(settings, num_ranks):
+    given = settings(space=NINE, early_stop=ASHA, max_jobs=4)
+    run_sweep(given, "one", 0)
+    run_sweep(given, "many", num_ranks)
+    assert found("many") == found("one")
+    assert {row["state"] for row in found("one")["trials"]} == {"done", "stopped"}
+
+
+@pytest.mark.parametrize("lives", [(40, 90), (150, 60)])
+def test_asha_when_replicas_die_in_the_middle_then_the_result_is_the_same(settings, lives):
+    given = settings(space=NINE, early_stop=ASHA, max_jobs=4, job={"save_steps": 2})
+    run_sweep(given, "one", 0)
+    num_started = run_sweep(given, "many", 2, life=deaths(*lives))
+    assert num_started == 4, "both died, and were replaced"
+    assert found("many") == found("one")
+
+
+def test_asha_when_resumed_over_another_number_of_replicas_then_the_result_is_the_same(settings):
+    given = settings(space=NINE, early_stop=ASHA, max_jobs=4, job={"save_steps": 2})
+    run_sweep(given, "one", 0)
+    run_sweep(given, "many", 3, until=lambda run: sum(trial.steps for trial in run.trials) > 25)
+    assert any(row["state"] == "training" for row in json.loads(Path("many/leaderboard.json").read_text())["trials"])
+    run_sweep(given, "many", 2, resume=True)
+    assert found("many") == found("one")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_tokens": 900},
+        {"objective": "exact_match", "job": {"eval_steps": 3, "early_stopping_patience": 1}},
+        {"objective": {"command": "cksum < {adapter}/adapter_model.safetensors | cut -d' ' -f1", "mode": "min"}},
+        {"early_stop": {"rule": "halving", "grace": 3, "unit": "steps", "min_trials": 2}},
+        {"sampler": "tpe", "trials": 6, "space": {"lr": {"min": 1e-4, "max": 1e-2, "log": True}}},
+    ],
+    ids=["budget", "answers", "command", "halving", "tpe"],
+)
+def test_sweep_when_weights_are_asked_for_over_replicas_then_they_are_those_of_the_step(settings, changes):
+    given = settings(**{"space": NINE, "early_stop": ASHA, "max_jobs": 3, **changes})
+    run_sweep(given, "one", 0)
+    run_sweep(given, "many", 2)
+    assert found("many") == found("one")
+
+
+def test_grid_when_over_replicas_then_every_replica_has_as_many_trials_at_a_time_as_one(settings):
+    most = 0
+
+    def count(run: Any) -> bool:
+        nonlocal most
+        most = max(most, sum(job.rank is not None for job in run.context.engine.jobs.values()))
+        return False
+
+    given = settings(space=NINE, max_jobs=2)
+    run_sweep(given, "one", 0)
+    run_sweep(given, "many", 2, until=count)
+    assert found("many") == found("one") and most == 4
