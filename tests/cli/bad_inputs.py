@@ -213,7 +213,8 @@ JOB = [
     job(
         "eval_data: [{path: rows.jsonl, type: alpaca}]",
         "eval_data",
-        "'type' is no setting of a data source, which has path, weight, rows, streaming; the format of rows goes in data_format.",
+        "'type' is no setting of a data source, which has path, weight, rows, streaming; "
+        "the format of rows goes in data_format.",
     ),
     job(
         "eval_data: [{path: rows.jsonl, weight: 2}]",
