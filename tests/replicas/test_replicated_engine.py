@@ -15,7 +15,7 @@ from replicated_runs import files_of, opened, run_spec, train, write_data
 from weft import faults
 from weft.engine.events import Event, JobEnded, JobPreempted, JobStarted, JobWaiting, JobWarning, StepDone
 from weft.engine.train import execute_run
-from weft.errors import ConfigError, JobError
+from weft.errors import ConfigError, JobError, StorageError
 from weft.execute.memory import load_within
 from weft.execute.protocol import ReplicaFaultError
 from weft.job_state import Reason, ReasonCode
@@ -26,6 +26,8 @@ from weft.replicas import replicated_engine
 from weft.replicas.known_job import KnownJob
 from weft.replicas.known_rank import KnownRank
 from weft.spec import AdapterSpec, JobSpec
+from weft.store.owner import Owner
+from weft.store.rank_dir import RankDirectory
 from weft.store.run_dir import RunDirectory
 
 NAMES = [job.name for job in run_spec().jobs]
@@ -216,6 +218,16 @@ def test_run_when_ranks_die_as_soon_as_they_are_there_then_ends_with_a_sentence(
     """Nobody waits for a rank that will never come."""
     with pytest.raises(JobError, match=r"no replica is left: the last one vanished\. Every job goes on"):
         train(run_spec(), data, tmp_path / "out", 2, life=lambda index: 2)
+
+
+def test_run_when_a_rank_does_not_see_the_run_directory_then_says_so_before_any_training(data, tmp_path, monkeypatch):
+    def elsewhere(path: Path, rank: int, owner: Owner) -> RankDirectory:
+        return RankDirectory(tmp_path / "other" if rank == 1 else path, rank, owner)
+
+    monkeypatch.setattr(rank_module, "RankDirectory", elsewhere)
+    with pytest.raises(StorageError, match=r"other: rank 1 on .* does not find the run of process \d+ .* share\."):
+        train(run_spec(), data, tmp_path / "out", 2)
+    assert not list((tmp_path / "out").glob("*/metrics.jsonl"))
 
 
 def test_job_when_it_does_not_fit_then_the_sentence_of_the_rank_is_raised(data, tmp_path):

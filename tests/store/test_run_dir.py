@@ -219,13 +219,16 @@ def test_open_when_a_crash_left_temporaries_then_they_are_gone_and_other_files_s
         run.job_dir("a")
         (run.checkpoints_dir("a") / "step-00000001").mkdir(parents=True)
     before = files(tmp_path)
+    owner = before.pop("x/.owner-2")
     for place in ("x", "x/a", "x/a/checkpoints"):
         (tmp_path / place / f"{TEMP_PREFIX}1").write_text("torn")
         (tmp_path / place / f"{TEMP_PREFIX}2").mkdir()
         (tmp_path / place / f"{TEMP_PREFIX}2" / "f").write_text("torn")
     (tmp_path / "x/a/checkpoints/step-00000001").rename(tmp_path / f"x/a/checkpoints/{TEMP_PREFIX}aside-step-00000001")
     RunDirectory.open(tmp_path / "x", resume=True).close()
-    assert files(tmp_path) == before
+    after = files(tmp_path)
+    assert after.pop("x/.owner-3") != owner
+    assert after == before
 
 
 @pytest.mark.faults

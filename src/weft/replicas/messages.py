@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.events import Event
+from weft.errors import StorageError
 from weft.execute.protocol import ReplicaFacts
 from weft.job_state import Reason
 from weft.plan.admit import Budget
 from weft.replicas.questions import Question
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity
+from weft.store.owner import Owner
 
 ALIVE_S = 1.0
 """Seconds from one sign of life of a rank to the next."""
@@ -52,9 +54,10 @@ class Command:
 
 @dataclass(frozen=True)
 class OpenDirectory(Command):
-    """From now on jobs are kept in this run directory, which the controller owns."""
+    """From now on jobs are kept in this run directory, which the controller owns; answered by `DirectoryOpened`."""
 
     path: Path
+    owner: Owner
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,13 @@ class RankReady(Report):
     budget: Budget
     """What jobs may take here together."""
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DirectoryOpened(Report):
+    """The rank writes into the run directory from now on, or cannot."""
+
+    error: StorageError | None = None
 
 
 @dataclass(frozen=True)

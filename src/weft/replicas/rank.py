@@ -15,7 +15,7 @@ from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobEnded, JobEvent, JobPaused, MicrobatchDone, StepDone
-from weft.errors import WeftError
+from weft.errors import StorageError, WeftError
 from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.protocol import ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason
@@ -29,6 +29,7 @@ from weft.replicas.messages import (
     CheckAdapter,
     CheckJob,
     Command,
+    DirectoryOpened,
     EndRank,
     EventsTold,
     ForgetJob,
@@ -215,9 +216,8 @@ class Rank:
         engine = self.engine
         self._num_obeyed += 1
         match command:
-            case OpenDirectory(path):
-                self._directory = RankDirectory(path, self._index)
-                engine.keep_in(self._directory)
+            case OpenDirectory():
+                self._link.tell(DirectoryOpened(self._open(command)))
             case CheckJob(order):
                 self._link.tell(self._checked(order))
             case TrainJob(order, hold_step):
@@ -250,6 +250,15 @@ class Rank:
                 self._is_over = True
             case _:
                 raise AssertionError(f"no rank knows {command}")
+
+    def _open(self, command: OpenDirectory) -> StorageError | None:
+        """Keeps jobs in the run directory; returns what is in the way of that."""
+        try:
+            self._directory = RankDirectory(command.path, self._index, command.owner)
+        except StorageError as error:
+            return error
+        self.engine.keep_in(self._directory)
+        return None
 
     def _flaw(self, adapter: AdapterSpec) -> WeftError | None:
         try:

@@ -42,6 +42,7 @@ from weft.replicas.known_rank import KnownRank, decide
 from weft.replicas.messages import (
     CheckJob,
     Command,
+    DirectoryOpened,
     EventsTold,
     JobChecked,
     JobOrder,
@@ -168,11 +169,17 @@ class ReplicatedEngine:
         self._is_stale = True
 
     def keep_in(self, directory: RunDirectory) -> None:
-        """Jobs are written there, and go on from what is there; ranks write the files of their own jobs."""
+        """Jobs are written there, and go on from what is there; ranks write the files of their own jobs.
+
+        StorageError if a rank does not see the directory, such as one on a machine that does not share it.
+        """
         self._directory = directory
         self._earlier = directory.read_time() or TimeSplit({})
-        for rank in self._ranks.values():
-            self._send(rank, OpenDirectory(directory.path.absolute()))
+        for rank in [rank for rank in self._ranks.values() if rank.ready is not None]:
+            self._send(rank, OpenDirectory(directory.path.absolute(), directory.owner))
+            opened = self._await_report(rank, DirectoryOpened)
+            if opened is not None and opened.error is not None:
+                raise opened.error
 
     def stop(self) -> None:
         """Saves every job at its last step boundary; `events` then ends. No finished step is lost."""
@@ -354,7 +361,10 @@ class ReplicatedEngine:
                 rank.ready, self._is_stale = report, True
                 self.notes = tuple(dict.fromkeys([*self.notes, *report.notes]))
                 if self._directory is not None:
-                    self._send(rank, OpenDirectory(self._directory.path.absolute()))
+                    self._send(rank, OpenDirectory(self._directory.path.absolute(), self._directory.owner))
+            case DirectoryOpened(error) if error is not None:
+                rank.failure = str(error).rstrip(".")
+                self._pool.kill(rank.process)
             case RankIdle(num_obeyed):
                 rank.is_idle = num_obeyed == process.num_sent
             case JobReleased(name, step):

@@ -2,7 +2,8 @@
 
 A file is written beside its place under a temporary name, synced, renamed, and the directory synced. A directory is
 filled the same way. Replacing a directory sets the old one aside first; if the process dies between the two renames,
-`remove_leftovers` puts the old one back. Every durable operation has a fault point before and after it.
+`remove_leftovers` puts the old one back. Every durable operation has a fault point before and after it. The guards of
+a directory are asked last, right before something is put in its place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from weft import faults
 from weft.errors import StorageError
+from weft.store.guard import ask_guards
 
 TEMP_PREFIX = ".tmp-weft-"
 """How the name of everything unfinished starts."""
@@ -58,6 +60,7 @@ def append_line(path: Path, line: bytes, point: str, *, sync: bool = False) -> N
     with storage_errors(path), open(path, "ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
         try:
+            ask_guards(path)
             faults.point(point)
             if file.write(line) != len(line):
                 # The disk filled up inside the line; the rest would fail, so say so now.
@@ -84,6 +87,7 @@ def write_file(path: Path, data: bytes | str, *, durable: bool = True) -> None:
             write_unsynced(temp, data)
             if durable:
                 _durable("file.fsync", sync, temp)
+            ask_guards(path)
             _durable("file.rename", os.replace, temp, path)
         except BaseException:
             _remove_quietly(temp)
@@ -122,6 +126,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
             for file in sorted(temp.rglob("*")):
                 _durable("file.fsync", sync, file)
             _durable("dir.fsync", sync, temp)
+            ask_guards(final)
             aside = _move_into_place(temp, final)
         except BaseException:
             _remove_quietly(temp)
@@ -140,6 +145,7 @@ def remove_directory(path: Path) -> None:
     """The directory is gone at once: a crash leaves a temporary name behind, never half of the directory."""
     temp = _temporary(path)
     with storage_errors(path):
+        ask_guards(path)
         try:
             _durable("dir.rename", os.rename, path, temp)
             _durable("dir.remove", _remove, temp)

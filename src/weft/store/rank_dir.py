@@ -11,20 +11,30 @@ from typing import Any
 
 from weft.simulate.timeline import trace_json
 from weft.store.atomic import storage_errors, write_file
-from weft.store.run_dir import RANKS_LOCK, RunDirectory
+from weft.store.owner import Owner, Ownership
+from weft.store.run_dir import RANKS_LOCK, RunDirectory, lock_file
 from weft.wall_clock import TimeSplit
 
 
 class RankDirectory(RunDirectory):
     """The directory of a run whose owner is another process."""
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, owner: Owner) -> None:
+        """StorageError if this is not the directory that the owner has, such as on a machine that does not share it."""
+        ownership = Ownership.join(path, owner, f"rank {rank}")
         with storage_errors(path):
             lock = os.open(path / RANKS_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        super().__init__(path, lock, contextlib.ExitStack())
+            lock_file(lock, fcntl.LOCK_SH)
+        super().__init__(path, lock, ownership, contextlib.ExitStack())
         self._holds_run = True
         self._rank = rank
+
+    def close(self) -> None:
+        """Works there no more; the run stays its owner's."""
+        self._ownership.leave()
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     @property
     def timeline_path(self) -> Path:

@@ -1,7 +1,8 @@
 """The directory of a run: one owner at a time, and every file in it whole.
 
 runs/x/
-  .lock                 held while a process works here; names the process
+  .lock                 held while a process works here
+  .owner-<n>            the run's n-th owner, for processes of other machines; see owner
   run.json              the resolved run and the library versions; its presence means the directory holds a run
   timeline.json         what ran when
   time.json             where the wall clock went, over all sessions
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -44,6 +46,7 @@ from weft.store.atomic import (
     storage_errors,
     write_file,
 )
+from weft.store.owner import Owner, Ownership, in_use, refuse_owned
 from weft.wall_clock import TimeSplit
 
 _LOCK, _RUN, _TIMELINE, _TIME, _REPORT = ".lock", "run.json", "timeline.json", "time.json", "report.html"
@@ -92,9 +95,10 @@ class RunDirectory:
     One that is closed before `write_run` is as it was found: what was made for the run is gone.
     """
 
-    def __init__(self, path: Path, lock: int, undo: contextlib.ExitStack) -> None:
+    def __init__(self, path: Path, lock: int, ownership: Ownership, undo: contextlib.ExitStack) -> None:
         self.path = path
         """The directory itself."""
+        self._ownership = ownership
         self._lock: int | None = lock
         self._undo = undo
         """What to take back, the lock last, while the directory holds no run."""
@@ -113,11 +117,11 @@ class RunDirectory:
                 lock = _take_lock(root, undo)
                 # Another process may have come and gone since the first look.
                 _refuse(root, resume)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            ownership = Ownership.claim(root)
+            undo.callback(ownership.withdraw)
             _wait_for_ranks(root)
             _heal(root)
-            return cls(root, lock, undo.pop_all())
+            return cls(root, lock, ownership, undo.pop_all())
 
     @staticmethod
     def holds_run(path: str | Path) -> bool:
@@ -139,6 +143,7 @@ class RunDirectory:
     def close(self) -> None:
         """Lets other processes have the directory."""
         if self._lock is not None and self._holds_run:
+            self._ownership.release()
             os.close(self._lock)
         elif self._lock is not None:
             self._undo.close()
@@ -151,6 +156,11 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def owner(self) -> Owner:
+        """The process that owns the run."""
+        return self._ownership.owner
 
     @property
     def timeline_path(self) -> Path:
@@ -288,23 +298,36 @@ def _refuse(root: Path, resume: bool, content: str = "run") -> None:
 
 
 def _take_lock(root: Path, undo: contextlib.ExitStack) -> int:
-    """Locks the directory against other processes; the lock ends with this process, however it ends."""
+    """Locks the directory against other processes; the lock ends with this process, however it ends.
+
+    What processes of other machines may not see of a lock, the record of the owner tells.
+    """
     path = root / _LOCK
     is_new = not path.exists()
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     undo.callback(os.close, lock)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-        hint = "Wait for its end, or name another directory."
-        raise StorageError(f"is in use by process {owner}.", where=str(root), hint=hint) from None
+        raise in_use(root) from None
     if not path.exists() or not os.path.samestat(os.fstat(lock), os.stat(path)):
         # Its maker gave up and removed it between our open and our lock: we hold a lock nobody else would see.
         raise StorageError("is in use by another process.", where=str(root))
+    refuse_owned(root, path, is_locked=is_locked)
     if is_new:
         undo.callback(forget, path.unlink)
     return lock
+
+
+def lock_file(descriptor: int, kind: int) -> bool:
+    """Locks an open file until it is closed; False on a file system that has no locks."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
 
 
 def _wait_for_ranks(root: Path) -> None:
@@ -315,7 +338,7 @@ def _wait_for_ranks(root: Path) -> None:
         until = time.monotonic() + RANKS_GONE_S
         while True:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 if time.monotonic() > until:
