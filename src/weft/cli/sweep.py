@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from weft.cli.replica_options import Cluster, Devices, GpuType, ReplicaOptions, Replicas
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, WeftError
 from weft.report.console import output_console
@@ -32,6 +33,7 @@ from weft.spec.sweep import SweepSpec
 from weft.wall_clock import WallClock, process_start_s
 
 if TYPE_CHECKING:
+    from weft.replicas.load import ReplicaPlaces
     from weft.sweeps.api import OpenSweepEngine, PreparedSweep, SweepResult
     from weft.sweeps.trial_loop import SweepRun
 
@@ -70,19 +72,17 @@ def sweep(
         str | None, typer.Option(help="With --dry-run: plan for h200, h100, a100-80, … Default: what is here.")
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="With --dry-run: plan for so many of them.", min=1)] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Copies of the backbone, each with its own trials; auto: one on every GPU."),
-    ] = None,
-    devices: Annotated[
-        str | None, typer.Option(metavar="LIST", help="The GPUs to use, such as 0,2; a copy of the backbone on each.")
-    ] = None,
+    replicas: Replicas = None,
+    devices: Devices = None,
+    cluster: Cluster = None,
+    gpu_type: GpuType = None,
 ) -> None:
     """Try many configurations together on one backbone and keep the best."""
     short = {"trials": trials, "max_tokens": max_tokens, "max_seconds": max_seconds, "sampler": sampler}
     short |= {"all_points": "true" if every_point else None, "early_stop": "none" if no_early_stop else None}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_sweep(sweep_file, changes, space=space)
+    options = ReplicaOptions(replicas, devices, cluster, gpu_type)
     if not dry_run and (device is not None or gpus is not None):
         flag = "--gpus" if device is None else "--device"
         raise ConfigError("is what --dry-run plans for; a sweep trains on the device that is here.", where=flag)
@@ -92,15 +92,14 @@ def sweep(
         if device is not None or gpus is not None:
             _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
             return
-        places = _rank_variables(spec, replicas, devices)
-        order = Order(spec, sweep_file, out, resume, dry_run, places)
+        places = None if dry_run else _places(spec, options)
+        order = Order(spec=spec, file=sweep_file, out=out, resume=resume, dry_run=dry_run, places=places)
         raise typer.Exit(_sweep(order, output_console()))
     except ConfigError as error:
         raise _placed(error, sweep_file, changes) from None
     except _StoppedError as stopped:
         again = ["weft", "sweep", str(sweep_file), *changes, *(["--space", space] if space else [])]
-        again += [*(["--replicas", replicas] if replicas else []), *(["--devices", devices] if devices else [])]
-        again += ["--out", str(stopped.folder), "--resume"]
+        again += [*options.flags, "--out", str(stopped.folder), "--resume"]
         output_console().print(f"stopped; go on with: {shlex.join(again)}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
 
@@ -134,32 +133,29 @@ class Order:
     out: Path | None
     resume: bool
     dry_run: bool
-    rank_variables: list[dict[str, str]]
-    """Of each replica's own process; none: one replica in this process."""
+    places: ReplicaPlaces | None
+    """Where the replicas are; None: one in this process."""
 
 
-def _rank_variables(spec: SweepSpec, replicas: str | None, devices: str | None) -> list[dict[str, str]]:
-    """What the environment of each rank says; none where this process is enough. ConfigError for what cannot be."""
-    if replicas is None and devices is None:
-        return []
-    from weft.replicas.load import rank_variables
-
-    variables = rank_variables(replicas, devices, spec.backbone)
-    if len(variables) == 1 and devices is None:
-        return []
+def _places(spec: SweepSpec, options: ReplicaOptions) -> ReplicaPlaces | None:
+    """Where the replicas are; None where this process is enough. ConfigError for what cannot be."""
+    places = options.places(spec.backbone)
+    if places is None:
+        return None
     if spec.early_stop.rule == "halving" and (spec.max_tokens is not None or spec.max_seconds is not None):
         found = "halving with a budget of tokens or time runs on one replica only"
         raise ConfigError(f"{found}; use asha, or no --replicas.", where="early_stop")
-    return variables
+    return places
 
 
 def _opener(order: Order, clock: datetime.datetime) -> OpenSweepEngine:
     from weft.engine.train import load_engine
     from weft.replicas.load import load_steered
 
-    if not order.rank_variables or order.dry_run:
+    places = order.places
+    if places is None:
         return load_engine
-    return lambda spec, jobs, wall: load_steered(spec, jobs, order.rank_variables, clock=clock, wall=wall)
+    return lambda spec, jobs, wall: load_steered(spec, jobs, places, clock=clock, wall=wall)
 
 
 def _sweep(order: Order, console: Console) -> int:
@@ -183,7 +179,7 @@ def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console
     from weft.sweeps.api import conclude, open_run
     from weft.sweeps.live_board import LiveBoard
 
-    _introduce(prepared, console)
+    _introduce(prepared, order.places, console)
     if order.dry_run:
         _show_plan(prepared, console)
         console.print("dry run: nothing was written")
@@ -234,7 +230,7 @@ def _show_plan(prepared: PreparedSweep, console: Console) -> None:
     _line(console, str(plan))
 
 
-def _introduce(prepared: PreparedSweep, console: Console) -> None:
+def _introduce(prepared: PreparedSweep, places: ReplicaPlaces | None, console: Console) -> None:
     spec, facts = prepared.spec, prepared.engine.executor.facts
     points = space_of(spec).num_distinct
     count = "endlessly many points" if points is None else f"{points:,} point{'s' * (points != 1)}"
@@ -243,7 +239,7 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
     objective = spec.objective
     lines = [
         f"backbone  {spec.base_model} on {facts.device}, {facts.dtype}",
-        *_replica_line(prepared),
+        *([] if places is None else [f"replicas  {len(places.variables)}, {places.manner}"]),
         f"kernels   {facts.kernels}",
         f"capacity  {spec.capacity:,} tokens a microbatch",
         *(f"note      {note}" for note in prepared.notes),
@@ -255,11 +251,6 @@ def _introduce(prepared: PreparedSweep, console: Console) -> None:
         lines.append(f"data      {data.train.summary.describe()}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _replica_line(prepared: PreparedSweep) -> list[str]:
-    number = prepared.engine.num_replicas
-    return [f"replicas  {number}, each in a process of its own"] if number > 1 else []
 
 
 def _stopping(prepared: PreparedSweep) -> str:

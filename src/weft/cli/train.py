@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weft.cli.replica_options import Cluster, Devices, GpuType, ReplicaOptions, Replicas
 from weft.cli.user_path import user_path
 from weft.errors import StorageError
 from weft.report.console import output_console
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.run_engine import RunEngine
     from weft.engine.train import OpenEngine, PreparedRun
+    from weft.replicas.load import ReplicaPlaces
     from weft.store.run_dir import RunDirectory
 
 
@@ -51,20 +53,17 @@ def train(
     ] = None,
     kernels: Annotated[str | None, typer.Option(help="auto, fused or reference; short for kernels=…")] = None,
     planner: Annotated[str | None, typer.Option(help="auto, greedy or exact; short for planner=…")] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Copies of the backbone, each with its own jobs; auto: one on every GPU."),
-    ] = None,
-    devices: Annotated[
-        str | None, typer.Option(metavar="LIST", help="The GPUs to use, such as 0,2; a copy of the backbone on each.")
-    ] = None,
+    replicas: Replicas = None,
+    devices: Devices = None,
+    cluster: Cluster = None,
+    gpu_type: GpuType = None,
 ) -> None:
     """Train all jobs of a file together on one backbone."""
     short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
     directory = out or Path(spec.output_dir)
-    order = Order(spec, jobs_file, changes, keep_going, replicas, devices)
+    order = Order(spec, jobs_file, changes, keep_going, ReplicaOptions(replicas, devices, cluster, gpu_type))
     console = output_console()
     if dry_run:
         from weft.store.run_dir import RunDirectory
@@ -75,7 +74,7 @@ def train(
         else:
             note = f"note      {directory} holds a run: train with --resume, or into another --out"
             console.print(note, markup=False, highlight=False, soft_wrap=True)
-        _show_plan(_prepare(replace(order, replicas=None, devices=None), console), console)
+        _show_plan(_prepare(replace(order, replicas=ReplicaOptions()), console), console)
         return
     raise typer.Exit(_train(order, directory, console, resume=resume))
 
@@ -88,14 +87,7 @@ class Order:
     jobs_file: Path
     overrides: tuple[str, ...]
     keep_going: bool
-    replicas: str | None
-    devices: str | None
-
-    @property
-    def replica_flags(self) -> list[str]:
-        """What was said about replicas, as it was said."""
-        given = {"--replicas": self.replicas, "--devices": self.devices}
-        return [part for name, value in given.items() if value is not None for part in (name, value)]
+    replicas: ReplicaOptions
 
     def locate(self, setting: str) -> str:
         """Where a setting was written, for mistakes that show only later."""
@@ -143,7 +135,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     tell_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
-        flags = ["--resume", *(["--keep-going"] if order.keep_going else []), *order.replica_flags]
+        flags = ["--resume", *(["--keep-going"] if order.keep_going else []), *order.replicas.flags]
         again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), *flags])
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130
@@ -167,11 +159,11 @@ def _prepare(
 ) -> PreparedRun:
     """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
     from weft.engine.train import prepare_run
-    from weft.replicas.replicated_engine import ReplicatedEngine
     from weft.report.trackers import open_trackers
 
     spec, clock = order.spec, clock or datetime.datetime.now()
-    open_engine = _opener(order, clock)
+    places = order.replicas.places(spec.backbone)
+    open_engine = _opener(places, clock)
     with console.status("loading the backbone and the data"):
         # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
         open_trackers(spec.report_to, Path(), "")
@@ -188,8 +180,8 @@ def _prepare(
     facts = run.engine.executor.facts
     stored = facts.storage if spec.quantize != "none" else facts.dtype
     console.print(f"backbone  {spec.base_model} on {facts.device}, {stored}", markup=False, highlight=False)
-    if isinstance(run.engine, ReplicatedEngine):
-        console.print(f"replicas  {run.engine.num_replicas}, each in a process of its own", highlight=False)
+    if places is not None:
+        console.print(f"replicas  {len(places.variables)}, {places.manner}", markup=False, highlight=False)
     console.print(f"kernels   {facts.kernels}", markup=False, highlight=False)
     console.print(f"capacity  {run.spec.capacity:,} tokens a microbatch", markup=False, highlight=False)
     for note in run.notes:
@@ -201,21 +193,18 @@ def _prepare(
     return run
 
 
-def _opener(order: Order, clock: datetime.datetime) -> OpenEngine:
-    """What loads the engine of a run: in this process, unless several replicas or certain devices are asked for."""
+def _opener(places: ReplicaPlaces | None, clock: datetime.datetime) -> OpenEngine:
+    """What loads the engine of a run: in this process, or over replicas in their places."""
     from weft.engine.train import load_engine
-    from weft.replicas.load import load_replicated, rank_variables
+    from weft.replicas.load import load_replicated
 
-    if order.replicas is None and order.devices is None:
-        return load_engine
-    variables = rank_variables(order.replicas, order.devices, order.spec.backbone)
-    if len(variables) == 1 and order.devices is None:
+    if places is None:
         return load_engine
 
     def load(
         spec: RunSpec, jobs: Sequence[JobSpec], wall: WallClock | None
     ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
-        return load_replicated(spec, jobs, variables, clock=clock, wall=wall)
+        return load_replicated(spec, jobs, places, clock=clock, wall=wall)
 
     return load
 

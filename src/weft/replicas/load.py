@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.backbone.load import choose_device, load_tokenizer
 from weft.errors import ConfigError
 from weft.kernels.device import gpus, is_gpu
 from weft.replicas.messages import RankOrder
+from weft.replicas.rank_pool import RankPool, Ranks
 from weft.replicas.replicated_engine import ReplicatedEngine
 from weft.replicas.steered_engine import SteeredEngine
 from weft.spec import BackboneSpec, JobSpec, RunSpec
@@ -22,6 +24,18 @@ EngineT = TypeVar("EngineT", bound=ReplicatedEngine)
 AUTO = "auto"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """What torch sees of a machine's GPUs."""
+
+
+@dataclass(frozen=True)
+class ReplicaPlaces:
+    """Where the replicas of a run are."""
+
+    variables: Sequence[Mapping[str, str]]
+    """Of each rank's environment."""
+    open_pool: Callable[[RankOrder, Sequence[Mapping[str, str]]], Ranks] = RankPool
+    """Makes what starts and hears the ranks."""
+    manner: str = "each in a process of its own"
+    """How they are there, for whoever reads along."""
 
 
 def rank_variables(replicas: str | None, devices: str | None, backbone: BackboneSpec) -> list[dict[str, str]]:
@@ -82,7 +96,7 @@ def rank_order(spec: RunSpec, jobs: Sequence[JobSpec]) -> RankOrder:
 def load_replicated(
     spec: RunT,
     jobs: Sequence[JobSpec],
-    variables: Sequence[Mapping[str, str]],
+    places: ReplicaPlaces,
     *,
     clock: datetime.datetime,
     wall: WallClock | None = None,
@@ -91,31 +105,32 @@ def load_replicated(
 
     The run comes back with a number where its capacity is `auto`, so that all that follows agrees on it.
     """
-    return _load(ReplicatedEngine, spec, rank_order(spec, jobs), variables, clock, wall)
+    return _load(ReplicatedEngine, spec, rank_order(spec, jobs), places, clock, wall)
 
 
 def load_steered(
     spec: RunT,
     jobs: Sequence[JobSpec],
-    variables: Sequence[Mapping[str, str]],
+    places: ReplicaPlaces,
     *,
     clock: datetime.datetime,
     wall: WallClock | None = None,
 ) -> tuple[RunT, SteeredEngine, tuple[str, ...]]:
     """The same for jobs that are steered while they train, such as the trials of a sweep."""
     order = dataclasses.replace(rank_order(spec, jobs), is_steered=True)
-    return _load(SteeredEngine, spec, order, variables, clock, wall)
+    return _load(SteeredEngine, spec, order, places, clock, wall)
 
 
 def _load(
     kind: type[EngineT],
     spec: RunT,
     order: RankOrder,
-    variables: Sequence[Mapping[str, str]],
+    places: ReplicaPlaces,
     clock: datetime.datetime,
     wall: WallClock | None,
 ) -> tuple[RunT, EngineT, tuple[str, ...]]:
     wall = wall or WallClock()
-    engine = kind(order, load_tokenizer(spec.base_model), variables, clock=clock, wall=wall)
+    tokenizer = load_tokenizer(spec.base_model)
+    engine = kind(order, tokenizer, places.variables, clock=clock, wall=wall, open_pool=places.open_pool)
     wall.add_start(Activity.LOADING)
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, engine.notes

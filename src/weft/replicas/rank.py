@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
@@ -60,7 +60,23 @@ from weft.store.rank_dir import RankDirectory
 from weft.store.run_dir import library_versions
 
 
-def run_rank(connection: Connection, index: int) -> None:
+class RankConnection(Protocol):
+    """A rank's way to its controller and back: that of another process, or queues of its own."""
+
+    def send(self, report: Report, /) -> None:
+        """Tells the controller something."""
+        ...
+
+    def recv(self) -> Any:
+        """The next thing that the controller said; waits for it."""
+        ...
+
+    def poll(self) -> bool:
+        """Whether there is something that the controller said."""
+        ...
+
+
+def run_rank(connection: RankConnection, index: int) -> None:
     """Serves a controller until that ends, or has no more to do."""
     link = RankLink(connection)
     try:
@@ -87,7 +103,7 @@ def _tellable(error: Exception) -> Exception:
 class RankLink:
     """The connection to the controller; several threads may tell it something."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: RankConnection) -> None:
         self.connection = connection
         self.lock = threading.Lock()
         """Whoever has it may send."""

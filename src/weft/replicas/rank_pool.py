@@ -43,12 +43,20 @@ class RankEnded(Report):
     how: str
 
 
+class CommandLine(Protocol):
+    """Takes commands to a rank."""
+
+    def send(self, command: Command, /) -> None:
+        """Says something."""
+        ...
+
+
 @dataclass
 class RankHandle:
     """A rank as its controller reaches it."""
 
     index: int
-    connection: Connection | None = None
+    connection: CommandLine | None = None
     """None until it has joined and been told how to set itself up."""
     heard_s: float = field(default_factory=time.monotonic)
     """When it last gave a sign of life."""

@@ -24,7 +24,7 @@ from weft.engine.events import Event, JobStarted, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import PreparedRun, execute_run, prepare_run
 from weft.errors import WeftError
-from weft.replicas.load import load_replicated
+from weft.replicas.load import ReplicaPlaces, load_replicated
 from weft.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import JobSpec, RunSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
@@ -159,7 +159,8 @@ def _train(jobs: SmallJobs, num_ranks: int, watch: Pace | Killing) -> None:
     def load(
         spec: RunSpec, specs: Sequence[JobSpec], wall: WallClock | None
     ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
-        return load_replicated(spec, specs, [ONE_THREAD] * num_ranks, clock=datetime.datetime.now(), wall=wall)
+        places = ReplicaPlaces([ONE_THREAD] * num_ranks)
+        return load_replicated(spec, specs, places, clock=datetime.datetime.now(), wall=wall)
 
     with tempfile.TemporaryDirectory(prefix="weft-replicas-") as name:
         folder = Path(name)

@@ -1,0 +1,73 @@
+"""The options of verbs that train on several replicas: how many there are, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.errors import ConfigError
+from weft.gpu_choice import AUTO, number_or_auto
+
+if TYPE_CHECKING:
+    from weft.replicas.load import ReplicaPlaces
+    from weft.spec import BackboneSpec
+
+Replicas = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Copies of the backbone, each with its own jobs; auto: one on every GPU."),
+]
+Devices = Annotated[
+    str | None, typer.Option(metavar="LIST", help="The GPUs to use, such as 0,2; a copy of the backbone on each.")
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Train on a Ray cluster: local, auto, ray://HOST:PORT or HOST:PORT."),
+]
+GpuType = Annotated[
+    str | None, typer.Option(metavar="TYPE", help="With --cluster: the type of GPU to use, such as H100.")
+]
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """What was said about replicas on the command line."""
+
+    replicas: str | None = None
+    devices: str | None = None
+    cluster: str | None = None
+    gpu_type: str | None = None
+
+    @property
+    def flags(self) -> list[str]:
+        """The same, as it was said."""
+        given = {
+            "--replicas": self.replicas,
+            "--devices": self.devices,
+            "--cluster": self.cluster,
+            "--gpu-type": self.gpu_type,
+        }
+        return [part for name, value in given.items() if value is not None for part in (name, value)]
+
+    def places(self, backbone: BackboneSpec) -> ReplicaPlaces | None:
+        """Where the replicas are; None where this process is enough. ConfigError for what cannot be."""
+        if self.cluster is not None:
+            return self._cluster_places(self.cluster, backbone)
+        if self.gpu_type is not None:
+            raise ConfigError("is for a cluster; give --cluster, or use --devices.", where="--gpu-type")
+        if self.replicas is None and self.devices is None:
+            return None
+        from weft.replicas.load import ReplicaPlaces, rank_variables
+
+        variables = rank_variables(self.replicas, self.devices, backbone)
+        return None if len(variables) == 1 and self.devices is None else ReplicaPlaces(variables)
+
+    def _cluster_places(self, cluster: str, backbone: BackboneSpec) -> ReplicaPlaces:
+        if self.devices is not None:
+            found = "are the GPUs of this machine; on a cluster, use --replicas and --gpu-type"
+            raise ConfigError(f"{found}.", where="--devices")
+        number = number_or_auto(self.replicas or AUTO, "--replicas", 1)
+        from weft.cluster.load import find_places
+
+        return find_places(cluster, number, backbone, gpu_type=self.gpu_type)

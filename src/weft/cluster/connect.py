@@ -1,0 +1,98 @@
+"""The way to a Ray cluster: one on this machine, one that runs already, or one at an address."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from weft.cluster.resources import ClusterNode, alive_nodes
+from weft.errors import ConfigError, MissingExtraError, first_line, install_command
+
+LOCAL, AUTO = "local", "auto"
+CLIENT = "ray://"
+CLIENT_PORT = 10001
+ANSWER_S = 10.0
+"""Seconds that a cluster has to answer."""
+OBJECT_BYTES = 100 * 2**20
+"""Of a cluster of our own: only messages are kept in it."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How a client of HTTP/2, which Ray speaks, begins: its preface, and a frame of no settings."""
+_SETTINGS = 4
+"""The type of the frame that a server of HTTP/2 begins with."""
+
+
+def need_ray() -> Any:
+    """Ray, or a clear sentence that says how to install it. What Ray itself would print stays off this terminal."""
+    quiet = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
+    }
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError as error:
+        hint = f"Install it: {install_command('ray')}."
+        raise MissingExtraError(f"a cluster needs {error.name}.", hint=hint) from None
+    return ray
+
+
+def connect(address: str, *, num_cpus: int | None = None) -> list[ClusterNode]:
+    """Connects this process to a cluster, unless it is connected; the nodes that are there.
+
+    `local` starts one on this machine, with room for `num_cpus` replicas if they are on CPUs; `auto` is the one that
+    RAY_ADDRESS names, or that runs on this machine. ConfigError for one that does not answer.
+    """
+    ray = need_ray()
+    if not ray.is_initialized():
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        where = f"--cluster {address}"
+        if address == AUTO:
+            address = os.environ.get("RAY_ADDRESS") or AUTO
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        if address == LOCAL:
+            cores = os.cpu_count() or 1
+            quiet |= {"address": LOCAL, "include_dashboard": False, "object_store_memory": OBJECT_BYTES}
+            ray.init(num_cpus=max(cores, num_cpus or 0), **quiet)
+        else:
+            _join(ray, address, where, quiet)
+    return alive_nodes(ray.nodes())
+
+
+def _join(ray: Any, address: str, where: str, settings: Mapping[str, Any]) -> None:
+    if address != AUTO:
+        _check_answer(address, where)
+    try:
+        ray.init(address=address, **settings)
+    except Exception as error:
+        if address == AUTO and isinstance(error, ConnectionError):
+            raise ConfigError("none runs on this machine, and RAY_ADDRESS names none.", where=where) from None
+        raise ConfigError(f"no Ray cluster can be used there ({first_line(error)}).", where=where) from None
+
+
+def _check_answer(address: str, where: str) -> None:
+    """ConfigError unless something that speaks as Ray does answers soon; Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix(CLIENT).rpartition(":")
+    if not colon and address.startswith(CLIENT):
+        host, port = port, str(CLIENT_PORT)
+    if not host or not port.isdecimal():
+        accepted = "accepted are local, auto, ray://HOST:PORT and HOST:PORT"
+        raise ConfigError(f"got {address!r}; {accepted}.", where="--cluster")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as sock:
+            sock.settimeout(ANSWER_S)
+            answer = b""
+            if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+                sock.sendall(_PREFACE)
+                with suppress(TimeoutError):
+                    answer = sock.recv(9)
+                if len(answer) < 4 or answer[3] != _SETTINGS:
+                    raise ConfigError("what answers there is no Ray cluster.", where=where)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"no Ray cluster answers there ({reason}).", where=where) from None
