@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from weft.cluster.resources import ClusterNode, alive_nodes
@@ -42,14 +43,30 @@ def need_ray() -> Any:
     return ray
 
 
-def connect(address: str, *, num_cpus: int | None = None) -> list[ClusterNode]:
-    """Connects this process to a cluster, unless it is connected; the nodes that are there.
+@dataclass(frozen=True)
+class ClusterConnection:
+    """This process as part of a cluster."""
+
+    nodes: list[ClusterNode]
+    """Those that are there."""
+    is_own: bool
+    """It was connected for this, and not by a program that goes on using Ray."""
+
+    def close(self) -> None:
+        """Leaves the cluster, which ends one that was started for this."""
+        if self.is_own:
+            need_ray().shutdown()
+
+
+def connect(address: str, *, num_cpus: int | None = None) -> ClusterConnection:
+    """Connects this process to a cluster, unless it is connected.
 
     `local` starts one on this machine, with room for `num_cpus` replicas if they are on CPUs; `auto` is the one that
     RAY_ADDRESS names, or that runs on this machine. ConfigError for one that does not answer.
     """
     ray = need_ray()
-    if not ray.is_initialized():
+    is_own = not ray.is_initialized()
+    if is_own:
         logging.getLogger("ray").setLevel(logging.ERROR)
         where = f"--cluster {address}"
         if address == AUTO:
@@ -61,7 +78,7 @@ def connect(address: str, *, num_cpus: int | None = None) -> list[ClusterNode]:
             ray.init(num_cpus=max(cores, num_cpus or 0), **quiet)
         else:
             _join(ray, address, where, quiet)
-    return alive_nodes(ray.nodes())
+    return ClusterConnection(alive_nodes(ray.nodes()), is_own)
 
 
 def _join(ray: Any, address: str, where: str, settings: Mapping[str, Any]) -> None:

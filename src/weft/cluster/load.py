@@ -30,18 +30,23 @@ def find_places(
     `number` is None for a replica on every GPU, or on every node if there is no GPU. `group` is room of the caller's
     own, with a bundle for each replica.
     """
-    nodes = connect(address, num_cpus=number if address == LOCAL else None)
-    if group is not None:
-        request = _request_within(group, number)
-    else:
-        request = replica_request(nodes, number, device=backbone.device, gpu_type=gpu_type)
+    connection = connect(address, num_cpus=number if address == LOCAL else None)
+    try:
+        if group is not None:
+            request = _request_within(group, number)
+        else:
+            request = replica_request(connection.nodes, number, device=backbone.device, gpu_type=gpu_type)
+    except ConfigError:
+        connection.close()
+        raise
 
     def open_pool(order: RankOrder, variables: Sequence[Mapping[str, str]]) -> Ranks:
         from weft.cluster.ray_ranks import RayRanks
 
-        return RayRanks(order, request, group)
+        return RayRanks(order, request, connection, group)
 
-    machines = f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
+    count = len(connection.nodes)
+    machines = f"{count} node{'' if count == 1 else 's'}"
     # Ray shows every rank its own GPU.
     return ReplicaPlaces([{}] * request.number, open_pool, f"actors on a Ray cluster of {machines}")
 

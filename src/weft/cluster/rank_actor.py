@@ -120,6 +120,8 @@ class RankActor:
     def _end_forsaken(self) -> None:
         while time.monotonic() - self._asked_s < FORSAKEN_S:
             time.sleep(LOOK_S)
+            if self._ending is not None:
+                return
         # Threads may be writing; what they write appears whole or not at all.
         os._exit(1)
 

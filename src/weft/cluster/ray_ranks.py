@@ -23,6 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from weft.cluster.connect import ClusterConnection
 from weft.cluster.rank_actor import ActorPlace, Heard, RankActor
 from weft.cluster.resources import ReplicaRequest, in_words
 from weft.errors import ConfigError, WeftError, first_line
@@ -71,11 +72,18 @@ class RayRank(RankHandle):
 
 
 class RayRanks:
-    """All ranks of one controller on a cluster that this process is connected to."""
+    """All ranks of one controller on a cluster."""
 
-    def __init__(self, order: RankOrder, request: ReplicaRequest, group: PlacementGroup | None = None) -> None:
+    def __init__(
+        self,
+        order: RankOrder,
+        request: ReplicaRequest,
+        connection: ClusterConnection,
+        group: PlacementGroup | None = None,
+    ) -> None:
         """Takes room for all replicas, or raises ConfigError; `group` has room of its owner's, a bundle for each."""
         self._order = order
+        self._connection = connection
         self._own_groups = [] if group is not None else _take_room(request)
         self._group = group
         self._resources = dict(request.bundle)
@@ -125,6 +133,7 @@ class RayRanks:
         for group in self._own_groups:
             with suppress(*CONNECTION_ERRORS):
                 remove_placement_group(group)
+        self._connection.close()
 
     def _read(self, rank: RayRank) -> None:
         """Hears one rank until it is gone."""
