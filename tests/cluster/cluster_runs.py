@@ -11,7 +11,8 @@ from typing import Any
 from weft.engine.events import Event
 from weft.engine.train import execute_run, load_engine, prepare_run
 from weft.job_state import JobState
-from weft.replicas.load import ReplicaPlaces, load_replicated
+from weft.replicas.load import load_replicated
+from weft.replicas.places import ReplicaPlaces, rank_order
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 
@@ -56,7 +57,7 @@ def train(
 
     def over_replicas(spec: RunSpec, jobs: Any, wall: Any) -> Any:
         assert places is not None
-        return load_replicated(spec, jobs, places, clock=CLOCK, wall=wall)
+        return load_replicated(spec, places.start(rank_order(spec, jobs)), clock=CLOCK, wall=wall)
 
     events: list[Event] = []
     opener = load_engine if places is None else over_replicas

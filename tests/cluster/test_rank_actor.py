@@ -20,9 +20,9 @@ def actor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Rank
     """Starts an actor whose rank is the given function."""
     monkeypatch.chdir(tmp_path)
 
-    def start(serve: Callable[[Any, int], None], **variables: str | None) -> RankActor:
+    def start(serve: Callable[[Any], None], **variables: str | None) -> RankActor:
         monkeypatch.setattr(rank_module, "run_rank", serve)
-        return RankActor(3, variables, tmp_path)
+        return RankActor(variables, tmp_path)
 
     return start
 
@@ -37,11 +37,11 @@ def told(actor: RankActor) -> tuple[list[Report], str]:
             return reports, heard.ending
 
 
-def echo(connection: Any, index: int) -> None:
+def echo(connection: Any) -> None:
     """A rank that tells which jobs it is to cancel."""
     command: Command = connection.recv()
     while not isinstance(command, EndRank):
-        connection.send(JobReleased(command.job, index))
+        connection.send(JobReleased(command.job, 0))
         command = connection.recv()
 
 
@@ -52,12 +52,11 @@ def test_commands_when_calls_arrive_in_another_order_then_are_obeyed_in_theirs(a
         serving.obey(number, EndRank() if number == 3 else CancelJob(f"job{number}"))
     reports, ending = told(serving)
     assert [report.job for report in reports] == ["job0", "job1", "job2"]
-    assert {report.step for report in reports} == {3}, "it knows which rank it is"
     assert ending == "ended"
 
 
 def test_rank_when_it_fails_then_all_it_told_comes_first_and_then_how(actor):
-    def fail(connection: Any, index: int) -> None:
+    def fail(connection: Any) -> None:
         for number in range(100):
             connection.send(JobReleased(f"job{number}", 0))
         raise ValueError("no such thing")
@@ -71,7 +70,7 @@ def test_environment_when_the_controller_has_no_such_variable_then_the_actor_has
     """Ray sets the number of threads, which decides bits."""
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    actor(lambda connection, index: None, OMP_NUM_THREADS=None, OMP_WAIT_POLICY="PASSIVE")
+    actor(lambda connection: None, OMP_NUM_THREADS=None, OMP_WAIT_POLICY="PASSIVE")
     assert "OMP_NUM_THREADS" not in os.environ
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 

@@ -16,7 +16,7 @@ from weft.cluster.connect import need_ray
 from weft.cluster.load import find_places
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.errors import ConfigError
-from weft.replicas.load import ReplicaPlaces
+from weft.replicas.places import ReplicaPlaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 SPEC = run_spec()
@@ -66,7 +66,7 @@ def once(act: Callable[[Any], None]) -> Callable[[Any, Event], None]:
 
 
 def ranks_of(engine: Any) -> list[Any]:
-    return [rank.process for rank in engine._ranks.values()]
+    return [rank.process for rank in engine._ranks]
 
 
 def assert_well(states: dict[str, Any], events: list[Event], out: Path, expected: dict[str, bytes]) -> None:

@@ -18,8 +18,9 @@ from weft.engine.events import Event
 from weft.engine.resume import plan_resume
 from weft.engine.train import PreparedRun, execute_run, load_engine, prepare_run
 from weft.job_state import JobState
-from weft.replicas.load import rank_order
-from weft.replicas.replicated_engine import SILENT_S, ReplicatedEngine
+from weft.replicas.places import rank_order
+from weft.replicas.rank_group import SILENT_S, RankGroup
+from weft.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 
@@ -69,15 +70,12 @@ def opened(
         nonlocal pool
         order = rank_order(spec, jobs)
         pool = ranks = ThreadRanks(order, **options)
-        engine = ReplicatedEngine(
-            order,
-            load_tokenizer(spec.base_model),
-            [{}] * num_ranks,
-            clock=clock,
-            wall=wall,
-            open_pool=lambda *_: ranks,
-            silent_s=silent_s,
-        )
+        group = RankGroup(ranks, num_ranks, silent_s=silent_s)
+        try:
+            engine = ReplicatedEngine(group, load_tokenizer(spec.base_model), clock=clock, wall=wall)
+        except BaseException:
+            group.abandon()
+            raise
         return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, engine.notes
 
     opener = over_threads if num_ranks else load_engine

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from replicated_runs import files_of, opened, run_spec, train, write_data
 
 from weft import faults
@@ -22,7 +23,7 @@ from weft.job_state import Reason, ReasonCode
 from weft.plan.admit import Admission, HeldJob
 from weft.plan.place import JobPlacement, Move
 from weft.replicas import rank as rank_module
-from weft.replicas import replicated_engine
+from weft.replicas import rank_group, replicated_engine
 from weft.replicas.known_job import KnownJob
 from weft.replicas.known_rank import KnownRank
 from weft.spec import AdapterSpec, JobSpec
@@ -140,7 +141,7 @@ def test_run_when_ranks_die_while_jobs_are_dealt_out_at_random_then_changes_no_b
     data, expected, tmp_path, monkeypatch
 ):
     rng = random.Random(5)
-    monkeypatch.setattr(replicated_engine, "MAX_RESTARTS", 50)
+    monkeypatch.setattr(rank_group, "MAX_RESTARTS", 50)
     monkeypatch.setattr(replicated_engine, "decide", dealing(rng))
     states, events = train(
         run_spec(), data, tmp_path / "out", 3, ask_anew, life=lambda index: 60 + int(rng.expovariate(1 / 200))
@@ -170,6 +171,69 @@ def test_run_when_stopped_again_and_again_and_resumed_over_other_ranks_then_chan
         pytest.fail("it never ended")
     assert session >= 3
     assert_same(out, expected, everything)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("point", ["checkpoint.write", "file.rename"])
+def test_run_when_the_disk_is_full_for_one_job_then_the_others_go_on_in_its_place(data, expected, tmp_path, point):
+    """There is one place on each rank, so whoever is paused must leave it."""
+    out = tmp_path / "out"
+    armed: list[str] = []
+
+    def fill(engine: Any, event: Event) -> None:
+        if isinstance(event, StepDone) and not armed:
+            armed.append(event.job)
+            faults.arm(faults.FaultPlan("enospc", 2, point))
+
+    states, events = train(run_spec(max_jobs=1), data, out, 2, fill)
+    paused = [name for name, state in states.items() if state == "paused"]
+    assert len(paused) == 1 and all(state.is_final for name, state in states.items() if name not in paused)
+    faults.disarm()
+    states, more = train(run_spec(max_jobs=1), data, out, 2)
+    assert_same(out, expected, [*events, *more])
+
+
+@pytest.mark.faults
+def test_run_when_a_job_that_is_to_move_cannot_be_saved_then_it_is_paused_and_nobody_waits_for_it(
+    data, expected, tmp_path, monkeypatch
+):
+    """It keeps what it has in memory where it is; the others are placed as before."""
+    monkeypatch.setattr(replicated_engine, "decide", dealing(random.Random(3)))
+    faults.arm(faults.FaultPlan("enospc", 4, "checkpoint.write"))
+    states, events = train(run_spec(), data, tmp_path / "out", 2, ask_anew)
+    assert [state for name, state in states.items() if name != DIVERGES].count("paused") == 1
+    faults.disarm()
+    _, more = train(run_spec(), data, tmp_path / "out", 3, ask_anew)
+    assert_same(tmp_path / "out", expected, [*events, *more])
+
+
+def test_run_when_one_rank_runs_out_of_memory_then_only_that_one_has_smaller_microbatches(
+    data, expected, tmp_path, monkeypatch
+):
+    loaded: list[Any] = []
+
+    def load(*args: Any) -> Any:
+        backbone, notes = load_within(*args)
+        launch = backbone.launch
+
+        def small(batch: Any, row_tile: Any) -> Any:
+            if batch.num_tokens > 48:
+                raise torch.OutOfMemoryError("no room")
+            return launch(batch, row_tile)
+
+        if not loaded:
+            backbone.launch = small
+        loaded.append(backbone)
+        return backbone, notes
+
+    monkeypatch.setattr(rank_module, "load_within", load)
+    with RunDirectory.open(tmp_path / "out", resume=False) as directory, opened(run_spec(), data, 2) as (run, pool):
+        events: list[Event] = []
+        execute_run(run, directory, on_event=events.append)
+        capacities = sorted(rank.rank.engine.limits.capacity for rank in pool.started)
+    assert capacities == [48, 96]
+    assert [e for e in events if isinstance(e, JobWarning) and "ran out of memory" in e.message]
+    assert_same(tmp_path / "out", expected, events)
 
 
 def test_job_when_its_data_has_changed_since_it_was_checked_then_it_alone_fails(data, expected, tmp_path):
@@ -214,6 +278,23 @@ def test_rank_when_its_device_fails_then_its_own_words_are_told_and_it_is_replac
 
 
 @pytest.mark.faults
+def test_rank_when_it_gives_no_sign_of_life_then_it_is_ended_and_replaced_while_others_talk(data, expected, tmp_path):
+    stalled: list[Any] = []
+
+    def stall(engine: Any, event: Event) -> None:
+        if isinstance(event, StepDone) and not stalled:
+            rank = engine.jobs[event.job].rank
+            stalled.append(engine._ranks[rank].process)
+            stalled[0].theirs.is_stalled.set()
+
+    states, events = train(run_spec(), data, tmp_path / "out", 2, stall, silent_s=1.0)
+    assert states == FINAL
+    assert_same(tmp_path / "out", expected, events)
+    assert not stalled[0].thread.is_alive()
+    assert any("gave no sign of life for 1 s" in e.message for e in events if isinstance(e, JobWarning))
+
+
+@pytest.mark.faults
 def test_run_when_ranks_die_as_soon_as_they_are_there_then_ends_with_a_sentence(data, tmp_path):
     """Nobody waits for a rank that will never come."""
     with pytest.raises(JobError, match=r"no replica is left: the last one vanished\. Every job goes on"):
@@ -221,8 +302,8 @@ def test_run_when_ranks_die_as_soon_as_they_are_there_then_ends_with_a_sentence(
 
 
 def test_run_when_a_rank_does_not_see_the_run_directory_then_says_so_before_any_training(data, tmp_path, monkeypatch):
-    def elsewhere(path: Path, rank: int, owner: Owner) -> RankDirectory:
-        return RankDirectory(tmp_path / "other" if rank == 1 else path, rank, owner)
+    def elsewhere(path: Path, rank: int, owner: Owner, permit: Path) -> RankDirectory:
+        return RankDirectory(tmp_path / "other" if rank == 1 else path, rank, owner, permit)
 
     monkeypatch.setattr(rank_module, "RankDirectory", elsewhere)
     with pytest.raises(StorageError, match=r"other: rank 1 on .* does not find the run of process \d+ .* share\."):

@@ -11,9 +11,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from weft.replicas.controller_link import ControllerLink
 from weft.replicas.messages import EndRank, RankAlive, RankFailed, RankOrder, Report
-from weft.replicas.rank import Rank, RankLink
-from weft.replicas.rank_pool import RankEnded, RankHandle
+from weft.replicas.rank import Rank
+from weft.replicas.rank_link import RankEnded, RankHandle
 from weft.spec import JobSpec
 
 _LOADING = threading.Lock()
@@ -106,7 +107,7 @@ class ThreadRanks:
         assert not self.problems
 
     def _serve(self, handle: ThreadRank) -> None:
-        link = RankLink(handle.theirs)  # type: ignore[arg-type]
+        link = ControllerLink(handle.theirs)  # type: ignore[arg-type]
         threading.Thread(target=self._beat, args=(handle, link), daemon=True).start()
         try:
             with _LOADING:
@@ -124,7 +125,7 @@ class ThreadRanks:
                 handle.rank.close()
             handle.theirs.close()
 
-    def _beat(self, handle: ThreadRank, link: RankLink) -> None:
+    def _beat(self, handle: ThreadRank, link: ControllerLink) -> None:
         with suppress(OSError):
             while handle.thread.is_alive():
                 with link.lock:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from weft.store import atomic
 from weft.store import owner as owner_module
 from weft.store.atomic import append_line, remove_directory, remove_leftovers, staged_directory, write_file
 from weft.store.owner import GONE_S, Owner, Ownership, newest_owner
-from weft.store.rank_dir import RankDirectory
+from weft.store.rank_dir import RankDirectory, grant_permit, revoke_permit
 from weft.store.run_dir import RunDirectory, RunRecord
 
 ELSEWHERE = {"host": "far", "pid": 123, "boot": "other", "token": "of far"}
@@ -83,7 +84,7 @@ def test_open_when_the_file_system_has_no_locks_then_the_record_decides(tmp_path
         first.write_run(RunRecord())
         with pytest.raises(StorageError, match=f"in use by process {os.getpid()}, last heard of"):
             RunDirectory.open(tmp_path / "x", resume=True)
-        RankDirectory(first.path, 0, first.owner).close()
+        RankDirectory(first.path, 0, first.owner, grant_permit(first.path)).close()
     RunDirectory.open(tmp_path / "x", resume=True).close()
 
 
@@ -112,7 +113,7 @@ def test_claim_when_another_is_quicker_then_one_of_both_is_refused(tmp_path, mon
 @pytest.mark.parametrize("who", ["owner", "rank"])
 def test_files_when_the_run_has_another_owner_then_an_earlier_process_changes_none(run, files, who):
     """A controller that was cut off, and ranks that outlive theirs, write nothing into a run that went on elsewhere."""
-    rank = RankDirectory(run.path, 1, run.owner)
+    rank = RankDirectory(run.path, 1, run.owner, grant_permit(run.path))
     run.write_status("a", JobState.RUNNING, step=1)
     run.append_metrics("a", {"step": 1})
     for name in ("adapter", "checkpoints"):
@@ -167,8 +168,23 @@ def test_rank_when_it_does_not_see_the_run_directory_then_says_so_and_makes_noth
     before = files(tmp_path)
     said = r"other: rank 2 on .* does not find the run of process \d+ on .* there; the run directory must be one"
     with pytest.raises(StorageError, match=said):
-        RankDirectory(tmp_path / "other", 2, run.owner)
+        RankDirectory(tmp_path / "other", 2, run.owner, run.path / "permit")
     assert files(tmp_path) == before
+
+
+def test_rank_when_its_owner_has_given_it_up_then_it_writes_nothing_and_the_others_do(run):
+    """A rank that was stopped, or cut off, may wake up when another one has its jobs."""
+    permits = [grant_permit(run.path) for _ in range(2)]
+    late, other = (RankDirectory(run.path, rank, run.owner, permit) for rank, permit in enumerate(permits))
+    late.append_metrics("a", {"step": 1})
+    revoke_permit(permits[0])
+    for write in (lambda: late.append_metrics("a", {"step": 2}), lambda: late.write_status("a", JobState.PAUSED)):
+        with pytest.raises(StorageError, match="the run goes on without this rank"):
+            write()
+    late.close()
+    other.append_metrics("a", {"step": 2})
+    other.close()
+    assert [json.loads(line)["step"] for line in run.metrics_path("a").read_text().splitlines()] == [1, 2]
 
 
 def test_owner_when_its_record_is_only_half_written_then_it_is_another_process(tmp_path):

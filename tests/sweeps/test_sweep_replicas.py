@@ -14,7 +14,8 @@ import pytest
 from tests.replicas.thread_ranks import ThreadRanks
 from weft.backbone.load import load_tokenizer
 from weft.engine.train import load_engine
-from weft.replicas.load import rank_order
+from weft.replicas.places import rank_order
+from weft.replicas.rank_group import RankGroup
 from weft.replicas.steered_engine import SteeredEngine
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
@@ -41,14 +42,8 @@ def run_sweep(
     def opened(spec, jobs, wall):
         if not num_ranks:
             return load_engine(spec, jobs, wall)
-        order = replace(rank_order(spec, jobs), is_steered=True)
-
-        def open_pool(order, variables):
-            pools.append(ThreadRanks(order, life=life))
-            return pools[0]
-
-        tokenizer = load_tokenizer(spec.base_model)
-        engine = SteeredEngine(order, tokenizer, [{}] * num_ranks, open_pool=open_pool)
+        pools.append(ThreadRanks(rank_order(spec, jobs, is_steered=True), life=life))
+        engine = SteeredEngine(RankGroup(pools[0], num_ranks), load_tokenizer(spec.base_model))
         return replace(spec, capacity=engine.limits.capacity), engine, engine.notes
 
     prepared = prepare_sweep(spec, Path(), begun_at(folder) if resume else None, open_engine=opened)

@@ -1,32 +1,51 @@
-"""`weft rank` is one replica of a run; `weft train --replicas` starts ranks by itself."""
+"""`weft rank` is one replica of a run; `weft train --replicas` starts ranks by itself, `--listen` waits for others'."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.errors import ConfigError
 
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+RETRY_S = 0.5
+
 
 def rank(
-    connect: Annotated[str, typer.Option(help="Where the controller listens: a socket's path, or HOST:PORT.")],
-    index: Annotated[int, typer.Option(min=0, help="Which of the run's ranks this is, from 0.")] = 0,
+    connect: Annotated[str, typer.Option(help="Where the controller listens: HOST:PORT, or a socket's path.")],
+    wait: Annotated[float, typer.Option(help="Seconds to wait for a controller to answer.", min=0)] = 60.0,
 ) -> None:
     """Be one replica of a run that another process controls, and train the jobs it is given."""
-    from multiprocessing import AuthenticationError
-    from multiprocessing.connection import Client
-
-    from weft.replicas.rank import run_rank
-    from weft.replicas.rank_pool import KEY_VARIABLE
+    from weft.replicas.rank_listener import KEY_VARIABLE, address_of
 
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key:
         raise ConfigError("is not set; it holds the key of the run's controller.", where=KEY_VARIABLE)
-    host, _, port = connect.rpartition(":")
-    try:
-        connection = Client((host, int(port)) if host and port.isdecimal() else connect, authkey=key.encode())
-    except (OSError, AuthenticationError) as error:
-        raise ConfigError(f"no controller answers there ({error}).", where=f"--connect {connect}") from None
-    run_rank(connection, index)
+    address = address_of(connect, "--connect")
+    connection = _connection(address, key, time.monotonic() + (0.0 if isinstance(address, str) else wait))
+    from weft.replicas.rank import run_rank
+
+    run_rank(connection)
+
+
+def _connection(address: str | tuple[str, int], key: str, until_s: float) -> Connection:
+    """The connection to a controller, which may not be there yet."""
+    from multiprocessing import AuthenticationError
+
+    from weft.replicas.rank_listener import connect
+
+    where = f"--connect {address if isinstance(address, str) else ':'.join(map(str, address))}"
+    while True:
+        try:
+            return connect(address, key)
+        except AuthenticationError:
+            raise ConfigError("the controller there has another WEFT_RANK_KEY.", where=where) from None
+        except (OSError, EOFError) as error:
+            if time.monotonic() >= until_s:
+                raise ConfigError(f"no controller answers there ({error}).", where=where) from None
+            time.sleep(RETRY_S)

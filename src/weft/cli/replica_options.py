@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from weft.errors import ConfigError
 from weft.gpu_choice import AUTO, number_or_auto
 
 if TYPE_CHECKING:
-    from weft.replicas.load import ReplicaPlaces
+    from weft.replicas.places import ReplicaPlaces
     from weft.spec import BackboneSpec
 
 Replicas = Annotated[
@@ -20,6 +21,10 @@ Replicas = Annotated[
 ]
 Devices = Annotated[
     str | None, typer.Option(metavar="LIST", help="The GPUs to use, such as 0,2; a copy of the backbone on each.")
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Let --replicas ranks join from any machine, by `weft rank --connect`."),
 ]
 Cluster = Annotated[
     str | None,
@@ -38,6 +43,7 @@ class ReplicaOptions:
     devices: str | None = None
     cluster: str | None = None
     gpu_type: str | None = None
+    listen: str | None = None
 
     @property
     def flags(self) -> list[str]:
@@ -47,21 +53,26 @@ class ReplicaOptions:
             "--devices": self.devices,
             "--cluster": self.cluster,
             "--gpu-type": self.gpu_type,
+            "--listen": self.listen,
         }
         return [part for name, value in given.items() if value is not None for part in (name, value)]
 
     def places(self, backbone: BackboneSpec) -> ReplicaPlaces | None:
         """Where the replicas are; None where this process is enough. ConfigError for what cannot be."""
+        if self.listen is not None and (self.cluster is not None or self.devices is not None):
+            flag, how = ("--cluster", "starts ranks itself") if self.cluster else ("--devices", "are the GPUs here")
+            raise ConfigError(f"{how}; with --listen somebody else starts ranks.", where=flag)
         if self.cluster is not None:
             return self._cluster_places(self.cluster, backbone)
         if self.gpu_type is not None:
             raise ConfigError("is for a cluster; give --cluster, or use --devices.", where="--gpu-type")
-        if self.replicas is None and self.devices is None:
+        if self.replicas is None and self.devices is None and self.listen is None:
             return None
-        from weft.replicas.load import ReplicaPlaces, rank_variables
+        from weft.replicas.places import joined_places, own_places
 
-        variables = rank_variables(self.replicas, self.devices, backbone)
-        return None if len(variables) == 1 and self.devices is None else ReplicaPlaces(variables)
+        if self.listen is not None:
+            return joined_places(self.listen, self.replicas)
+        return own_places(self.replicas, self.devices, backbone)
 
     def _cluster_places(self, cluster: str, backbone: BackboneSpec) -> ReplicaPlaces:
         if self.devices is not None:
@@ -71,3 +82,9 @@ class ReplicaOptions:
         from weft.cluster.load import find_places
 
         return find_places(cluster, number, backbone, gpu_type=self.gpu_type)
+
+
+def tell_invitation(places: ReplicaPlaces, console: Console) -> None:
+    """Says how to start ranks that the controller does not start itself."""
+    if places.invitation:
+        console.print(f"ranks     {places.invitation}", markup=False, highlight=False, soft_wrap=True)

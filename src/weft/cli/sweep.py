@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.replica_options import Cluster, Devices, GpuType, ReplicaOptions, Replicas
+from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, WeftError
 from weft.report.console import output_console
@@ -33,8 +33,12 @@ from weft.spec.sweep import SweepSpec
 from weft.wall_clock import WallClock, process_start_s
 
 if TYPE_CHECKING:
-    from weft.replicas.load import ReplicaPlaces
+    from collections.abc import Sequence
+
+    from weft.replicas.places import ReplicaPlaces
+    from weft.spec import JobSpec
     from weft.sweeps.api import OpenSweepEngine, PreparedSweep, SweepResult
+    from weft.sweeps.sweep_engine import SweepEngine
     from weft.sweeps.trial_loop import SweepRun
 
 SHOWN = 40
@@ -76,13 +80,14 @@ def sweep(
     devices: Devices = None,
     cluster: Cluster = None,
     gpu_type: GpuType = None,
+    listen: Listen = None,
 ) -> None:
     """Try many configurations together on one backbone and keep the best."""
     short = {"trials": trials, "max_tokens": max_tokens, "max_seconds": max_seconds, "sampler": sampler}
     short |= {"all_points": "true" if every_point else None, "early_stop": "none" if no_early_stop else None}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_sweep(sweep_file, changes, space=space)
-    options = ReplicaOptions(replicas, devices, cluster, gpu_type)
+    options = ReplicaOptions(replicas, devices, cluster, gpu_type, listen)
     if not dry_run and (device is not None or gpus is not None):
         flag = "--gpus" if device is None else "--device"
         raise ConfigError("is what --dry-run plans for; a sweep trains on the device that is here.", where=flag)
@@ -148,14 +153,23 @@ def _places(spec: SweepSpec, options: ReplicaOptions) -> ReplicaPlaces | None:
     return places
 
 
-def _opener(order: Order, clock: datetime.datetime) -> OpenSweepEngine:
+def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSweepEngine:
     from weft.engine.train import load_engine
     from weft.replicas.load import load_steered
+    from weft.replicas.places import rank_order
 
     places = order.places
     if places is None:
         return load_engine
-    return lambda spec, jobs, wall: load_steered(spec, jobs, places, clock=clock, wall=wall)
+
+    def load(
+        spec: SweepSpec, jobs: Sequence[JobSpec], wall: WallClock | None
+    ) -> tuple[SweepSpec, SweepEngine, tuple[str, ...]]:
+        tell_invitation(places, console)
+        ranks = places.start(rank_order(spec, jobs, is_steered=True))
+        return load_steered(spec, ranks, clock=clock, wall=wall)
+
+    return load
 
 
 def _sweep(order: Order, console: Console) -> int:
@@ -167,7 +181,7 @@ def _sweep(order: Order, console: Console) -> int:
     clock = (begun_at(folder) if resume else None) or datetime.datetime.now()
     with console.status("loading the backbone and the data"):
         prepared = prepare_sweep(
-            spec, order.file.parent, clock, begun_s=begun_s, wall=wall, open_engine=_opener(order, clock)
+            spec, order.file.parent, clock, begun_s=begun_s, wall=wall, open_engine=_opener(order, clock, console)
         )
     with contextlib.closing(prepared.engine):
         return _train(prepared, order, folder, console)
@@ -239,7 +253,7 @@ def _introduce(prepared: PreparedSweep, places: ReplicaPlaces | None, console: C
     objective = spec.objective
     lines = [
         f"backbone  {spec.base_model} on {facts.device}, {facts.dtype}",
-        *([] if places is None else [f"replicas  {len(places.variables)}, {places.manner}"]),
+        *([] if places is None else [f"replicas  {places.number}, {places.manner}"]),
         f"kernels   {facts.kernels}",
         f"capacity  {spec.capacity:,} tokens a microbatch",
         *(f"note      {note}" for note in prepared.notes),

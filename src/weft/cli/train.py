@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shlex
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,21 +13,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.replica_options import Cluster, Devices, GpuType, ReplicaOptions, Replicas
+from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import user_path
 from weft.errors import StorageError
 from weft.report.console import output_console
-from weft.spec import JobSpec, RunSpec, load_run
+from weft.spec import RunSpec, load_run
 from weft.spec.load import locate
 from weft.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from weft.engine.preview import Preview
-    from weft.engine.run_engine import RunEngine
     from weft.engine.train import OpenEngine, PreparedRun
-    from weft.replicas.load import ReplicaPlaces
+    from weft.replicas.rank_group import RankGroup
     from weft.store.run_dir import RunDirectory
 
 
@@ -57,13 +55,15 @@ def train(
     devices: Devices = None,
     cluster: Cluster = None,
     gpu_type: GpuType = None,
+    listen: Listen = None,
 ) -> None:
     """Train all jobs of a file together on one backbone."""
     short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
     directory = out or Path(spec.output_dir)
-    order = Order(spec, jobs_file, changes, keep_going, ReplicaOptions(replicas, devices, cluster, gpu_type))
+    options = ReplicaOptions(replicas, devices, cluster, gpu_type, listen)
+    order = Order(spec, jobs_file, changes, keep_going, options)
     console = output_console()
     if dry_run:
         from weft.store.run_dir import RunDirectory
@@ -97,13 +97,14 @@ class Order:
 def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
     """Runs or resumes; returns the exit code."""
     from weft.cli.watch import conclude, follow, tell_time
-    from weft.engine.resume import as_begun, check_same_data, plan_resume
-    from weft.engine.train import clock_of
     from weft.store.run_dir import RunDirectory
 
     wall = WallClock(process_start_s())
     RunDirectory.check(out, resume=resume)
     if resume:
+        from weft.engine.resume import as_begun, check_same_data, plan_resume
+        from weft.engine.train import clock_of
+
         with RunDirectory.open(out, resume=True) as directory:
             plan = plan_resume(order.spec, directory, locate=order.locate)
             if len(plan.done) == len(order.spec.jobs):
@@ -158,15 +159,23 @@ def _prepare(
     wall: WallClock | None = None,
 ) -> PreparedRun:
     """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
-    from weft.engine.train import prepare_run
     from weft.report.trackers import open_trackers
 
     spec, clock = order.spec, clock or datetime.datetime.now()
+    # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
+    open_trackers(spec.report_to, Path(), "")
     places = order.replicas.places(spec.backbone)
-    open_engine = _opener(places, clock)
-    with console.status("loading the backbone and the data"):
-        # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
-        open_trackers(spec.report_to, Path(), "")
+    with console.status("loading the backbone and the data"), ExitStack() as undo:
+        ranks = None
+        if places is not None:
+            tell_invitation(places, console)
+            # They load while this process imports what it needs itself.
+            from weft.replicas.places import rank_order
+
+            ranks = places.start(rank_order(spec, spec.jobs))
+            undo.callback(ranks.abandon)
+        from weft.engine.train import prepare_run
+
         run = prepare_run(
             spec,
             base_dir=order.jobs_file.parent,
@@ -175,13 +184,14 @@ def _prepare(
             clock=clock,
             locate=order.locate,
             wall=wall,
-            open_engine=open_engine,
+            open_engine=_opener(ranks, clock),
         )
+        undo.pop_all()
     facts = run.engine.executor.facts
     stored = facts.storage if spec.quantize != "none" else facts.dtype
     console.print(f"backbone  {spec.base_model} on {facts.device}, {stored}", markup=False, highlight=False)
     if places is not None:
-        console.print(f"replicas  {len(places.variables)}, {places.manner}", markup=False, highlight=False)
+        console.print(f"replicas  {places.number}, {places.manner}", markup=False, highlight=False)
     console.print(f"kernels   {facts.kernels}", markup=False, highlight=False)
     console.print(f"capacity  {run.spec.capacity:,} tokens a microbatch", markup=False, highlight=False)
     for note in run.notes:
@@ -193,20 +203,14 @@ def _prepare(
     return run
 
 
-def _opener(places: ReplicaPlaces | None, clock: datetime.datetime) -> OpenEngine:
-    """What loads the engine of a run: in this process, or over replicas in their places."""
+def _opener(ranks: RankGroup | None, clock: datetime.datetime) -> OpenEngine:
+    """What loads the engine of a run: in this process, or over ranks."""
     from weft.engine.train import load_engine
     from weft.replicas.load import load_replicated
 
-    if places is None:
+    if ranks is None:
         return load_engine
-
-    def load(
-        spec: RunSpec, jobs: Sequence[JobSpec], wall: WallClock | None
-    ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
-        return load_replicated(spec, jobs, places, clock=clock, wall=wall)
-
-    return load
+    return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall)
 
 
 def _show_plan(run: PreparedRun, console: Console) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weft.cluster.connect import LOCAL, connect
 from weft.cluster.resources import ReplicaRequest, replica_request
 from weft.errors import ConfigError
-from weft.replicas.load import ReplicaPlaces
 from weft.replicas.messages import RankOrder
-from weft.replicas.rank_pool import Ranks
+from weft.replicas.places import ReplicaPlaces
+from weft.replicas.rank_link import Ranks
 from weft.spec import BackboneSpec
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def find_places(
         connection.close()
         raise
 
-    def open_pool(order: RankOrder, variables: Sequence[Mapping[str, str]]) -> Ranks:
+    def open_ranks(order: RankOrder) -> Ranks:
         from weft.cluster.ray_ranks import RayRanks
 
         return RayRanks(order, request, connection, group)
@@ -48,7 +47,7 @@ def find_places(
     count = len(connection.nodes)
     machines = f"{count} node{'' if count == 1 else 's'}"
     # Ray shows every rank its own GPU.
-    return ReplicaPlaces([{}] * request.number, open_pool, f"actors on a Ray cluster of {machines}")
+    return ReplicaPlaces(request.number, open_ranks, f"actors on a Ray cluster of {machines}")
 
 
 def _request_within(group: PlacementGroup, number: int | None) -> ReplicaRequest:

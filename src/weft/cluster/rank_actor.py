@@ -65,7 +65,7 @@ class QueueConnection:
 class RankActor:
     """Serves one rank in a thread; its methods may be called at the same time and come in any order."""
 
-    def __init__(self, index: int, variables: Mapping[str, str | None], folder: Path) -> None:
+    def __init__(self, variables: Mapping[str, str | None], folder: Path) -> None:
         """`variables`: of the controller's environment, None where it has none; `folder`: its working directory."""
         _take_over(variables)
         with suppress(OSError):
@@ -78,7 +78,7 @@ class RankActor:
         """What the controller said later than something that has not come yet."""
         self._num_obeyed = 0
         self._lock = threading.Lock()
-        threading.Thread(target=self._serve, args=(index,), name="weft-rank", daemon=True).start()
+        threading.Thread(target=self._serve, name="weft-rank", daemon=True).start()
         threading.Thread(target=self._end_forsaken, name="weft-forsaken", daemon=True).start()
 
     def where(self) -> ActorPlace:
@@ -107,12 +107,12 @@ class RankActor:
                 reports.append(self._connection.reports.get_nowait())
         return Heard(tuple(reports), ending)
 
-    def _serve(self, index: int) -> None:
+    def _serve(self) -> None:
         ending = "ended"
         try:
             from weft.replicas.rank import run_rank
 
-            run_rank(self._connection, index)
+            run_rank(self._connection)
         except BaseException as error:
             ending = f"ended with {type(error).__name__}: {error}"
         self._ending = ending

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import queue
 import signal
 import threading
 import time
@@ -27,8 +26,9 @@ from weft.cluster.connect import ClusterConnection
 from weft.cluster.rank_actor import ActorPlace, Heard, RankActor
 from weft.cluster.resources import ReplicaRequest, in_words
 from weft.errors import ConfigError, WeftError, first_line
-from weft.replicas.messages import Command, EndRank, RankFailed, RankJoined, RankOrder, Report
-from weft.replicas.rank_pool import RankEnded, RankHandle, version_difference
+from weft.replicas.messages import Command, EndRank, RankFailed, RankJoined, RankOrder, Report, SetUp
+from weft.replicas.rank_link import Inbox, RankEnded, RankHandle
+from weft.replicas.rank_listener import version_difference
 
 PLACE_S = 30.0
 """Seconds that a cluster has to find room for all replicas."""
@@ -49,7 +49,7 @@ class ActorLine:
         self._actor = actor
         self._numbers = itertools.count()
 
-    def send(self, command: Command | RankOrder) -> None:
+    def send(self, command: Command) -> None:
         """Says something, and waits for nothing."""
         with suppress(*CONNECTION_ERRORS):
             self._actor.obey.remote(next(self._numbers), command)
@@ -87,7 +87,7 @@ class RayRanks:
         self._own_groups = [] if group is not None else _take_room(request)
         self._group = group
         self._resources = dict(request.bundle)
-        self.inbox: queue.SimpleQueue[tuple[RankHandle, Report]] = queue.SimpleQueue()
+        self.inbox = Inbox()
         self._ranks: dict[int, RayRank] = {}
         self._kind: Any = ray.remote(RankActor)
 
@@ -102,7 +102,7 @@ class RayRanks:
             max_restarts=0,
             max_concurrency=NUM_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        ).remote(index, {name: os.environ.get(name) for name in TAKEN_OVER}, Path.cwd())
+        ).remote({name: os.environ.get(name) for name in TAKEN_OVER}, Path.cwd())
         rank = RayRank(index, actor=actor)
         self._ranks[index] = rank
         threading.Thread(target=self._read, args=(rank,), name=f"weft-rank-{index}", daemon=True).start()
@@ -158,10 +158,10 @@ class RayRanks:
     def _take(self, rank: RayRank, report: Report) -> None:
         if isinstance(report, RankJoined):
             rank.pid = report.pid
-            difference = version_difference(report)
+            difference = version_difference(report, rank.index)
             if difference is None:
                 line = ActorLine(rank.actor)
-                line.send(self._order)
+                line.send(SetUp(rank.index, self._order))
                 # Only now: from here on another thread may send, and the order comes first.
                 rank.connection = line
                 return

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.engine.events import MicrobatchDone
-from weft.execute.protocol import ReplicaFacts
 from weft.plan.admit import Budget, Share
 from weft.plan.place import Candidate, JobPlacement, Replica, place
-from weft.replicas.known_job import KnownJob
 from weft.replicas.messages import RankReady
-from weft.replicas.rank_pool import RankHandle
+from weft.replicas.rank_link import RankHandle
+
+if TYPE_CHECKING:
+    from weft.execute.protocol import ReplicaFacts
+    from weft.replicas.known_job import KnownJob
 
 FIRST_PACE = 10_000.0
 """Tokens a second that a replica is taken to train before any microbatch has told."""
@@ -24,6 +28,8 @@ class KnownRank:
     process: RankHandle
     ready: RankReady | None = None
     """What it said once its replica was loaded; None while it starts."""
+    permit: Path | None = None
+    """It may write into the run directory as long as this file is there."""
     num_restarts: int = 0
     max_jobs: int | None = None
     """It had no room for more, whatever was predicted."""
@@ -31,6 +37,8 @@ class KnownRank:
     seconds: float = 0.0
     """Of its microbatches so far."""
     is_idle: bool = True
+    is_ending: bool = False
+    """Its controller has given it up."""
     failure: str | None = None
     """What it, or its controller, said about its end."""
 

@@ -1,7 +1,8 @@
 """What a controller tells its ranks, and what they tell it: plain values that cross a connection.
 
 A rank is a process with one replica of the backbone and an engine on it. It plans and executes by itself; what crosses
-the connection is which jobs it has and what happened to them. So nothing in a step waits for the controller.
+the connection is which jobs it has and what happened to them. So nothing in a step waits for the controller. Importing
+this brings no torch, so that ranks can be started first and import theirs meanwhile.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.engine.events import Event
-from weft.errors import StorageError
-from weft.execute.protocol import ReplicaFacts
+from weft.errors import ConfigError, StorageError
 from weft.job_state import Reason
 from weft.plan.admit import Budget
 from weft.replicas.questions import Question
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity
 from weft.store.owner import Owner
+
+if TYPE_CHECKING:
+    from weft.execute.protocol import ReplicaFacts
 
 ALIVE_S = 1.0
 """Seconds from one sign of life of a rank to the next."""
@@ -30,7 +33,7 @@ TELL_S = 0.05
 
 @dataclass(frozen=True)
 class RankOrder:
-    """How a rank sets up its replica; the first thing it is told."""
+    """How ranks set up their replicas."""
 
     backbone: BackboneSpec
     capacity: Capacity
@@ -53,11 +56,28 @@ class Command:
 
 
 @dataclass(frozen=True)
+class SetUp(Command):
+    """Which of the ranks a process is, and how it sets itself up; the first thing it is told."""
+
+    index: int
+    order: RankOrder
+
+
+@dataclass(frozen=True)
+class RefuseRank(Command):
+    """The process cannot be a rank of this run; said instead of `SetUp`."""
+
+    error: ConfigError
+
+
+@dataclass(frozen=True)
 class OpenDirectory(Command):
     """From now on jobs are kept in this run directory, which the controller owns; answered by `DirectoryOpened`."""
 
     path: Path
     owner: Owner
+    permit: Path
+    """The rank may write there as long as this file is there."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +180,7 @@ class Report:
 class RankJoined(Report):
     """A process that would like to be a rank; the first thing it tells."""
 
-    index: int
+    host: str
     pid: int
     versions: Mapping[str, str]
 
@@ -173,7 +193,9 @@ class RankReady(Report):
     capacity: int
     budget: Budget
     """What jobs may take here together."""
-    notes: tuple[str, ...]
+    weights: str
+    """A digest of some of the frozen weights."""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weft.data.prompts import Prompt
-from weft.engine.engine import Engine
-from weft.inference.generate import Decoding
+if TYPE_CHECKING:
+    from weft.data.prompts import Prompt
+    from weft.engine.engine import Engine
+    from weft.inference.generate import Decoding
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ whole, and whoever comes next goes on from there.
 from __future__ import annotations
 
 import os
-import threading
+import socket
 import time
-from typing import Any, Protocol
 
+from weft.backbone.weight_sample import weight_sample
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
@@ -20,8 +20,8 @@ from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.protocol import ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
+from weft.replicas.controller_link import ControllerLink, RankConnection
 from weft.replicas.messages import (
-    ALIVE_S,
     TELL_S,
     AdapterChecked,
     AskJob,
@@ -42,14 +42,14 @@ from weft.replicas.messages import (
     JobReleased,
     JobView,
     OpenDirectory,
-    RankAlive,
     RankFailed,
     RankIdle,
     RankJoined,
     RankOrder,
     RankReady,
+    RefuseRank,
     ReleaseJob,
-    Report,
+    SetUp,
     StopJobs,
     ToldEvent,
     TrainJob,
@@ -60,39 +60,25 @@ from weft.store.rank_dir import RankDirectory
 from weft.store.run_dir import library_versions
 
 
-class RankConnection(Protocol):
-    """A rank's way to its controller and back: that of another process, or queues of its own."""
-
-    def send(self, report: Report, /) -> None:
-        """Tells the controller something."""
-        ...
-
-    def recv(self) -> Any:
-        """The next thing that the controller said; waits for it."""
-        ...
-
-    def poll(self) -> bool:
-        """Whether there is something that the controller said."""
-        ...
-
-
-def run_rank(connection: RankConnection, index: int) -> None:
-    """Serves a controller until that ends, or has no more to do."""
-    link = RankLink(connection)
+def run_rank(connection: RankConnection) -> None:
+    """Serves a controller until that ends, or has no more to do; ConfigError if it wants other ranks than this one."""
+    link = ControllerLink(connection)
     try:
-        link.tell(RankJoined(index, os.getpid(), library_versions()))
-        order = connection.recv()
-        assert isinstance(order, RankOrder), "a rank is told first how to set itself up"
-        link.keep_alive()
-        rank = Rank(link, order, index)
-        rank.serve()
-        rank.close()
+        link.tell(RankJoined(socket.gethostname(), os.getpid(), library_versions()))
+        told = connection.recv()
+        if isinstance(told, SetUp):
+            link.keep_alive()
+            rank = Rank(link, told.order, told.index)
+            rank.serve()
+            rank.close()
     except (EOFError, ConnectionError):
         # The controller is gone. Threads may be writing; what they write appears whole or not at all.
         os._exit(1)
     except Exception as error:
         link.tell(RankFailed(_tellable(error)))
         raise
+    if isinstance(told, RefuseRank):
+        raise told.error
 
 
 def _tellable(error: Exception) -> Exception:
@@ -100,37 +86,10 @@ def _tellable(error: Exception) -> Exception:
     return error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-class RankLink:
-    """The connection to the controller; several threads may tell it something."""
-
-    def __init__(self, connection: RankConnection) -> None:
-        self.connection = connection
-        self.lock = threading.Lock()
-        """Whoever has it may send."""
-
-    def tell(self, report: Report) -> None:
-        """Sends a report."""
-        with self.lock:
-            self.connection.send(report)
-
-    def keep_alive(self) -> None:
-        """Gives signs of life from now on, whatever the process is busy with."""
-
-        def beat() -> None:
-            while True:
-                time.sleep(ALIVE_S)
-                try:
-                    self.tell(RankAlive())
-                except OSError:
-                    os._exit(1)
-
-        threading.Thread(target=beat, name="weft-alive", daemon=True).start()
-
-
 class Rank:
     """An engine and the controller it serves."""
 
-    def __init__(self, link: RankLink, order: RankOrder, index: int) -> None:
+    def __init__(self, link: ControllerLink, order: RankOrder, index: int) -> None:
         self._link = link
         self._index = index
         self._directory: RankDirectory | None = None
@@ -156,7 +115,8 @@ class Rank:
         self._is_over = False
         self._num_obeyed = 0
         budget = self.engine.budget(order.adapters)
-        link.tell(RankReady(self.engine.executor.facts, self.engine.limits.capacity, budget, notes))
+        facts, capacity = self.engine.executor.facts, self.engine.limits.capacity
+        link.tell(RankReady(facts, capacity, budget, weight_sample(backbone.model), notes))
 
     def serve(self) -> None:
         """Trains and obeys until told that it is over."""
@@ -164,17 +124,25 @@ class Rank:
             self._obey(self._link.connection.recv())
             while not self._is_over and self._link.connection.poll():
                 self._obey(self._link.connection.recv())
+            num_obeyed = -1
+            while not self._is_over and num_obeyed != self._num_obeyed:
+                # Again after a command that came when no job could go on any more and only files were being written.
+                num_obeyed = self._num_obeyed
+                self._train_jobs()
             if self._is_over:
                 break
-            for event in self.engine.events():
-                self._hear(event)
-                while not self._is_over and (self._unheard is not None or self._link.connection.poll()):
-                    self._obey(self._link.connection.recv())
-                if self._is_over:
-                    break
             self.engine.finish_files()
             self._tell()
             self._link.tell(RankIdle(self._num_obeyed))
+
+    def _train_jobs(self) -> None:
+        """Trains until no job can go on, and obeys between two events."""
+        for event in self.engine.events():
+            self._hear(event)
+            while not self._is_over and (self._unheard is not None or self._link.connection.poll()):
+                self._obey(self._link.connection.recv())
+            if self._is_over:
+                return
 
     def close(self) -> None:
         """Lets go of the run directory, with all files written."""
@@ -270,7 +238,7 @@ class Rank:
     def _open(self, command: OpenDirectory) -> StorageError | None:
         """Keeps jobs in the run directory; returns what is in the way of that."""
         try:
-            self._directory = RankDirectory(command.path, self._index, command.owner)
+            self._directory = RankDirectory(command.path, self._index, command.owner, command.permit)
         except StorageError as error:
             return error
         self.engine.keep_in(self._directory)

@@ -8,11 +8,10 @@ with it but the steps since the last checkpoints: its jobs go on elsewhere, and 
 from __future__ import annotations
 
 import datetime
-import queue
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +32,7 @@ from weft.engine.events import (
     MicrobatchDone,
 )
 from weft.engine.timeline import TimelineRecorder
-from weft.errors import ConfigError, JobError, StorageError
+from weft.errors import ConfigError, StorageError
 from weft.execute.protocol import ReplicaFacts
 from weft.job_state import JobState
 from weft.plan.types import Limits
@@ -41,7 +40,6 @@ from weft.replicas.known_job import KnownJob
 from weft.replicas.known_rank import KnownRank, decide
 from weft.replicas.messages import (
     CheckJob,
-    Command,
     DirectoryOpened,
     EventsTold,
     JobChecked,
@@ -49,9 +47,6 @@ from weft.replicas.messages import (
     JobRefused,
     JobReleased,
     OpenDirectory,
-    RankFailed,
-    RankIdle,
-    RankOrder,
     RankReady,
     ReleaseJob,
     Report,
@@ -59,21 +54,15 @@ from weft.replicas.messages import (
     ToldEvent,
     TrainJob,
 )
-from weft.replicas.rank_pool import RankEnded, RankHandle, RankPool, RankProcess, Ranks, no_ranks_left
+from weft.replicas.rank_group import RankGroup
+from weft.replicas.rank_link import RankEnded
+from weft.replicas.rank_pool import RankProcess
 from weft.spec import JobSpec
-from weft.store.rank_dir import merge_timelines
+from weft.store.rank_dir import grant_permit, merge_timelines, revoke_permit
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import TimeSplit, WallClock
 
-SILENT_S = 30.0
-"""A rank that gives no sign of life for so long is ended and replaced."""
-JOIN_S = 300.0
-"""The same before it has joined: it imports libraries, perhaps over a network."""
-MAX_RESTARTS = 3
-"""So often a rank is started anew without having saved anything in between."""
 AnswerT = TypeVar("AnswerT", bound=Report)
-LOOK_S = 0.5
-"""Seconds between two looks at who is silent."""
 
 
 @dataclass(frozen=True)
@@ -89,29 +78,19 @@ class ReplicatedEngine:
 
     def __init__(
         self,
-        order: RankOrder,
+        ranks: RankGroup,
         tokenizer: Tokenizer,
-        variables: Sequence[Mapping[str, str]],
         *,
         clock: datetime.datetime | None = None,
         wall: WallClock | None = None,
-        open_pool: Callable[[RankOrder, Sequence[Mapping[str, str]]], Ranks] = RankPool,
-        silent_s: float = SILENT_S,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
-        """Starts a rank for each of `variables`, which its environment gets, and waits until all are loaded.
-
-        `clock`: what time it is for the chat templates of its jobs. `open_pool` makes what starts and hears the ranks.
-        One that gives no sign of life for `silent_s` is ended and replaced.
-        """
+        """Waits until all ranks are loaded. `clock`: what time it is for the chat templates of its jobs."""
         self.timeline = TimelineRecorder(wall)
         self.jobs: dict[str, KnownJob] = {}
-        self.notes: tuple[str, ...] = ()
         self.clock = clock
-        self._weights = order.tenant_weights
-        self._pool = open_pool(order, variables)
-        self._silent_s = silent_s
-        self._looked_s = time.monotonic()
-        self._close = weakref.finalize(self, self._pool.close)
+        self._weights = tenant_weights or {}
+        self._ranks = ranks
         self._directory: RunDirectory | None = None
         self._earlier = TimeSplit({})
         """What sessions before this one spent."""
@@ -120,24 +99,16 @@ class ReplicatedEngine:
         """Something has changed that decides who trains where."""
         self._is_stopping = False
         self._num_jobs = 0
-        self._last_end = ""
-        """How the last rank that ended did so."""
-        try:
-            self._ranks: dict[int, KnownRank] = {}
-            for index in range(len(variables)):
-                self._ranks[index] = KnownRank(self._pool.start(index))
-            self._await_ranks()
-        except BaseException:
-            # Nothing is to be saved, and one that loads would not hear that it is over.
-            for rank in self._ranks.values():
-                self._pool.kill(rank.process)
-            self.close()
-            raise
-        ready = self._ranks[0].ready
-        assert ready is not None
-        self.executor = ReplicaInfo(ready.facts, tokenizer)
-        self.limits = Limits(ready.capacity)
+        ranks.await_all()
+        self._close = weakref.finalize(self, ranks.close)
+        self.executor = ReplicaInfo(ranks.first.facts, tokenizer)
+        self.limits = Limits(ranks.first.capacity)
         """What a microbatch may hold."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is worth telling of any replica."""
+        return self._ranks.notes
 
     @property
     def num_replicas(self) -> int:
@@ -147,12 +118,14 @@ class ReplicatedEngine:
     @property
     def process_ids(self) -> dict[int, int]:
         """The process of each rank, by the rank's number."""
-        known = {index: rank.process for index, rank in self._ranks.items()}
+        known = {rank.index: rank.process for rank in self._ranks}
         return {index: rank.process.pid for index, rank in known.items() if isinstance(rank, RankProcess)}
 
     def close(self) -> None:
         """Ends all ranks; what their jobs have not saved is lost."""
         self._close()
+        for rank in self._ranks:
+            revoke_permit(rank.permit)
 
     def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None:
         """Adds a job; bad data or an adapter that does not fit raises here and changes nothing for the others."""
@@ -175,8 +148,8 @@ class ReplicatedEngine:
         """
         self._directory = directory
         self._earlier = directory.read_time() or TimeSplit({})
-        for rank in [rank for rank in self._ranks.values() if rank.ready is not None]:
-            self._send(rank, OpenDirectory(directory.path.absolute(), directory.owner))
+        for rank in self._ranks.loaded:
+            self._open_directory(rank)
             opened = self._await_report(rank, DirectoryOpened)
             if opened is not None and opened.error is not None:
                 raise opened.error
@@ -185,8 +158,8 @@ class ReplicatedEngine:
         """Saves every job at its last step boundary; `events` then ends. No finished step is lost."""
         if not self._is_stopping:
             self._is_stopping = True
-            for rank in self._ranks.values():
-                self._send(rank, StopJobs())
+            for rank in self._ranks:
+                self._ranks.send(rank, StopJobs())
 
     def finish_files(self) -> None:
         """Nothing is left to wait for: a rank that is idle has written its files."""
@@ -196,7 +169,7 @@ class ReplicatedEngine:
         while True:
             while self._untold:
                 yield from self._tell(self._untold.popleft())
-            if not self._is_stopping and self._pool.inbox.empty():
+            if not self._is_stopping and self._ranks.has_told_all:
                 # Jobs that end together on many ranks lead to one placement, not to one each.
                 self._place()
             if self._untold:
@@ -230,7 +203,7 @@ class ReplicatedEngine:
 
     def _is_over(self) -> bool:
         """Whether nothing is under way, and nothing can be."""
-        if not all(rank.is_idle for rank in self._ranks.values() if rank.ready is not None):
+        if not all(rank.is_idle for rank in self._ranks.loaded):
             return False
         if self._is_stopping:
             return True
@@ -238,19 +211,19 @@ class ReplicatedEngine:
         if JobState.QUEUED not in states:
             return True
         if not self._ranks:
-            raise no_ranks_left(self._last_end)
+            raise self._ranks.none_left()
         # Those that are held keep their places, and others may have to wait for these.
-        is_placed = not self._is_stale and all(rank.ready is not None for rank in self._ranks.values())
+        is_placed = not self._is_stale and len(self._ranks.loaded) == len(self._ranks)
         return is_placed and JobState.RUNNING in states
 
     def _place(self) -> None:
         """Carries out what placement decides, once nobody is on the way from one rank to another."""
         if not self._is_stale or any(job.is_leaving for job in self.jobs.values()):
             return
-        if not any(rank.ready is not None for rank in self._ranks.values()):
+        if not self._ranks.loaded:
             return
         self._is_stale = False
-        decided = decide(list(self.jobs.values()), list(self._ranks.values()), self._weights)
+        decided = decide(list(self.jobs.values()), list(self._ranks), self._weights)
         for move in decided.moves:
             self._release(self.jobs[move.job])
         for held in decided.admission.preempt:
@@ -260,7 +233,7 @@ class ReplicatedEngine:
         for name in decided.admission.start:
             job = self.jobs[name]
             job.rank = int(decided.replica_of[name])
-            self._send(self._ranks[job.rank], TrainJob(job.order, job.hold_step))
+            self._ranks.send(self._ranks[job.rank], TrainJob(job.order, job.hold_step))
         for held in decided.admission.wait:
             job = self.jobs[held.job]
             if not job.has_heard and not job.has_started:
@@ -270,12 +243,19 @@ class ReplicatedEngine:
             job = self.jobs[held.job]
             self._end(job, JobFailed(job.name, job.step, held.reason))
 
+    def _open_directory(self, rank: KnownRank) -> None:
+        """Lets a rank write into the run directory, until it is given up."""
+        assert self._directory is not None
+        path = self._directory.path.absolute()
+        rank.permit = grant_permit(path)
+        self._ranks.send(rank, OpenDirectory(path, self._directory.owner, rank.permit))
+
     def _release(self, job: KnownJob) -> None:
         if job.is_leaving:
             return
         assert job.rank is not None
         job.is_leaving = True
-        self._send(self._ranks[job.rank], ReleaseJob(job.name))
+        self._ranks.send(self._ranks[job.rank], ReleaseJob(job.name))
 
     def _end(self, job: KnownJob, event: JobEnded, *, can_retry: bool = False) -> None:
         """Ends a job that no rank has."""
@@ -288,20 +268,6 @@ class ReplicatedEngine:
             self._say(JobWarning((job.name,), f"its end could not be recorded: {error}"))
         self._say(event)
 
-    def _send(self, rank: KnownRank, command: Command) -> None:
-        """Tells a rank something; one that is still being loaded is told all it has to know once it is ready."""
-        if rank.ready is not None:
-            rank.is_idle = False
-            rank.process.send(command)
-
-    def _next_report(self) -> tuple[RankHandle, Report] | None:
-        """What a rank tells next, if it comes soon; whoever waits for something looks after the silent meanwhile."""
-        self._end_silent()
-        try:
-            return self._pool.inbox.get(timeout=LOOK_S)
-        except queue.Empty:
-            return None
-
     def _check(self, order: JobOrder) -> JobChecked:
         """Asks the rank with the fewest jobs whether a job fits; another one, if that is gone before it answers."""
         while True:
@@ -309,64 +275,39 @@ class ReplicatedEngine:
             if rank is None:
                 self._hear_next()
                 continue
-            self._send(rank, CheckJob(order))
+            self._ranks.send(rank, CheckJob(order))
             checked = self._await_report(rank, JobChecked)
             if checked is not None:
                 return checked
 
     def _least_loaded(self) -> KnownRank | None:
         """The rank with the fewest jobs; None while none is loaded."""
-        if not self._ranks:
-            raise no_ranks_left(self._last_end)
-        loads = Counter(job.rank for job in self.jobs.values() if not job.state.is_final)
-        ready = [rank for rank in self._ranks.values() if rank.ready is not None]
-        return min(ready, key=lambda rank: (loads[rank.index], rank.index), default=None)
+        return self._ranks.least_loaded([job.rank for job in self.jobs.values() if not job.state.is_final])
 
     def _await_report(self, rank: KnownRank, kind: type[AnswerT]) -> AnswerT | None:
         """What a rank was asked for; None if it is gone before it has told that."""
-        while self._ranks.get(rank.index) is rank:
+        while rank in self._ranks:
             told = self._hear_next()
-            if told is not None and told[0] is rank.process and isinstance(told[1], kind):
+            if told is not None and told[0] is rank and isinstance(told[1], kind):
                 return told[1]
         return None
 
-    def _hear_next(self) -> tuple[RankHandle, Report] | None:
+    def _hear_next(self) -> tuple[KnownRank, Report] | None:
         """Takes note of what a rank tells next, if it comes soon, and returns it."""
-        told = self._next_report()
+        told = self._ranks.next_report()
         if told is not None:
             self._hear(*told)
         return told
 
-    def _await_ranks(self) -> None:
-        """Until all replicas are loaded; what keeps one from it is raised."""
-        while any(rank.ready is None for rank in self._ranks.values()):
-            told = self._next_report()
-            if told is None:
-                continue
-            process, report = told
-            if isinstance(report, RankFailed):
-                raise report.error
-            if isinstance(report, RankEnded):
-                how = self._ranks[process.index].failure or report.how
-                raise JobError(f"{how}.", where=f"replica {process.index}")
-            self._hear(process, report)
-
-    def _hear(self, process: RankHandle, report: Report) -> None:
-        """Takes note of what a rank tells; one that has been replaced is not heard any more."""
-        rank = self._ranks.get(process.index)
-        if rank is None or rank.process is not process:
-            return
+    def _hear(self, rank: KnownRank, report: Report) -> None:
+        """Takes note of what a rank tells."""
         match report:
             case RankReady():
-                rank.ready, self._is_stale = report, True
-                self.notes = tuple(dict.fromkeys([*self.notes, *report.notes]))
+                self._is_stale = True
                 if self._directory is not None:
-                    self._send(rank, OpenDirectory(self._directory.path.absolute(), self._directory.owner))
+                    self._open_directory(rank)
             case DirectoryOpened(error) if error is not None:
-                rank.failure = str(error).rstrip(".")
-                self._pool.kill(rank.process)
-            case RankIdle(num_obeyed):
-                rank.is_idle = num_obeyed == process.num_sent
+                self._ranks.give_up(rank, str(error).rstrip("."))
             case JobReleased(name, step):
                 self._lose(self.jobs[name], step)
             case JobRefused(name, reason):
@@ -376,8 +317,6 @@ class ReplicatedEngine:
             case EventsTold(events):
                 for told in events:
                     self._hear_event(rank, told)
-            case RankFailed(error):
-                rank.failure = f"failed: {str(error).rstrip('.')}"
             case RankEnded(how):
                 self._replace(rank, rank.failure or how)
 
@@ -415,32 +354,16 @@ class ReplicatedEngine:
     def _replace(self, rank: KnownRank, how: str) -> None:
         """Starts another process for a rank that is gone; its jobs go on from their last checkpoints meanwhile."""
         index = rank.index
+        # It may only seem to be gone, on a machine that cannot be reached: then it must not write any more.
+        revoke_permit(rank.permit)
         lost = [job for job in self.jobs.values() if job.rank == index]
         for job in lost:
             self._lose(job, job.saved_step)
-        self._is_stale, self._last_end = True, how
+        self._is_stale = True
         names = tuple(job.name for job in lost if job.state is JobState.QUEUED)
         follows = "its jobs go on from their last checkpoints" if names else "no job was on it"
         self._say(JobWarning(names, f"replica {index} {how}; {follows}"))
-        if rank.num_restarts < MAX_RESTARTS and not self._is_stopping:
-            self._ranks[index] = KnownRank(self._pool.start(index), num_restarts=rank.num_restarts + 1)
-        else:
-            del self._ranks[index]
-
-    def _end_silent(self) -> None:
-        """Ends ranks that have given no sign of life for long: stopped, hung, or on a machine that is."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s < LOOK_S:
-            return
-        # After a long time without a look, it was this process that stood still, and nobody could be heard.
-        has_slept, self._looked_s = now_s - self._looked_s > self._silent_s / 2, now_s
-        for rank in self._ranks.values():
-            limit_s = self._silent_s if rank.process.connection is not None else JOIN_S
-            if has_slept:
-                rank.process.heard_s = now_s
-            elif now_s - rank.process.heard_s > limit_s:
-                rank.failure = f"gave no sign of life for {limit_s:g} s and was ended"
-                self._pool.kill(rank.process)
+        self._ranks.replace(rank, how, is_wanted=not self._is_stopping)
 
     def _write_times(self) -> None:
         if self._directory is not None:

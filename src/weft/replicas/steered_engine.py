@@ -29,12 +29,11 @@ from weft.replicas.messages import (
     GoOn,
     HoldJob,
     JobAnswered,
-    RankOrder,
     ToldEvent,
     TrainJob,
 )
 from weft.replicas.questions import AskAdapter, AskAnswers, AskScores, Question
-from weft.replicas.rank_pool import RankPool, Ranks
+from weft.replicas.rank_group import RankGroup
 from weft.replicas.replicated_engine import ReplicaInfo, ReplicatedEngine
 from weft.spec import AdapterSpec
 from weft.wall_clock import WallClock
@@ -69,17 +68,15 @@ class SteeredEngine(ReplicatedEngine):
 
     def __init__(
         self,
-        order: RankOrder,
+        ranks: RankGroup,
         tokenizer: Tokenizer,
-        variables: Sequence[Mapping[str, str]],
         *,
         clock: datetime.datetime | None = None,
         wall: WallClock | None = None,
-        open_pool: Callable[[RankOrder, Sequence[Mapping[str, str]]], Ranks] = RankPool,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
-        """As for its base; `order` must say that its ranks are steered."""
-        assert order.is_steered
-        super().__init__(order, tokenizer, variables, clock=clock, wall=wall, open_pool=open_pool)
+        """As for its base; the order of the ranks must say that they are steered."""
+        super().__init__(ranks, tokenizer, clock=clock, wall=wall, tenant_weights=tenant_weights)
         self.executor = CheckingInfo(self.executor.facts, tokenizer, self._find_flaw)
         self._standing: dict[tuple[str, int], KnownRank] = {}
         """Ranks that stand still, by the job and the step of the evaluation they have told of."""
@@ -154,7 +151,7 @@ class SteeredEngine(ReplicatedEngine):
             # All that follows from it has been decided.
             rank = self._standing.pop((event.job, event.step), None)
             if rank is not None:
-                self._send(rank, GoOn(event.job, event.step))
+                self._ranks.send(rank, GoOn(event.job, event.step))
 
     def _hear_event(self, rank: KnownRank, told: ToldEvent) -> None:
         if isinstance(told.event, EvalDone):
@@ -163,9 +160,13 @@ class SteeredEngine(ReplicatedEngine):
 
     def _send_to(self, job: KnownJob, command: HoldJob | CancelJob | ForgetJob) -> None:
         """Tells the rank that has a job, if one has."""
-        rank = None if job.rank is None else self._ranks.get(job.rank)
+        rank = self._rank_of(job)
         if rank is not None:
-            self._send(rank, command)
+            self._ranks.send(rank, command)
+
+    def _rank_of(self, job: KnownJob) -> KnownRank | None:
+        """The rank that has a job, if one has."""
+        return next((rank for rank in self._ranks if rank.index == job.rank), None)
 
     def _ask(self, job: KnownJob, question: Question) -> Any:
         """What the rank that has the job answers; raises what it raised. A job that is nowhere is brought back first.
@@ -176,9 +177,8 @@ class SteeredEngine(ReplicatedEngine):
         while True:
             while job.is_leaving:
                 self._hear_next()
-            rank = None if job.rank is None else self._ranks.get(job.rank)
-            rank = rank or self._bring_back(job)
-            self._send(rank, AskJob(job.name, question, job.shown_step, is_ended))
+            rank = self._rank_of(job) or self._bring_back(job)
+            self._ranks.send(rank, AskJob(job.name, question, job.shown_step, is_ended))
             answered = self._await_answer(rank, job)
             if answered is not None:
                 break
@@ -189,9 +189,9 @@ class SteeredEngine(ReplicatedEngine):
 
     def _await_answer(self, rank: KnownRank, job: KnownJob) -> JobAnswered | None:
         """None if the job is gone from the rank before."""
-        while job.rank == rank.index and self._ranks.get(rank.index) is rank:
+        while job.rank == rank.index and rank in self._ranks:
             told = self._hear_next()
-            if told is not None and told[0] is rank.process and isinstance(told[1], JobAnswered):
+            if told is not None and told[0] is rank and isinstance(told[1], JobAnswered):
                 return told[1]
         return None
 
@@ -201,11 +201,11 @@ class SteeredEngine(ReplicatedEngine):
             rank = self._least_loaded()
             if rank is not None and self._has_room(rank):
                 break
-            if all(rank.ready is not None for rank in self._ranks.values()):
+            if len(self._ranks.loaded) == len(self._ranks):
                 raise JobError("it has no replica, and none has room for it.", where=job.name)
             self._hear_next()
         job.rank = rank.index
-        self._send(rank, TrainJob(job.order, None if job.state.is_final else job.shown_step))
+        self._ranks.send(rank, TrainJob(job.order, None if job.state.is_final else job.shown_step))
         return rank
 
     def _has_room(self, rank: KnownRank) -> bool:
@@ -219,7 +219,7 @@ class SteeredEngine(ReplicatedEngine):
             if rank is None:
                 self._hear_next()
                 continue
-            self._send(rank, CheckAdapter(adapter))
+            self._ranks.send(rank, CheckAdapter(adapter))
             checked = self._await_report(rank, AdapterChecked)
             if checked is not None:
                 return checked.error

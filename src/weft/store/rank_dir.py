@@ -6,21 +6,27 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
+from weft.errors import StorageError
 from weft.simulate.timeline import trace_json
 from weft.store.atomic import storage_errors, write_file
+from weft.store.guard import add_guard
 from weft.store.owner import Owner, Ownership
-from weft.store.run_dir import RANKS_LOCK, RunDirectory, lock_file
+from weft.store.run_dir import PERMIT, RANKS_LOCK, RunDirectory, lock_file
 from weft.wall_clock import TimeSplit
 
 
 class RankDirectory(RunDirectory):
     """The directory of a run whose owner is another process."""
 
-    def __init__(self, path: Path, rank: int, owner: Owner) -> None:
-        """StorageError if this is not the directory that the owner has, such as on a machine that does not share it."""
+    def __init__(self, path: Path, rank: int, owner: Owner, permit: Path) -> None:
+        """Writes as long as the owner leaves the permit there.
+
+        StorageError if this is not the directory that the owner has, such as on a machine that does not share it.
+        """
         ownership = Ownership.join(path, owner, f"rank {rank}")
         with storage_errors(path):
             lock = os.open(path / RANKS_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -28,13 +34,24 @@ class RankDirectory(RunDirectory):
         super().__init__(path, lock, ownership, contextlib.ExitStack())
         self._holds_run = True
         self._rank = rank
+        self._permit = permit
+        self._unguard = add_guard(path, self._check_permit)
 
     def close(self) -> None:
         """Works there no more; the run stays its owner's."""
         self._ownership.leave()
+        self._unguard()
         if self._lock is not None:
             os.close(self._lock)
         self._lock = None
+
+    def _check_permit(self) -> None:
+        try:
+            # Opened, because only then a network file system asks its server.
+            self._permit.open("rb").close()
+        except FileNotFoundError:
+            gone = "the run goes on without this rank, which writes nothing more there"
+            raise StorageError(f"{gone}.", where=str(self.path)) from None
 
     @property
     def timeline_path(self) -> Path:
@@ -47,6 +64,21 @@ class RankDirectory(RunDirectory):
     def read_time(self) -> TimeSplit | None:
         """The owner counts the run's time."""
         return None
+
+
+def grant_permit(path: Path) -> Path:
+    """Lets one more rank write into a run directory; the file stands for that."""
+    permit = path / f"{PERMIT}{secrets.token_hex(8)}"
+    with storage_errors(path):
+        permit.touch()
+    return permit
+
+
+def revoke_permit(permit: Path | None) -> None:
+    """Lets a rank write no more, wherever it is."""
+    if permit is not None:
+        with contextlib.suppress(OSError):
+            permit.unlink()
 
 
 def rank_timeline(path: Path, rank: int) -> Path:

@@ -50,6 +50,8 @@ from weft.store.owner import Owner, Ownership, in_use, refuse_owned
 from weft.wall_clock import TimeSplit
 
 _LOCK, _RUN, _TIMELINE, _TIME, _REPORT = ".lock", "run.json", "timeline.json", "time.json", "report.html"
+PERMIT = ".permit-"
+"""How the names of files start that let ranks write."""
 RANKS_LOCK = ".ranks"
 """Every rank of a run holds a share of it while it works in the directory; there is none without ranks."""
 RANKS_GONE_S = 5.0
@@ -349,6 +351,8 @@ def _wait_for_ranks(root: Path) -> None:
 
 def _heal(root: Path) -> None:
     """Finishes or undoes what a killed process left unfinished."""
+    for permit in root.glob(f"{PERMIT}*"):
+        permit.unlink(missing_ok=True)
     for place in _places(root):
         remove_leftovers(place)
 

@@ -18,6 +18,7 @@ from weft.data.load import load_job_data
 from weft.engine.events import JobEnded, StepDone
 from weft.errors import WeftError
 from weft.replicas.messages import RankOrder
+from weft.replicas.rank_group import RankGroup
 from weft.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
@@ -28,7 +29,8 @@ MODEL = "tiny"
 def measure_controller(num_ranks: int = NUM_RANKS, num_steps: int = NUM_STEPS) -> dict[str, float]:
     """Keys as in `weft bench replicas --json`; `num_steps`: of every job."""
     order = RankOrder(BackboneSpec(base_model=MODEL), CAPACITY, CAPACITY, "auto", (AdapterSpec(),))
-    engine = ReplicatedEngine(order, load_tokenizer(MODEL), [{}] * num_ranks, open_pool=ScriptedPool)
+    ranks = RankGroup(ScriptedPool(order, [{}] * num_ranks), num_ranks)
+    engine = ReplicatedEngine(ranks, load_tokenizer(MODEL))
     try:
         _submit(engine, num_ranks * JOBS_PER_RANK, num_steps)
         return _follow(engine)

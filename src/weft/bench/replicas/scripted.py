@@ -8,13 +8,14 @@ microbatch completes one step; where microbatches are faster, a report holds sev
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from weft.engine.events import Event, JobStarted, JobSucceeded, MicrobatchDone, StepDone
@@ -33,10 +34,12 @@ from weft.replicas.messages import (
     RankJoined,
     RankReady,
     Report,
+    SetUp,
     ToldEvent,
     TrainJob,
 )
-from weft.replicas.rank_pool import KEY_VARIABLE, RankPool
+from weft.replicas.rank_listener import KEY_VARIABLE, connect
+from weft.replicas.rank_pool import RankPool
 from weft.spec import JobSpec
 from weft.store.run_dir import library_versions
 
@@ -65,7 +68,7 @@ class ScriptedPool(RankPool):
 
     _player: subprocess.Popen[bytes] | None = None
 
-    def launch(self, index: int, address: str, variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    def launch(self, address: str, variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """Starts the player with the first rank; the others are the same process."""
         if self._player is None:
             command = [sys.executable, "-m", __name__, address, str(len(self._variables))]
@@ -86,19 +89,16 @@ class ScriptedRank:
     is_over: bool = False
 
     @classmethod
-    def join(cls, address: str, key: str, index: int) -> ScriptedRank:
+    def join(cls, address: str, key: str) -> ScriptedRank:
         """Joins as a rank whose replica is loaded."""
         while True:
-            connection = Client(address, authkey=key.encode())
-            connection.send(RankJoined(index, os.getpid(), library_versions()))
-            try:
-                connection.recv()
-            except EOFError:
-                # The controller does not expect it yet.
-                continue
-            rank = cls(connection)
-            rank.tell(RankReady(FACTS, CAPACITY, Budget(), ()))
-            return rank
+            connection = connect(address, key)
+            connection.send(RankJoined(socket.gethostname(), os.getpid(), library_versions()))
+            if isinstance(connection.recv(), SetUp):
+                rank = cls(connection)
+                rank.tell(RankReady(FACTS, CAPACITY, Budget(), weights="none"))
+                return rank
+            # The controller does not expect it yet.
 
     def tell(self, report: Report) -> None:
         """Sends a report."""
@@ -161,7 +161,7 @@ def _told(job: JobSpec, step: int, jobs: tuple[str, ...]) -> tuple[Event, ...]:
 def play(address: str, num_ranks: int) -> None:
     """Is so many ranks until the controller has no more to do."""
     key = os.environ[KEY_VARIABLE]
-    ranks = {rank.connection: rank for rank in (ScriptedRank.join(address, key, index) for index in range(num_ranks))}
+    ranks = {rank.connection: rank for rank in (ScriptedRank.join(address, key) for _ in range(num_ranks))}
     step_s = alive_s = time.monotonic()
     while ranks:
         for connection in wait(list(ranks), timeout=max(0.0, step_s - time.monotonic())):

@@ -24,7 +24,10 @@ from weft.engine.events import Event, JobStarted, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import PreparedRun, execute_run, prepare_run
 from weft.errors import WeftError
-from weft.replicas.load import ReplicaPlaces, load_replicated
+from weft.replicas.load import load_replicated
+from weft.replicas.places import rank_order
+from weft.replicas.rank_group import RankGroup
+from weft.replicas.rank_pool import RankPool
 from weft.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import JobSpec, RunSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
@@ -159,8 +162,8 @@ def _train(jobs: SmallJobs, num_ranks: int, watch: Pace | Killing) -> None:
     def load(
         spec: RunSpec, specs: Sequence[JobSpec], wall: WallClock | None
     ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
-        places = ReplicaPlaces([ONE_THREAD] * num_ranks)
-        return load_replicated(spec, specs, places, clock=datetime.datetime.now(), wall=wall)
+        ranks = RankGroup(RankPool(rank_order(spec, specs), [ONE_THREAD] * num_ranks), num_ranks)
+        return load_replicated(spec, ranks, clock=datetime.datetime.now(), wall=wall)
 
     with tempfile.TemporaryDirectory(prefix="weft-replicas-") as name:
         folder = Path(name)
