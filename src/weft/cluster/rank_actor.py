@@ -67,7 +67,7 @@ class RankActor:
 
     def __init__(self, variables: Mapping[str, str | None], folder: Path) -> None:
         """`variables`: of the controller's environment, None where it has none; `folder`: its working directory."""
-        _take_over(variables)
+        take_over(variables)
         with suppress(OSError):
             # Where the node does not see it, names of files that begin there are not found, which says so itself.
             os.chdir(folder)
@@ -126,7 +126,8 @@ class RankActor:
         os._exit(1)
 
 
-def _take_over(variables: Mapping[str, str | None]) -> None:
+def take_over(variables: Mapping[str, str | None]) -> None:
+    """Sets variables of this process's environment; None unsets one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
