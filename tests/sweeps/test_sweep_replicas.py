@@ -125,3 +125,15 @@ def test_grid_when_over_replicas_then_every_replica_has_as_many_trials_at_a_time
     run_sweep(given, "one", 0)
     run_sweep(given, "many", 2, until=count)
     assert found("many") == found("one") and most == 4
+
+
+@pytest.mark.slow
+def test_sweep_of_32_trials_when_over_three_replicas_then_finds_what_one_process_finds(settings):
+    """Trials stop early all the time, and others take their places on whichever replica has room."""
+    rates = [1e-5 * 1.3**power for power in range(32)]
+    given = settings(space={"lr": rates}, early_stop=ASHA, max_jobs=8)
+    run_sweep(given, "one", 0)
+    run_sweep(given, "many", 3)
+    assert found("many") == found("one")
+    states = [row["state"] for row in found("one")["trials"]]
+    assert len(states) == 32 and {"done", "stopped"} == set(states)

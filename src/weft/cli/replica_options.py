@@ -74,6 +74,11 @@ class ReplicaOptions:
             return joined_places(self.listen, self.replicas)
         return own_places(self.replicas, self.devices, backbone)
 
+    def check(self, backbone: BackboneSpec) -> None:
+        """ConfigError for what cannot be; a cluster is not asked."""
+        if self.cluster is None:
+            self.places(backbone)
+
     def _cluster_places(self, cluster: str, backbone: BackboneSpec) -> ReplicaPlaces:
         if self.devices is not None:
             found = "are the GPUs of this machine; on a cluster, use --replicas and --gpu-type"

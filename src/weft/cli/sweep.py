@@ -97,6 +97,8 @@ def sweep(
         if device is not None or gpus is not None:
             _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
             return
+        if dry_run:
+            options.check(spec.backbone)
         places = None if dry_run else _places(spec, options)
         order = Order(spec=spec, file=sweep_file, out=out, resume=resume, dry_run=dry_run, places=places)
         raise typer.Exit(_sweep(order, output_console()))

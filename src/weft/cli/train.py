@@ -74,6 +74,7 @@ def train(
         else:
             note = f"note      {directory} holds a run: train with --resume, or into another --out"
             console.print(note, markup=False, highlight=False, soft_wrap=True)
+        options.check(spec.backbone)
         _show_plan(_prepare(replace(order, replicas=ReplicaOptions()), console), console)
         return
     raise typer.Exit(_train(order, directory, console, resume=resume))
