@@ -82,6 +82,15 @@ def test_claim_when_the_others_are_full_or_draining_or_silent_then_their_part_is
     assert claimed(tx, "w2", num_places=1) == ids[5:]
 
 
+def test_claim_when_another_is_silent_beyond_its_own_lease_then_its_part_is_taken_at_once(tx):
+    """A worker with a short lease is missed as soon as its jobs may be taken, and not later."""
+    ids = [queue(tx) for _ in range(4)]
+    alive(tx, "w1")
+    alive(tx, "w2", lease_s=1.0)
+    tx.execute(sa.update(WORKERS).where(WORKERS.c.id == "w2").values(seen_at=now(tx) - 2))
+    assert claimed(tx, "w1") == ids
+
+
 def test_claim_when_jobs_are_equal_then_first_come_is_first_served_up_to_the_room(tx):
     ids = [queue(tx) for _ in range(4)]
     assert has_free(tx, "tiny")

@@ -148,6 +148,31 @@ def killed_of_two(place: Path) -> list[str]:
     return [*ends, *(leave(pid) for pid in pair)]
 
 
+def two_killed_of_three(place: Path) -> list[str]:
+    """Three workers, of which two are killed while all hold jobs; the one that is left ends every job."""
+    rng = random.Random(3)
+    bench = bench_at(place)
+    workers = [child(place) for _ in range(3)]
+    wait(lambda: len({job["worker"] for job in jobs(bench)} - {None}) == 3)
+    ends: list[str] = []
+    for part in (0.2, 0.5):
+        wait(lambda part=part: steps(bench) >= part * sum(job["settings"]["max_steps"] for job in all_jobs(bench)))
+        time.sleep(rng.uniform(0.0, 0.3))
+        victim = workers.pop(rng.randrange(len(workers)))
+        os.kill(victim, signal.SIGKILL)
+        ends.append(ended(victim))
+    wait(lambda: all_over(bench))
+    return [*ends, *map(leave, workers)]
+
+
+def undisturbed(place: Path) -> list[str]:
+    """One worker that is left alone until every job is over."""
+    bench = bench_at(place)
+    pid = child(place)
+    wait(lambda: all_over(bench))
+    return [leave(pid)]
+
+
 def is_there(pid: int) -> bool:
     """Whether a child has not ended; one that has still waits to be asked how."""
     return state(pid) not in ("Z", "X")
@@ -196,9 +221,18 @@ def is_locked(place: Path) -> bool:
         return False
 
 
-def jobs(bench: Bench) -> list[Any]:
+def all_jobs(bench: Bench) -> list[Any]:
     with bench.database.read() as tx:
-        return [row for row in tx.execute(sa.select(JOBS)).mappings() if row["status"] not in FINAL_STATES]
+        return list(tx.execute(sa.select(JOBS)).mappings())
+
+
+def jobs(bench: Bench) -> list[Any]:
+    """The jobs that have not ended."""
+    return [row for row in all_jobs(bench) if row["status"] not in FINAL_STATES]
+
+
+def steps(bench: Bench) -> int:
+    return sum(job["step"] for job in all_jobs(bench))
 
 
 def state(pid: int) -> str:
@@ -292,6 +326,8 @@ def hung(place: Path) -> list[str]:
 PLAYS: dict[str, Callable[[Path], Any]] = {
     "killed": killed,
     "killed-of-two": killed_of_two,
+    "two-killed-of-three": two_killed_of_three,
+    "undisturbed": undisturbed,
     "stopped-checkpoint": lambda place: stopped(place, "stop@3:checkpoint.write", until_all_over=True),
     "stopped-result": lambda place: stopped(place, "stop@1:blob.commit", until_all_over=True),
     "stopped-metrics": lambda place: stopped(place, "stop@5:metrics.append", until_all_over=False),

@@ -135,6 +135,9 @@ JOBS = sa.Table(
     sa.Column("worker", sa.String(64)),
     sa.Column("lease_until", sa.Float),
     sa.Column("attempts", sa.Integer, nullable=False, default=0),  # takeovers after a crash
+    sa.Column("saved_step", sa.Integer),  # the step of its newest training checkpoint in the file store
+    sa.Column("saved_blob", sa.String(256)),  # that checkpoint, for workers that do not see the directory it is in
+    sa.Column("min_job_bytes", BIG),  # only a worker with so many bytes for jobs can hold it; a smaller one found out
 )
 
 EVENTS = sa.Table(
@@ -229,4 +232,7 @@ WORKERS = sa.Table(
     sa.Column("seen_at", sa.Float, nullable=False),
     sa.Column("is_draining", sa.Boolean, nullable=False, default=False),
     sa.Column("info", sa.JSON, nullable=False),  # device, memory, tokens per second, jobs: for dashboard and metrics
+    sa.Column("machine", sa.String(256)),  # the name of the host it runs on
+    sa.Column("lease_s", sa.Float),  # how long it may be silent before it counts as lost
+    sa.Column("wanted", sa.String(10)),  # drain or remove: what the operator wants of it
 )

@@ -1,4 +1,4 @@
-"""The rows of workers: which are alive, on which backbone, and where they answer prompts."""
+"""The rows of workers: which are alive, on which machine and backbone, and where they answer prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.serve.db.tables import WORKERS
 from weft.serve.records.rows import DbRow, every
 
 ALIVE_S = 30.0
-"""A worker that has not been seen for this long counts as dead."""
+"""A worker that has not said for how long it may be silent counts as lost after so many seconds."""
 
 
 def put_worker(
@@ -24,8 +24,13 @@ def put_worker(
     token: str | None,
     info: Mapping[str, Any],
     is_draining: bool = False,
+    machine: str | None = None,
+    lease_s: float = ALIVE_S,
 ) -> None:
-    """Adds or updates a worker's row, and notes that the worker is alive now."""
+    """Adds or updates a worker's row, and notes that the worker is alive now and for `lease_s` without another word.
+
+    What the operator wants of the worker stays as it is.
+    """
     at = now(tx)
     values = {
         "base_model": base_model,
@@ -34,6 +39,8 @@ def put_worker(
         "seen_at": at,
         "is_draining": is_draining,
         "info": dict(info),
+        "machine": machine,
+        "lease_s": lease_s,
     }
     if tx.execute(sa.update(WORKERS).where(WORKERS.c.id == id).values(values)).rowcount == 0:
         tx.execute(sa.insert(WORKERS).values({"id": id, "started_at": int(at), **values}))
@@ -46,5 +53,6 @@ def remove_worker(tx: Tx, id: str) -> None:
 
 def live_workers(tx: Tx, base_model: str | None = None) -> list[DbRow]:
     """Lists the workers that are alive, the one seen last first; of one backbone or of all."""
-    query = sa.select(WORKERS).where(WORKERS.c.seen_at > now(tx) - ALIVE_S).order_by(WORKERS.c.seen_at.desc())
+    heard = WORKERS.c.seen_at + sa.func.coalesce(WORKERS.c.lease_s, ALIVE_S) > now(tx)
+    query = sa.select(WORKERS).where(heard).order_by(WORKERS.c.seen_at.desc())
     return every(tx, query.where(WORKERS.c.base_model == base_model) if base_model else query)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -272,4 +273,6 @@ class DatabaseSync:
             token=self._token,
             info={**self.info, "turn": self._num_rounds},
             is_draining=self._is_draining,
+            machine=socket.gethostname(),
+            lease_s=self._options.lease_s,
         )
