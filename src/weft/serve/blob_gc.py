@@ -60,5 +60,6 @@ def named_blobs(tx: Tx) -> set[str]:
         sa.select(FILES.c.blob).where(file_is_needed(tx)),
         sa.select(MODELS.c.blob).where(MODELS.c.deleted_at.is_(None)),
         sa.select(CHECKPOINTS.c.blob).where(CHECKPOINTS.c.blob.is_not(None)),
+        sa.select(JOBS.c.saved_blob).where(JOBS.c.saved_blob.is_not(None)),
     )
     return {str(name) for query in queries for name in tx.execute(query).scalars()}

@@ -14,13 +14,13 @@ import os
 import re
 import secrets
 import shutil
-import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 from weft import faults
 from weft.errors import ConfigError, MissingExtraError, StorageError, WeftError, install_command
+from weft.serve.archives import pack
 from weft.serve.errors import NotFound
 from weft.store.atomic import TEMP_PREFIX, storage_errors, sync
 
@@ -57,14 +57,13 @@ class Blobs:
             return writer.name
 
     def put_dir(self, directory: Path, suffix: str = ".zip") -> str:
-        """Stores the files directly inside a directory as one zip archive; equal files make equal archives."""
+        """Stores the files directly inside a directory as one archive; equal files make equal archives."""
+        return self.put_files(sorted(directory.iterdir()), suffix)
+
+    def put_files(self, paths: Iterable[Path], suffix: str = ".zip") -> str:
+        """Stores files as one archive, each under its own name."""
         with self.create(suffix) as writer:
-            with zipfile.ZipFile(_BlobWriterStream(writer), "w", zipfile.ZIP_STORED) as archive:
-                for path in sorted(directory.iterdir()):
-                    entry = zipfile.ZipInfo(path.name, (1980, 1, 1, 0, 0, 0))
-                    entry.external_attr = 0o644 << 16
-                    with path.open("rb") as source, archive.open(entry, "w", force_zip64=True) as target:
-                        shutil.copyfileobj(source, target, CHUNK_BYTES)
+            pack(cast(IO[bytes], _BlobWriterStream(writer)), paths)
             writer.commit()
             return writer.name
 
@@ -109,6 +108,10 @@ class Blobs:
             name = "/".join(str(place).split("/")[-2:])
             with contextlib.suppress(NotFound), self.errors(name):
                 yield name, self._fs.modified(place).timestamp()
+
+    def is_within(self, directory: Path) -> bool:
+        """Whether the blobs are in a directory below this one."""
+        return self._fs is None and Path(self._root).is_relative_to(directory.resolve())
 
     def free_bytes(self) -> int | None:
         """Returns the free bytes of the disk, or None if they are unknown."""

@@ -72,7 +72,12 @@ def test_jobs_of_many_tenants_when_two_of_three_workers_are_killed_then_all_is_a
     assert takeovers, "the workers were killed while they held jobs"
     for id, twin in zip(ids, twins, strict=True):
         found = ending(broken, id)
-        assert (found["status"], found["num_models"], found["num_ends"], len(found["results"])) == ("succeeded", 1, 1, 1)
+        assert (found["status"], found["num_models"], found["num_ends"], len(found["results"])) == (
+            "succeeded",
+            1,
+            1,
+            1,
+        )
         assert found == ending(quiet, twin)
     with broken.database.read() as tx, quiet.database.read() as quiet_tx:
         for tenant in TENANTS:

@@ -164,8 +164,9 @@ class Bench:
 
     def named_blobs(self) -> set[str]:
         """What rows say is in the file store."""
+        columns = (FILES.c.blob, MODELS.c.blob, CHECKPOINTS.c.blob, JOBS.c.saved_blob)
         with self.database.read() as tx:
-            return {blob for table in (FILES, MODELS, CHECKPOINTS) for blob in tx.scalars(sa.select(table.c.blob))}
+            return {blob for column in columns for blob in tx.scalars(sa.select(column)) if blob is not None}
 
     def _content(self, file: str) -> bytes:
         with self.database.read() as tx:

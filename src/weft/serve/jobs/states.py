@@ -69,8 +69,9 @@ def move(
 ) -> DbRow:
     """Changes a job's status, sets `columns` as well, appends an event, and returns the job as it is now.
 
-    An illegal move raises NotPossible. A move into a final state sets `finished_at`; a move out of `running` ends the
-    worker's lease; a move to `paused` or a final state settles what the user wanted. `shut_out` raises the fence, so
+    An illegal move raises NotPossible. A move into a final state sets `finished_at` and no longer names a checkpoint in
+    the file store, which the caller or the daily clean-up deletes; a move out of `running` ends the worker's lease; a
+    move to `paused` or a final state settles what the user wanted. `shut_out` raises the fence, so
     that the worker that held the job can write no more about it.
     """
     job = find_job(tx, tenant, id, for_update=True)
@@ -83,7 +84,7 @@ def move(
     if to in (*FINAL_STATES, "paused"):
         changes["wanted"] = None
     if to in FINAL_STATES:
-        changes["finished_at"] = int(now(tx))
+        changes |= {"finished_at": int(now(tx)), "saved_step": None, "saved_blob": None}
     if shut_out:
         changes["fence"] = job["fence"] + 1
     changes |= columns

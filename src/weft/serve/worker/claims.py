@@ -30,7 +30,8 @@ from weft.serve.worker.journal import Fate, Journal
 from weft.serve.worker.outcome import error_of
 from weft.serve.worker.prepare import JobPreparer
 from weft.serve.worker.tracking import Tracking
-from weft.serve.worker.upload_results import upload_results
+from weft.serve.worker.uploads.checkpoints import CheckpointUploads
+from weft.serve.worker.uploads.results import upload_results
 
 LOG = logging.getLogger("weft.serve.worker")
 RETRY_S = 5.0
@@ -71,12 +72,18 @@ class Claims:
         self.tracking = Tracking(
             work.run.path, lambda name, text: self.add_notice(name, EngineNotice(JobWarning((name,), text)))
         )
+        self.uploads = CheckpointUploads(database, blobs, work)
         self._blobs, self._work, self._engine, self._wake = blobs, work, engine, wake
         self._notices: deque[tuple[str, EngineNotice]] = deque()
 
     def add_notice(self, name: str, notice: EngineNotice) -> None:
         """Queues a notice for the claim of this name. Any thread may call this; it never waits."""
         self._notices.append((name, notice))
+
+    @property
+    def is_all_told(self) -> bool:
+        """Whether every notice has been given to its claim, and every checkpoint to the file store."""
+        return not self._notices and self.uploads.is_idle
 
     @property
     def may_claim(self) -> bool:
@@ -87,9 +94,13 @@ class Claims:
         """Gives each queued notice to its claim; a notice about a job that is no longer ours is dropped."""
         while self._notices:
             name, notice = self._notices.popleft()
-            if name in self.by_name:
-                self.by_name[name].notices.append(notice)
-                self.tracking.tell(self.by_name[name], notice.event)
+            claim = self.by_name.get(name)
+            if claim is None:
+                continue
+            claim.notices.append(notice)
+            self.tracking.tell(claim, notice.event)
+            if isinstance(notice.event, CheckpointSaved):
+                self.uploads.offer(claim, notice.event.step)
 
     def upload(self) -> None:
         """Puts the jobs' results into the file store, before the transaction that names them."""
@@ -150,6 +161,7 @@ class Claims:
         discard(self._blobs, journal.unused)
         if journal.fate is Fate.ENDED:
             self._forget(claim)
+            self.uploads.forget(claim)
             self._work.drop_job(claim.id)
         elif journal.fate is Fate.RELEASED:
             self._forget(claim)

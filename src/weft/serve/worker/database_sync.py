@@ -93,6 +93,7 @@ class DatabaseSync:
         self._hurry = threading.Event()
         self._is_draining = False
         self._has_left = False
+        self._leave_by = 0.0
         self._claims = Claims(
             database, blobs, work, engine, limits=options.file_limits, wake=wake, on_ready=self._hurry.set
         )
@@ -104,6 +105,7 @@ class DatabaseSync:
         clean_up_after_dead_workers(self._database, self._work)
         self._thread.start()
         self._claims.preparer.start()
+        self._claims.uploads.start()
 
     def add_notice(self, name: str, notice: EngineNotice, *, hurry: bool = False) -> None:
         """Queues a notice for the next transaction; with `hurry` that one comes at once. This never waits."""
@@ -121,7 +123,12 @@ class DatabaseSync:
         self._is_draining = True
 
     def leave(self) -> None:
-        """Returns all jobs to the queue, removes the worker's row and waits for both; the engine has stopped before."""
+        """Returns all jobs to the queue, removes the worker's row and waits for both; the engine has stopped before.
+
+        The jobs stay ours until their last checkpoints are in the file store, if that takes no longer than half of the
+        grace.
+        """
+        self._leave_by = time.monotonic() + self._options.grace_s / 2
         self._is_draining = self._has_left = True
         self._hurry.set()
         self._thread.join(self._options.grace_s)
@@ -137,7 +144,7 @@ class DatabaseSync:
         try:
             due = 0.0
             while True:
-                is_last = self._has_left
+                is_last = self._has_left and (self._claims.is_all_told or time.monotonic() >= self._leave_by)
                 if time.monotonic() >= due or self._hurry.is_set() or is_last or self._is_work_waiting():
                     self._hurry.clear()
                     due = time.monotonic() + self._options.pulse_s
@@ -204,7 +211,10 @@ class DatabaseSync:
             if row is None or row["fence"] != claim.fence:
                 sync_round.lost.append(claim)
             elif is_last or not claim.is_unstored:
-                sync_round.journals.append(self._journal(tx, claim, row, at, is_last))
+                journal = self._journal(tx, claim, row, at, is_last)
+                if journal.fate is Fate.ENDED and row["saved_blob"]:
+                    journal.unused.append(row["saved_blob"])
+                sync_round.journals.append(journal)
         if not is_last:
             sync_round.claimed = self._claim_jobs(tx, sync_round.rows)
         self._update_worker_row(tx, is_last)

@@ -4,7 +4,7 @@ work/<worker>/<job>.<fence>/    as in any run directory: checkpoints/, adapter/,
 
 Nobody else ever writes there, so a worker that was given up and wakes up again disturbs nobody: the job's new worker
 copies the newest sound checkpoint once, into a directory of its own. All of it may be lost: results are in the file
-store, and a job without a checkpoint starts again and ends with the same bytes.
+store, as are checkpoints for other machines, and a job without a checkpoint starts again and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class WorkDirectory:
     """The directory of one worker, from which it can also read those of the others."""
 
     def __init__(self, data_dir: Path, worker: str, base_model: str) -> None:
+        self.home = data_dir
+        """The data directory of the service, which the workers of one machine share."""
         self._all = data_dir / "work"
         with storage_errors(self._all):
             self._all.mkdir(parents=True, exist_ok=True)

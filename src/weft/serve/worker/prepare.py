@@ -23,6 +23,7 @@ from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.errors import ConfigError, DataError
+from weft.serve.archives import unpack
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, Tx
 from weft.serve.db.tables import FILES
@@ -35,7 +36,8 @@ from weft.serve.records.models import get_checkpoint, get_model
 from weft.serve.records.rows import DbRow
 from weft.serve.worker.claim import Claim
 from weft.serve.worker.directory import WorkDirectory
-from weft.serve.worker.prompts.adapter_cache import unpack
+from weft.serve.worker.prompts.adapter_cache import ADAPTER_FILES
+from weft.serve.worker.uploads.checkpoints import fetch_saved
 from weft.spec import JobSpec
 from weft.store.atomic import storage_errors
 from weft.wall_clock import Activity, WallClock
@@ -147,6 +149,9 @@ def prepare(
     with database.begin() as tx:
         reserve(tx, job, count_tokens(spec, data.train.group_tokens))
     step = work.adopt(claim.name, claim.id)
+    if job["saved_step"] is not None and (step is None or step < job["saved_step"]):
+        stored = fetch_saved(job, claim.name, blobs, work)
+        step = step if stored is None else stored
     if step is not None:
         claim.earlier = work.metrics(claim.name, step)
     return spec, data
@@ -199,7 +204,7 @@ def fetch_init_adapter(job: DbRow, model: str, database: Database, blobs: Blobs,
         blobs.fetch(blob, directory / "archive")
     except NotFound:
         raise ConfigError(f"{model} was deleted before the job could start from it.", where="model") from None
-    unpack(directory / "archive", directory)
+    unpack(directory / "archive", directory, ADAPTER_FILES)
     return str(directory)
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
-from weft.errors import AdapterFileError
 from weft.inference.attach import StoredAdapter
+from weft.serve.archives import unpack
 from weft.serve.blobs import Blobs
 from weft.store.atomic import storage_errors
 from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE, read_adapter, read_chat_template
 
 KEPT = 32
 """How many adapters are kept in memory; the least recently used one goes first."""
-FILES = (CONFIG_FILE, TENSORS_FILE, TEMPLATE_FILE)
+ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE, TEMPLATE_FILE)
 
 
 class AdapterCache:
@@ -46,7 +45,7 @@ class AdapterCache:
         try:
             archive = place / "archive"
             self._blobs.fetch(blob, archive)
-            unpack(archive, place)
+            unpack(archive, place, ADAPTER_FILES)
             spec, tensors, config = read_adapter(place)
             base = config.get("base_model_name_or_path")
             return StoredAdapter(
@@ -54,14 +53,3 @@ class AdapterCache:
             )
         finally:
             shutil.rmtree(place, ignore_errors=True)
-
-
-def unpack(archive: Path, place: Path) -> None:
-    """Unpacks the files of an adapter from an archive, and nothing else that may be in it."""
-    try:
-        with storage_errors(place), zipfile.ZipFile(archive) as packed:
-            for name in set(packed.namelist()) & set(FILES):
-                with packed.open(name) as source, (place / name).open("wb") as target:
-                    shutil.copyfileobj(source, target)
-    except zipfile.BadZipFile as error:
-        raise AdapterFileError(f"is not an archive ({error}).", where=str(archive)) from None

@@ -1,0 +1,148 @@
+"""Keeps the newest training checkpoint of each job in the file store, so that a worker elsewhere can go on from it.
+
+Workers that share a data directory find each other's checkpoints there. One on another machine finds the archive that
+the job's row names (`saved_blob`): state and tensors of the checkpoint, and the metrics up to it. It is written beside
+training, one at a time; of a job that saves faster than the store takes it, only the newest is copied. A store or
+database that is away costs the copy and nothing else. The row is changed under the job's fence, so a worker that has
+lost the job cannot put an older checkpoint in the place of a newer one.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from weft.errors import AdapterFileError, CheckpointError, WeftError
+from weft.job_state import FINAL_STATES
+from weft.serve.archives import unpack
+from weft.serve.blob_gc import discard
+from weft.serve.blobs import Blobs
+from weft.serve.db.engine import Database
+from weft.serve.db.tables import JOBS
+from weft.serve.errors import NotFound, Unsure
+from weft.serve.records.rows import DbRow
+from weft.serve.worker.claim import Claim
+from weft.serve.worker.directory import WorkDirectory
+from weft.store.atomic import storage_errors
+from weft.store.checkpoint import STATE_FILE, TENSORS_FILE, load_checkpoint, save_checkpoint
+
+LOG = logging.getLogger("weft.serve.worker")
+METRICS_FILE = "metrics.jsonl"
+
+
+class CheckpointUploads:
+    """The thread of a worker that copies checkpoints to the file store."""
+
+    def __init__(self, database: Database, blobs: Blobs, work: WorkDirectory) -> None:
+        self._database, self._blobs, self._work = database, blobs, work
+        # Whoever reads a store inside the data directory also reads the checkpoints that are there.
+        self._is_needed = not blobs.is_within(work.home)
+        self._waiting: dict[str, tuple[Claim, int]] = {}
+        """The newest checkpoint of each claim that is not copied yet, by the claim's name."""
+        self._in_flight: str | None = None
+        self._changed = threading.Condition()
+        # A daemon: a process that must end does not wait for a store that is away.
+        self._thread = threading.Thread(target=self._run, name="weft-checkpoint-uploads", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def offer(self, claim: Claim, step: int) -> None:
+        """Has a checkpoint copied in the place of an older one that still waits; this returns at once."""
+        if self._is_needed:
+            with self._changed:
+                self._waiting[claim.name] = claim, step
+                self._changed.notify_all()
+
+    def is_busy_with(self, claim: Claim) -> bool:
+        """Whether a checkpoint of this claim waits to be copied or is being copied."""
+        with self._changed:
+            return claim.name in self._waiting or claim.name == self._in_flight
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to copy."""
+        with self._changed:
+            return not self._waiting and self._in_flight is None
+
+    def forget(self, claim: Claim) -> None:
+        """Copies no more checkpoints of a job that has ended."""
+        with self._changed:
+            self._waiting.pop(claim.name, None)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                name = next(iter(self._waiting))
+                claim, step = self._waiting.pop(name)
+                self._in_flight = name
+            try:
+                self._copy(claim, step)
+            except Exception as error:
+                # The job loses nothing by it: if its machine is lost as well, it goes on from an older checkpoint.
+                fields = {"job": claim.id, "tenant": claim.tenant, "step": step}
+                LOG.warning("a checkpoint was not stored: %s", error, extra={"fields": fields})
+            with self._changed:
+                self._in_flight = None
+
+    def _copy(self, claim: Claim, step: int) -> None:
+        checkpoint = self._work.run.checkpoints_dir(claim.name) / f"step-{step:08d}"
+        metrics = self._work.run.metrics_path(claim.name)
+        files = [checkpoint / STATE_FILE, checkpoint / TENSORS_FILE, *([metrics] if metrics.exists() else [])]
+        blob = self._blobs.put_files(files)
+        try:
+            replaced = self._database.run(lambda tx: record_saved(tx, claim, step, blob))
+        except Unsure:
+            # A row may name it; if none does, the daily clean-up deletes it.
+            raise
+        except WeftError:
+            discard(self._blobs, [blob])
+            raise
+        discard(self._blobs, replaced)
+
+
+def record_saved(tx: sa.Connection, claim: Claim, step: int, blob: str) -> list[str]:
+    """Names a checkpoint in the row of its job; returns the blobs that no row names then.
+
+    The blob itself is among them if the job has ended, or if another worker has taken it.
+    """
+    mine = sa.and_(JOBS.c.tenant == claim.tenant, JOBS.c.id == claim.id, JOBS.c.fence == claim.fence)
+    row = tx.execute(sa.select(JOBS.c.status, JOBS.c.saved_blob).where(mine).with_for_update()).first()
+    if row is None or row.status in FINAL_STATES:
+        return [blob]
+    tx.execute(sa.update(JOBS).where(mine).values(saved_step=step, saved_blob=blob))
+    return [row.saved_blob] if row.saved_blob else []
+
+
+def fetch_saved(job: DbRow, name: str, blobs: Blobs, work: WorkDirectory) -> int | None:
+    """Brings the checkpoint that a job's row names into the directory of a claim; returns its step.
+
+    An archive that is gone or damaged is passed over: the job goes on from what else there is.
+    """
+    place = work.data_dir(name) / "saved"
+    try:
+        with storage_errors(place):
+            place.mkdir(exist_ok=True)
+        blobs.fetch(job["saved_blob"], place / "archive")
+        unpack(place / "archive", place, (STATE_FILE, TENSORS_FILE, METRICS_FILE))
+        checkpoint = load_checkpoint(place)
+        save_checkpoint(work.run.checkpoints_dir(name), checkpoint, keep=1)
+        _take_metrics(place / METRICS_FILE, work.run.metrics_path(name))
+        return checkpoint.step
+    except (NotFound, CheckpointError, AdapterFileError) as error:
+        LOG.warning("a stored checkpoint cannot be used: %s", error, extra={"fields": {"job": job["id"]}})
+        return None
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _take_metrics(source: Path, target: Path) -> None:
+    with storage_errors(target):
+        if source.exists():
+            shutil.copyfile(source, target)
