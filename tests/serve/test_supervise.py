@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weft.serve import supervise
-from weft.serve.supervise import WORKER_NICE, Child, Supervisor
+from weft.serve.supervise import DISMISSED, WORKER_NICE, Child, Supervisor
 
 _REAL_START = supervise._START
 PATIENCE_S = 300.0
@@ -39,6 +39,8 @@ if kind == "tells":
     kind = "slow"
 if kind == "dies":
     sys.exit(3)
+if kind == "dismissed":
+    sys.exit(76)
 while "told" not in notes.read_text():
     time.sleep(0.01)
 while kind == "deaf":
@@ -97,6 +99,17 @@ def test_child_when_it_dies_then_is_started_again_a_little_later_each_time(tmp_p
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert all(gap >= least for gap, least in zip(gaps, (0.1, 0.2, 0.4), strict=False)), gaps
     assert notes(tmp_path / "slow") == ["started", "told", "left"], "one that lives is left alone"
+
+
+def test_child_when_it_was_sent_away_then_is_not_started_again_and_has_ended_well(tmp_path: Path):
+    dies, away = (Child(kind, [kind, str(tmp_path / kind)], backoff_s=0.02) for kind in ("dies", "dismissed"))
+    supervisor = Supervisor([away, dies])
+    supervisor.start()
+    wait(lambda: len(notes(tmp_path / "dies")) >= 3)
+    wait(lambda: away.is_dismissed)
+    assert notes(tmp_path / "dismissed") == ["started"]
+    assert away.process is not None and away.process.returncode == DISMISSED
+    supervisor.stop(PATIENCE_S)
 
 
 def test_child_when_it_cannot_be_started_then_tried_again_and_the_others_live_on(

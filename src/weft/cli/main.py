@@ -68,6 +68,7 @@ VERBS = {
         "No result changes by a bit.",
     ),
     "bench": Verb("measure.bench:bench", "Measure speed on this machine, beside what people run today."),
+    "workers": Verb("service.workers:workers", "Workers of the service, on all machines."),
     "keys": Verb("service.keys:keys", "Keys and tenants of the service."),
     "cache": Verb("cache:cache", "Prepared data that is kept for the next run."),
 }

@@ -30,6 +30,8 @@ STEADY_S = 60.0
 WORKER_NICE = 5
 """How far workers stand back behind requests. Beside another program that never rests, a worker so gets a quarter of a
 core and not a half; the API, which rests most of the time, gets a core as soon as a request comes."""
+DISMISSED = 76
+"""The exit code of a worker that an operator has sent away: it is not started again."""
 _START = (
     "import ctypes, json, os, signal, sys\n"
     "os.nice(int(sys.argv[2]))\n"
@@ -42,7 +44,7 @@ _START = (
 """The program of a child. It reads its arguments from standard input, because everybody on the machine can read a
 command line and the database's URL may hold a password. Its log goes to a terminal even where only the foreground may
 write (`tostop`)."""
-_ENDED_WELL = (0, -signal.SIGTERM)
+_ENDED_WELL = (0, -signal.SIGTERM, DISMISSED)
 """Exit codes of a clean end; a child that gets SIGTERM before it handles signals has nothing to give back."""
 
 
@@ -58,6 +60,8 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     is_told: bool = False
     """The child was asked to stop."""
+    is_dismissed: bool = False
+    """The child has ended for good."""
     started_at: float = 0.0
     start_at: float = 0.0
     backoff_s: float = field(default=BACKOFF_S[0])
@@ -126,6 +130,11 @@ class Supervisor:
         if child.process is not None:
             code = child.process.poll()
             if code is None:
+                return
+            if code == DISMISSED:
+                if not child.is_dismissed:
+                    LOG.info("sent away", extra={"fields": {"child": child.name}})
+                child.is_dismissed = True
                 return
             steady = at - child.started_at > STEADY_S
             child.process = None

@@ -27,6 +27,7 @@ SCOPES = {
     "/v1/chat": "chat",
     "/v1/completions": "chat",
     "/v1/usage": "usage",
+    "/v1/workers": "admin",
     "/metrics": "admin",
     "/dashboard/overview": "usage",
 }
@@ -79,7 +80,7 @@ def owned(home: Home) -> dict[str, str]:
     upload = home.call("POST", "/v1/uploads", json=UPLOAD).json()["id"]
     part = home.call("POST", f"/v1/uploads/{upload}/parts", files={"data": b"{}\n"}).json()["id"]
     made = {"file_id": file, "job_id": job, "model": model, "checkpoint": checkpoint, "upload_id": upload}
-    return {**made, "part_id": part, "permission_id": "cp_1"}
+    return {**made, "part_id": part, "permission_id": "cp_1", "worker": "worker-7"}
 
 
 def ask(home: Home, method: str, path: str, values: dict[str, str], headers: dict[str, str]) -> Any:
@@ -139,6 +140,7 @@ def test_every_route_when_the_object_is_foreign_then_answers_as_if_it_were_missi
         "upload_id": "upload_" + "0" * 24,
         "part_id": "part_" + "0" * 24,
         "permission_id": "cp_1",
+        "worker": "worker-8",
     }
     asked = 0
     for method, path in all_calls(home):
@@ -173,7 +175,7 @@ def test_lists_when_another_tenant_asks_then_hold_nothing_of_mine(home: Home, ow
     for path in paths:
         text = home.http.get(path, headers=headers).text
         assert "acme" not in text
-        assert not any(value in text for name, value in owned.items() if name != "permission_id")
+        assert not any(value in text for name, value in owned.items() if name not in ("permission_id", "worker"))
     for name, path in (("file_id", "/v1/files"), ("job_id", "/v1/fine_tuning/jobs")):
         assert home.call("GET", f"{path}?after={owned[name]}", "globex").status_code == 404
 

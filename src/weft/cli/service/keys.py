@@ -35,7 +35,7 @@ def create(
     db: DbUrl = "",
 ) -> None:
     """Make a key; it is shown this once."""
-    database = _open(data_dir, db)
+    database = open_service(data_dir, db)
     from weft.serve.records import audit
     from weft.serve.records.keys import DEFAULT_SCOPES, create_key, key_id
     from weft.serve.records.tenants import get_tenant
@@ -55,10 +55,10 @@ def list_(
     db: DbUrl = "",
 ) -> None:
     """Show the keys, without their secrets."""
-    database = _open(data_dir, db)
+    database = open_service(data_dir, db)
     from weft.serve.records.keys import list_keys
 
-    table = _table("id", "tenant", "name", "scopes", "made", "used", "state")
+    table = plain_table("id", "tenant", "name", "scopes", "made", "used", "state")
     with database.read() as tx:
         for key in list_keys(tx, tenant):
             state = "revoked" if key["revoked_at"] else "good"
@@ -72,7 +72,7 @@ def revoke(
     key: Annotated[str, typer.Argument(help="The key or its id.")], data_dir: DataDir = DATA_DIR, db: DbUrl = ""
 ) -> None:
     """Make a key open nothing from now on."""
-    database = _open(data_dir, db)
+    database = open_service(data_dir, db)
     from weft.serve.records import audit
     from weft.serve.records.keys import key_id, revoke_key
 
@@ -90,7 +90,7 @@ def create_tenant(
     db: DbUrl = "",
 ) -> None:
     """Make a tenant without limits."""
-    database = _open(data_dir, db)
+    database = open_service(data_dir, db)
     from weft.serve.records import audit
     from weft.serve.records import tenants as records
 
@@ -116,7 +116,7 @@ def limits(
     db: DbUrl = "",
 ) -> None:
     """Set limits, and show them."""
-    database = _open(data_dir, db)
+    database = open_service(data_dir, db)
     from weft.serve.records import audit
     from weft.serve.records.tenants import update_tenant
 
@@ -141,12 +141,12 @@ def limits(
 @tenants.command("list")
 def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
     """Show the tenants and what they used."""
-    database = _open(data_dir, db)
+    database = open_service(data_dir, db)
     from weft.serve.jobs.quota import token_usage
     from weft.serve.records import files, jobs
     from weft.serve.records import tenants as records
 
-    table = _table("id", "name", "active jobs", "trained tokens", "stored bytes", "state")
+    table = plain_table("id", "name", "active jobs", "trained tokens", "stored bytes", "state")
     with database.read() as tx:
         for row in records.list_tenants(tx):
             used = (
@@ -159,7 +159,8 @@ def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
     output_console().print(table)
 
 
-def _open(data_dir: Path, db: str) -> Database:
+def open_service(data_dir: Path, db: str) -> Database:
+    """Opens the database of a service that is there, and brings it up to date."""
     need_serve()
     from weft.serve.db.migrate import migrate
     from weft.serve.settings import Settings
@@ -179,7 +180,8 @@ def _number(text: str, name: str) -> int | None:
     return int(text.replace("_", ""))
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """Makes a table without lines."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, overflow="fold")

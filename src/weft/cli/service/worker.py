@@ -105,6 +105,7 @@ def worker(
     from weft.serve.db.migrate import migrate
     from weft.serve.limited_process import FileLimits
     from weft.serve.settings import Settings
+    from weft.serve.supervise import DISMISSED
     from weft.serve.worker.options import WorkerOptions
     from weft.serve.worker.worker import Worker
     from weft.spec import BackboneSpec
@@ -134,3 +135,5 @@ def worker(
     signals.worker = trains
     trains.run()
     database.close()
+    if trains.sync.is_dismissed:
+        raise typer.Exit(DISMISSED)

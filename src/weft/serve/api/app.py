@@ -18,7 +18,7 @@ from weft.serve.api import errors
 from weft.serve.api.bodies.requests import BODIES
 from weft.serve.api.metrics import Metrics
 from weft.serve.api.observe import RequestObserver
-from weft.serve.api.routes import chat, events, files, health, jobs, models, uploads, usage
+from weft.serve.api.routes import chat, events, files, health, jobs, models, uploads, usage, workers
 from weft.serve.api.routes.polled import PolledRoutes
 from weft.serve.api.service import ApiService, RateLimits
 from weft.serve.blobs import Blobs
@@ -57,7 +57,7 @@ def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
     )
     errors.install(app)
     # Routes are tried one after another: what clients poll comes first.
-    for part in (jobs, events, files, uploads, models, chat, usage, health, dashboard):
+    for part in (jobs, events, files, uploads, models, chat, usage, workers, health, dashboard):
         app.include_router(part.router)
     app.add_middleware(RequestObserver, metrics=app.state.service.metrics)
     app.polled = PolledRoutes(app, app.state.service.metrics)

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Response
 
 from weft.serve.records.rows import DbRow, Page
+from weft.serve.records.workers import worker_state
 
 Json = dict[str, Any]
 
@@ -123,3 +124,19 @@ def ready(data: bytes) -> Response:
 def without_none(values: Mapping[str, Any]) -> Json:
     """Returns the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def worker_object(row: DbRow, held: Mapping[str, int], at: float) -> Json:
+    """A worker with its machine and device; `held` counts the jobs of each worker, `at` is the database's time."""
+    info = row["info"]
+    return {
+        "object": "worker",
+        **{name: row[name] for name in ("id", "machine", "base_model", "started_at", "seen_at")},
+        "device": info.get("device_name") or info.get("device"),
+        "memory_bytes": info.get("memory_bytes"),
+        "memory_total_bytes": info.get("memory_total_bytes"),
+        "max_length": info.get("max_length"),
+        "tokens_per_second": info.get("tokens_per_s"),
+        "num_jobs": held.get(row["id"], 0),
+        "state": worker_state(row, held.get(row["id"], 0), at),
+    }

@@ -9,8 +9,7 @@ job whose lease has run out may be claimed again: its worker crashed, hangs, or 
 that worker still writes carries an old fence and is refused. Every such loss counts in `attempts` until the job reaches
 a checkpoint again.
 
-Where several workers are alive, none claims more than an equal part of all jobs, unless the others have no places for
-the rest. So a queue is spread over the GPUs of all machines, whichever worker looks first.
+Where several workers are alive, each leaves to the others what is theirs (`sharing`).
 
 A job that kills its worker must not do so for ever, and the jobs that trained beside it are not to blame. So after
 `SUSPECT_AFTER` losses in a row, jobs are suspects and train among themselves: half of those that wait and at most
@@ -30,10 +29,10 @@ import sqlalchemy as sa
 from weft.plan.admit import QUANTUM_TOKENS, Share
 from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import JOBS, TENANTS
+from weft.serve.jobs.sharing import LENGTH, fair_room, is_for_another, loads_of
 from weft.serve.jobs.states import move, update_job
 from weft.serve.records.events import add_event
 from weft.serve.records.rows import DbRow, every
-from weft.serve.records.workers import live_workers
 
 LEASE_S = 30.0
 """How long a worker may be silent before others take its jobs."""
@@ -69,14 +68,16 @@ def claim_jobs(tx: Tx, worker: str, base_model: str, num_places: int, *, lease_s
     # A row that another transaction holds is being claimed, renewed or changed; waiting for it could be a deadlock.
     unheld = unheld.with_for_update(skip_locked=True, of=JOBS)
     free = [job for job in every(tx, unheld) if not _settle(tx, job)]
-    if any(job["attempts"] >= SUSPECT_AFTER for job in mine):
+    if not free or any(job["attempts"] >= SUSPECT_AFTER for job in mine):
         return []
+    load, others = loads_of(tx, worker, base_model)
+    free = [job for job in free if not is_for_another(job, load, others)]
     suspects = [job for job in free if _losses(job) >= SUSPECT_AFTER]
     if suspects:
         # While suspects wait, the worker claims no other jobs, so that they can soon train by themselves.
         chosen = [] if mine else _group(suspects)[: max(0, num_places)]
     else:
-        room = _fair_room(tx, worker, base_model, num_places, len(mine), len(free))
+        room = fair_room(load, others, num_places, free)
         chosen = _choose(free, mine, room, _shares(tx, {job["tenant"] for job in free}, at))
     return [_take(tx, job, worker, at + lease_s) for job in chosen]
 
@@ -113,7 +114,8 @@ def give_up(tx: Tx, worker: str) -> None:
 
 def _active(base_model: str) -> sa.Select[Any]:
     columns = [JOBS.c[name] for name in _COLUMNS]
-    return sa.select(*columns).where(JOBS.c.status.in_(("queued", "running")), JOBS.c.model == base_model)
+    is_active = sa.and_(JOBS.c.status.in_(("queued", "running")), JOBS.c.model == base_model)
+    return sa.select(*columns, JOBS.c.min_job_bytes, LENGTH).where(is_active)
 
 
 def _free(base_model: str, at: float) -> sa.Select[Any]:
@@ -159,21 +161,6 @@ def _settle(tx: Tx, job: DbRow) -> bool:
     # A worker that turns out to be alive after all finds that it is fenced off.
     tx.execute(sa.update(JOBS).where(JOBS.c.id == job["id"]).values(fence=job["fence"] + 1))
     return True
-
-
-def _fair_room(tx: Tx, worker: str, base_model: str, num_places: int, num_mine: int, num_free: int) -> int:
-    """Of a worker's free places, those it may fill now: what other live workers would take up to an equal part of all
-    jobs is left to them, so that none is idle while another has more than its part."""
-    others = [row for row in live_workers(tx, base_model) if row["id"] != worker and not row["is_draining"]]
-    if not others or num_free == 0 or num_places < 1:
-        return num_places
-    counted = sa.select(JOBS.c.worker, sa.func.count()).where(
-        JOBS.c.status.in_(("queued", "running")), JOBS.c.model == base_model, JOBS.c.lease_until > now(tx)
-    )
-    held = {name: int(number) for name, number in tx.execute(counted.group_by(JOBS.c.worker))}
-    part = -(-(num_free + num_mine + sum(held.get(row["id"], 0) for row in others)) // (len(others) + 1))
-    left = sum(max(0, min(part, int(row["info"].get("max_jobs", part))) - held.get(row["id"], 0)) for row in others)
-    return min(num_places, max(num_free - left, part - num_mine, 0))
 
 
 def _choose(free: list[DbRow], mine: Sequence[DbRow], num_places: int, shares: Mapping[str, Share]) -> list[DbRow]:

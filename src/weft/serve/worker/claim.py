@@ -10,6 +10,9 @@ from typing import Any
 from weft.engine.events import Event
 from weft.serve.records.rows import DbRow
 
+GIVE_BACK = "give back"
+"""What the engine was asked to do with a job that other workers are to have."""
+
 
 @dataclass(frozen=True)
 class EngineNotice:
@@ -45,8 +48,16 @@ class Claim:
     """The engine has the job. Before that, its data is being prepared."""
     is_put_back: bool = False
     """The job goes back to the queue because this worker cannot prepare it now."""
+    too_large: dict[str, Any] | None = None
+    """The error object of a job that does not fit into this worker's memory; another worker may have more."""
+    is_leaving: bool = False
+    """The job is saved, trains no more here, and goes back to the queue once its checkpoint is in the file store."""
+    leave_by: float = 0.0
+    """When it goes back in any case, by the monotonic clock."""
+    leave_message: str | None = None
+    """What its user is told then; None says that the worker stops."""
     requested: str | None = None
-    """What the engine was asked to do on the user's behalf: cancel or pause."""
+    """What the engine was asked to do: cancel or pause for the user, or give back."""
     priority: int = 0
     retry_at: float | None = None
     """When a job that could not write is tried again, by the monotonic clock."""

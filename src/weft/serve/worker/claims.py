@@ -16,26 +16,29 @@ from typing import Any
 
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, JobFailed, JobWarning
-from weft.errors import StorageError, WeftError
-from weft.job_state import Reason, ReasonCode
+from weft.errors import JobError, StorageError, WeftError
+from weft.job_state import JobState, Reason, ReasonCode
 from weft.serve.blob_gc import discard
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
 from weft.serve.errors import Busy
 from weft.serve.limited_process import FileLimits
 from weft.serve.records.rows import DbRow
-from weft.serve.worker.claim import Claim, EngineNotice
+from weft.serve.worker.claim import GIVE_BACK, Claim, EngineNotice
 from weft.serve.worker.directory import WorkDirectory
-from weft.serve.worker.journal import Fate, Journal
-from weft.serve.worker.outcome import error_of
 from weft.serve.worker.prepare import JobPreparer
 from weft.serve.worker.tracking import Tracking
+from weft.serve.worker.transaction.journal import Fate, Journal
+from weft.serve.worker.transaction.outcome import error_of
 from weft.serve.worker.uploads.checkpoints import CheckpointUploads
 from weft.serve.worker.uploads.results import upload_results
 
 LOG = logging.getLogger("weft.serve.worker")
 RETRY_S = 5.0
 """Seconds until a job that could not write, or whose data could not be stored here, is tried again."""
+
+STORE_S = 60.0
+"""How long a job that is given back may wait until its checkpoint is in the file store."""
 
 
 class Claims:
@@ -131,6 +134,8 @@ class Claims:
                 LOG.warning("put back: %s", error, extra={"fields": {"job": claim.id, "tenant": claim.tenant}})
                 self.claim_after = time.monotonic() + RETRY_S
                 claim.is_put_back = True
+            except JobError as error:
+                claim.too_large = error_of(error)
             except WeftError as error:
                 self._fail(claim, error_of(error))
             except Exception:
@@ -163,10 +168,10 @@ class Claims:
             self._forget(claim)
             self.uploads.forget(claim)
             self._work.drop_job(claim.id)
-        elif journal.fate is Fate.RELEASED:
-            self._forget(claim)
-        elif journal.fate is Fate.PAUSED:
+        elif journal.fate is Fate.RELEASED or journal.fate is Fate.PAUSED:
             self._let_go(claim)
+        elif journal.fate is Fate.LEAVING:
+            self._leave(claim)
         elif journal.fate is Fate.GOES_ON:
             claim.requested = None
             self._command(self._engine.resume, claim)
@@ -177,7 +182,7 @@ class Claims:
         """Tells the engine what users want of the jobs that it trains."""
         for claim in list(self.by_name.values()):
             row = rows.get(claim.id)
-            if row is None or not claim.is_training:
+            if row is None or not claim.is_training or claim.requested == GIVE_BACK or claim.is_leaving:
                 continue
             if row["wanted"] in ("cancel", "pause") and claim.requested != row["wanted"]:
                 claim.requested = row["wanted"]
@@ -190,6 +195,29 @@ class Claims:
             if claim.retry_at is not None and time.monotonic() >= claim.retry_at:
                 claim.retry_at = None
                 self._command(self._engine.resume, claim)
+
+    def give_back(self, claim: Claim, message: str | None = None) -> None:
+        """Has a job saved at its next step boundary and returned to the queue; `message` tells its user why."""
+        if claim.requested is not None or claim.is_leaving:
+            return
+        claim.leave_message = message
+        live = self._engine.jobs.get(claim.name)
+        if not claim.is_training:
+            claim.is_put_back = True
+        elif live is not None and live.state is JobState.PAUSED:
+            # It could not write and waits to be tried again.
+            self._leave(claim)
+        else:
+            claim.requested = GIVE_BACK
+            self._command(self._engine.pause, claim)
+
+    def _leave(self, claim: Claim) -> None:
+        claim.is_leaving, claim.leave_by = True, time.monotonic() + STORE_S
+
+    def may_release(self, claim: Claim) -> bool:
+        """Whether a job goes back to the queue now, because it was not prepared or because it is saved for others."""
+        is_kept = not self.uploads.is_busy_with(claim) or time.monotonic() >= claim.leave_by
+        return claim.is_put_back or (claim.is_leaving and is_kept)
 
     def _let_go(self, claim: Claim) -> None:
         """Takes a job off the engine without writing to the database; its checkpoints stay for the next worker."""

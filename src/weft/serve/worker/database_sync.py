@@ -1,10 +1,9 @@
 """Keeps the database in step with one worker's engine, in a thread of its own, so that training never waits for it.
 
 About once a second, one transaction for all jobs renews the leases, writes down everything the engine reported since
-the last one, claims new jobs and updates the worker's own row. The renewal comes first and locks the rows, so the
-worker learns that a job is no longer its own before it writes anything about it. While the database does not answer,
-the notices wait and the transaction is tried again. If the connection breaks during a commit, the worker's own row
-tells whether the transaction happened.
+the last one, updates the worker's own row and claims new jobs (`transaction/`). While the database does not answer, the
+notices wait and the transaction is tried again. If the connection breaks during a commit, the worker's own row tells
+whether the transaction happened.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,40 +22,28 @@ from weft.data.prepared.cache import default_cache
 from weft.engine.engine import Engine
 from weft.errors import StorageError, WeftError
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database, Tx, now
+from weft.serve.db.engine import Database, Tx
 from weft.serve.db.tables import WORKERS
 from weft.serve.errors import Busy, Unsure
-from weft.serve.jobs.leases import claim_jobs, give_up, has_free, release, renew
-from weft.serve.jobs.states import move
-from weft.serve.records.rows import DbRow
-from weft.serve.records.workers import put_worker, remove_worker
-from weft.serve.worker.claim import Claim, EngineNotice
+from weft.serve.jobs.leases import give_up, has_free
+from weft.serve.records.workers import remove_worker
+from weft.serve.worker.claim import EngineNotice
 from weft.serve.worker.claims import Claims
 from weft.serve.worker.directory import WorkDirectory, clean_up_after_dead_workers
-from weft.serve.worker.journal import Fate, Journal
 from weft.serve.worker.options import WorkerOptions
 from weft.serve.worker.prepared_gc import PreparedGc
+from weft.serve.worker.transaction.sync_round import RoundWriter, SyncRound
 
 LOG = logging.getLogger("weft.serve.worker")
 LOOK_S = 0.2
 """How often an idle worker looks for new jobs. Looking only reads."""
 STUCK = 70
 """The exit code of a worker whose training hung."""
+LEAVE_TO_OTHERS_S = 5.0
+"""How long a worker that has given jobs to others claims none itself."""
+MOVES = "Another worker has more room; the job goes back to the queue and will go on there where it was"
 TRACKING_GRACE_S = 5.0
 """How long a worker that is leaving waits for the trackers of its jobs."""
-
-
-@dataclass
-class _SyncRound:
-    """What one transaction did, and what must be carried out once it is committed."""
-
-    number: int
-    is_last: bool
-    rows: dict[str, DbRow] = field(default_factory=dict)
-    """The rows of the jobs that are ours, by id."""
-    journals: list[Journal] = field(default_factory=list)
-    lost: list[Claim] = field(default_factory=list)
-    claimed: list[DbRow] = field(default_factory=list)
 
 
 class DatabaseSync:
@@ -85,18 +70,20 @@ class DatabaseSync:
         self._options = options
         self._database = database
         self._work = work
-        self._address, self._token = address
         self._num_rounds = 0
-        self._unsure: _SyncRound | None = None
+        self._unsure: SyncRound | None = None
         """A round whose commit was not confirmed: it may have happened or not."""
         self._prepared_gc = PreparedGc(database, default_cache())
         self._hurry = threading.Event()
         self._is_draining = False
+        self._wanted: str | None = None
+        """What the operator wants of this worker: drain, remove or nothing."""
         self._has_left = False
         self._leave_by = 0.0
         self._claims = Claims(
             database, blobs, work, engine, limits=options.file_limits, wake=wake, on_ready=self._hurry.set
         )
+        self._writer = RoundWriter(options, self._claims, address=address)
         # A daemon thread: a process that must end does not wait for a database that is away.
         self._thread = threading.Thread(target=self._run, name="weft-database-sync", daemon=True)
 
@@ -117,6 +104,11 @@ class DatabaseSync:
     def num_claims(self) -> int:
         """How many jobs the worker has claimed so far."""
         return self._claims.num_claimed
+
+    @property
+    def is_dismissed(self) -> bool:
+        """Whether the operator wants this worker to give its jobs back and end."""
+        return self._wanted == "remove"
 
     def drain(self) -> None:
         """Stops claiming jobs."""
@@ -169,16 +161,14 @@ class DatabaseSync:
         """Looks cheaply whether there is work, so that an idle worker starts soon without writing all the time."""
         if self._claims.preparer.has_ready:
             return True
-        if self._is_draining or self._num_free_places() < 1 or not self._claims.may_claim:
+        is_taking = not self._is_draining and self._wanted is None and self._claims.may_claim
+        if not is_taking or self._claims.by_name:
             return False
         try:
             with self._database.read() as tx:
-                return not self._claims.by_name and has_free(tx, self._options.base_model)
+                return has_free(tx, self._options.base_model)
         except Busy:
             return False
-
-    def _num_free_places(self) -> int:
-        return self._options.max_jobs - len(self._claims.by_name)
 
     def _pulse(self, is_last: bool) -> None:
         if time.monotonic() - self.trainer_seen_at > self._options.stuck_s:
@@ -193,7 +183,7 @@ class DatabaseSync:
         self._claims.submit_prepared()
         self._claims.upload()
         self._num_rounds += 1
-        rounds: list[_SyncRound] = []
+        rounds: list[SyncRound] = []
         try:
             self._database.run(lambda tx: rounds.append(self._write(tx, is_last)))
         except Unsure:
@@ -201,35 +191,10 @@ class DatabaseSync:
             raise
         self._carry_out(rounds[-1])
 
-    def _write(self, tx: Tx, is_last: bool) -> _SyncRound:
-        """Writes everything this worker has to report in one transaction; nothing outside the database changes yet."""
-        sync_round = _SyncRound(self._num_rounds, is_last)
-        sync_round.rows = {row["id"]: row for row in renew(tx, self._options.id, lease_s=self._options.lease_s)}
-        at = now(tx)
-        for claim in self._claims.by_name.values():
-            row = sync_round.rows.get(claim.id)
-            if row is None or row["fence"] != claim.fence:
-                sync_round.lost.append(claim)
-            elif is_last or not claim.is_unstored:
-                journal = self._journal(tx, claim, row, at, is_last)
-                if journal.fate is Fate.ENDED and row["saved_blob"]:
-                    journal.unused.append(row["saved_blob"])
-                sync_round.journals.append(journal)
-        if not is_last:
-            sync_round.claimed = self._claim_jobs(tx, sync_round.rows)
-        self._update_worker_row(tx, is_last)
-        return sync_round
+    def _write(self, tx: Tx, is_last: bool) -> SyncRound:
+        return self._writer.write(tx, self._num_rounds, is_last=is_last, is_stopping=self._is_draining, info=self.info)
 
-    def _claim_jobs(self, tx: Tx, rows: dict[str, DbRow]) -> list[DbRow]:
-        """Claims new jobs, and takes up any that the database says are ours but we do not know: nobody else would."""
-        known = {(claim.id, claim.fence) for claim in self._claims.by_name.values()}
-        strays = [row for row in rows.values() if (row["id"], row["fence"]) not in known]
-        if self._is_draining or not self._claims.may_claim:
-            return strays
-        options, room = self._options, self._num_free_places() - len(strays)
-        return [*strays, *claim_jobs(tx, options.id, options.base_model, room, lease_s=options.lease_s)]
-
-    def _carry_out(self, sync_round: _SyncRound) -> None:
+    def _carry_out(self, sync_round: SyncRound) -> None:
         """Carries out what a committed transaction means for the engine and the directory."""
         for claim in sync_round.lost:
             self._claims.drop_lost(claim)
@@ -239,8 +204,23 @@ class DatabaseSync:
             self._claims.add(job)
         if not sync_round.is_last:
             self._claims.pass_on_requests(sync_round.rows)
+            self._give_back(sync_round)
 
-    def _was_committed(self, sync_round: _SyncRound) -> bool:
+    def _give_back(self, sync_round: SyncRound) -> None:
+        """Gives jobs back that other workers are to have: all of them while draining, or some that are moved."""
+        self._wanted = sync_round.wanted
+        moving = [claim for claim in self._claims.by_name.values() if claim.id in sync_round.moving]
+        if self._wanted == "drain":
+            for claim in list(self._claims.by_name.values()):
+                self._claims.give_back(claim)
+        elif moving:
+            for claim in moving:
+                self._claims.give_back(claim, MOVES)
+            self._writer.rebalance.rest(sync_round.at)
+            # The jobs are for others, who look within a moment.
+            self._claims.claim_after = time.monotonic() + LEAVE_TO_OTHERS_S
+
+    def _was_committed(self, sync_round: SyncRound) -> bool:
         """Whether a transaction whose commit was not confirmed did happen."""
         mine = sa.select(WORKERS.c.info).where(WORKERS.c.id == self._options.id)
         # Locking the row waits for a commit that is still under way.
@@ -254,35 +234,3 @@ class DatabaseSync:
         LOG.error("training hangs; the worker ends", extra={"fields": {"worker": self._options.id}})
         self.abandon()
         os._exit(STUCK)
-
-    def _journal(self, tx: Tx, claim: Claim, row: DbRow, at: float, is_last: bool) -> Journal:
-        journal = Journal(tx, claim, row, at)
-        if not claim.is_unstored:
-            journal.write()
-        if journal.fate is Fate.ENDED or journal.fate is Fate.PAUSED:
-            return journal
-        if (is_last or not claim.is_training) and row["wanted"] in ("cancel", "pause"):
-            to = {"cancel": "cancelled", "pause": "paused"}[row["wanted"]]
-            move(tx, claim.tenant, claim.id, to, fence=claim.fence)
-            journal.fate = Fate.ENDED if to == "cancelled" else Fate.PAUSED
-        elif is_last or claim.is_put_back:
-            # Its durable tokens were counted with its last checkpoint.
-            release(tx, claim.tenant, claim.id, fence=claim.fence)
-            journal.fate = Fate.RELEASED
-        return journal
-
-    def _update_worker_row(self, tx: Tx, is_last: bool) -> None:
-        if is_last:
-            remove_worker(tx, self._options.id)
-            return
-        put_worker(
-            tx,
-            self._options.id,
-            base_model=self._options.base_model,
-            address=self._address,
-            token=self._token,
-            info={**self.info, "turn": self._num_rounds},
-            is_draining=self._is_draining,
-            machine=socket.gethostname(),
-            lease_s=self._options.lease_s,
-        )

@@ -72,6 +72,8 @@ class Worker:
             job_memory=options.job_memory,
             wall=self._wall,
         )
+        self._job_bytes = self.engine.budget(()).usable_bytes
+        """What jobs may take together, before any has come; by it workers are compared."""
         self._work = WorkDirectory(options.data_dir, options.id, options.base_model)
         self.engine.keep_in(self._work.run)
         self.engine.export_checkpoints(self._export_to)
@@ -186,6 +188,8 @@ class Worker:
         self.sync.trainer_seen_at = time.monotonic()
         if self.sync.crash is not None:
             raise self.sync.crash
+        if self.sync.is_dismissed:
+            self.stop()
         if time.monotonic() >= self._info_due:
             self._info_due = time.monotonic() + 1.0
             self._update_info()
@@ -199,7 +203,9 @@ class Worker:
             "pid": os.getpid(),
             "kernels": engine.executor.facts.kernels,
             "capacity": engine.limits.capacity,
+            "max_length": min(engine.limits.capacity, engine.executor.facts.max_positions),
             "max_jobs": self._options.max_jobs,
+            "job_bytes": self._job_bytes,
             **_device_info(self._device),
             "tokens_per_s": round(self._tokens_per_s(), 1),
             "time": engine.time_split.to_json(),

@@ -32,8 +32,8 @@ from weft.serve.jobs.states import move, update_job
 from weft.serve.records.events import add_event
 from weft.serve.records.models import add_checkpoint, model_name
 from weft.serve.records.rows import DbRow, every, first, new_id
-from weft.serve.worker.claim import Claim, EngineNotice
-from weft.serve.worker.outcome import error_of_reason, succeed
+from weft.serve.worker.claim import GIVE_BACK, Claim, EngineNotice
+from weft.serve.worker.transaction.outcome import error_of_reason, succeed
 from weft.store import json_text
 
 KEPT_CHECKPOINTS = 3
@@ -49,6 +49,8 @@ class Fate(enum.Enum):
     RELEASED = "released"
     GOES_ON = "goes on"
     """The job was paused for a user who has changed their mind."""
+    LEAVING = "leaving"
+    """The job is saved and trains no more here; it goes back to the queue when its checkpoint is in the file store."""
     STALLED = "stalled"
     """The job could not write to its directory; it is tried again later."""
 
@@ -205,7 +207,9 @@ class Journal:
 
     def _note_pause(self, event: JobPaused, tokens: int) -> None:
         claim = self.claim
-        if claim.requested == "pause" and self._row["wanted"] == "pause":
+        if claim.requested == GIVE_BACK:
+            self.fate = Fate.LEAVING
+        elif claim.requested == "pause" and self._row["wanted"] == "pause":
             self._flush()
             move(self._tx, claim.tenant, claim.id, "paused", fence=claim.fence, trained_tokens=tokens)
             self.fate = Fate.PAUSED

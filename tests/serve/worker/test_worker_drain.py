@@ -1,0 +1,120 @@
+"""Jobs leave a worker that drains, is sent away, has too many or is too small, and go on elsewhere, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import sqlalchemy as sa
+from worker_bench import PATIENCE_S, Bench
+
+from weft.serve.db.tables import JOBS
+from weft.serve.jobs import rebalance
+from weft.serve.jobs.drain import steer_workers
+from weft.serve.records.workers import all_workers
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = Bench.at(tmp_path)
+    yield made
+    made.database.close()
+
+
+def wait(until):
+    pause = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.02)):
+        if until():
+            return
+        pause.wait(0.02)
+    raise AssertionError("it does not happen")
+
+
+def steer(bench, worker, wish):
+    with bench.database.begin() as tx:
+        steer_workers(tx, worker, wish)
+
+
+def holders(bench):
+    with bench.database.read() as tx:
+        return list(tx.scalars(sa.select(JOBS.c.worker).order_by(JOBS.c.seq)))
+
+
+def messages(bench, id):
+    return [event["message"] for event in bench.events(id)]
+
+
+def assert_as_alone(bench, *ids):
+    """No bit differs, every step is told once, and nothing counted as a loss."""
+    for id in ids:
+        adapter, tokens = bench.twin(id)
+        job = bench.job(id)
+        assert (bench.adapter(id), job["trained_tokens"], job["attempts"]) == (adapter, tokens, 0)
+        told = [event["data"]["step"] for event in bench.events(id, "metrics")]
+        assert told == list(range(1, job["total_steps"] + 1))
+
+
+def test_job_when_its_worker_drains_then_goes_on_elsewhere_at_that_step_until_it_may_come_back(bench):
+    id = bench.submit(max_steps=30, save_steps=1000)
+    with bench.worker(id="worker-first", data_dir=bench.place / "one"):
+        bench.wait_for_step(id, 2)
+        steer(bench, "worker-first", "drain")
+        wait(lambda: holders(bench) == [None])
+        left = bench.job(id)
+        assert (left["status"], left["saved_step"]) == ("queued", left["step"])
+        with bench.worker(id="worker-other", data_dir=bench.place / "two"):
+            bench.wait(id)
+        assert f"Goes on from step {left['step']} of 30" in messages(bench, id)
+        second = bench.submit(seed=8)
+        assert holders(bench)[1] is None
+        steer(bench, "worker-first", "undrain")
+        bench.wait(second)
+    assert_as_alone(bench, id, second)
+
+
+def test_worker_when_sent_away_then_gives_its_jobs_back_and_ends(bench):
+    id = bench.submit(max_steps=100_000, save_steps=1000)
+    with bench.worker(id="worker-first") as worker:
+        bench.wait_for_step(id, 2)
+        steer(bench, "worker-first", "remove")
+        wait(lambda: bench.job(id)["status"] == "queued")
+        wait(lambda: worker.sync.is_dismissed)
+    job = bench.job(id)
+    assert (job["attempts"], job["saved_step"]) == (0, job["step"])
+    with bench.database.read() as tx:
+        assert all_workers(tx) == []
+
+
+def test_jobs_when_a_worker_comes_later_then_it_gets_its_part_and_no_bit_changes(bench, monkeypatch):
+    """A new machine takes load from a full one; nothing comes back."""
+    monkeypatch.setattr(rebalance, "LOOK_S", 0.05)
+    monkeypatch.setattr(rebalance, "SETTLE_S", 0.2)
+    monkeypatch.setattr(rebalance, "WORTH_S", 0.0)
+    ids = [bench.submit("ash", seed=seed, max_steps=40, save_steps=1000) for seed in range(2)]
+    with bench.worker(id="worker-first", data_dir=bench.place / "one"):
+        for id in ids:
+            bench.wait_for_step(id, 2)
+        with bench.worker(id="worker-later", data_dir=bench.place / "two"):
+            wait(lambda: "worker-later" in holders(bench))
+            bench.wait(*ids)
+    moved = [id for id in ids if any("Another worker has more room" in text for text in messages(bench, id))]
+    assert len(moved) == 1
+    assert_as_alone(bench, *ids)
+
+
+@pytest.mark.parametrize("small", [{"capacity": 40}, {"job_memory": 1}], ids=["too long", "too large"])
+def test_job_when_it_does_not_fit_one_worker_then_another_that_is_alive_trains_it(bench, small):
+    with bench.worker(id="worker-small", **small):
+        with bench.worker(id="worker-large", data_dir=bench.place / "two") as large:
+            wait(lambda: large.sync.num_claims == 0 and len(rows(bench)) == 2)
+            ids = [bench.submit(seed=seed) for seed in range(2)]
+            bench.wait(*ids)
+        assert_as_alone(bench, *ids)
+        alone = bench.submit(seed=3)
+        (job,) = bench.wait(alone)
+    assert job["status"] == "failed" and job["error"]["code"] != "server_error", "nobody alive can hold it"
+
+
+def rows(bench):
+    with bench.database.read() as tx:
+        return all_workers(tx)
