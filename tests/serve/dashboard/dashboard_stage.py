@@ -155,11 +155,14 @@ class Stage:
         info = {
             "device": "cuda:0", "device_name": "NVIDIA H200",
             "memory_bytes": int(61.5 * GIB), "memory_total_bytes": 139 * GIB,
-            "tokens_per_s": speed, "capacity": 2048, "program": program, "time": SPENT.to_json(),
+            "max_length": 2048, "max_jobs": 32, "tokens_per_s": speed, "capacity": 2048,
+            "program": program, "time": SPENT.to_json(),
             "jobs": [{"id": id, "tenant": tenant, "state": "running"} for id, tenant in jobs.items()],
         }  # fmt: skip
         with self.database.begin() as tx:
-            put_worker(tx, worker, base_model="tiny", address=self.worker.address, token="t", info=info)
+            put_worker(
+                tx, worker, base_model="tiny", address=self.worker.address, token="t", info=info, machine="loom-1"
+            )
 
     def full(self) -> dict[str, str]:
         """Jobs in every state, a live worker and some usage; the jobs' ids by name."""

@@ -309,6 +309,22 @@ def test_operations_show_workers_queue_and_program(look: Page, busy: Busy) -> No
     expect(worker.get_by_label("Where the time went")).to_contain_text("computing 1 h 0 min, 80.0 %")
     expect(worker.get_by_label("Where the time went")).not_to_contain_text("compiling")
     expect(worker).not_to_contain_text("theirs")
+    expect(look.locator(".machine")).not_to_contain_text("loom-1")
+    expect(worker.get_by_role("button")).to_have_count(0)
+
+
+def test_operations_when_an_operator_drains_a_worker_then_its_card_says_so_until_it_takes_jobs_again(
+    look: Page, busy: Busy
+) -> None:
+    """Operators see the machine and steer its workers; a tenant sees neither its name nor a button."""
+    enter(look, busy.stage.admin, "#/operations")
+    machine = look.locator(".machine")
+    expect(machine.locator("header").first).to_contain_text("loom-1")
+    expect(machine.locator("header").first).to_contain_text("1 × NVIDIA H200 · 3 jobs")
+    machine.get_by_role("button", name="Drain").click()
+    expect(machine.locator(".badge")).to_have_text("drained")
+    machine.get_by_role("button", name="Take jobs again").click()
+    expect(machine.locator(".badge")).to_have_text("alive")
 
 
 def test_usage_of_an_operator_lists_tenants_and_keys(look: Page, busy: Busy) -> None:

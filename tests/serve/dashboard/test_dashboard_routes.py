@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from dashboard_stage import Stage
 from starlette.testclient import TestClient
 
@@ -16,7 +17,11 @@ import weft.serve.dashboard
 from weft.serve.dashboard.assets import assets
 from weft.serve.dashboard.history import NUM_POINTS, SAMPLE_S, History
 from weft.serve.dashboard.overview import month_starts
+from weft.serve.db.engine import now
+from weft.serve.db.tables import WORKERS
+from weft.serve.jobs.drain import steer_workers
 from weft.serve.records.keys import create_key
+from weft.serve.records.workers import put_worker
 
 STATIC = Path(weft.serve.dashboard.__file__).parent / "static"
 
@@ -114,9 +119,30 @@ def test_overview_of_a_tenant_never_names_what_is_another_tenants(stage: Stage, 
     }  # fmt: skip
     text = http.get("/dashboard/overview?months=2", headers={"authorization": f"Bearer {stage.key}"}).text
     assert not {"tenants", "keys"} & set(mine)
-    for secret in (ids["theirs"], "theirs", "rival", stage.worker.address, '"token"', "hash"):
+    for secret in (ids["theirs"], "theirs", "rival", stage.worker.address, '"token"', "hash", "loom-1"):
         assert secret not in text
     assert overview(http, stage.rival)["workers"][0]["num_other_jobs"] == 2
+
+
+def test_overview_when_a_worker_drains_or_is_lost_then_operators_see_it_with_its_machine(
+    stage: Stage, http: TestClient
+) -> None:
+    """A tenant sees the workers that are alive; which machines they are on, and who is lost, is the operator's."""
+    stage.beat({})
+    stage.beat({}, worker="worker-9f8e7d6c")
+    with stage.database.begin() as tx:
+        steer_workers(tx, "worker-9f8e7d6c", "drain")
+        put_worker(tx, "worker-1a2b3c4a5b6c", base_model="tiny", address=None, token=None, info={}, machine="loom-2")
+        tx.execute(sa.update(WORKERS).where(WORKERS.c.machine == "loom-2").values(seen_at=now(tx) - 60))
+    seen = overview(http, stage.admin)["workers"]
+    assert [(worker["name"], worker["machine"], worker["state"]) for worker in seen] == [
+        ("worker 1b2c3d", "loom-1", "alive"),
+        ("worker 8e7d6c", "loom-1", "drained"),
+        ("worker 4a5b6c", "loom-2", "lost"),
+    ]  # fmt: skip
+    assert [worker["max_length"] for worker in seen] == [2048, 2048, None]
+    mine = overview(http, stage.key)["workers"]
+    assert [(worker["machine"], worker["state"]) for worker in mine] == [(None, "alive"), (None, "drained")]
 
 
 def test_overview_of_an_operator_shows_all_tenants_and_keys_without_secrets(stage: Stage, http: TestClient) -> None:

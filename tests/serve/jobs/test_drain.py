@@ -11,7 +11,7 @@ from weft.serve.errors import NotFound, NotPossible
 from weft.serve.jobs.drain import steer_workers
 from weft.serve.jobs.leases import claim_jobs
 from weft.serve.records.jobs import create_job
-from weft.serve.records.workers import all_workers, held_by_worker, put_worker, worker_state
+from weft.serve.records.workers import all_workers, forget_lost_workers, held_by_worker, put_worker, worker_state
 
 
 @pytest.fixture
@@ -64,6 +64,13 @@ def test_remove_when_the_worker_is_lost_then_it_is_forgotten_and_its_jobs_are_fr
     assert "cccccc" not in states(tx)
     assert [row["id"] for row in claim_jobs(tx, "worker-aaaaaa", "tiny", 1)] == [job]
     assert tx.execute(sa.select(JOBS.c.attempts)).scalar_one() == 1, "it was lost, not given back"
+
+
+def test_rows_when_workers_were_lost_a_day_ago_then_are_forgotten_and_no_others(tx):
+    silence(tx, "worker-bbbbbb")
+    tx.execute(sa.update(WORKERS).where(WORKERS.c.id == "worker-cccccc").values(seen_at=now(tx) - 25 * 3600))
+    forget_lost_workers(tx)
+    assert states(tx) == {"aaaaaa": "alive", "bbbbbb": "lost"}
 
 
 @pytest.mark.parametrize("target", ["loom-3", "worker-dddddd", "aaa", ""])

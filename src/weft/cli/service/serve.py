@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EMBEDDED = ("tiny", "smollm2")
 """Models that are known by a word."""
 WORKER_GRACE_S = 60.0
-BLOB_GC_EVERY_S = 24 * 3600.0
+CLEAN_UP_EVERY_S = 24 * 3600.0
 
 
 def read_secret(text: str) -> str:
@@ -229,7 +229,7 @@ def _run(settings: Settings, database: Database, sock: socket.socket, places: Se
         children += [Child(f"api-{i}", arguments, (sock.fileno(),)) for i in range(settings.api_processes)]
     supervisor = Supervisor(children)
     supervisor.start()
-    threading.Thread(target=_delete_blobs_daily, args=(settings, database), name="blob-gc", daemon=True).start()
+    threading.Thread(target=_clean_up_daily, args=(settings, database), name="clean-up", daemon=True).start()
     try:
         if settings.api_processes > 1:
             _wait_for_signal()
@@ -252,15 +252,18 @@ def _run_api(settings: Settings, database: Database, sock: socket.socket, superv
     database.close()
 
 
-def _delete_blobs_daily(settings: Settings, database: Database) -> None:
+def _clean_up_daily(settings: Settings, database: Database) -> None:
     from weft.errors import WeftError
     from weft.serve.blob_gc import delete_unnamed_blobs
     from weft.serve.blobs import Blobs
+    from weft.serve.records.workers import forget_lost_workers
 
     while True:
+        with contextlib.suppress(WeftError), database.begin() as tx:
+            forget_lost_workers(tx)
         with contextlib.suppress(WeftError, OSError):
             delete_unnamed_blobs(database, Blobs(settings.store_url))
-        time.sleep(BLOB_GC_EVERY_S)
+        time.sleep(CLEAN_UP_EVERY_S)
 
 
 def _wait_for_signal() -> None:

@@ -7,6 +7,7 @@ such events.
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import random
@@ -34,13 +35,20 @@ class AnswerPiece:
     finish_reason: str | None = None
 
 
-def choose_worker(workers: list[DbRow], base: str) -> DbRow:
-    """Chooses a live worker of this backbone that answers prompts, if possible one that is not stopping."""
+def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
+    """Chooses a live worker of this backbone that answers prompts, if possible one that is not stopping.
+
+    An adapter, known by its archive `blob`, is asked where it is loaded. Where it is not, its name decides, so that all
+    API processes send its prompts to one worker and it is loaded once.
+    """
     able = [w for w in workers if w["base_model"] == base and w["address"]]
     able = [w for w in able if not w["is_draining"]] or able
     if not able:
         raise unavailable(f"No worker has the model '{base}' loaded at the moment.", "no_worker", NO_WORKER_RETRY_S)
-    return random.choice(able)
+    if blob is None:
+        return random.choice(able)
+    loaded = [worker for worker in able if blob in worker["info"].get("adapters", ())]
+    return max(loaded or able, key=lambda worker: hashlib.sha256(f"{blob} {worker['id']}".encode()).digest())
 
 
 class PendingAnswer:

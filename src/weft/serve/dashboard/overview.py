@@ -1,7 +1,7 @@
 """What the dashboard shows beyond the public routes: workers, the queue, usage by month, and all tenants for operators.
 
-A tenant sees the machines it shares, and of other tenants' jobs on them only that they are there and how many tokens
-they take. An operator (scope `admin`) sees whose they are.
+A tenant sees the workers it shares, and of other tenants' jobs on them only that they are there and how many tokens
+they take. An operator (scope `admin`) sees whose they are, the names of the machines, and which workers are lost.
 """
 
 from __future__ import annotations
@@ -13,23 +13,34 @@ import sqlalchemy as sa
 
 from weft.job_state import FINAL_STATES
 from weft.serve.api.responses import Json
-from weft.serve.db.engine import Tx
+from weft.serve.db.engine import Tx, now
 from weft.serve.db.tables import FILES, JOBS, MODELS
 from weft.serve.jobs.quota import token_usage
 from weft.serve.records import files, keys, tenants, usage
 from weft.serve.records.rows import DbRow, every
+from weft.serve.records.workers import all_workers, held_by_worker, live_workers, worker_state
 
 _SHORT = 6
 """How many letters of a worker's id people see."""
 
 
-def workers_view(tx: Tx, workers: list[DbRow], tenant: str, *, sees_all: bool) -> list[Json]:
-    """Returns the live workers as a tenant may see them, or, with `sees_all`, with everybody's jobs named."""
+def workers_view(tx: Tx, tenant: str, *, sees_all: bool) -> list[Json]:
+    """Returns the live workers as a tenant may see them.
+
+    With `sees_all` everybody's jobs are named, and machines; workers that are lost are there too.
+    """
+    workers = all_workers(tx) if sees_all else live_workers(tx)
+    held, at = held_by_worker(tx), now(tx)
     ids = {id for worker in workers for id in _ids(worker["info"])}
     rows = every(tx, sa.select(JOBS.c.id, JOBS.c.tenant, JOBS.c.suffix).where(JOBS.c.id.in_(sorted(ids))))
     names = {row["id"]: row["suffix"] or row["id"] for row in rows if sees_all or row["tenant"] == tenant}
     mine = {row["id"] for row in rows if tenant == row["tenant"]}
-    return [_worker_view(worker, names, mine) for worker in sorted(workers, key=lambda w: (w["started_at"], w["id"]))]
+    views = []
+    for worker in sorted(workers, key=lambda worker: (worker["machine"] or "", worker["started_at"], worker["id"])):
+        state = worker_state(worker, held.get(worker["id"], 0), at)
+        machine = worker["machine"] if sees_all else None
+        views.append({**_worker_view(worker, names, mine), "machine": machine, "state": state})
+    return views
 
 
 def _ids(info: Json) -> set[str]:
@@ -48,9 +59,10 @@ def _worker_view(worker: DbRow, names: dict[str, str], mine: set[str]) -> Json:
         "device": info.get("device_name") or info.get("device"),
         "started_at": worker["started_at"],
         "seen_at": worker["seen_at"],
-        "is_draining": worker["is_draining"],
         "memory_bytes": info.get("memory_bytes"),
         "memory_total_bytes": info.get("memory_total_bytes"),
+        "max_length": info.get("max_length"),
+        "max_jobs": info.get("max_jobs"),
         "tokens_per_second": info.get("tokens_per_s"),
         "time": info.get("time"),
         "jobs": [{"id": id, "name": names[id], "is_mine": id in mine} for id in jobs if id in names],

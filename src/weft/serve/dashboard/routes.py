@@ -18,7 +18,6 @@ from weft.serve.dashboard.history import SAMPLE_S, History
 from weft.serve.db.engine import now
 from weft.serve.errors import Busy, NotFound
 from weft.serve.records.tenants import LIMITS
-from weft.serve.records.workers import live_workers
 
 HEADERS = {
     "content-security-policy": (
@@ -94,7 +93,7 @@ def _overview(service: ApiService, user: Caller, months: int) -> dict[str, Any]:
             "at": at,
             "is_admin": is_admin,
             "tenant": {name: user.owner[name] for name in ("id", "name", *LIMITS)},
-            "workers": overview.workers_view(tx, live_workers(tx), user.tenant, sees_all=is_admin),
+            "workers": overview.workers_view(tx, user.tenant, sees_all=is_admin),
             "queue": overview.total_queue(by_tenant),
             "queue_of_tenant": by_tenant.get(user.tenant, {"queue": {}})["queue"],
         }

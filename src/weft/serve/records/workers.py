@@ -14,6 +14,9 @@ from weft.serve.records.rows import DbRow, every
 ALIVE_S = 30.0
 """A worker that has not said for how long it may be silent counts as lost after so many seconds."""
 
+FORGOTTEN_S = 24 * 3600.0
+"""How long operators see a worker that is lost."""
+
 
 def put_worker(
     tx: Tx,
@@ -60,6 +63,11 @@ def is_lost(row: DbRow, at: float) -> bool:
 def remove_worker(tx: Tx, id: str) -> None:
     """Removes the row of a worker that has ended."""
     tx.execute(sa.delete(WORKERS).where(WORKERS.c.id == id))
+
+
+def forget_lost_workers(tx: Tx) -> None:
+    """Removes the rows of workers that have been lost for a day; nobody looks for them any more."""
+    tx.execute(sa.delete(WORKERS).where(WORKERS.c.seen_at < now(tx) - FORGOTTEN_S))
 
 
 def live_workers(tx: Tx, base_model: str | None = None) -> list[DbRow]:

@@ -221,6 +221,7 @@ class Worker:
                 }
                 for name, job in list(engine.jobs.items())
             ],
+            "adapters": self._server.adapters,
             "prompts": {"waiting": self.scheduler.num_waiting, "answered": self.scheduler.num_answered},
             "program": [
                 {

@@ -15,6 +15,7 @@ import pytest
 from service_home import Home
 from starlette.requests import ClientDisconnect
 
+from weft.serve.api.worker_client import choose_worker
 from weft.serve.records.workers import put_worker
 
 COUNTS = {"prompt_tokens": 5, "completion_tokens": 3}
@@ -365,3 +366,14 @@ def test_chat_when_the_body_is_bad_then_4xx_and_the_worker_is_not_asked(
     answer = home.call("POST", "/v1/chat/completions", json=body)
     assert answer.status_code == (404 if "model" in change else 400)
     assert worker.asked == []
+
+
+def test_prompts_when_the_adapter_is_loaded_somewhere_then_that_worker_is_asked():
+    """Elsewhere it would have to be loaded first; where it is loaded nowhere, its name decides, always the same."""
+    rows = [{"id": f"w{i}", "base_model": "tiny", "address": "http://x", "is_draining": False} for i in range(4)]
+    able = [{**row, "info": {"adapters": ["aa/1"] if row["id"] == "w2" else []}} for row in rows]
+    assert {choose_worker(able, "tiny", "aa/1")["id"] for _ in range(9)} == {"w2"}
+    assert len({choose_worker(able, "tiny", "bb/2")["id"] for _ in range(9)}) == 1
+    assert len({choose_worker(able, "tiny", f"cc/{i}")["id"] for i in range(40)}) == 4, "adapters are spread"
+    leaving = [{**row, "is_draining": row["id"] == "w2"} for row in able]
+    assert choose_worker(leaving, "tiny", "aa/1")["id"] != "w2"

@@ -128,7 +128,7 @@ def _ask(service: ApiService, tenant: str, model: str, prompts: list[dict[str, A
     """Sends the prompts to a worker that holds the model's backbone."""
     with service.database.read() as tx:
         found = resolve_model(tx, service, tenant, model)
-        worker = choose_worker(live_workers(tx, found.base), found.base)
+        worker = choose_worker(live_workers(tx, found.base), found.base, found.blob)
     return ask_all(worker, [{**prompt, "base": found.base, "model_blob": found.blob} for prompt in prompts])
 
 

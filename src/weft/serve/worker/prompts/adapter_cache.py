@@ -27,6 +27,8 @@ class AdapterCache:
         self._directory = directory
         self._kept: OrderedDict[str, StoredAdapter] = OrderedDict()
         self._lock = threading.Lock()
+        self.names: tuple[str, ...] = ()
+        """The archives whose adapters are in memory; reading this never waits for one that is being fetched."""
 
     def get(self, blob: str) -> StoredAdapter:
         """Returns the adapter in an archive; raises NotFound without one, AdapterFileError if it is broken."""
@@ -36,6 +38,7 @@ class AdapterCache:
                 while len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(blob)
+            self.names = tuple(self._kept)
             return self._kept[blob]
 
     def _read(self, blob: str) -> StoredAdapter:

@@ -98,6 +98,11 @@ class PromptServer:
             target=self._server.run, kwargs={"sockets": [self._socket]}, name="weft-prompts", daemon=True
         )
 
+    @property
+    def adapters(self) -> list[str]:
+        """The archives whose adapters are loaded here."""
+        return list(self._adapters.names)
+
     def start(self) -> None:
         """Starts to answer prompts."""
         self._thread.start()

@@ -1,20 +1,22 @@
 // The machines: who trains what, how fast, with how much memory, and what waits.
 
-import { patience } from "../api.js";
+import { patience, post } from "../api.js";
 import { binaryTicks, curves, meter, strip, timeTicks } from "../charts.js";
-import { facts, h, notice, repeat, show, tile } from "../dom.js";
+import { facts, h, notice, repeat, show, tile, toast } from "../dom.js";
 import { ago, bytes, clock, count, duration, share } from "../format.js";
 import { CALM, OTHERS, colours } from "../palette.js";
 
 const STATES = [["running", "var(--busy)"], ["queued", OTHERS], ["validating_files", CALM[4]], ["paused", "var(--warn)"]];
 const TIMES = { x: (at) => clock(at), xTick: (at) => clock(at, at % 60 !== 0), xMarks: timeTicks };
 const TIME_PARTS = [["computing", "#5b6b82"], ["evaluating", "#7fa39e"], ["compiling", "#a58aa8"], ["loading", "#93a8c4"], ["preparing data", "#c2ab83"], ["writing", "#c08f84"], ["idle", "color-mix(in srgb, var(--soft) 35%, transparent)"]];
+const BADGES = { alive: "running", draining: "paused", drained: "paused", leaving: "paused", lost: "failed" };
+const WISHES = { alive: ["drain", "Drain"], draining: ["undrain", "Take jobs again"], drained: ["undrain", "Take jobs again"], lost: ["remove", "Forget"] };
 const ENDED = ["succeeded", "failed", "cancelled"];
 
 export function operationsScreen(root, { signal, overview }) {
   const speed = curves("Throughput", { ...TIMES, y: count, fromZero: true, empty: "No worker has reported yet." });
   const memory = curves("Memory", { ...TIMES, y: bytes, yMarks: binaryTicks, fromZero: true, empty: "No worker has reported yet." });
-  const [tiles, queue, workers] = [h("section", { class: "tiles" }), h("section", { class: "card padded" }), h("div", { class: "workers" })];
+  const [tiles, queue, workers] = [h("section", { class: "tiles" }), h("section", { class: "card padded" }), h("div", { class: "machines" })];
   let isDrawn = false;
   show(root, h("p", { class: "loading" }, "Loading…"));
 
@@ -35,8 +37,19 @@ export function operationsScreen(root, { signal, overview }) {
     show(tiles, tilesOf(seen));
     drawHistory(seen, speed, memory);
     show(queue, queueOf(seen));
-    show(workers, seen.workers.length ? seen.workers.map(workerCard) : notice("No worker is alive: jobs wait until one starts (weft worker)."));
+    show(workers, seen.workers.length ? machinesOf(seen, steer) : notice("No worker is alive: jobs wait until one starts (weft worker)."));
     return undefined;
+  }
+
+  async function steer(worker, wish, button) {
+    button.disabled = true;
+    try {
+      await post(`/v1/workers/${encodeURIComponent(worker.id)}/${wish}`);
+      await refresh();
+    } catch (error) {
+      toast(error.message, true);
+      button.disabled = false;
+    }
   }
 
   return repeat(refresh, 2, signal);
@@ -46,11 +59,13 @@ function chart(title, note, { node }) {
   return h("section", { class: "card chart-card" }, h("header", null, h("h3", null, title), h("p", null, note)), node);
 }
 
-function tilesOf({ workers, queue }) {
+function tilesOf({ workers: known, queue }) {
+  const workers = known.filter((worker) => worker.state !== "lost");
+  const lost = known.length - workers.length;
   const sum = (name) => workers.reduce((total, worker) => total + (worker[name] || 0), 0);
   const waiting = (queue.queued || 0) + (queue.validating_files || 0);
   return [
-    tile("workers", count(workers.length), workers.some((worker) => worker.is_draining) ? "some are leaving" : workers.length ? "alive" : "none is alive"),
+    tile("workers", count(workers.length), lost ? `alive, ${count(lost)} lost` : workers.some((worker) => worker.state !== "alive") ? "some drain or leave" : workers.length ? "alive" : "none is alive"),
     tile("tokens per second", workers.length ? count(sum("tokens_per_second")) : "–", "all workers together"),
     tile("memory in use", sum("memory_bytes") ? bytes(sum("memory_bytes")) : "–", sum("memory_total_bytes") ? `of ${bytes(sum("memory_total_bytes"))}` : ""),
     tile("jobs", `${count(queue.running || 0)} running`, `${count(waiting)} waiting`),
@@ -75,18 +90,46 @@ function queueOf({ queue, tenants }) {
   return [strip("Jobs by state", active, count), h("p", { class: "soft" }, `Ended so far: ${ended}.`), rows.length ? h("ul", { class: "plain" }, rows) : null];
 }
 
-function workerCard(worker) {
+// Workers by machine; only operators see which those are.
+function machinesOf({ workers, is_admin: isAdmin }, steer) {
+  const machines = [...new Set(workers.map((worker) => worker.machine))];
+  return machines.map((machine) => {
+    const mine = workers.filter((worker) => worker.machine === machine);
+    return h("section", { class: "machine" }, machine ? machineHead(machine, mine) : null,
+      h("div", { class: "workers" }, mine.map((worker) => workerCard(worker, isAdmin ? steer : null))));
+  });
+}
+
+function machineHead(machine, workers) {
+  const live = workers.filter((worker) => worker.state !== "lost");
+  const jobs = live.reduce((sum, worker) => sum + worker.jobs.length + worker.num_other_jobs, 0);
+  const speed = live.reduce((sum, worker) => sum + (worker.tokens_per_second || 0), 0);
+  const devices = [...new Set(live.map((worker) => worker.device).filter(Boolean))].map((name) => `${live.filter((worker) => worker.device === name).length} × ${name}`);
+  const parts = [devices.join(", "), `${count(jobs)} ${jobs === 1 ? "job" : "jobs"}`, `${count(speed)} tokens per second`];
+  return h("header", null, h("h3", null, machine), h("p", { class: "soft" }, live.length ? parts.filter(Boolean).join(" · ") : "lost"));
+}
+
+function steerButton(worker, steer) {
+  const [wish, label] = (steer && WISHES[worker.state]) || [];
+  if (!wish) return null;
+  const button = h("button", { type: "button", class: "button", data: { steer: worker.id } }, label);
+  button.addEventListener("click", () => steer(worker, wish, button));
+  return button;
+}
+
+function workerCard(worker, steer) {
   const used = worker.memory_total_bytes ? worker.memory_bytes / worker.memory_total_bytes : null;
   return h("section", { class: "card padded worker" },
-    h("header", null, h("h3", null, worker.name), h("span", { class: `badge ${worker.is_draining ? "paused" : "running"}` }, worker.is_draining ? "leaving" : "alive")),
+    h("header", null, h("h3", null, worker.name, " ", h("span", { class: `badge ${BADGES[worker.state]}` }, worker.state)), steerButton(worker, steer)),
     facts([
-      ["device", worker.device], ["base model", worker.base_model], ["tokens per second", Number.isFinite(worker.tokens_per_second) ? count(worker.tokens_per_second) : null],
+      ["device", worker.device], ["base model", worker.base_model], ["tokens per second", worker.state !== "lost" && Number.isFinite(worker.tokens_per_second) ? count(worker.tokens_per_second) : null],
       ["memory", worker.memory_bytes ? `${bytes(worker.memory_bytes)}${worker.memory_total_bytes ? ` of ${bytes(worker.memory_total_bytes)}` : ""}` : null],
+      ["longest sample", worker.max_length ? `${count(worker.max_length)} tokens` : null], ["places", worker.max_jobs ? `${count(worker.jobs.length + worker.num_other_jobs)} of ${count(worker.max_jobs)} taken` : null],
       ["last seen", ago(worker.seen_at)], ["up since", clock(worker.started_at, false)],
     ]),
     used === null ? null : meter(used, "memory in use", used > 0.92 ? "var(--warn)" : "var(--accent)"),
     worker.time ? [h("h4", null, "Where the time went"), timeOf(worker.time)] : null,
-    h("h4", null, "Training now"), jobsOf(worker), h("h4", null, "Current program"), programOf(worker));
+    worker.state === "lost" ? null : [h("h4", null, "Training now"), jobsOf(worker), h("h4", null, "Current program"), programOf(worker)]);
 }
 
 // Every second since the worker's process began, once; what took none is left out.
