@@ -148,7 +148,7 @@ def test_serve_when_workers_train_beside_several_api_processes_then_the_workers_
 
 def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):
     done = weft("serve", "--migrate-only", "--data-dir", tmp_path / "data")
-    assert done.out == "the database is at revision 0002\n"
+    assert done.out == "the database is at revision 0003\n"
     assert (tmp_path / "data" / "weft.db").exists()
 
 

@@ -9,8 +9,8 @@ import pytest
 from weft.serve.jobs.sharing import WorkerLoad, fair_room, is_for_another, num_to_give_back
 
 
-def job(max_length=1024, min_job_bytes=None):
-    return {"max_length": max_length, "min_job_bytes": min_job_bytes}
+def job(max_length=1024, min_job_bytes=None, started_at=None):
+    return {"max_length": max_length, "min_job_bytes": min_job_bytes, "started_at": started_at}
 
 
 def load(id, num_held=0, **facts):
@@ -28,10 +28,13 @@ def load(id, num_held=0, **facts):
         (job(min_job_bytes=50), {"job_bytes": None}, True),
         (job(min_job_bytes=50), {"job_bytes": 40}, False),
         (job(4096, min_job_bytes=50), {"max_length": 8192, "job_bytes": 40}, False),
+        (job(4096), {"max_length": 8192, "is_draining": True}, True),
+        (job(4096, started_at=1), {"max_length": 2048}, True),
+        (job(1024, started_at=1), {"max_length": 2048}, False),
     ],
 )
 def test_job_when_it_does_not_fit_here_then_left_only_to_a_worker_that_holds_it(wanted, facts, is_left):
-    """A job that fits nobody is nobody else's: it fails here, as it would alone."""
+    """A new job that fits nobody fails here, as it would alone; one that has begun waits for who could hold it."""
     assert is_for_another(wanted, load("small", job_bytes=30), [load("other", **facts)]) is is_left
 
 
@@ -66,6 +69,12 @@ def test_give_back_when_carried_out_then_every_move_levels_and_it_ends_with_equa
         assert max(now) - min(now) <= 1
         for giver in range(3):
             assert num_to_give_back(load("x", now[giver]), [load("y", n) for i, n in enumerate(now) if i != giver]) == 0
+
+
+def test_jobs_when_the_other_drains_then_nothing_is_left_or_given_to_it():
+    draining = load("b", is_draining=True)
+    assert fair_room(load("a"), [draining], 8, [job() for _ in range(4)]) == 8, "all of its places"
+    assert num_to_give_back(load("a", 4), [draining]) == 0
 
 
 def test_give_back_when_the_other_is_of_another_kind_then_keeps_its_jobs():

@@ -115,7 +115,7 @@ def give_up(tx: Tx, worker: str) -> None:
 def _active(base_model: str) -> sa.Select[Any]:
     columns = [JOBS.c[name] for name in _COLUMNS]
     is_active = sa.and_(JOBS.c.status.in_(("queued", "running")), JOBS.c.model == base_model)
-    return sa.select(*columns, JOBS.c.min_job_bytes, LENGTH).where(is_active)
+    return sa.select(*columns, JOBS.c.started_at, JOBS.c.min_job_bytes, LENGTH).where(is_active)
 
 
 def _free(base_model: str, at: float) -> sa.Select[Any]:

@@ -2,7 +2,8 @@
 
 Where several workers are alive, none claims more than an equal part of all jobs, unless the others have no places for
 the rest. So a queue is spread over the GPUs of all machines, whichever worker looks first. A job that is too long or
-too large for one worker is left to another that can hold it; one that nobody can hold is claimed by anybody, and fails.
+too large for one worker is left to another that can hold it, be it one that drains. A new job that nobody can hold is
+claimed by anybody, and fails; one that has begun waits, because a worker that could hold it may come back.
 
 A worker that comes later finds the others full. When nothing waits, one that has more than its part gives jobs back for
 workers like itself with empty places, as many as make the numbers equal to within one. Nothing then makes a job move
@@ -43,6 +44,8 @@ class WorkerLoad:
     """The most tokens of one sample; None is not known."""
     job_bytes: int | None = None
     """The bytes it has for the adapters and optimizers of jobs; None is no limit."""
+    is_draining: bool = False
+    """It claims no jobs at the moment."""
     kind: tuple[Any, ...] = ()
     """Workers of one kind give a job the same bits."""
 
@@ -61,11 +64,11 @@ class WorkerLoad:
 
 
 def loads_of(tx: Tx, worker: str, base_model: str) -> tuple[WorkerLoad, list[WorkerLoad]]:
-    """Returns the load of a worker and of the others that are alive and take jobs of this backbone."""
+    """Returns the load of a worker and of the others of this backbone that are alive."""
     held = held_by_worker(tx)
     rows = {row["id"]: row for row in live_workers(tx, base_model)}
     mine = _load(rows.pop(worker), held) if worker in rows else WorkerLoad(worker, held.get(worker, 0))
-    return mine, [_load(row, held) for row in rows.values() if not row["is_draining"]]
+    return mine, [_load(row, held) for row in rows.values()]
 
 
 def _load(row: DbRow, held: dict[str, int]) -> WorkerLoad:
@@ -76,18 +79,21 @@ def _load(row: DbRow, held: dict[str, int]) -> WorkerLoad:
         max_jobs=info.get("max_jobs"),
         max_length=info.get("max_length"),
         job_bytes=info.get("job_bytes"),
+        is_draining=row["is_draining"],
         kind=tuple(info.get(name) for name in ("device_name", "kernels", "capacity")),
     )
 
 
 def is_for_another(job: DbRow, mine: WorkerLoad, others: Sequence[WorkerLoad]) -> bool:
-    """Whether a job does not fit here but fits another worker that is alive."""
-    return not mine.can_hold(job) and any(other.can_hold(job) for other in others)
+    """Whether a job does not fit here but fits another worker that is alive, or has fitted one that was."""
+    has_begun = job["started_at"] is not None
+    return not mine.can_hold(job) and (has_begun or any(other.can_hold(job) for other in others))
 
 
 def fair_room(mine: WorkerLoad, others: Sequence[WorkerLoad], num_places: int, free: Sequence[DbRow]) -> int:
     """Of a worker's free places, those it may fill now: what other live workers would take up to an equal part of all
     jobs is left to them, so that none is idle while another has more than its part."""
+    others = [other for other in others if not other.is_draining]
     if not others or not free or num_places < 1:
         return num_places
     part = _part(mine, others, len(free))
@@ -100,10 +106,11 @@ def num_to_give_back(mine: WorkerLoad, others: Sequence[WorkerLoad]) -> int:
 
     One that has no more than its part gives a job to a worker that has at least two fewer.
     """
-    alike = [other for other in others if other.kind == mine.kind and other.num_short_of(mine.num_held)]
-    part = _part(mine, [other for other in others if other.kind == mine.kind], 0)
+    alike = [other for other in others if other.kind == mine.kind and not other.is_draining]
+    part = _part(mine, alike, 0)
     beyond = min(mine.num_held - part, sum(other.num_short_of(part) for other in alike))
-    return max(0, beyond, *(int(mine.num_held - other.num_held >= 2) for other in alike))
+    roomy = [other for other in alike if other.num_short_of(mine.num_held)]
+    return max(0, beyond, *(int(mine.num_held - other.num_held >= 2) for other in roomy))
 
 
 def _part(mine: WorkerLoad, others: Sequence[WorkerLoad], num_free: int) -> int:
