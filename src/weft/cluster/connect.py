@@ -52,6 +52,12 @@ class ClusterConnection:
     is_own: bool
     """It was connected for this, and not by a program that goes on using Ray."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is all on this machine."""
+        own = {"127.0.0.1", need_ray().util.get_node_ip_address()}
+        return all(node.address in own for node in self.nodes)
+
     def close(self) -> None:
         """Leaves the cluster, which ends one that was started for this."""
         if self.is_own:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.replica_options import Cluster, GpuType
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, MissingExtraError, install_command
 from weft.gpu_choice import VISIBLE, choose_gpus, number_or_auto, visible_gpus
 
 if TYPE_CHECKING:
+    from weft.serve.cluster_workers import ClusterWorkers
     from weft.serve.db.engine import Database
     from weft.serve.settings import Settings
     from weft.serve.supervise import Supervisor
@@ -78,6 +80,8 @@ def serve(
     devices: Annotated[
         str | None, typer.Option(metavar="LIST", help="The GPUs of the workers, in turn, such as 0,2.  [all]")
     ] = None,
+    cluster: Cluster = None,
+    gpu_type: GpuType = None,
     api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1)] = 1,
     min_samples: Annotated[int, typer.Option(help="Fewest lines of a training file.", min=1)] = 1,
     file_seconds: FileSeconds = 600.0,
@@ -105,7 +109,12 @@ def serve(
         limits=ServiceLimits(min_samples=min_samples),
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
     )
-    places = worker_places(workers, devices, len(settings.base_models))
+    if cluster is not None and devices is not None:
+        found = "are the GPUs of this machine; on a cluster, use --workers and --gpu-type"
+        raise ConfigError(f"{found}.", where="--devices")
+    if cluster is None and gpu_type is not None:
+        raise ConfigError("is for a cluster; give --cluster, or use --devices.", where="--gpu-type")
+    places = [] if cluster is not None else worker_places(workers, devices, len(settings.base_models))
     database = open_home(settings)
     if migrate_only:
         typer.echo(f"the database is at revision {migrate(database)}")
@@ -118,12 +127,13 @@ def serve(
 
     # Whatever can be refused is refused before the first key is made: it is shown only once.
     Blobs(settings.store_url)
-    if places:
+    if places or cluster:
         _check_models(settings.base_models)
+    on_cluster = None if cluster is None else _on_cluster(cluster, gpu_type, workers, settings)
     with listen(host, port) as sock:
         migrate(database)
         _greet(settings, sock, _first_key(settings, database))
-        clean = _run(settings, database, sock, places)
+        clean = _run(settings, database, sock, places, on_cluster)
     raise typer.Exit(0 if clean else 1)
 
 
@@ -148,6 +158,14 @@ def worker_places(workers: str, devices: str | None, num_models: int) -> list[di
     if number is None:
         number = max(1, len(gpus))
     return [{VISIBLE: gpus[place % len(gpus)]} if gpus else {} for place in range(number * num_models)]
+
+
+def _on_cluster(cluster: str, gpu_type: str | None, workers: str, settings: Settings) -> ClusterWorkers:
+    """Where workers are on a cluster."""
+    number = number_or_auto(workers, "--workers", 1)
+    from weft.serve.cluster_workers import find_workers
+
+    return find_workers(cluster, number, len(settings.base_models), db_url=settings.db_url, gpu_type=gpu_type)
 
 
 def parse_models(texts: list[str]) -> dict[str, str]:
@@ -211,24 +229,32 @@ def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
         typer.echo("key       none needed: whoever reaches this address may do everything")
 
 
-def _run(settings: Settings, database: Database, sock: socket.socket, places: Sequence[Mapping[str, str]]) -> bool:
-    """Serves with a worker in each place until asked to stop; True if everything ended well."""
+def _run(
+    settings: Settings,
+    database: Database,
+    sock: socket.socket,
+    places: Sequence[Mapping[str, str]],
+    on_cluster: ClusterWorkers | None,
+) -> bool:
+    """Serves with a worker in each place, or on a cluster, until asked to stop; True if everything ended well."""
     from weft.serve.api.observe import log_json
     from weft.serve.supervise import Child, Supervisor
 
     log_json()
-    num_workers = len(places) // len(settings.base_models)
+    num_workers = (len(places) if on_cluster is None else on_cluster.number) // len(settings.base_models)
     names = [(name, path, i) for name, path in settings.base_models.items() for i in range(num_workers)]
-    children = [
-        Child(f"worker-{name}-{i}", _worker_arguments(settings, name, path), variables=place)
-        for (name, path, i), place in zip(names, places, strict=True)
-    ]
+    workers = {f"worker-{name}-{i}": _worker_arguments(settings, name, path) for name, path, i in names}
+    children = []
+    if on_cluster is None:
+        children = [Child(*worker, variables=at) for worker, at in zip(workers.items(), places, strict=True)]
     if settings.api_processes > 1:
         sock.set_inheritable(True)
         arguments = _api_arguments(settings, sock.fileno(), num_workers)
         children += [Child(f"api-{i}", arguments, (sock.fileno(),)) for i in range(settings.api_processes)]
     supervisor = Supervisor(children)
     supervisor.start()
+    if on_cluster is not None:
+        on_cluster.start(workers)
     threading.Thread(target=_clean_up_daily, args=(settings, database), name="clean-up", daemon=True).start()
     try:
         if settings.api_processes > 1:
@@ -237,7 +263,8 @@ def _run(settings: Settings, database: Database, sock: socket.socket, places: Se
             _run_api(settings, database, sock, supervisor)
     finally:
         supervisor.ask_to_stop()
-        clean = supervisor.stop(WORKER_GRACE_S)
+        clean = on_cluster is None or on_cluster.stop(WORKER_GRACE_S)
+        clean &= supervisor.stop(WORKER_GRACE_S)
     return clean
 
 
