@@ -101,6 +101,20 @@ def test_timeline_when_a_microbatch_is_drawn_then_its_columns_add_up_to_its_fill
     assert sum(heights) == pytest.approx(100 * span.tokens / span.rows, rel=0.01)
 
 
+def test_timeline_when_there_are_replicas_then_each_has_a_band_with_its_own_microbatches(run: RunData) -> None:
+    spans = [
+        dataclasses.replace(span, replica=i % 2) if span.name == "forward_backward" else span
+        for i, span in enumerate(run.spans)
+    ]
+    figure = draw_charts(dataclasses.replace(run, spans=tuple(spans)))["timeline"]
+    first, second = figure.layout.yaxis, figure.layout.yaxis3
+    assert (first.title.text, second.title.text) == ("replica 0", "replica 1")
+    assert first.domain[0] >= second.domain[1] > figure.layout.yaxis2.domain[1]
+    of_second = {span.start_s + span.duration_s / 2 for span in spans if span.replica == 1}
+    bars = [trace for trace in figure.data if trace.yaxis == "y3"]
+    assert bars and all(any(abs(x - middle) < 1e-3 for middle in of_second) for trace in bars for x in trace.x)
+
+
 def test_timeline_when_the_run_is_long_then_the_bars_are_capped(run: RunData) -> None:
     assert len(drawn_microbatches(run)) == MAX_MICROBATCHES
     shares = {f"job-{i}": 1.0 for i in range(100)}

@@ -58,6 +58,8 @@ class ReportSpan:
     rows: float
     jobs: Mapping[str, float]
     """Tokens of each job inside the span."""
+    replica: int = 0
+    """Which copy of the backbone it ran on, from 0."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +307,7 @@ def _span(event: Mapping[str, Any]) -> ReportSpan | None:
         sum(shares.values()) if tokens is None else tokens,
         number(args.get("rows")) or 0.0,
         shares,
+        max(0, int(number(event.get("pid")) or 1) - 1),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from weft.report import readable
@@ -16,6 +17,8 @@ MAX_MICROBATCHES = 160
 """Microbatches drawn one by one: each is a few pixels wide then."""
 MAX_BARS = 3_000
 """Bars of all microbatches together: with more of them a phone hesitates."""
+MAX_REPLICAS = 8
+"""Replicas that have a band of their own in the timeline: with more, bands are too flat to read."""
 SIDE_LANES = ("step", "eval", "checkpoint", "plan")
 LANE_HEIGHT = 0.075
 GREY = "#8a93a3"
@@ -60,25 +63,65 @@ def fill(run: RunData) -> PlotlyFigure | None:
 
 
 def timeline(run: RunData) -> PlotlyFigure | None:
-    """The first microbatches as columns, coloured by the share of each job, and the other work below them."""
+    """The first microbatches as columns, coloured by the share of each job, and the other work below them.
+
+    Each replica has a band of its own.
+    """
     shown = drawn_microbatches(run)
     if not shown:
         return None
-    columns = [_columns(run, index, shown) for index in range(len(run.jobs))]
+    replicas = drawn_replicas(shown)
+    columns = [
+        _columns(run, index, tuple(span for span in shown if span.replica == replica), band)
+        for band, replica in enumerate(replicas)
+        for index in range(len(run.jobs))
+    ]
     lanes = [lane for name in SIDE_LANES if (lane := _lane(run, name, shown[0].start_s, _end(shown[-1]))) is not None]
     figure = bare_figure(run, [c for c in columns if c is not None] + lanes, x_title="seconds")
     figure.update_layout(barmode="stack", bargap=0, hovermode="closest")
     figure.update_xaxes(range=rounded([shown[0].start_s, _end(shown[-1])], 6))
-    if not lanes:
-        return figure.update_yaxes(range=[0, 102], ticksuffix=" %")
     top = LANE_HEIGHT * len(lanes)
+    figure.update_layout(_bands(replicas, top + 0.05 if lanes else 0.0))
+    if not lanes:
+        return figure
     order = {"categoryorder": "array", "categoryarray": [lane.name for lane in reversed(lanes)]}
     figure.update_layout(
         xaxis={"anchor": "y2"},
-        yaxis={"domain": [top + 0.05, 1], "range": [0, 102], "ticksuffix": " %"},
         yaxis2={"domain": [0, top], "anchor": "x", "automargin": True, "fixedrange": True, "showgrid": False, **order},
     )
     return figure
+
+
+def drawn_replicas(spans: Iterable[ReportSpan]) -> list[int]:
+    """The replicas of the timeline's bands, from above."""
+    return sorted({span.replica for span in spans})[:MAX_REPLICAS]
+
+
+def _bands(replicas: list[int], bottom: float) -> dict[str, Any]:
+    """The vertical axes of all replicas, one below the other."""
+    height = (1 - bottom) / len(replicas)
+    axes: dict[str, Any] = {}
+    for band, replica in enumerate(replicas):
+        top = 1 - band * height
+        axis: dict[str, Any] = {"domain": [top - (0.93 if len(replicas) > 1 else 1) * height, top], "range": [0, 102]}
+        if len(replicas) == 1:
+            axis["ticksuffix"] = " %"
+        else:
+            axis |= {
+                "anchor": "x",
+                "zeroline": False,
+                "ticks": "",
+                "title": {"text": f"replica {replica}"},
+                "showticklabels": False,
+                "showgrid": False,
+            }
+        axes["yaxis" + _axis_number(band)] = axis
+    return axes
+
+
+def _axis_number(band: int) -> str:
+    """What Plotly calls the axis of a band; the second one is that of the side lanes."""
+    return str(band + 2) if band else ""
 
 
 def drawn_microbatches(run: RunData) -> tuple[ReportSpan, ...]:
@@ -118,8 +161,8 @@ def _token_intervals(job: JobReport) -> list[tuple[float, float, float]]:
     return [(job.start_s, *marks[0]), *later]
 
 
-def _columns(run: RunData, index: int, spans: tuple[ReportSpan, ...]) -> Any:
-    """One job's part of every microbatch it is in; None if it is in none."""
+def _columns(run: RunData, index: int, spans: tuple[ReportSpan, ...], band: int) -> Any:
+    """One job's part of every microbatch of a replica that it is in; None if it is in none."""
     job = run.jobs[index].name
     own = [span for span in spans if span.jobs.get(job)]
     if not own:
@@ -130,6 +173,7 @@ def _columns(run: RunData, index: int, spans: tuple[ReportSpan, ...]) -> Any:
         y=rounded([100 * span.jobs[job] / (span.rows or span.tokens or 1) for span in own]),
         customdata=[[span.jobs[job], span.rows, *rounded([1000 * span.duration_s], 3)] for span in own],
         name=label(job),
+        yaxis="y" + _axis_number(band),
         meta={"job": index},
         marker={"color": job_colours(len(run.jobs))[index], "line": {"width": 0}},
         hovertemplate="%{fullData.name}: %{customdata[0]} of %{customdata[1]} rows, %{customdata[2]} ms<extra></extra>",
