@@ -65,6 +65,20 @@ def test_connect_when_the_address_is_none_then_says_which_are_accepted(address):
     assert str(refused.value) == f"--cluster: got {address!r}; {accepted}."
 
 
+def test_connect_when_a_client_is_turned_away_then_says_so_and_what_may_help(monkeypatch):
+    ray = connecting.need_ray()
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Initialization failure from server:\nTraceback")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(connecting, "_check_answer", lambda address, where: None)
+    with pytest.raises(ConfigError) as refused:
+        connect("ray://head:1")
+    said = "no Ray cluster can be used there (Initialization failure from server)"
+    assert str(refused.value) == f"--cluster ray://head:1: {said}. If it wants tokens, set RAY_AUTH_MODE=token."
+
+
 def test_connect_when_nothing_runs_here_then_auto_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray = connecting.need_ray()

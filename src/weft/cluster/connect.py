@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,11 +92,16 @@ def _join(ray: Any, address: str, where: str, settings: Mapping[str, Any]) -> No
     if address != AUTO:
         _check_answer(address, where)
     try:
-        ray.init(address=address, **settings)
+        with warnings.catch_warnings():
+            # What the client warns of is raised too, and said in one sentence.
+            warnings.simplefilter("ignore", UserWarning)
+            ray.init(address=address, **settings)
     except Exception as error:
         if address == AUTO and isinstance(error, ConnectionError):
             raise ConfigError("none runs on this machine, and RAY_ADDRESS names none.", where=where) from None
-        raise ConfigError(f"no Ray cluster can be used there ({first_line(error)}).", where=where) from None
+        hint = "If it wants tokens, set RAY_AUTH_MODE=token." if address.startswith(CLIENT) else None
+        reason = first_line(error).rstrip(":")
+        raise ConfigError(f"no Ray cluster can be used there ({reason}).", where=where, hint=hint) from None
 
 
 def _check_answer(address: str, where: str) -> None:
