@@ -18,6 +18,7 @@ from weft.cost.rows import capacities
 from weft.engine.engine import Engine
 from weft.errors import ConfigError, StorageError
 from weft.spec.load_sweep import sweep_from_mapping
+from weft.store.owner import Owner
 from weft.sweeps.api import open_run, prepare_sweep
 from weft.sweeps.record.trial import Observation, Trial, TrialState
 from weft.sweeps.record.trials_file import TrialsFile
@@ -71,6 +72,32 @@ def test_sweep_when_stopped_then_every_trial_is_saved_and_goes_on_from_there(set
     assert [t.value for t in result.trials] == [t.value for t in whole.trials]
     assert [t.losses for t in result.trials] == [t.losses for t in whole.trials]
     assert [json.loads(Path(f"out/trials/t00{i}/status.json").read_text())["step"] for i in range(4)] == [9] * 4
+
+
+def test_sweep_when_another_machine_takes_it_over_then_none_of_its_files_changes_any_more(settings):
+    kept: dict[Path, bytes] = {}
+
+    def take_over(kind, trial, text):
+        if kind == "point" and not kept:
+            Path("out/trials/.owner-1").unlink()
+            other = Owner(term=2, host="far", pid=7, boot="other", token="far")
+            Path("out/trials/.owner-2").write_bytes(other.encode())
+            kept.update({path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()})
+
+    spec = sweep_from_mapping(settings(max_jobs=2), base_dir=Path())
+    with (
+        open_run(prepare_sweep(spec, Path()), Path("out"), resume=False, on_news=take_over) as run,
+        pytest.raises(StorageError, match="was taken over by process 7 on far; this process writes nothing more there"),
+    ):
+        run.train()
+    assert kept == {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+
+
+def test_sweep_when_its_place_is_a_url_then_python_is_told_to_use_the_command(settings):
+    with pytest.raises(
+        ConfigError, match=r"output_dir: is the URL 's3://bucket/x'; only the command `weft sweep` takes"
+    ):
+        weft.sweep(settings(output_dir="s3://bucket/x"))
 
 
 def test_trial_when_it_goes_on_from_an_earlier_step_then_what_was_seen_later_is_known_and_seen_again(settings):

@@ -48,7 +48,7 @@ EXTRAS = {
     "optuna": ("optuna", "samples sweeps by TPE and others, and keeps studies"),
     "serve": ("fastapi", "runs the service"),
     "postgres": ("psycopg", "lets the service use PostgreSQL"),
-    "s3": ("s3fs", "lets the service keep files in an object store"),
+    "s3": ("s3fs", "lets runs and the service keep files in an object store"),
     "bench": ("peft", "is what `weft bench` measures beside, and draws its figures"),
 }
 STYLES = {"ok": "green", "warn": "yellow", "missing": "dim", "failed": "bold red"}

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.user_path import user_path
+from weft.cli.user_path import looked_at, run_place
+
+if TYPE_CHECKING:
+    from weft.wall_clock import TimeSplit
 
 
 def report(
-    directory: Annotated[
-        Path,
-        typer.Argument(parser=user_path, metavar="PATH", help="A run's or a sweep's directory, such as runs/first."),
+    place: Annotated[
+        Any,
+        typer.Argument(
+            parser=run_place, metavar="PATH", help="A run's or a sweep's directory or URL, such as runs/first."
+        ),
     ],
 ) -> None:
     """Write report.html of a run or a sweep again, also of one that is still going on or was killed."""
-    from weft.errors import StorageError
     from weft.report import readable
+
+    with looked_at(place) as directory:
+        path, split = _write(directory)
+        shown = path if isinstance(place, Path) else place.upload(path)
+    typer.echo(f"report    {shown}")
+    if split is not None:
+        typer.echo(f"time      {readable.time_split(split)}")
+
+
+def _write(directory: Path) -> tuple[Path, TimeSplit | None]:
+    """Writes the page; returns where it is, and where the time went if that is known."""
+    from weft.errors import StorageError
     from weft.report.page import write_report
     from weft.report.run_data import read_run
     from weft.report.sweep.board import read_board
@@ -34,10 +50,5 @@ def report(
         except ValueError as error:
             raise StorageError(f"is not JSON ({error}).", where=str(board)) from None
         write_sweep_report(path, found)
-        split = read_board(found).time
-    else:
-        path = write_report(directory)
-        split = read_run(directory).time
-    typer.echo(f"report    {path}")
-    if split is not None:
-        typer.echo(f"time      {readable.time_split(split)}")
+        return path, read_board(found).time
+    return write_report(directory), read_run(directory).time

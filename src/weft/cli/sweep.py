@@ -16,15 +16,15 @@ import contextlib
 import datetime
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
-from weft.cli.user_path import user_path
+from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, WeftError
 from weft.report.console import output_console
 from weft.spec.load import parse, place_of
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from weft.replicas.places import ReplicaPlaces
     from weft.spec import JobSpec
+    from weft.store.remote.run_url import RunUrl
     from weft.sweeps.api import OpenSweepEngine, PreparedSweep, SweepResult
     from weft.sweeps.sweep_engine import SweepEngine
     from weft.sweeps.trial_loop import SweepRun
@@ -55,8 +56,10 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: job.max_steps=200")] = None,
     space: Annotated[str | None, typer.Option(help="A file with the search space, such as Axolotl's.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(parser=user_path, metavar="PATH", help="Where results go. Default: the file's output_dir."),
+        Any,
+        typer.Option(
+            parser=run_place, metavar="PATH", help="Where results go, or a URL such as s3://…. Default: output_dir."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in the output directory.")] = False,
     trials: Annotated[int | None, typer.Option(help="Most configurations to try; short for trials=…")] = None,
@@ -100,13 +103,14 @@ def sweep(
         if dry_run:
             options.check(spec.backbone)
         places = None if dry_run else _places(spec, options)
-        order = Order(spec=spec, file=sweep_file, out=out, resume=resume, dry_run=dry_run, places=places)
+        place = _place(out or run_place(spec.output_dir))
+        order = Order(spec=spec, file=sweep_file, out=place, resume=resume, dry_run=dry_run, places=places)
         raise typer.Exit(_sweep(order, output_console()))
     except ConfigError as error:
         raise _placed(error, sweep_file, changes) from None
-    except _StoppedError as stopped:
+    except _StoppedError:
         again = ["weft", "sweep", str(sweep_file), *changes, *(["--space", space] if space else [])]
-        again += [*options.flags, "--out", str(stopped.folder), "--resume"]
+        again += [*options.flags, "--out", str(place), "--resume"]
         output_console().print(f"stopped; go on with: {shlex.join(again)}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
 
@@ -114,9 +118,14 @@ def sweep(
 class _StoppedError(Exception):
     """The user asked the sweep to stop; everything is saved."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.folder = folder
+
+def _place(place: Path | RunUrl) -> Path | RunUrl:
+    """Where a sweep is, known by its own marks if that is behind a URL."""
+    if isinstance(place, Path):
+        return place
+    from weft.sweeps.api import TRIALS
+
+    return replace(place, content="sweep", mark=f"{TRIALS}/run.json")
 
 
 def _placed(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftError:
@@ -137,7 +146,8 @@ class Order:
 
     spec: SweepSpec
     file: Path
-    out: Path | None
+    out: Path | RunUrl
+    """Where results go."""
     resume: bool
     dry_run: bool
     places: ReplicaPlaces | None
@@ -176,9 +186,23 @@ def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSwe
 
 def _sweep(order: Order, console: Console) -> int:
     begun_s, wall = time.perf_counter(), WallClock(process_start_s())
+
+    def tell(text: str) -> None:
+        _line(console, f"note      {text}")
+
+    place, resume = order.out, order.resume
+    with looked_at(place) if order.dry_run else trained_in(place, resume=resume, tell=tell) as folder:
+        code = _sweep_in(folder, order, console, begun_s, wall)
+    if code is None:
+        raise _StoppedError
+    return code
+
+
+def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall: WallClock) -> int | None:
+    """Trains a sweep in a folder, or only shows it; returns the exit code, or None if the user stopped it."""
     from weft.sweeps.api import begun_at, check_folder, prepare_sweep
 
-    resume, folder = order.resume, order.out or Path(order.spec.output_dir)
+    resume = order.resume
     spec = check_folder(order.spec, folder, resume=resume)
     clock = (begun_at(folder) if resume else None) or datetime.datetime.now()
     with console.status("loading the backbone and the data"):
@@ -189,8 +213,8 @@ def _sweep(order: Order, console: Console) -> int:
         return _train(prepared, order, folder, console)
 
 
-def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console) -> int:
-    """Trains what is prepared, or only shows it; returns the exit code."""
+def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console) -> int | None:
+    """Trains what is prepared, or only shows it; returns the exit code, or None if the user stopped it."""
     from weft.cli.watch import StopRequest, stop_signals
     from weft.sweeps.api import conclude, open_run
     from weft.sweeps.live_board import LiveBoard
@@ -206,10 +230,10 @@ def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console
         with board.watch(run), stop_signals(stop):
             run.train(should_stop=lambda: stop.is_set)
         if stop.is_set and not all(trial.state.is_final for trial in run.trials):
-            raise _StoppedError(folder)
+            return None
         with console.status("measuring one trial alone and writing the report"):
             result = conclude(run)
-        _tell(run, result, console)
+        _tell(run, result, order.out, console)
     return 0 if result.best is not None else 1
 
 
@@ -279,7 +303,7 @@ def _stopping(prepared: PreparedSweep) -> str:
     return f"none, {planned} trials are too few for {rule.rule} (min_trials {rule.num_kept})"
 
 
-def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
+def _tell(run: SweepRun, result: SweepResult, place: Path | RunUrl, console: Console) -> None:
     from weft.report import readable
     from weft.report.sweep.live import leaderboard_table
     from weft.sweeps.live_board import params_text
@@ -289,7 +313,7 @@ def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
     console.print()
     if best is not None:
         _line(console, f"best      {best.name}: {metric} {readable.loss(best.value)} with {params_text(best)}")
-        _line(console, f"          {result.folder}/best (PEFT adapter and jobs.yaml)")
+        _line(console, f"          {place}/best (PEFT adapter and jobs.yaml)")
     else:
         _line(console, "best      none: no trial has a value")
     ledger = run.ledger
@@ -304,7 +328,7 @@ def _tell(run: SweepRun, result: SweepResult, console: Console) -> None:
     if result.no_report:
         console.print(f"no report: {result.no_report}", style="yellow", markup=False, soft_wrap=True)
     else:
-        _line(console, f"report    {result.folder}/report.html")
+        _line(console, f"report    {place}/report.html")
     _line(console, f"time      {readable.time_split(run.context.engine.timeline.wall.split())}")
 
 

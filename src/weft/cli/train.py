@@ -7,14 +7,14 @@ import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
-from weft.cli.user_path import user_path
+from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import StorageError
 from weft.report.console import output_console
 from weft.spec import RunSpec, load_run
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
     from weft.replicas.rank_group import RankGroup
+    from weft.store.remote.run_url import RunUrl
     from weft.store.run_dir import RunDirectory
 
 
@@ -35,8 +36,10 @@ def train(
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: jobs.0.adapter.r=32")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(parser=user_path, metavar="PATH", help="Where results go. Default: the file's output_dir."),
+        Any,
+        typer.Option(
+            parser=run_place, metavar="PATH", help="Where results go, or a URL such as s3://…. Default: output_dir."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output directory.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, train nothing.")] = False,
@@ -61,23 +64,25 @@ def train(
     short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
-    directory = out or Path(spec.output_dir)
+    place = out or run_place(spec.output_dir)
     options = ReplicaOptions(replicas, devices, cluster, gpu_type, listen)
     order = Order(spec, jobs_file, changes, keep_going, options)
     console = output_console()
     if dry_run:
         from weft.store.run_dir import RunDirectory
 
-        is_taken = RunDirectory.holds_run(directory)
-        if resume or not is_taken:
-            RunDirectory.check(directory, resume=resume)
-        else:
-            note = f"note      {directory} holds a run: train with --resume, or into another --out"
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        with looked_at(place) as directory:
+            is_taken = RunDirectory.holds_run(directory)
+            if resume or not is_taken:
+                RunDirectory.check(directory, resume=resume)
+        if is_taken and not resume:
+            _note(console, f"{place} holds a run: train with --resume, or into another --out")
         options.check(spec.backbone)
         _show_plan(_prepare(replace(order, replicas=ReplicaOptions()), console), console)
         return
-    raise typer.Exit(_train(order, directory, console, resume=resume))
+    with trained_in(place, resume=resume, tell=lambda text: _note(console, text)) as directory:
+        code = _train(order, directory, console, resume=resume, place=place)
+    raise typer.Exit(code)
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,12 @@ class Order:
         return locate(setting, self.jobs_file, self.overrides)
 
 
-def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
-    """Runs or resumes; returns the exit code."""
+def _note(console: Console, text: str) -> None:
+    console.print(f"note      {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl) -> int:
+    """Runs or resumes in a directory, which its owner knows as `place`; returns the exit code."""
     from weft.cli.watch import conclude, follow, tell_time
     from weft.store.run_dir import RunDirectory
 
@@ -110,7 +119,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
             plan = plan_resume(order.spec, directory, locate=order.locate)
             if len(plan.done) == len(order.spec.jobs):
                 console.print("nothing to resume: every job has ended")
-                conclude(out, console)
+                conclude(out, console, place=place)
                 return _failures(order, directory)
             order = replace(order, spec=as_begun(order.spec, directory))
             if plan.changes:
@@ -118,18 +127,20 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
                 console.print(f"takes over  {changes}", markup=False, highlight=False, soft_wrap=True)
             run = _prepare(order, console, plan.done, clock_of(directory.read_run()), wall)
             check_same_data(run, directory)
-            states, stopped = follow(run, directory, console)
+            states, stopped = follow(run, directory, console, place)
+            directory.check_owned()
             code = _failures(order, directory)
     else:
         run = _prepare(order, console, wall=wall)
         with RunDirectory.open(out, resume=False) as directory:
-            states, stopped = follow(run, directory, console)
+            states, stopped = follow(run, directory, console, place)
+            directory.check_owned()
             code = _failures(order, directory)
     run.engine.close()
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     try:
         with wall.spending(Activity.WRITING):
-            conclude(out, console, live=run.engine.jobs)
+            conclude(out, console, live=run.engine.jobs, place=place)
     except StorageError as error:
         # A disk that has no room for a job's files has none for a report about it.
         if not paused:
@@ -138,7 +149,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool) -> int:
     tell_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
         flags = ["--resume", *(["--keep-going"] if order.keep_going else []), *order.replicas.flags]
-        again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(out), *flags])
+        again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(place), *flags])
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130
     if paused:
@@ -196,7 +207,7 @@ def _prepare(
     console.print(f"kernels   {facts.kernels}", markup=False, highlight=False)
     console.print(f"capacity  {run.spec.capacity:,} tokens a microbatch", markup=False, highlight=False)
     for note in run.notes:
-        console.print(f"note      {note}", markup=False, highlight=False, soft_wrap=True)
+        _note(console, note)
     for name, data in run.data.items():
         console.print(
             f"data      {name}: {data.train.summary.describe()}", markup=False, highlight=False, soft_wrap=True

@@ -71,8 +71,14 @@ def _leave_terminal() -> None:
     os.close(nowhere)
 
 
-def follow(run: PreparedRun, directory: RunDirectory, console: Console) -> tuple[dict[str, JobState], bool]:
-    """Trains a prepared run while showing it; returns how each job ended and whether the user stopped it."""
+def follow(
+    run: PreparedRun, directory: RunDirectory, console: Console, place: object = None
+) -> tuple[dict[str, JobState], bool]:
+    """Trains a prepared run while showing it; returns how each job ended and whether the user stopped it.
+
+    `place`: where its owner finds the run, if not in the directory.
+    """
+    from weft.engine.events import JobSucceeded
     from weft.engine.train import execute_run
 
     jobs = [(job.spec.name, job.num_steps) for job in run.engine.jobs.values()]
@@ -86,8 +92,10 @@ def follow(run: PreparedRun, directory: RunDirectory, console: Console) -> tuple
     with LiveTable(console, jobs) as table, stop_signals(stop):
 
         def on_event(event: Event) -> None:
-            table.update(event)
             trackers.hear(event)
+            if isinstance(event, JobSucceeded) and event.adapter_dir is not None and place is not None:
+                event = replace(event, adapter_dir=event.adapter_dir.replace(str(directory.path), str(place)))
+            table.update(event)
 
         try:
             states = execute_run(run, directory, on_event=on_event, should_stop=lambda: stop.is_set)
@@ -101,20 +109,24 @@ def conclude(
     console: Console,
     extra: ReportExtra | None = None,
     live: Mapping[str, RunJob] = MappingProxyType({}),
+    place: object = None,
 ) -> None:
     """Writes report.html and says how it went and where everything is.
 
-    `live`: jobs that this process knows; what it knows of them counts where their files could not be written.
+    `live`: jobs that this process knows; what it knows of them counts where their files could not be written. `place`:
+    where its owner finds the run, if not in the directory.
     """
+    place = place or directory
     jobs = [_as_known(job, live.get(job.name)) for job in read_run(directory).jobs]
     console.print(summary_table(jobs))
     console.print()
     try:
-        console.print(f"report    {write_report(directory, extra=extra)}", markup=False, soft_wrap=True)
+        page = write_report(directory, extra=extra)
+        console.print(f"report    {place}/{page.name}", markup=False, soft_wrap=True)
     except MissingExtraError as error:
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     if any(directory.glob("*/adapter")):
-        console.print(f"adapters  {directory}/<job>/adapter/", markup=False, soft_wrap=True)
+        console.print(f"adapters  {place}/<job>/adapter/", markup=False, soft_wrap=True)
 
 
 def tell_time(wall: WallClock, console: Console) -> None:

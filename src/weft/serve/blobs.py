@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from weft import faults
-from weft.errors import ConfigError, MissingExtraError, StorageError, WeftError, install_command
+from weft.errors import StorageError, WeftError
 from weft.serve.archives import pack
 from weft.serve.errors import NotFound
 from weft.store.atomic import TEMP_PREFIX, storage_errors, sync
+from weft.store.remote.file_system import open_file_system
 
 CHUNK_BYTES = 2**20
-FILE_SYSTEMS = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""The package behind each kind of URL that no extra brings."""
 _NAME = re.compile(rf"[0-9a-f]{{2}}/({re.escape(TEMP_PREFIX)})?[0-9a-f]{{32}}(\.[a-z]{{1,12}})?")
 
 
@@ -37,7 +36,7 @@ class Blobs:
         self.url = url
         self._fs: Any = None
         if "://" in url and not url.startswith("file://"):
-            self._fs, self._root = _remote(url)
+            self._fs, self._root = open_file_system(url, "--store")
         else:
             self._root = str(Path(url.removeprefix("file://")).resolve())
             with storage_errors(Path(self._root)):
@@ -264,29 +263,3 @@ def _chunks(stream: IO[bytes] | Iterable[bytes] | bytes) -> Iterator[bytes]:
             yield chunk
     else:
         yield from stream
-
-
-def _remote(url: str) -> tuple[Any, str]:
-    try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingExtraError(
-            "a file store behind a URL needs fsspec.",
-            where="--store",
-            hint=f"Install it: {install_command('serve')}.",
-        ) from None
-    try:
-        # Other processes write to the same store: what was listed once is not what is there.
-        fs, root = url_to_fs(url, use_listings_cache=False)
-    except ImportError as error:
-        kind = url.partition("://")[0]
-        package = FILE_SYSTEMS.get(kind, f"the fsspec file system of {kind}://")
-        hint = f"Install it: {install_command('s3') if kind == 's3' else f'pip install {package}'}."
-        raise MissingExtraError(
-            f"{kind}:// needs a package that is not here ({error}).", where="--store", hint=hint
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{url!r} is not a file store ({error}).", where="--store") from None
-    except Exception as error:  # some connect at once, and have errors of their own
-        raise StorageError(f"{url!r} does not answer ({type(error).__name__}: {error}).", where="--store") from None
-    return fs, str(root).rstrip("/")

@@ -69,7 +69,7 @@ class RunSpec:
     jobs: tuple[JobSpec, ...] = setting()
     """The jobs; they train together."""
     output_dir: str = setting("runs/train", aliases=("out_dir",), is_path=True)
-    """Where results go: one directory per job, and report.html. Relative to the working directory."""
+    """Where results go: one directory per job, and report.html. Relative to the working directory, or a URL (s3://…)."""
     defaults: dict[str, Any] = setting(factory=dict)
     """Job settings for every job that does not say otherwise."""
     dtype: str = setting("auto", aliases=("torch_dtype",), choices=("auto", "float32", "bfloat16"))

@@ -160,7 +160,7 @@ class SweepSpec(RunSpec):
     jobs: tuple[JobSpec, ...] = setting(())
     """Not written: trials are the jobs."""
     output_dir: str = setting("runs/sweep", aliases=("out_dir",), is_path=True)
-    """Where results go. Relative to the working directory."""
+    """Where results go. Relative to the working directory, or a URL (s3://…)."""
     defaults: dict[str, Any] = setting(factory=dict, aliases=("job", "base"))
     """Job settings of every trial; what the space says comes on top."""
     space: dict[str, Any] | str = setting(factory=dict, aliases=("parameters", "search_space"), is_path=True)

@@ -57,9 +57,10 @@ class Owner:
     @classmethod
     def parse(cls, data: bytes, term: int) -> Owner:
         """The owner of a term as it was recorded; what is not there, because it is being written, is unknown."""
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
             known: dict[str, Any] = json_text.parse(data)
-            return cls(**{**known, "term": term})
+            names = {field.name for field in dataclasses.fields(cls)} & known.keys()
+            return cls(**{**{name: known[name] for name in names}, "term": term})
         return cls(term=term, host="another machine", pid=0, boot="", token="")
 
     def encode(self) -> bytes:

@@ -164,6 +164,10 @@ class RunDirectory:
         """The process that owns the run."""
         return self._ownership.owner
 
+    def check_owned(self) -> None:
+        """StorageError if another process has taken the run over."""
+        self._ownership.check()
+
     @property
     def timeline_path(self) -> Path:
         """Where the timeline goes."""

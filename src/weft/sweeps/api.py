@@ -26,6 +26,7 @@ from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of,
 from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec, resolved_sweep
 from weft.store.atomic import remove_leftovers, write_file
+from weft.store.guard import add_guard
 from weft.store.run_dir import RunDirectory
 from weft.sweeps.configure import Configurations
 from weft.sweeps.context import SweepContext
@@ -100,6 +101,9 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
         spec = sweep_from_mapping({**kept, **overrides}, base_dir=base_dir)
     else:
         spec = load_sweep(given)
+    if "://" in spec.output_dir:
+        found = f"is the URL {spec.output_dir!r}; only the command `weft sweep` takes URLs"
+        raise ConfigError(f"{found}, name a directory.", where="output_dir")
     folder = Path(spec.output_dir)
     spec = check_folder(spec, folder, resume=resume)
     try:
@@ -197,7 +201,13 @@ def open_run(
     spec, engine = prepared.spec, prepared.engine
     name = spec.run_name or folder.resolve().name
     trackers = open_trackers(spec.report_to, folder, name, warn=lambda text: on_news("warning", None, text))
-    with RunDirectory.open(folder / TRIALS, resume=resume) as directory, contextlib.closing(trackers):
+    with (
+        RunDirectory.open(folder / TRIALS, resume=resume) as directory,
+        contextlib.closing(trackers),
+        contextlib.ExitStack() as end,
+    ):
+        # Whoever owns the trials owns the files beside them.
+        end.callback(add_guard(folder, directory.check_owned))
         # Undoes what a killed process left unfinished; nobody else can be writing here now.
         remove_leftovers(folder)
         copy_trial = _storage(prepared, name)

@@ -1,0 +1,172 @@
+"""Who owns the run behind a URL: one process at a time, over all machines.
+
+As in a shared directory (`store/owner.py`), an owner creates `.owner-<term>` and removes its predecessor's. It writes
+the file anew every few seconds, and whoever comes next watches: a file that changes has a living owner, one that does
+not for `LEASE_S` has none. So no clocks are compared. The predecessor of this machine with the same local copy is known
+to be dead as soon as the lock of that copy is had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.errors import StorageError
+from weft.store import json_text
+from weft.store.owner import Owner
+from weft.store.remote.file_system import RemoteDirectory
+
+BEAT_S = 10.0
+"""Seconds between two signs of life of an owner."""
+LEASE_S = 60.0
+"""An owner that gives none for so long is taken for dead."""
+LOOK_S = 3.0
+"""Seconds between two looks at an owner that may be alive."""
+_NAME = re.compile(r"\.owner-(\d{1,18})")
+
+
+def is_lease(name: str) -> bool:
+    """Whether a file behind a URL is no part of the run, but says who owns it."""
+    return _NAME.fullmatch(name) is not None
+
+
+class Lease:
+    """That this process owns the run behind a URL."""
+
+    def __init__(self, remote: RemoteDirectory, owner: Owner, local: Path) -> None:
+        self.owner = owner
+        self._remote = remote
+        self._local = local
+        self._num_beats = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    @classmethod
+    def claim(
+        cls,
+        remote: RemoteDirectory,
+        local: Path,
+        *,
+        tell: Callable[[str], None],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Lease:
+        """Becomes the owner, once the last one is known to have ended; `local` is this process's own copy, locked.
+
+        StorageError if the last owner is alive, or another process is quicker. `tell` hears why it takes a while.
+        """
+        terms = _terms(remote)
+        if terms:
+            _await_end(remote, max(terms), local, tell, sleep)
+        lease = cls(remote, Owner.here(max(terms, default=0) + 1), local)
+        if not remote.create(lease._name, lease._record()):
+            raise _in_use(remote, lease.owner.term)
+        if (newest := max(_terms(remote))) > lease.owner.term:
+            remote.delete(lease._name)
+            raise _in_use(remote, newest)
+        for term in terms:
+            remote.delete(f".owner-{term}")
+        return lease
+
+    def keep(self) -> None:
+        """Gives signs of life until the lease is let go of."""
+
+        def beat() -> None:
+            while not self._stop.wait(BEAT_S):
+                # A store that is away hears of it later; that somebody else came meanwhile, `check` tells.
+                with contextlib.suppress(StorageError):
+                    self.beat()
+
+        threading.Thread(target=beat, name="weft-lease", daemon=True).start()
+
+    def beat(self) -> None:
+        """Gives a sign of life."""
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self.check()
+            self._num_beats += 1
+            self._remote.write(self._name, self._record())
+
+    def check(self) -> None:
+        """StorageError once another process owns the run, or if the store is away."""
+        newest = max(_terms(self._remote), default=0)
+        found = self._remote.read(f".owner-{newest}") if newest else None
+        successor = None if found is None else Owner.parse(found, newest)
+        if successor is None or successor.token != self.owner.token:
+            by = "" if successor is None else f" by {successor}"
+            raise LeaseLostError(f"was taken over{by}; this process writes nothing more there.", where=self._remote.url)
+
+    def release(self) -> None:
+        """Lets go of the run; the next owner need not wait."""
+        self._stop.set()
+        with self._lock, contextlib.suppress(StorageError):
+            self.check()
+            self.owner = dataclasses.replace(self.owner, is_released=True)
+            self._remote.write(self._name, self._record())
+
+    def withdraw(self) -> None:
+        """Lets go of the run and leaves what was found, but for terms: they count on once they have begun."""
+        self.release()
+        if self.owner.term == 1:
+            with contextlib.suppress(StorageError):
+                self._remote.delete(self._name)
+
+    @property
+    def _name(self) -> str:
+        return f".owner-{self.owner.term}"
+
+    def _record(self) -> bytes:
+        told = {**dataclasses.asdict(self.owner), "local": str(self._local), "beats": self._num_beats}
+        return json.dumps(told).encode()
+
+
+class LeaseLostError(StorageError):
+    """The run behind a URL belongs to another process now."""
+
+
+def newest_term(remote: RemoteDirectory) -> int:
+    """How many owners the run behind a URL has had."""
+    return max(_terms(remote), default=0)
+
+
+def _await_end(
+    remote: RemoteDirectory, term: int, local: Path, tell: Callable[[str], None], sleep: Callable[[float], None]
+) -> None:
+    """Returns once the owner of a term is known to have ended; StorageError if it lives."""
+    before = remote.read(f".owner-{term}")
+    if before is None:
+        return
+    owner = Owner.parse(before, term)
+    if owner.is_released or (owner.is_of_this_machine and _local(before) == str(local)):
+        return
+    tell(f"{owner} has not said that it ended; if it gives no sign of life for {LEASE_S:g} s, this process takes over")
+    for _ in range(int(LEASE_S / LOOK_S)):
+        sleep(LOOK_S)
+        now = remote.read(f".owner-{term}")
+        if now != before:
+            if now is not None and Owner.parse(now, term).is_released:
+                return
+            raise _in_use(remote, term)
+
+
+def _local(record: bytes) -> object:
+    """The local copy of an owner."""
+    with contextlib.suppress(ValueError, AttributeError):
+        return json_text.parse(record).get("local")
+    return None
+
+
+def _in_use(remote: RemoteDirectory, term: int) -> StorageError:
+    found = remote.read(f".owner-{term}")
+    owner = "another process" if found is None else str(Owner.parse(found, term))
+    return StorageError(f"is in use by {owner}.", where=remote.url, hint="Wait for its end, or name another URL.")
+
+
+def _terms(remote: RemoteDirectory) -> list[int]:
+    return [int(found[1]) for name in remote.top_names() if (found := _NAME.fullmatch(name))]

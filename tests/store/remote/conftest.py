@@ -1,0 +1,33 @@
+"""What the tests of runs behind a URL share: a store in memory, and a run that nobody disturbed."""
+
+import functools
+
+import pytest
+from toy_run import FragileStore, files, train
+
+from weft.store import atomic, run_dir
+from weft.store.remote import file_system, lease, mirror
+
+VERSIONS = functools.cache(run_dir.library_versions)
+
+
+@pytest.fixture(autouse=True)
+def _store(monkeypatch):
+    """An empty store; nothing happens in the background, and nobody waits, not even for the local disk."""
+    FragileStore.reset()
+    monkeypatch.setattr(file_system, "OBJECT_STORES", file_system.OBJECT_STORES | {"fragile"})
+    monkeypatch.setattr(atomic, "sync", lambda path: None)
+    monkeypatch.setattr(run_dir, "library_versions", VERSIONS)
+    monkeypatch.setattr(mirror, "MIRROR_S", 1e6)
+    monkeypatch.setattr(lease, "BEAT_S", 1e6)
+    monkeypatch.setattr(mirror.Mirror.drain, "__defaults__", ((0.0, 0.0), lambda seconds: None))
+    yield
+    FragileStore.reset()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """The files of the toy run, trained without a URL."""
+    path = tmp_path_factory.mktemp("alone") / "run1"
+    train(path, resume=False)
+    return files(path)
