@@ -86,8 +86,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def look(directory: Path) -> dict[str, bytes | None]:
-    """Everything below a directory."""
-    found = sorted(directory.rglob("*"))
+    """Everything below a directory, but for who looked into a run last."""
+    found = sorted(path for path in directory.rglob("*") if not path.name.startswith(".owner-"))
     return {str(path.relative_to(directory)): None if path.is_dir() else path.read_bytes() for path in found}
 
 
