@@ -13,6 +13,7 @@ from weft.cluster.load import find_places
 from weft.engine.events import Event
 from weft.engine.resume import as_begun, check_same_data, plan_resume
 from weft.engine.train import clock_of, execute_run, prepare_run
+from weft.errors import ConfigError
 from weft.job_state import JobState
 from weft.replicas.load import load_replicated
 from weft.replicas.places import rank_order
@@ -44,6 +45,9 @@ def train(
     """
     spec = run if isinstance(run, RunSpec) else load_run(run)
     base_dir = Path() if isinstance(run, RunSpec) else Path(run).parent
+    if "://" in str(out or spec.output_dir):
+        found = f"got {str(out or spec.output_dir)!r}; accepted is a directory that all nodes see"
+        raise ConfigError(f"{found}. The command weft train --cluster takes URLs.", where="out")
     folder, done, began = Path(out or spec.output_dir), frozenset[str](), datetime.datetime.now()
     RunDirectory.check(folder, resume=resume)
     with ExitStack() as stack:
