@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -79,11 +81,13 @@ def test_rank_when_nobody_asks_for_long_then_its_process_ends(actor, monkeypatch
     """Its controller is gone, and another one may go on with the run."""
     ended: list[int] = []
     now_s = iter([0.0, 10.0, 59.0, 61.0])
-    monkeypatch.setattr(rank_actor.time, "monotonic", lambda: next(now_s))
-    monkeypatch.setattr(rank_actor.time, "sleep", lambda seconds: None)
+    # Only what the actor sees: threads of other tests may still look at the clock.
+    clock = types.SimpleNamespace(monotonic=lambda: next(now_s), sleep=lambda seconds: None)
+    monkeypatch.setattr(rank_actor, "time", clock)
     monkeypatch.setattr(rank_actor.os, "_exit", ended.append)
     started: list[Any] = []
-    monkeypatch.setattr(rank_actor.threading, "Thread", lambda target, **_: started.append(target) or NotStarted())
+    threads = types.SimpleNamespace(Thread=lambda target, **_: started.append(target) or NotStarted(), Lock=Lock)
+    monkeypatch.setattr(rank_actor, "threading", threads)
     actor(echo)
     (forsaken,) = [target for target in started if target.__name__ == "_end_forsaken"]
     forsaken()

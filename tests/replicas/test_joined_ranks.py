@@ -63,7 +63,7 @@ def test_rank_when_it_joins_then_it_is_told_its_place_and_heard_until_it_is_gone
     connection.send(RankAlive())
     assert ranks.inbox.get(timeout=20) == (handle, RankAlive())
     connection.close()
-    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("on far has gone"))
+    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("on far has gone", is_accident=True))
 
 
 def test_rank_when_there_is_no_place_then_it_is_told_so_and_takes_the_next_that_is_free(ranks, join):
@@ -112,7 +112,7 @@ def test_rank_when_the_controller_gives_it_up_then_its_connection_ends(ranks, jo
     ranks.kill(handle)
     with pytest.raises((EOFError, ConnectionError)):
         connection.recv()
-    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("on far has gone"))
+    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("on far has gone", is_accident=True))
 
 
 def test_rank_when_nobody_joins_then_giving_it_up_says_so(ranks):

@@ -137,7 +137,7 @@ class RayRanks:
 
     def _read(self, rank: RayRank) -> None:
         """Hears one rank until it is gone."""
-        how = "ended"
+        how, is_accident = "ended", False
         try:
             rank.place = ray.get(rank.actor.where.remote())
             heard = Heard(())
@@ -148,11 +148,11 @@ class RayRanks:
                     self._take(rank, report)
             how = heard.ending
         except CONNECTION_ERRORS as error:
-            how = _how(rank, error)
+            how, is_accident = _how(rank, error), True
         # One that is out of reach for a moment has lost what it was telling: it is as good as dead.
         with suppress(*CONNECTION_ERRORS):
             ray.kill(rank.actor)
-        self.inbox.put((rank, RankEnded(how)))
+        self.inbox.put((rank, RankEnded(how, is_accident)))
         rank.is_gone.set()
 
     def _take(self, rank: RayRank, report: Report) -> None:

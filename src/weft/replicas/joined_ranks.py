@@ -78,7 +78,7 @@ class JoinedRanks:
     def _say_gone(self, rank: RankHandle) -> None:
         assert isinstance(rank, JoinedRank)
         how = f"on {rank.host} has gone" if rank.host else "was joined by nobody"
-        self.inbox.put((rank, RankEnded(how)))
+        self.inbox.put((rank, RankEnded(how, is_accident=bool(rank.host))))
 
 
 def _shown(address: Address) -> str:

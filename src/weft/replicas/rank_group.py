@@ -78,7 +78,7 @@ class RankGroup:
         self.close()
 
     def await_all(self) -> None:
-        """Until all replicas are loaded; what keeps one from it is raised."""
+        """Until all replicas are loaded; what keeps one from it is raised, unless it may go better another time."""
         while len(self.loaded) < len(self):
             told = self.next_report()
             if told is None:
@@ -87,6 +87,9 @@ class RankGroup:
             if isinstance(report, RankFailed):
                 raise report.error
             if isinstance(report, RankEnded):
+                if report.is_accident and rank.failure is None and rank.num_restarts < MAX_RESTARTS:
+                    self.replace(rank, report.how, is_wanted=True)
+                    continue
                 raise JobError(f"{rank.failure or report.how}.", where=f"replica {rank.index}")
 
     def send(self, rank: KnownRank, command: Command) -> None:

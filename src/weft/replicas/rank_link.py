@@ -17,6 +17,8 @@ class RankEnded(Report):
     """The process of a rank is gone; the last that is heard of it."""
 
     how: str
+    is_accident: bool = False
+    """It was not its own doing, so another process in its place may fare better."""
 
 
 class CommandLine(Protocol):

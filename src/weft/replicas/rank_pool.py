@@ -108,7 +108,7 @@ class RankPool:
             rank.has_hung_up.wait(LAST_WORDS_S)
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         words = self._last_words(rank) if code > 0 else ""
-        self.inbox.put((rank, RankEnded(f"{how}: {words}" if words else how)))
+        self.inbox.put((rank, RankEnded(f"{how}: {words}" if words else how, is_accident=code < 0)))
 
     def _last_words(self, rank: RankProcess) -> str:
         """The last line that a rank printed."""

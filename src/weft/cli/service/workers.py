@@ -24,6 +24,9 @@ def list_(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
     from weft.serve.records.workers import all_workers, held_by_worker, worker_state
 
     table = plain_table("machine", "worker", "model", "device", "memory", "jobs", "tokens/s", "seen", "state")
+    for column in table.columns:
+        # A name that goes over two lines can be neither found nor copied.
+        column.no_wrap = True
     with database.read() as tx:
         held, at = held_by_worker(tx), now(tx)
         for row in all_workers(tx):
@@ -35,7 +38,8 @@ def list_(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
             state = worker_state(row, num_held, at)
             machine = row["machine"] or "?"
             table.add_row(machine, row["id"], row["base_model"], device, memory, str(num_held), speed, seen, state)
-    output_console().print(table)
+    console = output_console()
+    console.print(table, width=max(console.width, console.measure(table).maximum))
 
 
 @workers.command()
