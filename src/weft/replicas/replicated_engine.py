@@ -203,7 +203,7 @@ class ReplicatedEngine:
 
     def _is_over(self) -> bool:
         """Whether nothing is under way, and nothing can be."""
-        if not all(rank.is_idle for rank in self._ranks.loaded):
+        if any(rank.ready is not None and not rank.is_idle for rank in self._ranks):
             return False
         if self._is_stopping:
             return True
