@@ -7,6 +7,7 @@ import re
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -155,6 +156,8 @@ def test_recipe_when_followed_then_ranks_join_and_every_job_is_trained(tmp_path,
     (tools / program).chmod(stat.S_IRWXU)
     (tools / "hostname").write_text("#!/bin/bash\necho localhost\n")
     (tools / "hostname").chmod(stat.S_IRWXU)
+    (tools / "weft").write_text(f'#!/bin/bash\nexec {sys.executable} -m weft "$@"\n')
+    (tools / "weft").chmod(stat.S_IRWXU)
     variables = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_NTASKS": "2", "OMP_NUM_THREADS": "1"}
     script = f"set -e\nweft init\n{text}"
     done = subprocess.run(

@@ -8,6 +8,7 @@ with it but the steps since the last checkpoints: its jobs go on elsewhere, and 
 from __future__ import annotations
 
 import datetime
+import functools
 import time
 import weakref
 from collections import deque
@@ -40,6 +41,7 @@ from weft.replicas.known_job import KnownJob
 from weft.replicas.known_rank import KnownRank, decide
 from weft.replicas.messages import (
     CheckJob,
+    Command,
     DirectoryOpened,
     EventsTold,
     JobChecked,
@@ -99,11 +101,16 @@ class ReplicatedEngine:
         """Something has changed that decides who trains where."""
         self._is_stopping = False
         self._num_jobs = 0
+        self._tokenizer = tokenizer
         ranks.await_all()
         self._close = weakref.finalize(self, ranks.close)
-        self.executor = ReplicaInfo(ranks.first.facts, tokenizer)
         self.limits = Limits(ranks.first.capacity)
         """What a microbatch may hold."""
+
+    @functools.cached_property
+    def executor(self) -> ReplicaInfo:
+        """What all replicas have in common."""
+        return ReplicaInfo(self._ranks.first.facts, self._tokenizer)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -132,7 +139,7 @@ class ReplicatedEngine:
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
         order = JobOrder(spec, Path(base_dir).absolute(), self.clock)
-        checked = self._check(order)
+        checked = self._ask_any(CheckJob(order), JobChecked)
         if checked.error is not None:
             raise checked.error
         job = KnownJob.of(order, data, self._num_jobs)
@@ -268,17 +275,17 @@ class ReplicatedEngine:
             self._say(JobWarning((job.name,), f"its end could not be recorded: {error}"))
         self._say(event)
 
-    def _check(self, order: JobOrder) -> JobChecked:
-        """Asks the rank with the fewest jobs whether a job fits; another one, if that is gone before it answers."""
+    def _ask_any(self, question: Command, kind: type[AnswerT]) -> AnswerT:
+        """What the rank with the fewest jobs answers; another one, if that is gone before it does."""
         while True:
             rank = self._least_loaded()
             if rank is None:
                 self._hear_next()
                 continue
-            self._ranks.send(rank, CheckJob(order))
-            checked = self._await_report(rank, JobChecked)
-            if checked is not None:
-                return checked
+            self._ranks.send(rank, question)
+            answer = self._await_report(rank, kind)
+            if answer is not None:
+                return answer
 
     def _least_loaded(self) -> KnownRank | None:
         """The rank with the fewest jobs; None while none is loaded."""

@@ -7,13 +7,12 @@ that is nowhere is brought back to where it stood first.
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.data.chat.chat_template import Tokenizer
 from weft.engine.events import EvalDone, Event, JobCancelled
 from weft.errors import JobError
 from weft.job_state import JobState
@@ -33,10 +32,8 @@ from weft.replicas.messages import (
     TrainJob,
 )
 from weft.replicas.questions import AskAdapter, AskAnswers, AskScores, Question
-from weft.replicas.rank_group import RankGroup
 from weft.replicas.replicated_engine import ReplicaInfo, ReplicatedEngine
 from weft.spec import AdapterSpec
-from weft.wall_clock import WallClock
 
 if TYPE_CHECKING:
     from weft.data.prompts import Prompt
@@ -64,22 +61,15 @@ class CheckingInfo(ReplicaInfo):
 class SteeredEngine(ReplicatedEngine):
     """Trains jobs on several replicas; what is asked of a job is of its weights as they are at that moment."""
 
-    executor: CheckingInfo
+    @functools.cached_property
+    def executor(self) -> CheckingInfo:
+        """What all replicas have in common, and which adapters fit."""
+        return CheckingInfo(self._ranks.first.facts, self._tokenizer, self._find_flaw)
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        tokenizer: Tokenizer,
-        *,
-        clock: datetime.datetime | None = None,
-        wall: WallClock | None = None,
-        tenant_weights: Mapping[str, float] | None = None,
-    ) -> None:
-        """As for its base; the order of the ranks must say that they are steered."""
-        super().__init__(ranks, tokenizer, clock=clock, wall=wall, tenant_weights=tenant_weights)
-        self.executor = CheckingInfo(self.executor.facts, tokenizer, self._find_flaw)
-        self._standing: dict[tuple[str, int], KnownRank] = {}
+    @functools.cached_property
+    def _standing(self) -> dict[tuple[str, int], KnownRank]:
         """Ranks that stand still, by the job and the step of the evaluation they have told of."""
+        return {}
 
     def hold(self, name: str, step: int) -> None:
         """Lets a job take no step beyond this one for now; it keeps its place."""
@@ -214,12 +204,4 @@ class SteeredEngine(ReplicatedEngine):
         return limit is None or len(here) < limit
 
     def _find_flaw(self, adapter: AdapterSpec) -> Exception | None:
-        while True:
-            rank = self._least_loaded()
-            if rank is None:
-                self._hear_next()
-                continue
-            self._ranks.send(rank, CheckAdapter(adapter))
-            checked = self._await_report(rank, AdapterChecked)
-            if checked is not None:
-                return checked.error
+        return self._ask_any(CheckAdapter(adapter), AdapterChecked).error

@@ -9,7 +9,8 @@ from weft.serve.db.migrate import migrate
 from weft.serve.records.workers import all_workers, put_worker
 
 
-def test_workers_when_listed_drained_and_removed_then_each_line_says_what_happens(weft, tmp_path: Path):
+def test_workers_when_listed_drained_and_removed_then_each_line_says_what_happens(weft, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     database = open_database(f"sqlite:///{tmp_path}/weft.db")
     migrate(database)
     with database.begin() as tx:

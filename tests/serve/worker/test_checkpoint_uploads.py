@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import sqlalchemy as sa
-from worker_bench import PATIENCE_S, Bench
+from worker_bench import PATIENCE_S, Bench, wait_until
 
 from weft.errors import StorageError
 from weft.serve.db.tables import JOBS
@@ -22,15 +22,6 @@ def bench(tmp_path):
     made = Bench.at(tmp_path)
     yield made
     made.database.close()
-
-
-def wait(until):
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.02)):
-        if until():
-            return
-        pause.wait(0.02)
-    raise AssertionError("it does not happen")
 
 
 def messages(bench, id):
@@ -67,7 +58,7 @@ def test_checkpoint_when_saved_while_training_then_in_the_store_soon_and_in_nobo
     with bench.database.read() as tx:
         before = stored_bytes(tx, "default")
     with bench.worker():
-        wait(lambda: (bench.job(id)["saved_step"] or 0) >= 4)
+        wait_until(lambda: (bench.job(id)["saved_step"] or 0) >= 4)
         with bench.database.read() as tx:
             assert stored_bytes(tx, "default") == before
         bench.ask(id, "cancel")
@@ -111,7 +102,7 @@ def test_checkpoint_when_the_store_is_inside_the_data_directory_then_is_not_copi
         bench.wait_for_step(id, 3)
     assert bench.job(id)["saved_blob"] is None
     with bench.worker(data_dir=bench.place):
-        wait(lambda: any("Goes on from step" in text for text in messages(bench, id)))
+        wait_until(lambda: any("Goes on from step" in text for text in messages(bench, id)))
         bench.ask(id, "cancel")
         bench.wait(id)
 
@@ -153,7 +144,7 @@ def test_checkpoints_when_saved_faster_than_the_store_takes_them_then_only_the_n
         uploads.offer(claim, step)
     assert uploads.is_busy_with(claim) and not uploads.is_idle
     may_end.set()
-    wait(lambda: uploads.is_idle)
+    wait_until(lambda: uploads.is_idle)
     work.close()
     assert copied == ["step-00000001", "step-00000004"]
     assert bench.job(claim.id)["saved_step"] == 4

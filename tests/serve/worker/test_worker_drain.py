@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import sqlalchemy as sa
-from worker_bench import PATIENCE_S, Bench
+from worker_bench import Bench, wait_until
 
 from weft.serve.db.tables import JOBS
 from weft.serve.jobs import rebalance
@@ -19,15 +17,6 @@ def bench(tmp_path):
     made = Bench.at(tmp_path)
     yield made
     made.database.close()
-
-
-def wait(until):
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.02)):
-        if until():
-            return
-        pause.wait(0.02)
-    raise AssertionError("it does not happen")
 
 
 def steer(bench, worker, wish):
@@ -59,7 +48,7 @@ def test_job_when_its_worker_drains_then_goes_on_elsewhere_at_that_step_until_it
     with bench.worker(id="worker-first", data_dir=bench.place / "one"):
         bench.wait_for_step(id, 2)
         steer(bench, "worker-first", "drain")
-        wait(lambda: holders(bench) == [None])
+        wait_until(lambda: holders(bench) == [None])
         left = bench.job(id)
         assert (left["status"], left["saved_step"]) == ("queued", left["step"])
         with bench.worker(id="worker-other", data_dir=bench.place / "two"):
@@ -77,8 +66,8 @@ def test_worker_when_sent_away_then_gives_its_jobs_back_and_ends(bench):
     with bench.worker(id="worker-first") as worker:
         bench.wait_for_step(id, 2)
         steer(bench, "worker-first", "remove")
-        wait(lambda: bench.job(id)["status"] == "queued")
-        wait(lambda: worker.sync.is_dismissed)
+        wait_until(lambda: bench.job(id)["status"] == "queued")
+        wait_until(lambda: worker.sync.is_dismissed)
     job = bench.job(id)
     assert (job["attempts"], job["saved_step"]) == (0, job["step"])
     with bench.database.read() as tx:
@@ -95,7 +84,7 @@ def test_jobs_when_a_worker_comes_later_then_it_gets_its_part_and_no_bit_changes
         for id in ids:
             bench.wait_for_step(id, 2)
         with bench.worker(id="worker-later", data_dir=bench.place / "two"):
-            wait(lambda: "worker-later" in holders(bench))
+            wait_until(lambda: "worker-later" in holders(bench))
             bench.wait(*ids)
     moved = [id for id in ids if any("Another worker has more room" in text for text in messages(bench, id))]
     assert len(moved) == 1
@@ -106,7 +95,7 @@ def test_jobs_when_a_worker_comes_later_then_it_gets_its_part_and_no_bit_changes
 def test_job_when_it_does_not_fit_one_worker_then_another_that_is_alive_trains_it(bench, small):
     with bench.worker(id="worker-small", **small):
         with bench.worker(id="worker-large", data_dir=bench.place / "two") as large:
-            wait(lambda: large.sync.num_claims == 0 and len(rows(bench)) == 2)
+            wait_until(lambda: large.sync.num_claims == 0 and len(rows(bench)) == 2)
             ids = [bench.submit(seed=seed) for seed in range(2)]
             bench.wait(*ids)
         assert_as_alone(bench, *ids)

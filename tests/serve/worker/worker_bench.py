@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -200,3 +200,13 @@ class Bench:
             assert not thread.is_alive()
             if failed:
                 raise failed[0]
+
+
+def wait_until(happens: Callable[[], Any]) -> None:
+    """Returns once it happens; looks again and again."""
+    pause = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.02)):
+        if happens():
+            return
+        pause.wait(0.02)
+    raise AssertionError("it does not happen")

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.measure import Measurement
 
 from weft.cli.service.keys import DATA_DIR, open_service, plain_table
 from weft.cli.service.serve import DataDir, DbUrl
 from weft.plan.admit import size
-from weft.report.console import output_console
+from weft.report.console import PIPE_COLUMNS, output_console
 
 workers = typer.Typer(help="Workers of the service, on all machines.", no_args_is_help=True, rich_markup_mode=None)
 Target = Annotated[str, typer.Argument(metavar="WORKER|MACHINE", help="A worker, or a machine with all its workers.")]
@@ -39,7 +40,9 @@ def list_(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
             machine = row["machine"] or "?"
             table.add_row(machine, row["id"], row["base_model"], device, memory, str(num_held), speed, seen, state)
     console = output_console()
-    console.print(table, width=max(console.width, console.measure(table).maximum))
+    whole = Measurement.get(console, console.options.update(max_width=PIPE_COLUMNS), table)
+    console.width = max(console.width, whole.maximum)
+    console.print(table)
 
 
 @workers.command()
