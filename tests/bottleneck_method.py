@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.adapters.method import Attachment, CostRanks, KernelCopy, LinearShape, ModuleTensors, SlotWeights
+from weft.adapters.method import Attachment, CostRanks, KernelCopy, LinearShape, ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import METHODS
 from weft.adapters.routing import Routing, SlotRows
 from weft.errors import AdapterFileError
@@ -120,13 +120,13 @@ class Bottleneck:
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         return (WIDTH, linear[1]), (WIDTH,), (linear[0], WIDTH)
 
-    def initial(
-        self, spec: AdapterSpec, shapes: Sequence[tuple[int, ...]], generator: torch.Generator
-    ) -> ModuleTensors:
-        down, bias, up = shapes
+    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
+        down, bias, up = self.shapes(spec, path, (place.out_features, place.in_features))
         return torch.randn(down, generator=generator) / 8, torch.zeros(bias), torch.zeros(up)
 
-    def weights(self, spec: AdapterSpec, path: str, params: ModuleTensors, grads: ModuleTensors) -> SlotWeights:
+    def weights(
+        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+    ) -> SlotWeights:
         return BottleneckWeights(params, grads)
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:

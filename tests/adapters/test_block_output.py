@@ -105,7 +105,7 @@ def test_output_when_neighbours_are_nan_then_own_rows_and_gradients_are_those_al
     block, routing = nn.Linear(4, D), Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], None, 10),))
     block.requires_grad_(False)
     place, path = BlockOutput(block, D, routing), "layers.0.mlp"
-    adapter = Adapter(AdapterSpec(**SPEC), {path: (D, D)}, 0, CPU)
+    adapter = Adapter(AdapterSpec(**SPEC), {path: place}, 0, CPU)
     adapter.groups["up"].params.normal_()
     place.put(-1, adapter.modules[path])
     x, dy_TD = torch.randn(10, 4), torch.randn(10, D)

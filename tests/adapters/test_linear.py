@@ -35,7 +35,7 @@ class Bench:
             AdapterSpec(r=r, lora_alpha=scale * r, lora_dropout=dropout, init_lora_weights=False)
             for r, scale in zip((3, 6), scales, strict=True)
         ]
-        self.adapters = [Adapter(spec, {PATH: (O, D)}, seed, CPU) for seed, spec in enumerate(specs)]
+        self.adapters = [Adapter(spec, {PATH: linear}, seed, CPU) for seed, spec in enumerate(specs)]
         for slot, adapter in enumerate(self.adapters):
             self.slotted.slots[slot] = adapter.modules[PATH]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.adapters.method import LinearShape, ModuleTensors, SlotWeights
+from weft.adapters.method import ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import method_of
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
@@ -29,12 +29,14 @@ class ParameterGroup:
 class Adapter:
     """The trainable parameters of one job on one backbone."""
 
-    def __init__(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], seed: int, device: torch.device) -> None:
-        """Modules: path and (out, in) of every adapted linear, in the backbone's order."""
+    def __init__(self, spec: AdapterSpec, places: Mapping[str, Place], seed: int, device: torch.device) -> None:
+        """Places: where it sits, by path, in the backbone's order."""
         self.spec = spec
         self.method = method_of(spec)
-        self.method.check(spec, modules)
-        self._shapes = {path: tuple(self.method.shapes(spec, path, shape)) for path, shape in modules.items()}
+        shapes = {path: (place.out_features, place.in_features) for path, place in places.items()}
+        self.method.check(spec, shapes)
+        self._places = places
+        self._shapes = {path: tuple(self.method.shapes(spec, path, shape)) for path, shape in shapes.items()}
         self.groups: dict[str, ParameterGroup] = {}
         self.modules: dict[str, SlotWeights] = {}
         """What a slot of each module holds."""
@@ -107,8 +109,8 @@ class Adapter:
         params = self.split([group.params for group in self.groups.values()])
         grads = self.split([group.grad for group in self.groups.values()])
         self._views = params
-        for path in self._shapes:
-            self.modules[path] = self.method.weights(self.spec, path, params[path], grads[path])
+        for path, place in self._places.items():
+            self.modules[path] = self.method.weights(self.spec, path, place, params[path], grads[path])
 
     def split(self, buffers: list[torch.Tensor]) -> dict[str, ModuleTensors]:
         """Views of the buffers, one per group, by module path."""
@@ -125,5 +127,6 @@ class Adapter:
         """Starting values, drawn per module from the job's seed: no module's depends on the others."""
         for path, views in self._views.items():
             generator = torch.Generator().manual_seed(mix(seed, module_key(path), 0x1417))
-            for view, value in zip(views, self.method.initial(self.spec, self._shapes[path], generator), strict=True):
+            values = self.method.initial(self.spec, path, self._places[path], generator)
+            for view, value in zip(views, values, strict=True):
                 view.copy_(value)

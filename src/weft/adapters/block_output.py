@@ -45,6 +45,7 @@ class BlockOutput:
         """`width`: D, the features of the block's output."""
         self.width = width
         self.routing = routing
+        self.bias_O: torch.Tensor | None = None
         self.slots: dict[int, SlotWeights] = {}
         self._block = block
         self._hook: RemovableHandle | None = None
@@ -58,6 +59,11 @@ class BlockOutput:
     def out_features(self) -> int:
         """D."""
         return self.width
+
+    @property
+    def weight(self) -> None:
+        """There is none."""
+        return None
 
     def put(self, slot: int, weights: SlotWeights) -> None:
         """Lets an adapter sit here."""

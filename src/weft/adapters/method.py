@@ -39,6 +39,27 @@ ModuleTensors = tuple[torch.Tensor, ...]
 """An adapter's tensors on one module, in the order of its method's groups."""
 
 
+class Place(Protocol):
+    """Somewhere on a backbone where adapters sit: what their methods may ask of it."""
+
+    bias_O: torch.Tensor | None
+
+    @property
+    def in_features(self) -> int:
+        """D."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        ...
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The frozen weight (O, D), made dense where it is stored otherwise; a block's output has none."""
+        ...
+
+
 class Attachment(enum.Enum):
     """What of a backbone an adapter sits on; the value is what errors call one such place."""
 
@@ -155,13 +176,13 @@ class Method(Protocol):
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         """Of the tensors on one module, one for each group."""
 
-    def initial(
-        self, spec: AdapterSpec, shapes: Sequence[tuple[int, ...]], generator: torch.Generator
-    ) -> ModuleTensors:
-        """PEFT's starting values on one module."""
+    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
+        """PEFT's starting values in one place."""
 
-    def weights(self, spec: AdapterSpec, path: str, params: ModuleTensors, grads: ModuleTensors) -> SlotWeights:
-        """What a slot of one module holds; views of the flat buffers."""
+    def weights(
+        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+    ) -> SlotWeights:
+        """What a slot of one place holds; views of the flat buffers."""
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
         """What multiplies the job's learning rate, for each group."""

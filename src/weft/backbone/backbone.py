@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,9 +136,14 @@ class Backbone:
         """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached."""
         return Adapter(spec, self._targets(spec), seed, self.device if device is None else device)
 
+    def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str]) -> Adapter:
+        """An adapter beside the backbone that sits where a file says; its weights are loaded next."""
+        places = self._places[method_of(spec).attachment]
+        return Adapter(spec, {path: places[path] for path in paths}, 0, self.device)
+
     def check_adapter(self, spec: AdapterSpec) -> None:
         """ConfigError if an adapter does not fit this backbone; makes none."""
-        method_of(spec).check(spec, self._targets(spec))
+        method_of(spec).check(spec, _shapes(self._targets(spec)))
 
     def lane(self, method: Method) -> str:
         """Adapters of different lanes cannot share a microbatch: those whose method has no kernels have one apart."""
@@ -162,20 +167,19 @@ class Backbone:
     def _kept_width(self, spec: AdapterSpec) -> int:
         """Numbers of a row that an adapter's slots keep on the reference path, beside the linears' own."""
         method = method_of(spec)
-        return sum(method.kept_width(spec, path, shape) for path, shape in self._targets(spec).items())
+        return sum(method.kept_width(spec, path, shape) for path, shape in _shapes(self._targets(spec)).items())
 
     def _path_for(self, method: Method) -> Path:
         return self.path if method.has_kernels else self._reference
 
     def shapes_for(self, method: Method) -> dict[str, LinearShape]:
         """Every place that adapters of a method can sit in, by path, with its outputs and inputs."""
-        places = self._places[method.attachment]
-        return {path: (place.out_features, place.in_features) for path, place in places.items()}
+        return _shapes(self._places[method.attachment])
 
-    def _targets(self, spec: AdapterSpec) -> dict[str, LinearShape]:
+    def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | BlockOutput]:
         refuse_experts(spec, self._experts)
-        shapes = self.shapes_for(method_of(spec))
-        return {path: shapes[path] for path in choose_modules(spec, list(shapes))}
+        places = self._places[method_of(spec).attachment]
+        return {path: places[path] for path in choose_modules(spec, list(places))}
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""
@@ -253,6 +257,10 @@ class Backbone:
             self.linears[path] = slotted
         for module in self.model.modules():
             object.__setattr__(module, "weft_routing", self.routing)
+
+
+def _shapes(places: Mapping[str, SlotLinear | BlockOutput]) -> dict[str, LinearShape]:
+    return {path: (place.out_features, place.in_features) for path, place in places.items()}
 
 
 def _blocks(model: PreTrainedModel, routing: Routing) -> dict[str, BlockOutput]:

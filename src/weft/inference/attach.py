@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from weft.adapters.adapter import Adapter
 from weft.adapters.method import LinearShape, ModuleTensors
 from weft.adapters.methods import method_of
 from weft.adapters.targets import is_target
@@ -114,7 +113,7 @@ def attach_adapter(backbone: Backbone, stored: StoredAdapter) -> int:
     # Jobs that train beside it need no kernels for its dropout.
     spec = replace(stored.spec, lora_dropout=0.0)
     try:
-        adapter = Adapter(spec, {path: shapes[path] for path in stored.tensors}, 0, backbone.device)
+        adapter = backbone.stored_adapter(spec, stored.tensors)
     except ConfigError as error:
         raise AdapterFileError(error.message, where=str(stored.path)) from None
     adapter.load(stored.tensors, str(stored.path))

@@ -27,7 +27,9 @@ def test_linear_when_inputs_need_no_gradient_then_the_scales_have_theirs(path):
     torch.manual_seed(0)
     linear, routing = nn.Linear(D, O), Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], None, 10),))
     slotted = SlotLinear(linear, routing, torch.zeros((), requires_grad=True))
-    adapter = Adapter(AdapterSpec(method="ia3", init_ia3_weights=False), {path: (O, D)}, 0, torch.device("cpu"))
+    adapter = Adapter(
+        AdapterSpec(method="ia3", init_ia3_weights=False), {path: nn.Linear(D, O)}, 0, torch.device("cpu")
+    )
     slotted.slots[-1] = adapter.modules[path]
     x_TD, dy_TO = torch.randn(10, D), torch.randn(10, O)
     x_TD[0], dy_TO[9] = torch.nan, torch.nan
@@ -47,7 +49,7 @@ def test_forward_when_half_precision_then_a_small_change_of_a_scale_counts():
     """bfloat16 knows no 1.003; a scale is rounded after the product, not before."""
     linear, routing = nn.Linear(D, O, bias=False).bfloat16(), Routing(slots=(slot_rows(0, [Rows(0, 64)], None, 64),))
     slotted = SlotLinear(linear, routing, torch.zeros((), requires_grad=True))
-    adapter = Adapter(AdapterSpec(method="ia3"), {KEY: (O, D)}, 0, torch.device("cpu"))
+    adapter = Adapter(AdapterSpec(method="ia3"), {KEY: nn.Linear(D, O)}, 0, torch.device("cpu"))
     slotted.slots[0] = adapter.modules[KEY]
     x_TD = torch.randn(64, D).bfloat16()
     before = slotted(x_TD)

@@ -20,7 +20,9 @@ INITS = (True, False, "gaussian", "orthogonal")
 
 
 def adapter(seed: int = 0, modules: dict[str, tuple[int, int]] | None = None, **settings) -> Adapter:
-    return Adapter(AdapterSpec(**{"r": R, **settings}), modules or {"a.x": (O, D), "b.x": (O, D)}, seed, CPU)
+    shapes = modules or {"a.x": (O, D), "b.x": (O, D)}
+    places = {path: nn.Linear(num_in, num_out, device="meta") for path, (num_out, num_in) in shapes.items()}
+    return Adapter(AdapterSpec(**{"r": R, **settings}), places, seed, CPU)
 
 
 def peft_weights(init: bool | str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from weft.adapters.method import Attachment, CostRanks, KernelCopy, LinearShape, ModuleTensors, PeftFormat, SlotWeights
+from weft.adapters.method import (
+    Attachment,
+    CostRanks,
+    KernelCopy,
+    LinearShape,
+    ModuleTensors,
+    PeftFormat,
+    Place,
+    SlotWeights,
+)
 from weft.adapters.methods.ia3.files import Ia3Files
 from weft.adapters.methods.ia3.weights import InputScale, OutputScale
 from weft.spec import AdapterSpec, JobSpec
@@ -36,14 +45,14 @@ class Ia3:
         """Of l on one module."""
         return ((1, linear[1]) if spec.is_feedforward(path) else (linear[0], 1),)
 
-    def initial(
-        self, spec: AdapterSpec, shapes: Sequence[tuple[int, ...]], generator: torch.Generator
-    ) -> ModuleTensors:
+    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
         """Ones, or normal numbers where `init_ia3_weights` is false."""
-        (shape,) = shapes
+        (shape,) = self.shapes(spec, path, (place.out_features, place.in_features))
         return (torch.ones(shape) if spec.init_ia3_weights else torch.randn(shape, generator=generator),)
 
-    def weights(self, spec: AdapterSpec, path: str, params: ModuleTensors, grads: ModuleTensors) -> SlotWeights:
+    def weights(
+        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+    ) -> SlotWeights:
         """What scales the module's inputs or outputs."""
         return InputScale(*params, *grads) if spec.is_feedforward(path) else OutputScale(*params, *grads)
 

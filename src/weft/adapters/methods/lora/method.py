@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from weft.adapters.method import Attachment, CostRanks, LinearShape, ModuleTensors, PeftFormat
+from weft.adapters.method import Attachment, CostRanks, LinearShape, ModuleTensors, PeftFormat, Place
 from weft.adapters.methods.lora.compute_copy import ComputeCopy
 from weft.adapters.methods.lora.files import LoraFiles
 from weft.adapters.methods.lora.weights import LoraWeights
@@ -47,11 +47,9 @@ class Lora:
         rank = spec.rank_for(path)
         return (rank, linear[1]), (linear[0], rank)
 
-    def initial(
-        self, spec: AdapterSpec, shapes: Sequence[tuple[int, ...]], generator: torch.Generator
-    ) -> ModuleTensors:
+    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
         """PEFT's starting values of A and B, by `init_lora_weights`."""
-        shape_a, shape_b = shapes
+        shape_a, shape_b = self.shapes(spec, path, (place.out_features, place.in_features))
         rank, num_in = shape_a
 
         def uniform(shape: tuple[int, ...]) -> torch.Tensor:
@@ -70,7 +68,9 @@ class Lora:
             return uniform(shape_a), uniform(shape_b)
         return uniform(shape_a), torch.zeros(shape_b)
 
-    def weights(self, spec: AdapterSpec, path: str, params: ModuleTensors, grads: ModuleTensors) -> LoraWeights:
+    def weights(
+        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+    ) -> LoraWeights:
         """A and B of one module with their gradients."""
         (a_RD, b_OR), (grad_a_RD, grad_b_OR) = params, grads
         return LoraWeights(
