@@ -18,6 +18,9 @@ class Pairs:
     reads_reference: ClassVar[bool] = True
     beta: ClassVar[float] = 0.3
 
+    def of_job(self, job: Any) -> Pairs:
+        return self
+
     def claims(self, values: Mapping[str, Any]) -> bool:
         return "better" in values and "worse" in values
 

@@ -308,8 +308,8 @@ DATASET = [
     ),
     data(
         "preferences",
-        '{"prompt": "x", "chosen": "a", "rejected": "b"}\n',
-        "bad.jsonl line 1: chosen and rejected are preference data, which needs an objective Weft does not have yet.",
+        '{"prompt": "x", "chosen": "a", "rejected": "b"}\n{"prompt": "x", "chosen": "a"}\n',
+        "bad.jsonl line 2: has chosen and no rejected.",
     ),
     data("columns", "a,b\n1,2\n", "bad.csv line 2: has the columns a, b; expected messages (chat), ", file="bad.csv"),
     data(

@@ -74,17 +74,25 @@ def test_auto_when_a_later_row_lacks_a_column_then_names_the_column():
 @pytest.mark.parametrize(
     "values",
     [
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
-        {"conversations": [{"from": "human", "value": "a"}], "chosen": {}, "rejected": {}},
-        {"input": {}, "preferred_output": [], "non_preferred_output": []},
         {"messages": MESSAGES, "label": False},
         {"prompt": "a", "completion": "b", "label": True},
     ],
 )
-def test_auto_when_rows_are_preferences_then_says_there_is_no_objective_for_them(values: dict[str, Any]):
+def test_auto_when_rows_are_judged_answers_then_says_there_is_no_objective_for_them(values: dict[str, Any]):
     found = error_of(values)
     assert found.startswith("train.jsonl line 1: ")
     assert "needs an objective Weft does not have yet." in found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"input": {}, "preferred_output": [], "non_preferred_output": []},
+    ],
+)
+def test_auto_when_another_objective_meets_pairs_then_names_the_one_for_them(values: dict[str, Any]):
+    assert "are preference data, for objective dpo." in error_of(values)
 
 
 def test_auto_when_a_later_row_is_a_preference_then_names_its_line():

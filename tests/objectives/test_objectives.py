@@ -18,6 +18,7 @@ EVERY: dict[str, Objective] = {**OBJECTIVES, "pairs": PAIRS}
 ROWS = {
     "supervised": {"prompt": "a", "completion": "b"},
     "weighted": {"prompt": "a", "completion": "b", "weight": 0.5},
+    "dpo": {"prompt": "a", "chosen": "b", "rejected": "c"},
     "pairs": {"prompt": "a", "better": "b", "worse": "c"},
 }
 """A row that asks for each."""

@@ -115,10 +115,10 @@ def find_judgements(
     Given per segment: its objective, if it has such a one, its supervised rows, and its share of the loss. A group's
     segments follow each other: first those that learn, then, where the objective reads them, the same without adapter.
     """
-    found: dict[int, list[int]] = {}
+    found: dict[LikelihoodObjective, list[int]] = {}
     for segment, objective in enumerate(objectives):
         if objective is not None:
-            found.setdefault(id(objective), []).append(segment)
+            found.setdefault(objective, []).append(segment)
     return tuple(_judgement(segments, objectives, counts, weights) for segments in found.values())
 
 

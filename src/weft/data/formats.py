@@ -9,9 +9,10 @@
 | text | text |
 | tokens | input_ids; optional labels (-100 is not trained), attention_mask |
 
-Further columns are ignored, but for those the job's objective reads. Rows with chosen and rejected answers, or with a
-true/false label, are preference data and refused, unless the job states a format: then the other columns are read as
-that format says. Rows with images, audios or videos are refused likewise; always, where the text has a place for one.
+Further columns are ignored, but for those the job's objective reads. Rows with chosen and rejected answers are read by
+objective dpo, and refused by others; so are rows with a true/false label, unless the job states a format: then the
+other columns are read as that format says. Rows with images, audios or videos are refused likewise; always, where the
+text has a place for one.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ def _refuse_preferences(row: Row) -> None:
     for pair in PREFERENCE_PAIRS:
         if has(row, *pair):
             raise DataError(
-                f"{pair[0]} and {pair[1]} are preference data, which needs an objective Weft does not have yet.",
+                f"{pair[0]} and {pair[1]} are preference data, for objective dpo.",
                 where=row.where,
+                hint="To train on the other columns alone, state their data_format.",
             )
     if isinstance(row.values.get("label"), bool) and detect(row) in ("chat", "sharegpt", "completion"):
         raise DataError(

@@ -17,6 +17,7 @@ from weft.data.order import Mixture, permutation
 from weft.data.prepared.prepared_data import prepared_data
 from weft.data.prepared.settings import DataSettings
 from weft.errors import DataError
+from weft.spec.fields import refuse_foreign_objective
 from weft.spec.job import JobSpec, SourceSpec
 
 
@@ -83,13 +84,20 @@ def load_job_data(
             raise
 
     train = load("train_data", job.train_sources, job.objective)
+    refuse_foreign_objective(job, train.objective.name)
     if job.eval_data is None:
         data = JobData(train, None)
     elif isinstance(job.eval_data, tuple):
         data = JobData(train, load("eval_data", job.eval_data, train.objective.name))
     else:
         data = _split(train, job.eval_data, job)
+    data = JobData(_of_job(data.train, job), None if data.eval is None else _of_job(data.eval, job))
     return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
+
+
+def _of_job(data: Dataset, job: JobSpec) -> Dataset:
+    """The data with the job's own settings of its objective."""
+    return replace(data, objective=data.objective.of_job(job))
 
 
 def _mixed(data: Dataset, job: JobSpec) -> Dataset:

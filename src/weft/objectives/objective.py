@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from weft.spec import JobSpec
+
 
 @dataclass(frozen=True)
 class Part:
@@ -32,6 +34,10 @@ class Objective(Protocol):
     name: ClassVar[str]
     group_size: ClassVar[int]
     """Samples of a row. They form a group, which always shares a microbatch; a global batch counts groups."""
+
+    def of_job(self, job: JobSpec) -> Objective:
+        """The same with a job's settings."""
+        ...
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """Whether a row's columns ask for this objective, where a job names none."""

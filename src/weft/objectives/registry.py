@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from weft.objectives.dpo import Dpo
 from weft.objectives.objective import Objective
 from weft.objectives.supervised import Supervised
 from weft.objectives.weighted import Weighted
 
 SUPERVISED = Supervised()
 OBJECTIVES: dict[str, Objective] = {
+    "dpo": Dpo(),
     "weighted": Weighted(),
     "supervised": SUPERVISED,
 }

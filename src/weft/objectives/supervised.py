@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.objectives.objective import Part
+
+if TYPE_CHECKING:
+    from weft.spec import JobSpec
 
 
 class Supervised:
@@ -13,6 +16,10 @@ class Supervised:
 
     name: ClassVar[str] = "supervised"
     group_size: ClassVar[int] = 1
+
+    def of_job(self, job: JobSpec) -> Supervised:
+        """It has no settings."""
+        return self
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """Every row that no other objective claims."""

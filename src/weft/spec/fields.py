@@ -71,13 +71,21 @@ def setting(
     rule: Rule | None = None,
     choices: tuple[Any, ...] | None = None,
     method: str | None = None,
+    objectives: tuple[str, ...] = (),
     is_path: bool = False,
 ) -> Any:
-    """A dataclass field with the names users know it by and the values it takes; it may be of one PEFT method only.
+    """A dataclass field with the names users know it by and the values it takes.
 
-    In a path, `~` is the user's home.
+    It may be of one PEFT method only, or of some objectives. In a path, `~` is the user's home.
     """
-    metadata = {"aliases": aliases, "rule": rule, "choices": choices, "method": method, "is_path": is_path}
+    metadata = {
+        "aliases": aliases,
+        "rule": rule,
+        "choices": choices,
+        "method": method,
+        "objectives": objectives,
+        "is_path": is_path,
+    }
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -158,9 +166,23 @@ def refuse_foreign(spec: Any, method: str) -> None:
     """ConfigError if a setting that only another PEFT method has is not as by default."""
     for field in dataclasses.fields(spec):
         owner = field.metadata["method"]
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        if owner not in (None, method) and getattr(spec, field.name) != default:
+        if owner not in (None, method) and not _is_default(spec, field):
             raise ConfigError(f"is a setting of {owner}; the method is {method}.", where=field.name)
+
+
+def refuse_foreign_objective(spec: Any, objective: str) -> None:
+    """ConfigError if a setting that only other objectives have is not as by default."""
+    for field in dataclasses.fields(spec):
+        owners = field.metadata["objectives"]
+        if owners and objective not in owners and not _is_default(spec, field):
+            raise ConfigError(
+                f"is a setting of {' and '.join(owners)}; the objective is {objective}.", where=field.name
+            )
+
+
+def _is_default(spec: Any, field: dataclasses.Field[Any]) -> bool:
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return bool(getattr(spec, field.name) == default)
 
 
 def without_foreign(spec: type, settings: Mapping[str, Any], method: str) -> dict[str, Any]:

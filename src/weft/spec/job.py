@@ -10,7 +10,17 @@ from fractions import Fraction
 
 from weft.errors import ConfigError
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import KnownKeywords, above, at_least, between, field_names, refuse_foreign, setting, validate
+from weft.spec.fields import (
+    KnownKeywords,
+    above,
+    at_least,
+    between,
+    field_names,
+    refuse_foreign,
+    refuse_foreign_objective,
+    setting,
+    validate,
+)
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
@@ -18,7 +28,7 @@ COLUMNS = (
     *("prompt", "completion", "text", "instruction", "input", "output", "system", "history"),
     *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
 )
-OBJECTIVES = ("auto", "supervised", "weighted")
+OBJECTIVES = ("auto", "supervised", "weighted", "dpo")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tensorboard")
@@ -72,9 +82,17 @@ class JobSpec(KnownKeywords):
     data_columns: dict[str, str | int] = setting(factory=dict)
     """Which columns are which, e.g. `{prompt: question, completion: reply}`: names, texts with columns in braces like
     `"Classify: {sentence}"`, or numbers from 1 for tables without a line of names. Default: by their usual names."""
-    objective: str = setting("auto", choices=OBJECTIVES)
-    """What the job learns by: supervised (every supervised token counts the same) or weighted (as much as the row's
-    `weight` and its messages' weights say). auto: weighted where the data has weights."""
+    objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES)
+    """What the job learns by: supervised (every supervised token counts the same), weighted (as much as the row's
+    `weight` and its messages' weights say) or dpo (pairs of a chosen and a rejected answer). auto: by the columns."""
+    beta: float = setting(0.1, aliases=("pref_beta", "rl_beta", "dpo_beta"), rule=above(0), objectives=("dpo",))
+    """How strongly the answers of the adapter are held to those of the bare backbone."""
+    loss_type: str = setting(
+        "sigmoid", aliases=("pref_loss", "dpo_loss_type"), choices=("sigmoid", "hinge", "ipo"), objectives=("dpo",)
+    )
+    """The loss of a pair: sigmoid is DPO's own."""
+    label_smoothing: float = setting(0.0, aliases=("dpo_label_smoothing",), rule=between(0, 0.5), objectives=("dpo",))
+    """The share of pairs that may be the wrong way round; for the sigmoid loss."""
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"), is_path=True)
@@ -145,6 +163,10 @@ class JobSpec(KnownKeywords):
         self._refuse_foreign_sources()
         validate(self)
         refuse_foreign(self, self.adapter.method)
+        if self.objective != "auto":
+            refuse_foreign_objective(self, self.objective)
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise ConfigError(f"is for the sigmoid loss; loss_type is {self.loss_type}.", where="label_smoothing")
         if not JOB_NAME.fullmatch(self.name):
             raise ConfigError(
                 f"{self.name!r} is not a job name; use a to z, A to Z, digits, '.', '_' and '-', starting with a "

@@ -102,10 +102,16 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
             _values(hints[field.name], field),
             _default(field),
             field.metadata["aliases"],
-            texts[field.name] + (f" For {method} only." if (method := field.metadata["method"]) else ""),
+            texts[field.name] + _owners(field),
         )
         for field in dataclasses.fields(cls)
     )
+
+
+def _owners(field: dataclasses.Field[Any]) -> str:
+    """What a setting is for, if not for all."""
+    owners = field.metadata["objectives"] or ((field.metadata["method"],) if field.metadata["method"] else ())
+    return f" For {' and '.join(owners)} only." if owners else ""
 
 
 def _descriptions(cls: type) -> dict[str, str]:

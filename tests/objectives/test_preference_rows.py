@@ -1,0 +1,75 @@
+"""Preference data in the columns people have becomes one prompt with two answers, or one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.errors import DataError
+from weft.objectives.preference_rows import is_preference, read_preference
+
+ASK, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "g"), ("assistant", "b"))
+)
+FIRST = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+TOOLS = [{"type": "function"}]
+FORMS: dict[str, tuple[dict[str, Any], tuple[Any, Any, Any]]] = {
+    "texts": ({"prompt": "q", "chosen": "g", "rejected": "b"}, ("q", "g", "b")),
+    "question": ({"question": "q", "chosen": "g", "rejected": "b"}, ("q", "g", "b")),
+    "alpaca": ({"instruction": "q", "input": "i", "chosen": "g", "rejected": "b"}, ("q\n\ni", "g", "b")),
+    "system": (
+        {"system": "s", "question": "q", "chosen": "g", "rejected": "b"},
+        ([{"role": "system", "content": "s"}, ASK], "g", "b"),
+    ),
+    "messages": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, ([ASK], [GOOD], [BAD])),
+    "whole chats": ({"chosen": [*FIRST, ASK, GOOD], "rejected": [*FIRST, ASK, BAD]}, ([*FIRST, ASK], [GOOD], [BAD])),
+    "ultrafeedback": ({"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ([ASK], [GOOD], [BAD])),
+    "hh": (
+        {"chosen": "\n\nHuman: q\n\nAssistant: g", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+        ([ASK], [GOOD], [BAD]),
+    ),
+    "openai": (
+        {"input": {"messages": [ASK], "tools": TOOLS}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
+        ([ASK], [GOOD], [BAD]),
+    ),
+    "sharegpt": (
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "g"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+        ([ASK], [GOOD], [BAD]),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row_when_in_a_known_form_then_both_answers_share_its_prompt(form):
+    values, (prompt, chosen, rejected) = FORMS[form]
+    before = repr(values)
+    assert is_preference(values)
+    found = read_preference(values, "p.jsonl line 1")
+    assert (found.context["prompt"], found.chosen, found.rejected) == (prompt, chosen, rejected)
+    assert found.context.get("tools") == (TOOLS if form == "openai" else None)
+    assert repr(values) == before
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"prompt": "q", "chosen": "g"}, "has chosen and no rejected."),
+        ({"prompt": "q", "rejected": "b", "chosen": ""}, "has rejected and no chosen."),
+        ({"prompt": "q", "completion": "g"}, "has no preference: chosen and rejected are missing."),
+        ({"prompt": "q", "chosen": "g", "rejected": "g"}, "chosen and rejected are the same answer."),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, "chosen and rejected are the same answer."),
+        ({"prompt": "q", "chosen": "g", "rejected": [BAD]}, "chosen is 'g' and rejected a list"),
+        ({"chosen": "g", "rejected": "b"}, "has no prompt to chosen and rejected."),
+        ({"chosen": [ASK, GOOD], "rejected": [*FIRST, BAD]}, "chosen and rejected do not answer the same prompt"),
+        ({"input": {}, "preferred_output": [GOOD], "non_preferred_output": [BAD]}, "input.messages is missing."),
+    ],
+)
+def test_row_when_it_is_no_pair_then_one_sentence_says_why(values, says):
+    with pytest.raises(DataError) as error:
+        read_preference(values, "p.jsonl line 1")
+    assert str(error.value).startswith(f"p.jsonl line 1: {says}")
