@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -26,6 +27,8 @@ CAPACITY = 40
 """Below the tokens of most global batches, so that gradients add up over several microbatches."""
 
 Tensors = dict[str, tuple[torch.Tensor, ...]]
+LossOf = Callable[[Any, LiveJob, int], tuple[torch.Tensor, float]]
+"""Loss and accuracy of a global batch, by a model, a job and the number of the step."""
 
 
 def jobs() -> list[Job]:
@@ -139,7 +142,9 @@ def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]
     return (losses * counted.flatten()).sum() / counted.sum(), num_right / num_supervised
 
 
-def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, list[float], list[float]]:
+def train_with_peft(
+    plain: Any, job: LiveJob, start: Tensors, loss_of: LossOf = peft_loss
+) -> tuple[Tensors, list[float], list[float]]:
     """The job alone, as its owner would train it without Weft."""
     spec = job.spec
     model = peft_model(plain, job, start)
@@ -150,7 +155,7 @@ def train_with_peft(plain: Any, job: LiveJob, start: Tensors) -> tuple[Tensors, 
     trained = [p for p in model.parameters() if p.requires_grad]
     losses, accuracies = [], []
     for step in range(spec.max_steps):
-        loss, accuracy = peft_loss(model, job, step)
+        loss, accuracy = loss_of(model, job, step)
         loss.backward()
         if spec.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(trained, spec.max_grad_norm)

@@ -1,0 +1,75 @@
+"""Jobs that learn from pairs equal the same jobs trained alone by PEFT, with the loss written out on its logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_exact import BOUND, STEPS, largest_difference, train_with_peft
+from tiny_models import Job, finish, job_spec, random_backbone, random_data, random_model
+
+from weft.data.dataset import JobData
+from weft.engine.engine import Engine
+from weft.engine.jobs.live_job import LiveJob
+from weft.objectives.dpo import Dpo
+
+LOSSES = {"dpo": Dpo(0.4), "smooth": Dpo(1.0, label_smoothing=0.1), "hinge": Dpo(0.3, "hinge"), "ipo": Dpo(0.5, "ipo")}
+
+
+def pair_job(name: str, seed: int) -> Job:
+    """A job on random pairs; an epsilon above the rounding takes chance out of Adam, as in test_exact."""
+    spec = job_spec(name, max_steps=STEPS, seed=seed, adapter={"r": 4}, adam_epsilon=1e-3, global_batch_size=3)
+    data = random_data(seed, num_samples=16)
+    return spec, JobData(replace(data.train, objective=LOSSES[name]), None)
+
+
+def answer_logprobs(model: Any, samples: list[Any]) -> torch.Tensor:
+    """The log-probability of each sample's supervised tokens together, of one padded batch."""
+    ids = torch.zeros(len(samples), max(s.length for s in samples), dtype=torch.long)
+    mask, counted = torch.zeros_like(ids), torch.zeros(ids.shape)
+    for row, sample in enumerate(samples):
+        ids[row, : sample.length] = torch.from_numpy(sample.tokens.astype("int64"))
+        mask[row, : sample.length] = 1
+        counted[row, : sample.length] = torch.from_numpy(sample.supervised.astype("float32"))
+    logprobs = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(dim=-1)
+    return (logprobs.gather(2, ids[:, 1:, None])[..., 0] * counted[:, 1:]).sum(dim=1)
+
+
+def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]:
+    """The mean loss of the pairs of a global batch; accuracy is of no interest here."""
+    data = job.data.train
+    samples = [data.samples[i] for group in job.progress.order.batch(step) for i in data.places(group)]
+    with torch.no_grad(), model.disable_adapter():
+        references = answer_logprobs(model, samples)
+    gains = answer_logprobs(model, samples) - references
+    objective = data.objective
+    assert isinstance(objective, Dpo)
+    if objective.loss_type == "ipo":
+        gains = gains / torch.tensor([s.num_supervised for s in samples])
+    margins = gains[::2] - gains[1::2]
+    if objective.loss_type == "ipo":
+        losses = (margins - 1 / (2 * objective.beta)).square()
+    elif objective.loss_type == "hinge":
+        losses = F.relu(1 - objective.beta * margins)
+    else:
+        logits, smooth = objective.beta * margins, objective.label_smoothing
+        losses = -(1 - smooth) * F.logsigmoid(logits) - smooth * F.logsigmoid(-logits)
+    return losses.mean(), 0.0
+
+
+def test_pairs_when_trained_together_then_each_job_equals_peft_alone():
+    plain = random_model("llama_odd")
+    plain.set_attn_implementation("eager")
+    engine = Engine(random_backbone("llama_odd"), capacity=120)
+    for seed, name in enumerate(LOSSES):
+        engine.submit(*pair_job(name, seed))
+    starts = {job: engine.executor.adapter_of(job) for job in engine.jobs}
+    outcomes = finish(engine)
+    for job, live in engine.jobs.items():
+        expected, losses, _ = train_with_peft(plain, live, starts[job], peft_loss)
+        assert outcomes[job].losses == pytest.approx(losses, rel=BOUND, abs=BOUND), job
+        assert largest_difference(outcomes[job].adapter, expected) <= BOUND, job
+        assert largest_difference(outcomes[job].adapter, starts[job]) > 0.01, "the job learned nothing"
