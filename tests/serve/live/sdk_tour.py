@@ -73,7 +73,7 @@ def jobs(client: openai.OpenAI, file: str) -> dict[str, Any]:
         "listed": [found.id for found in jobs.list(limit=1)][:2] == [job.id, long.id],
         "results": client.files.content(job.result_files[0]).text.splitlines()[0],
         "bad": refused(jobs.create, **{**request, "model": "gpt-4o"}),
-        "dpo": refused(jobs.create, **{**request, "method": {"type": "dpo"}}),
+        "reinforcement": refused(jobs.create, **{**request, "method": {"type": "reinforcement"}}),
         "gone": refused(jobs.retrieve, "ftjob-nothing"),
     }
 

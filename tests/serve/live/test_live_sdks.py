@@ -78,7 +78,7 @@ EXPECTED: dict[str, Any] = {
         "listed": True,
         "results": "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy",
         "bad": ["BadRequestError", 400, "model_not_found", "model"],
-        "dpo": ["BadRequestError", 400, "unsupported_method", "method.type"],
+        "reinforcement": ["BadRequestError", 400, "unsupported_method", "method.type"],
         "gone": ["NotFoundError", 404, None, "fine_tuning_job_id"],
     },
     "models": {

@@ -60,7 +60,8 @@ def job_object(row: DbRow) -> Json:
         **{name: row[name] for name in same},
         "model": row["settings"].get("init_adapter") or row["model"],
         "organization_id": row["tenant"],
-        "hyperparameters": row["method"].get(kind, {}).get("hyperparameters"),
+        # Those of other methods stand in the method alone.
+        "hyperparameters": row["method"].get(kind, {}).get("hyperparameters") if kind == "supervised" else None,
         "trained_tokens": row["trained_tokens"] if row["trained_tokens"] or row["status"] == "succeeded" else None,
         "user_provided_suffix": row["suffix"],
         "wanted": row["wanted"],

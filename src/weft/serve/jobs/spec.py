@@ -7,6 +7,7 @@
 | n_epochs | 3 for n < 1,000; 2 for n < 10,000; else 1 |
 | batch_size | n / 8 rounded down, at least 1 and at most 8; 16 for n >= 10,000 |
 | learning_rate_multiplier | 1, of a peak learning rate of 2e-4 |
+| beta (method dpo) | 0.1 |
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from weft.spec.fields import read
 from weft.spec.load import canonical
 
 BASE_LEARNING_RATE = 2e-4
+BASE_BETA = 0.1
 OURS = ("name", "train_data", "eval_data", "tenant", "priority", "seed")
 """Settings of a job that only the service sets."""
 REFUSED = {
@@ -35,11 +37,12 @@ _MODULE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 def resolve(hyperparameters: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-    """Returns n_epochs, batch_size and learning_rate_multiplier as numbers."""
+    """Returns n_epochs, batch_size, learning_rate_multiplier and, if it is among them, beta as numbers."""
     auto = {
         "n_epochs": 3 if num_samples < 1_000 else 2 if num_samples < 10_000 else 1,
         "batch_size": min(8, max(1, num_samples // 8)) if num_samples < 10_000 else 16,
         "learning_rate_multiplier": 1.0,
+        **({"beta": BASE_BETA} if "beta" in hyperparameters else {}),
     }
     given = {name: value for name, value in hyperparameters.items() if value not in (None, "auto")}
     return auto | given
@@ -54,6 +57,7 @@ def job_settings(hyperparameters: Mapping[str, Any], extra: Mapping[str, Any]) -
         "num_train_epochs": hyperparameters["n_epochs"],
         "global_batch_size": hyperparameters["batch_size"],
         "learning_rate": BASE_LEARNING_RATE * hyperparameters["learning_rate_multiplier"],
+        **({"beta": hyperparameters["beta"]} if "beta" in hyperparameters else {}),
     }
     return settings | dict(extra)
 
@@ -64,6 +68,8 @@ def used_hyperparameters(resolved: Mapping[str, Any], extra: Mapping[str, Any], 
     A job that ends by its steps has no n_epochs, nor has one of half an epoch: OpenAI's clients take whole numbers.
     """
     used = {**resolved, "batch_size": job.batch_size, "n_epochs": int(job.num_train_epochs)}
+    if job.objective == "dpo":
+        used["beta"] = job.beta
     if "learning_rate" in extra:
         used["learning_rate_multiplier"] = job.learning_rate / BASE_LEARNING_RATE
     if job.max_steps is not None or not job.num_train_epochs.is_integer():

@@ -63,8 +63,7 @@ def check_training_file(
             count += 1
             if data_format is not None:
                 row = ColumnMap(data_columns).apply(row)
-                parts = choose_objective(objective, [row.values]).parts(row.values, row.where)
-                found, _ = convert_rows([Row(part.values, row.where) for part in parts], data_format)
+                found = _format_of(row, data_format, objective)
                 if chosen not in (None, found):
                     raise DataError(f"is in the {found} format, but the lines before it are {chosen}.", where=row.where)
                 chosen = found
@@ -79,6 +78,15 @@ def check_training_file(
     if not problems and count < least:
         problems.append(Problem(None, f"{name}: has {count} samples; at least {least} are needed."))
     return Report(count, chosen, tuple(problems))
+
+
+def _format_of(row: Row, data_format: str, objective: str) -> str:
+    """The format of a row that can be read; pairs of answers are trained on only where the job says so."""
+    chosen = choose_objective(objective, [row.values])
+    if objective == "auto" and chosen.group_size > 1:
+        raise DataError(f"is preference data, for the method {chosen.name}.", where=row.where)
+    parts = chosen.parts(row.values, row.where)
+    return convert_rows([Row(part.values, row.where) for part in parts], data_format)[0]
 
 
 def _lines(stream: IO[bytes], most: int) -> Iterator[tuple[int, bytes]]:

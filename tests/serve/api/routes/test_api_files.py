@@ -198,7 +198,7 @@ BAD_ROWS = {
     "role": ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role is 'robot'"),
     "no answer": ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant turn"),
     "unknown": ('{"foo": 1}', "has the columns foo"),
-    "dpo": ('{"chosen": "a", "rejected": "b", "prompt": "c"}', "preference data"),
+    "dpo": ('{"chosen": "a", "rejected": "b", "prompt": "c"}', "is preference data, for the method dpo."),
     "mixed": ('{"text": "a"}', "is in the text format"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import sys
 import threading
@@ -37,8 +38,18 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "seed text": ({"seed": "7"}, "seed", "got '7'; use a whole number."),
     "unknown field": ({"mode": "x"}, "mode", "Unrecognized request argument"),
     "method": ({"method": {"type": "magic"}}, "method.type", "supervised"),
-    "dpo": ({"method": {"type": "dpo", "dpo": {}}}, "method.type", "not available yet"),
-    "rl": ({"method": {"type": "reinforcement", "reinforcement": {"x": 1}}}, "method.type", "not available yet"),
+    "dpo": ({"method": {"type": "dpo"}}, "training_file", "has no preference: chosen and rejected are missing"),
+    "beta of dpo": (
+        {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}}},
+        "method.dpo.hyperparameters.beta",
+        "got 3; use 'auto' or at most 2.",
+    ),
+    "two objectives": (
+        {"method": {"type": "dpo"}, "settings": {"objective": "supervised"}},
+        "settings.objective",
+        "is given twice; keep one.",
+    ),
+    "rl": ({"method": {"type": "reinforcement", "reinforcement": {"x": 1}}}, "method.type", "is not available"),
     "epochs": (
         {"hyperparameters": {"n_epochs": 51}},
         "hyperparameters.n_epochs",
@@ -383,3 +394,34 @@ def test_urls_when_unknown_then_404_and_405_in_openais_shape(home: Home):
         answer = home.call(method, path)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def preference_lines(number: int) -> bytes:
+    """Pairs of answers as OpenAI's files have them."""
+    rows = [
+        {
+            "input": {"messages": [{"role": "user", "content": f"say {i}"}], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": [{"role": "assistant", "content": f"{i}!"}],
+            "non_preferred_output": [{"role": "assistant", "content": "no"}],
+        }
+        for i in range(number)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_job_when_the_method_is_dpo_then_its_pairs_and_beta_become_the_jobs_settings(home: Home):
+    file = home.upload(data=preference_lines(12))
+    given = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.3, "n_epochs": 2}}}
+    job = home.sdk().fine_tuning.jobs.create(model="tiny", training_file=file, method=given)
+    assert job.method is not None and job.method.type == "dpo" and job.method.dpo is not None
+    used = job.method.dpo.hyperparameters
+    assert used is not None and (used.beta, used.n_epochs, used.batch_size) == (0.3, 2, 1)
+    assert job.hyperparameters is None, "those of other methods stand in the method"
+    assert job.settings["objective"] == "dpo" and job.settings["beta"] == 0.3  # type: ignore[attr-defined]
+
+
+def test_job_when_beta_is_auto_then_it_is_the_usual_one(home: Home):
+    file = home.upload(data=preference_lines(12))
+    job = home.sdk().fine_tuning.jobs.create(model="tiny", training_file=file, method={"type": "dpo"})
+    assert job.method is not None and job.method.dpo is not None and job.method.dpo.hyperparameters is not None
+    assert job.method.dpo.hyperparameters.beta == 0.1

@@ -65,18 +65,31 @@ class Hyperparameters(Body):
     ) = "auto"
 
 
+class DpoHyperparameters(Hyperparameters):
+    """The same for pairs of answers; `beta` holds the adapter to the backbone."""
+
+    beta: Auto | Annotated[StrictFloat, Field(gt=0, le=2)] | Annotated[StrictInt, Field(gt=0, le=2)] = "auto"
+
+
 class SupervisedBody(Body):
-    """The one objective there is."""
+    """Learning from examples."""
 
     hyperparameters: Hyperparameters | None = None
 
 
+class DpoBody(Body):
+    """Learning from pairs of a preferred and another answer."""
+
+    hyperparameters: DpoHyperparameters | None = None
+
+
 class MethodBody(BaseModel):
-    """How to learn; `dpo` and `reinforcement` are known and refused."""
+    """How to learn; `reinforcement` is known and refused."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["supervised", "dpo", "reinforcement"]
     supervised: SupervisedBody | None = None
+    dpo: DpoBody | None = None
 
 
 class Wandb(Body):

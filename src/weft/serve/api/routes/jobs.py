@@ -169,6 +169,7 @@ def _columns(service: ApiService, user: Caller, body: CreateJob) -> dict[str, An
     resolved = spec.resolve(given, num_samples)
     settings = spec.job_settings(resolved, extra)
     job = _build(settings, body)
+    kind = "supervised" if body.method is None else body.method.type
     used = spec.used_hyperparameters(resolved, extra, job)
     planned = quota.guess_tokens(job, num_samples, train["bytes"])
     return {
@@ -177,7 +178,7 @@ def _columns(service: ApiService, user: Caller, body: CreateJob) -> dict[str, An
         "validation_file": body.validation_file,
         "suffix": body.suffix,
         "seed": DEFAULT_SEED if body.seed is None else body.seed,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": used}},
+        "method": {"type": kind, kind: {"hyperparameters": used}},
         "settings": settings,
         "integrations": [i.model_dump(exclude_none=True) for i in body.integrations or ()],
         "metadata": body.metadata,
@@ -211,11 +212,11 @@ def _base_of(service: ApiService, user: Caller, model: str) -> str:
 
 def _hyperparameters(body: CreateJob) -> dict[str, Any]:
     method = body.method
-    if method is not None and method.type != "supervised":
-        raise invalid(
-            f"The method '{method.type}' is not available yet; use 'supervised'.", "method.type", "unsupported_method"
-        )
-    inner = method.supervised.hyperparameters if method and method.supervised else None
+    if method is not None and method.type == "reinforcement":
+        message = "The method 'reinforcement' is not available; use 'supervised' or 'dpo'."
+        raise invalid(message, "method.type", "unsupported_method")
+    own = None if method is None else method.dpo if method.type == "dpo" else method.supervised
+    inner = own.hyperparameters if own is not None else None
     if inner is not None and body.hyperparameters is not None:
         raise invalid("hyperparameters are given twice; keep those in method.", "hyperparameters", "invalid_value")
     chosen = inner or body.hyperparameters
@@ -225,7 +226,8 @@ def _hyperparameters(body: CreateJob) -> dict[str, Any]:
 def _extra(body: CreateJob) -> dict[str, Any]:
     """Returns our own fields of the request as settings of a jobs file."""
     short = without_none({"adapter": body.lora, "max_steps": body.max_steps, "max_length": body.max_length})
-    return spec.user_settings({**(body.settings or {})}, short)
+    is_dpo = body.method is not None and body.method.type == "dpo"
+    return spec.user_settings({**(body.settings or {})}, {**short, **({"objective": "dpo"} if is_dpo else {})})
 
 
 def _build(settings: Mapping[str, Any], body: CreateJob) -> JobSpec:
