@@ -14,9 +14,18 @@ from tiny_models import Job, finish, job_spec, random_backbone, random_data, ran
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
-from weft.objectives.dpo import Dpo
+from weft.objectives.preference.cpo import Cpo, Orpo, SimPo
+from weft.objectives.preference.dpo import Dpo
 
-LOSSES = {"dpo": Dpo(0.4), "smooth": Dpo(1.0, label_smoothing=0.1), "hinge": Dpo(0.3, "hinge"), "ipo": Dpo(0.5, "ipo")}
+LOSSES: dict[str, Any] = {
+    "dpo": Dpo(0.4),
+    "smooth": Dpo(1.0, label_smoothing=0.1),
+    "hinge": Dpo(0.3, "hinge"),
+    "ipo": Dpo(0.5, "ipo"),
+    "cpo": Cpo(0.2, alpha=0.5),
+    "simpo": SimPo(2.0, gamma=0.3),
+    "orpo": Orpo(0.3),
+}
 
 
 def pair_job(name: str, seed: int) -> Job:
@@ -42,22 +51,26 @@ def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]
     """The mean loss of the pairs of a global batch; accuracy is of no interest here."""
     data = job.data.train
     samples = [data.samples[i] for group in job.progress.order.batch(step) for i in data.places(group)]
+    objective, lengths = data.objective, torch.tensor([s.num_supervised for s in samples])
+    sums = answer_logprobs(model, samples)
+    means = sums / lengths
+    if isinstance(objective, Orpo):
+        odds = means - torch.log1p(-means.exp())
+        return (-means[::2] - objective.beta * F.logsigmoid(odds[::2] - odds[1::2])).mean(), 0.0
+    if isinstance(objective, SimPo):
+        return -F.logsigmoid(objective.beta * (means[::2] - means[1::2]) - objective.gamma).mean(), 0.0
+    if isinstance(objective, Cpo):
+        return (-F.logsigmoid(objective.beta * (sums[::2] - sums[1::2])) - objective.alpha * means[::2]).mean(), 0.0
     with torch.no_grad(), model.disable_adapter():
         references = answer_logprobs(model, samples)
-    gains = answer_logprobs(model, samples) - references
-    objective = data.objective
-    assert isinstance(objective, Dpo)
-    if objective.loss_type == "ipo":
-        gains = gains / torch.tensor([s.num_supervised for s in samples])
+    gains = (sums - references) / (lengths if objective.loss_type == "ipo" else 1)
     margins = gains[::2] - gains[1::2]
     if objective.loss_type == "ipo":
-        losses = (margins - 1 / (2 * objective.beta)).square()
-    elif objective.loss_type == "hinge":
-        losses = F.relu(1 - objective.beta * margins)
-    else:
-        logits, smooth = objective.beta * margins, objective.label_smoothing
-        losses = -(1 - smooth) * F.logsigmoid(logits) - smooth * F.logsigmoid(-logits)
-    return losses.mean(), 0.0
+        return (margins - 1 / (2 * objective.beta)).square().mean(), 0.0
+    if objective.loss_type == "hinge":
+        return F.relu(1 - objective.beta * margins).mean(), 0.0
+    logits, smooth = objective.beta * margins, objective.label_smoothing
+    return (-(1 - smooth) * F.logsigmoid(logits) - smooth * F.logsigmoid(-logits)).mean(), 0.0
 
 
 def test_pairs_when_trained_together_then_each_job_equals_peft_alone():

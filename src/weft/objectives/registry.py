@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weft.objectives.dpo import Dpo
 from weft.objectives.objective import Objective
+from weft.objectives.preference.cpo import Cpo, Orpo, SimPo
+from weft.objectives.preference.dpo import Dpo
 from weft.objectives.supervised import Supervised
 from weft.objectives.weighted import Weighted
 
 SUPERVISED = Supervised()
 OBJECTIVES: dict[str, Objective] = {
     "dpo": Dpo(),
+    "cpo": Cpo(),
+    "simpo": SimPo(),
+    "orpo": Orpo(),
     "weighted": Weighted(),
     "supervised": SUPERVISED,
 }

@@ -28,7 +28,7 @@ COLUMNS = (
     *("prompt", "completion", "text", "instruction", "input", "output", "system", "history"),
     *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
 )
-OBJECTIVES = ("auto", "supervised", "weighted", "dpo")
+OBJECTIVES = ("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tensorboard")
@@ -84,15 +84,30 @@ class JobSpec(KnownKeywords):
     `"Classify: {sentence}"`, or numbers from 1 for tables without a line of names. Default: by their usual names."""
     objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES)
     """What the job learns by: supervised (every supervised token counts the same), weighted (as much as the row's
-    `weight` and its messages' weights say) or dpo (pairs of a chosen and a rejected answer). auto: by the columns."""
-    beta: float = setting(0.1, aliases=("pref_beta", "rl_beta", "dpo_beta"), rule=above(0), objectives=("dpo",))
-    """How strongly the answers of the adapter are held to those of the bare backbone."""
-    loss_type: str = setting(
-        "sigmoid", aliases=("pref_loss", "dpo_loss_type"), choices=("sigmoid", "hinge", "ipo"), objectives=("dpo",)
+    `weight` and its messages' weights say), or pairs of a chosen and a rejected answer: dpo, cpo, simpo or orpo.
+    auto: by the columns; dpo for pairs."""
+    beta: float | None = setting(
+        None,
+        aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),
+        rule=above(0),
+        objectives=("dpo", "cpo", "simpo", "orpo"),
     )
-    """The loss of a pair: sigmoid is DPO's own."""
-    label_smoothing: float = setting(0.0, aliases=("dpo_label_smoothing",), rule=between(0, 0.5), objectives=("dpo",))
+    """How strongly pairs count: dpo's hold on the bare backbone, orpo's share of the odds. Default: 0.1; simpo: 2."""
+    loss_type: str = setting(
+        "sigmoid",
+        aliases=("pref_loss", "dpo_loss_type"),
+        choices=("sigmoid", "hinge", "ipo"),
+        objectives=("dpo", "cpo", "simpo"),
+    )
+    """The loss of a pair; ipo is not for simpo."""
+    label_smoothing: float = setting(
+        0.0, aliases=("dpo_label_smoothing",), rule=between(0, 0.5), objectives=("dpo", "cpo", "simpo")
+    )
     """The share of pairs that may be the wrong way round; for the sigmoid loss."""
+    cpo_alpha: float = setting(1.0, rule=at_least(0), objectives=("cpo",))
+    """What the chosen answer's own loss counts."""
+    simpo_gamma: float = setting(0.5, rule=at_least(0), objectives=("simpo",))
+    """By how much the chosen answer is to be ahead."""
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"), is_path=True)
@@ -165,6 +180,8 @@ class JobSpec(KnownKeywords):
         refuse_foreign(self, self.adapter.method)
         if self.objective != "auto":
             refuse_foreign_objective(self, self.objective)
+        if self.objective == "simpo" and self.loss_type == "ipo":
+            raise ConfigError("got ipo; for simpo accepted are sigmoid and hinge.", where="loss_type")
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ConfigError(f"is for the sigmoid loss; loss_type is {self.loss_type}.", where="label_smoothing")
         if not JOB_NAME.fullmatch(self.name):

@@ -69,7 +69,7 @@ def used_hyperparameters(resolved: Mapping[str, Any], extra: Mapping[str, Any], 
     """
     used = {**resolved, "batch_size": job.batch_size, "n_epochs": int(job.num_train_epochs)}
     if job.objective == "dpo":
-        used["beta"] = job.beta
+        used["beta"] = BASE_BETA if job.beta is None else job.beta
     if "learning_rate" in extra:
         used["learning_rate_multiplier"] = job.learning_rate / BASE_LEARNING_RATE
     if job.max_steps is not None or not job.num_train_epochs.is_integer():

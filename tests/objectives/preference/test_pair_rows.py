@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.errors import DataError
-from weft.objectives.preference_rows import is_preference, read_preference
+from weft.objectives.preference.pair_rows import is_preference, read_preference
 
 ASK, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "g"), ("assistant", "b"))

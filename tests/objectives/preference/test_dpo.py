@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.backbone.judge import Groups
-from weft.objectives.dpo import Dpo
+from weft.objectives.preference.dpo import Dpo
 
 LENGTHS = torch.tensor([3, 1, 4, 2, 1, 5])
 

@@ -1,0 +1,1 @@
+"""Objectives that learn which of two answers is better."""
