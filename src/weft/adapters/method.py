@@ -42,7 +42,10 @@ ModuleTensors = tuple[torch.Tensor, ...]
 class Place(Protocol):
     """Somewhere on a backbone where adapters sit: what their methods may ask of it."""
 
-    bias_O: torch.Tensor | None
+    @property
+    def bias_O(self) -> torch.Tensor | None:
+        """The frozen bias, if there is one; `SlotWeights.forward` finds it added already."""
+        ...
 
     @property
     def in_features(self) -> int:
