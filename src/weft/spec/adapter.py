@@ -24,11 +24,11 @@ class AdapterSpec(KnownKeywords):
 
     method: str = setting("lora", choices=("lora", "ia3"))
     """The PEFT method."""
-    r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), method="lora")
+    r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=("lora",))
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
-    lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0), method="lora")
+    lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0), methods=("lora",))
     """Strength of the update: it is scaled by lora_alpha / r. Default: twice r."""
-    lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1), method="lora")
+    lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1), methods=("lora",))
     """Dropout on the input of the adapter (never on the frozen branch)."""
     target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
     """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths.
@@ -37,22 +37,22 @@ class AdapterSpec(KnownKeywords):
     """Module names, or one regular expression, to leave out."""
     layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
     """Indices of the layers to adapt. Default: all."""
-    rank_pattern: dict[str, int] = setting(factory=dict, method="lora")
+    rank_pattern: dict[str, int] = setting(factory=dict, methods=("lora",))
     """Other ranks for some modules: a regular expression that ends a module path, mapped to its rank."""
-    alpha_pattern: dict[str, float] = setting(factory=dict, method="lora")
+    alpha_pattern: dict[str, float] = setting(factory=dict, methods=("lora",))
     """Other alphas for some modules, as rank_pattern."""
-    use_rslora: bool = setting(False, aliases=("rslora",), method="lora")
+    use_rslora: bool = setting(False, aliases=("rslora",), methods=("lora",))
     """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r."""
     init_lora_weights: bool | str = setting(
-        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal"), method="lora"
+        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal"), methods=("lora",)
     )
     """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
     product (even ranks); false: random A and B, so the adapter starts with an effect."""
 
-    feedforward_modules: str | tuple[str, ...] | None = setting(None, method="ia3")
+    feedforward_modules: str | tuple[str, ...] | None = setting(None, methods=("ia3",))
     """Of the adapted modules those whose inputs are scaled, as names or one regular expression; of all others it is the
     outputs. Default: the last linear of every feed-forward block."""
-    init_ia3_weights: bool = setting(True, method="ia3")
+    init_ia3_weights: bool = setting(True, methods=("ia3",))
     """true: scales start at 1 and change nothing; false: normal random scales."""
 
     def __post_init__(self) -> None:

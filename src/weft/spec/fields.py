@@ -11,7 +11,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -70,19 +70,19 @@ def setting(
     aliases: tuple[str, ...] = (),
     rule: Rule | None = None,
     choices: tuple[Any, ...] | None = None,
-    method: str | None = None,
+    methods: tuple[str, ...] = (),
     objectives: tuple[str, ...] = (),
     is_path: bool = False,
 ) -> Any:
     """A dataclass field with the names users know it by and the values it takes.
 
-    It may be of one PEFT method only, or of some objectives. In a path, `~` is the user's home.
+    It may be of some PEFT methods only, or of some objectives. In a path, `~` is the user's home.
     """
     metadata = {
         "aliases": aliases,
         "rule": rule,
         "choices": choices,
-        "method": method,
+        "methods": methods,
         "objectives": objectives,
         "is_path": is_path,
     }
@@ -165,9 +165,9 @@ def _at_home(value: Any) -> Any:
 def refuse_foreign(spec: Any, method: str) -> None:
     """ConfigError if a setting that only another PEFT method has is not as by default."""
     for field in dataclasses.fields(spec):
-        owner = field.metadata["method"]
-        if owner not in (None, method) and not _is_default(spec, field):
-            raise ConfigError(f"is a setting of {owner}; the method is {method}.", where=field.name)
+        owners = field.metadata["methods"]
+        if owners and method not in owners and not _is_default(spec, field):
+            raise ConfigError(f"is a setting of {listed(owners)}; the method is {method}.", where=field.name)
 
 
 def refuse_foreign_objective(spec: Any, objective: str) -> None:
@@ -175,9 +175,7 @@ def refuse_foreign_objective(spec: Any, objective: str) -> None:
     for field in dataclasses.fields(spec):
         owners = field.metadata["objectives"]
         if owners and objective not in owners and not _is_default(spec, field):
-            raise ConfigError(
-                f"is a setting of {' and '.join(owners)}; the objective is {objective}.", where=field.name
-            )
+            raise ConfigError(f"is a setting of {listed(owners)}; the objective is {objective}.", where=field.name)
 
 
 def _is_default(spec: Any, field: dataclasses.Field[Any]) -> bool:
@@ -187,8 +185,13 @@ def _is_default(spec: Any, field: dataclasses.Field[Any]) -> bool:
 
 def without_foreign(spec: type, settings: Mapping[str, Any], method: str) -> dict[str, Any]:
     """Settings as they were recorded, less those that only other PEFT methods have."""
-    foreign = {field.name for field in dataclasses.fields(spec) if field.metadata["method"] not in (None, method)}
-    return {name: value for name, value in settings.items() if name not in foreign}
+    owners = {field.name: field.metadata["methods"] for field in dataclasses.fields(spec)}
+    return {name: value for name, value in settings.items() if not owners.get(name) or method in owners[name]}
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def field_names(cls: type) -> dict[str, str]:

@@ -16,7 +16,7 @@ from weft.spec.fields import describe, field_names, join, read
 from weft.spec.job import JobSpec
 from weft.spec.load import apply_override, canonical, merge, parse, place_of
 from weft.spec.misplaced import check_job, check_space, check_top
-from weft.spec.space import TOGETHER, Space, is_number, owner_of, params_of, read_space, setting_path
+from weft.spec.space import TOGETHER, Space, applies, is_number, params_of, read_space, setting_path
 from weft.spec.sweep import TIMES_R, SweepSpec
 
 _DEFAULTS = "defaults"
@@ -117,8 +117,8 @@ def trial_job(spec: SweepSpec, name: str, params: Mapping[str, Any]) -> JobSpec:
 
 def _for_method(settings: Mapping[str, Any], method: Any) -> dict[str, Any]:
     """Settings without those of other methods: where the method is searched, what all trials share is for some."""
-    adapter = {key: value for key, value in settings["adapter"].items() if owner_of(f"adapter.{key}") in (None, method)}
-    return {key: value for key, value in settings.items() if owner_of(key) in (None, method)} | {"adapter": adapter}
+    adapter = {key: value for key, value in settings["adapter"].items() if applies(f"adapter.{key}", method)}
+    return {key: value for key, value in settings.items() if applies(key, method)} | {"adapter": adapter}
 
 
 def _traced(error: ConfigError, where: str, params: Mapping[str, Any]) -> ConfigError:
@@ -172,7 +172,7 @@ def _check_methods(space: Space) -> None:
     methods = sorted({own[name] for own in params for name in own if setting_path(name) == "adapter.method"})
     for parameter in space.parameters:
         if parameter.name != TOGETHER and parameter.name not in used:
-            owner, found = owner_of(setting_path(parameter.name)), " and ".join(methods)
+            owner, found = applies(setting_path(parameter.name)), " and ".join(methods)
             raise ConfigError(f"is a setting of {owner}; the method is {found}.", where=f"space.{parameter.name}")
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import Rule, type_name
+from weft.spec.fields import Rule, listed, type_name
 from weft.spec.job import JobSpec, SourceSpec
 from weft.spec.run import RunSpec
 from weft.spec.sweep import RULES, TIMES_R, EarlyStopSpec, ObjectiveSpec, SweepSpec
@@ -110,8 +110,8 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 def _owners(field: dataclasses.Field[Any]) -> str:
     """What a setting is for, if not for all."""
-    owners = field.metadata["objectives"] or ((field.metadata["method"],) if field.metadata["method"] else ())
-    return f" For {' and '.join(owners)} only." if owners else ""
+    owners = field.metadata["objectives"] or field.metadata["methods"]
+    return f" For {listed(owners)} only." if owners else ""
 
 
 def _descriptions(cls: type) -> dict[str, str]:

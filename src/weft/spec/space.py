@@ -146,8 +146,9 @@ class Space:
         firsts = {parameter.name: parameter.samples()[0] for parameter in self.parameters}
         method = next((p for p in self.parameters if setting_path(p.name) == _METHOD), None)
         for parameter in self.parameters:
-            owner = owner_of(setting_path(parameter.name))
-            its_method = {method.name: owner} if method is not None and method.holds(owner) else {}
+            owners = _owners_of(setting_path(parameter.name))
+            owner = next((name for name in owners if method is not None and method.holds(name)), None)
+            its_method = {method.name: owner} if method is not None and owner is not None else {}
             for value in parameter.samples():
                 yield {**firsts, **its_method, parameter.name: value}
 
@@ -165,7 +166,7 @@ class Space:
             else:
                 path = setting_path(parameter.name)
                 value = given.get(path)
-                if path not in given and not _applies(path, given.get(_METHOD)):
+                if path not in given and not applies(path, given.get(_METHOD)):
                     value = parameter.samples()[0]
             if value is None or not parameter.holds(value):
                 return None
@@ -179,19 +180,20 @@ def params_of(point: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in point.items():
         params |= value if name == TOGETHER else {name: value}
     method = next((value for name, value in params.items() if setting_path(name) == _METHOD), None)
-    return {name: value for name, value in params.items() if _applies(setting_path(name), method)}
+    return {name: value for name, value in params.items() if applies(setting_path(name), method)}
 
 
-def owner_of(path: str) -> str | None:
-    """The one PEFT method that a setting, such as `adapter.r`, is for; None if it is for all."""
+def applies(path: str, method: Any) -> bool:
+    """Whether a setting, such as `adapter.r`, means something to a PEFT method; None: the method is not searched."""
+    owners = _owners_of(path)
+    return method is None or not owners or method in owners
+
+
+def _owners_of(path: str) -> tuple[str, ...]:
+    """The PEFT methods that a setting is for; none if it is for all."""
     inner = path.removeprefix("adapter.")
     cls = JobSpec if inner == path else AdapterSpec
-    return next((field.metadata["method"] for field in dataclasses.fields(cls) if field.name == inner), None)
-
-
-def _applies(path: str, method: Any) -> bool:
-    """Whether a setting means something to points of a method; None: the method is not searched."""
-    return method is None or owner_of(path) in (None, method)
+    return next((field.metadata["methods"] for field in dataclasses.fields(cls) if field.name == inner), ())
 
 
 def same(one: Any, other: Any) -> bool:
