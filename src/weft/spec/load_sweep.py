@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, WrongTypeError
-from weft.spec.fields import describe, field_names, join, read
+from weft.spec.fields import describe, field_names, join, listed, read
 from weft.spec.job import JobSpec
 from weft.spec.load import apply_override, canonical, merge, parse, place_of
 from weft.spec.misplaced import check_job, check_space, check_top
-from weft.spec.space import TOGETHER, Space, applies, is_number, params_of, read_space, setting_path
+from weft.spec.space import TOGETHER, Space, applies, is_number, owners_of, params_of, read_space, setting_path
 from weft.spec.sweep import TIMES_R, SweepSpec
 
 _DEFAULTS = "defaults"
@@ -172,8 +172,8 @@ def _check_methods(space: Space) -> None:
     methods = sorted({own[name] for own in params for name in own if setting_path(name) == "adapter.method"})
     for parameter in space.parameters:
         if parameter.name != TOGETHER and parameter.name not in used:
-            owner, found = applies(setting_path(parameter.name)), " and ".join(methods)
-            raise ConfigError(f"is a setting of {owner}; the method is {found}.", where=f"space.{parameter.name}")
+            owners, where = listed(owners_of(setting_path(parameter.name))), f"space.{parameter.name}"
+            raise ConfigError(f"is a setting of {owners}; the method is {' and '.join(methods)}.", where=where)
 
 
 def _check_comparable(spec: SweepSpec, space: Space) -> None:

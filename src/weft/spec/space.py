@@ -146,7 +146,7 @@ class Space:
         firsts = {parameter.name: parameter.samples()[0] for parameter in self.parameters}
         method = next((p for p in self.parameters if setting_path(p.name) == _METHOD), None)
         for parameter in self.parameters:
-            owners = _owners_of(setting_path(parameter.name))
+            owners = owners_of(setting_path(parameter.name))
             owner = next((name for name in owners if method is not None and method.holds(name)), None)
             its_method = {method.name: owner} if method is not None and owner is not None else {}
             for value in parameter.samples():
@@ -185,11 +185,11 @@ def params_of(point: Mapping[str, Any]) -> dict[str, Any]:
 
 def applies(path: str, method: Any) -> bool:
     """Whether a setting, such as `adapter.r`, means something to a PEFT method; None: the method is not searched."""
-    owners = _owners_of(path)
+    owners = owners_of(path)
     return method is None or not owners or method in owners
 
 
-def _owners_of(path: str) -> tuple[str, ...]:
+def owners_of(path: str) -> tuple[str, ...]:
     """The PEFT methods that a setting is for; none if it is for all."""
     inner = path.removeprefix("adapter.")
     cls = JobSpec if inner == path else AdapterSpec
