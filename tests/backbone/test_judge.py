@@ -7,16 +7,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from pair_objective import PAIRS
 from tiny_models import random_backbone, random_sample
 
 from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
 from weft.objectives.metrics import ACCURACY, LOSS, Score
+from weft.objectives.preference.dpo import Dpo
 from weft.spec import AdapterSpec
 
 PATHS = ["reference", "fused"]
+DPO = Dpo(0.3)
+REWARDS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
 RNG = np.random.default_rng(3)
 ONE, OTHER, FIRST, SECOND, THIRD, FOURTH = (random_sample(RNG, n) for n in (19, 30, 12, 25, 17, 8))
 
@@ -33,7 +35,7 @@ def attached(backbone: Backbone, seed: int) -> tuple[Adapter, int]:
 def pair(slot: int, better, worse, weight: float = 1.0) -> list[Placed]:
     """A group: both answers with the adapter, then both without."""
     slots = (slot, slot, None, None)
-    return [Placed(s, at, weight, objective=PAIRS) for s, at in zip((better, worse, better, worse), slots, strict=True)]
+    return [Placed(s, at, weight, objective=DPO) for s, at in zip((better, worse, better, worse), slots, strict=True)]
 
 
 def run(backbone: Backbone, placed: list[Placed]) -> list[Score]:
@@ -55,7 +57,7 @@ def by_autograd(seed: int, pairs: list[tuple]) -> tuple[list[float], torch.Tenso
     sums = [part.sum() for part in logprobs_N.split(list(batch.counts))]
     losses = []
     for better, worse, bare_better, bare_worse in zip(*(sums[i::4] for i in range(4)), strict=True):
-        margin = PAIRS.beta * ((better - bare_better.detach()) - (worse - bare_worse.detach()))
+        margin = DPO.beta * ((better - bare_better.detach()) - (worse - bare_worse.detach()))
         losses.append(-torch.nn.functional.logsigmoid(margin))
     (torch.stack(losses).sum() / 2).backward()
     return [loss.item() for loss in losses], gradients(adapter)
@@ -69,10 +71,10 @@ def test_pairs_when_run_beside_supervised_jobs_then_loss_and_gradient_are_those_
     groups = [pair(slot, FIRST, SECOND, 0.5), pair(slot, THIRD, FOURTH, 0.5)]
     scores = run(backbone, [Placed(ONE, other, 0.1), *groups[0], Placed(OTHER, other, 0.1), *groups[1]])
     assert [scores[i][LOSS].total for i in (1, 6)] == pytest.approx(losses, rel=1e-5)
-    assert [scores[i]["margin"].total for i in (1, 6)] == pytest.approx(
+    assert [scores[i]["rewards/margins"].total for i in (1, 6)] == pytest.approx(
         [-math.log(math.expm1(x)) for x in losses], 1e-4
     )
-    assert [sorted(score) for score in scores[1:5]] == [[LOSS, "margin", ACCURACY], [ACCURACY], [], []]
+    assert [sorted(score) for score in scores[1:5]] == [sorted([LOSS, ACCURACY, *REWARDS]), [ACCURACY], [], []]
     mine = gradients(adapter)
     assert expected.norm() > 0 and (mine - expected).norm() <= 1e-5 * expected.norm()
     assert gradients(neighbour).norm() > 0

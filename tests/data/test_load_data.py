@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pair_objective import PAIRS
 from tiny_data import supervised_text
 from tiny_tokenizer import make_tokenizer
 
 from weft.data.dataset import JobData
 from weft.data.load import load_dataset, load_job_data
-from weft.errors import DataError
-from weft.objectives.registry import OBJECTIVES
+from weft.errors import ConfigError, DataError
 from weft.spec import JobSpec
 
 Write = Callable[..., str]
@@ -67,12 +65,20 @@ def test_long_samples_when_only_the_later_answers_are_too_long_then_the_first_st
     assert data.summary.num_dropped_long == 1
 
 
-def test_group_when_a_part_would_be_several_samples_then_says_so(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_pairs_when_a_format_is_stated_then_answers_are_read_and_text_is_refused(write: Write, tmp_path: Path):
+    name = write("train.jsonl", [{"instruction": "?", "chosen": "yes", "rejected": "no"}])
+    stated = load_dataset([name], TOKENIZER, data_format="alpaca", max_length=64, base_dir=tmp_path)
+    plain = load_dataset([name], TOKENIZER, max_length=64, base_dir=tmp_path)
+    assert stated.fingerprint == plain.fingerprint and stated.objective.name == "dpo"
+    with pytest.raises(ConfigError, match=r"^data_format: got text; objective dpo reads a prompt and answers to it"):
+        load_dataset([name], TOKENIZER, data_format="text", max_length=64, base_dir=tmp_path)
+
+
+def test_group_when_a_part_would_be_several_samples_then_says_so(write: Write, tmp_path: Path):
     """What an objective compares stays one sample a side."""
-    monkeypatch.setitem(OBJECTIVES, "pairs", PAIRS)
     answers = chat("one", "two")["messages"][1:]
-    name = write("train.jsonl", [{"prompt": "?", "better": answers, "worse": "no"}])
+    name = write(
+        "train.jsonl", [{"prompt": "?", "chosen": answers, "rejected": [{"role": "assistant", "content": "no"}]}]
+    )
     with pytest.raises(DataError, match=r"^train.jsonl line 1: has several answers .* Set mask_history"):
-        load_dataset([name], TOKENIZER, objective="pairs", max_length=64, base_dir=tmp_path)
+        load_dataset([name], TOKENIZER, objective="dpo", max_length=64, base_dir=tmp_path)

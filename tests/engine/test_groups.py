@@ -6,13 +6,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from pair_objective import PAIRS
 from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, small_job, submit, train
 
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, StepDone
 from weft.errors import DataError
+from weft.objectives.preference.dpo import Dpo
 from weft.store.run_dir import RunDirectory, RunRecord
 
 
@@ -21,7 +21,7 @@ def pair_job(name: str = "pairs", **settings):
     data = random_data(5, num_samples=12, num_eval=4, lengths=(3, 9))
     assert data.eval is not None
     spec = job_spec(name, global_batch_size=3, max_steps=6, eval_steps=2, adapter={"lora_dropout": 0.1}, **settings)
-    return spec, JobData(replace(data.train, objective=PAIRS), replace(data.eval, objective=PAIRS))
+    return spec, JobData(replace(data.train, objective=Dpo(0.3)), replace(data.eval, objective=Dpo(0.3)))
 
 
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
@@ -58,8 +58,8 @@ def test_further_metrics_when_steps_and_evaluations_are_told_then_are_in_events_
         engine.keep_in(directory)
         submit(engine, pair_job())
         finish(engine, lambda _, event: told.append(event))
-    steps = [event.fields()["margin"] for event in told if isinstance(event, StepDone)]
-    evals = [event.fields()["eval_margin"] for event in told if isinstance(event, EvalDone)]
+    steps = [event.fields()["rewards/margins"] for event in told if isinstance(event, StepDone)]
+    evals = [event.fields()["eval_rewards/margins"] for event in told if isinstance(event, EvalDone)]
     lines = [json.loads(line) for line in (tmp_path / "run" / "pairs" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["margin"] for line in lines if "loss" in line] == steps and len(steps) == 6 and any(steps)
-    assert [line["eval_margin"] for line in lines if "eval_loss" in line] == evals and len(evals) == 3
+    assert [line["rewards/margins"] for line in lines if "loss" in line] == steps and len(steps) == 6 and any(steps)
+    assert [line["eval_rewards/margins"] for line in lines if "eval_loss" in line] == evals and len(evals) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pair_objective import PAIRS
 
 from weft.backbone.judge import Groups
 from weft.data.formats import convert_rows
@@ -13,25 +12,22 @@ from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 from weft.spec.job import OBJECTIVES as NAMES
 
-EVERY: dict[str, Objective] = {**OBJECTIVES, "pairs": PAIRS}
-"""The registered ones, and one that weighs by log-probabilities."""
 ROWS = {
     "supervised": {"prompt": "a", "completion": "b"},
     "weighted": {"prompt": "a", "completion": "b", "weight": 0.5},
     **{name: {"prompt": "a", "chosen": "b", "rejected": "c"} for name in ("dpo", "cpo", "simpo", "orpo")},
-    "pairs": {"prompt": "a", "better": "b", "worse": "c"},
 }
 """A row that asks for each."""
 
 
 def test_registry_when_compared_with_the_setting_then_both_name_the_same():
     assert ("auto", *sorted(OBJECTIVES)) == ("auto", *sorted(NAMES[1:])) and NAMES[0] == "auto"
-    assert all(objective.name == name and isinstance(objective, Objective) for name, objective in EVERY.items())
+    assert all(objective.name == name and isinstance(objective, Objective) for name, objective in OBJECTIVES.items())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_row_when_an_objective_reads_it_then_becomes_its_group_of_rows_that_formats_read(name):
-    objective, row = EVERY[name], ROWS[name]
+    objective, row = OBJECTIVES[name], ROWS[name]
     before = dict(row)
     assert objective.claims(row) or name in ("cpo", "simpo", "orpo"), "these are only for jobs that name them"
     parts = objective.parts(row, "rows.jsonl line 1")
@@ -41,16 +37,16 @@ def test_row_when_an_objective_reads_it_then_becomes_its_group_of_rows_that_form
     assert len(forms) == objective.group_size
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_divisor_when_samples_are_there_then_is_positive_and_their_order_does_not_matter(name):
-    objective = EVERY[name]
+    objective = OBJECTIVES[name]
     weights = [3.0, 1.0, 2.5, 7.0, 0.5, 4.0]
     assert objective.divisor(weights) == objective.divisor(weights[::-1]) > 0
 
 
-@pytest.mark.parametrize("name", [name for name, o in EVERY.items() if isinstance(o, LikelihoodObjective)])
+@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if isinstance(o, LikelihoodObjective)])
 def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_loss(name):
-    objective = EVERY[name]
+    objective = OBJECTIVES[name]
     assert isinstance(objective, LikelihoodObjective)
     generator = torch.Generator().manual_seed(0)
     lengths_S = torch.tensor([3, 1, 4, 2][: 2 * objective.group_size])
@@ -63,9 +59,8 @@ def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_lo
     torch.testing.assert_close(judged.weights_N.detach(), -logprobs_N.grad)
 
 
-def test_choice_when_no_objective_is_named_then_any_row_may_ask_for_one(monkeypatch):
-    monkeypatch.setattr("weft.objectives.registry.OBJECTIVES", {"pairs": PAIRS, **OBJECTIVES})
-    plain, paired = ROWS["supervised"], ROWS["pairs"]
+def test_choice_when_no_objective_is_named_then_any_row_may_ask_for_one():
+    plain, paired = ROWS["supervised"], ROWS["dpo"]
     assert choose_objective("auto", [plain, plain]) is SUPERVISED
-    assert choose_objective("auto", [plain, paired]) is PAIRS
+    assert choose_objective("auto", [plain, paired]) is OBJECTIVES["dpo"]
     assert choose_objective("supervised", [paired]) is SUPERVISED

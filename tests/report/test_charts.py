@@ -71,6 +71,17 @@ def test_token_accuracy_when_the_run_is_from_before_it_was_measured_then_only_it
     assert set(draw_charts(run)) - set(draw_charts(dataclasses.replace(run, jobs=jobs))) == {"token_accuracy"}
 
 
+def test_own_metrics_when_some_jobs_have_them_then_their_lines_and_dots_are_drawn(run: RunData) -> None:
+    plain, paired, *_ = run.jobs
+    train = tuple(dataclasses.replace(p, further={"rewards/accuracies": 0.5}) for p in paired.train[:2])
+    evals = tuple(dataclasses.replace(p, further={"rewards/accuracies": 0.75}) for p in paired.evals[:1])
+    jobs = (plain, dataclasses.replace(paired, train=train, evals=evals))
+    figure = draw_charts(dataclasses.replace(run, jobs=jobs))["own_0"]
+    line, dots = figure.data
+    assert (line.y, dots.y, dots.mode, line.meta["job"]) == ((0.5, 0.5), (0.75,), "markers", 1)
+    assert figure.layout.yaxis.tickformat == ".2~%"
+
+
 def test_curves_when_there_are_few_steps_then_ticks_are_whole_and_a_constant_rate_starts_at_zero(run: RunData) -> None:
     jobs = tuple(dataclasses.replace(job, train=job.train[:3]) for job in run.jobs)
     charts = draw_charts(dataclasses.replace(run, jobs=jobs))

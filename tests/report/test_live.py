@@ -18,7 +18,7 @@ from weft.engine.events import (
 )
 from weft.job_state import Reason, ReasonCode
 from weft.report.live import LiveTable, summary_table
-from weft.report.run_data import JobReport, read_run
+from weft.report.run_data import EvalPoint, JobReport, read_run
 
 
 def pipe(encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
@@ -169,6 +169,18 @@ def test_summary_table_when_a_name_is_too_long_then_its_ends_are_shown_on_one_li
     _, first, second = console.file.getvalue().splitlines()
     assert first.startswith("support") and "-rank-8 " in first and " 12345 " in first
     assert second.startswith("support") and "-rank-16 " in second
+
+
+def test_summary_table_when_objectives_measure_more_then_a_column_says_what() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    point = EvalPoint(
+        3, None, 0.5, None, {"rewards/margins": 1.25, "rewards/accuracies": 0.9375, "rewards/chosen": 7.0}
+    )
+    console.print(summary_table([JobReport("pairs", {}, {}, (), (point,)), JobReport("plain", {}, {})]))
+    assert isinstance(console.file, io.StringIO)
+    header, pairs, plain = console.file.getvalue().splitlines()
+    assert header.rstrip().endswith("measured") and pairs.rstrip().endswith("accuracies 93.8 %, margins 1.2500")
+    assert plain.split()[-1] == "–"
 
 
 def test_summary_table_when_nothing_is_known_then_it_still_prints() -> None:

@@ -69,6 +69,19 @@ def test_write_report_then_every_chart_has_a_place(page: str) -> None:
         assert f'id="{name}"' in without_plotly(page)
 
 
+def test_write_report_when_an_objective_measures_more_then_each_metric_has_a_chart(tmp_path: Path) -> None:
+    """Names come from a file, so they are text wherever they stand."""
+    lines = [{"step": i, "loss": 1.0, "rewards/margins": i / 2, "<b>odd": 1.0} for i in (1, 2)]
+    lines.append({"step": 2, "eval_loss": 1.0, "eval_rewards/margins": 3.0})
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs" / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    page = write_report(tmp_path).read_text()
+    assert {"own_0", "own_1"} <= set(figures(page))
+    page = without_plotly(page)
+    assert "<h3>rewards/margins</h3>" in page and "<h3>&lt;b&gt;odd</h3>" in page and "<b>odd" not in page
+    assert "margins 3.0000" in page
+
+
 def test_write_report_when_jobs_are_many_and_long_then_the_page_stays_light(tmp_path: Path) -> None:
     path = write_report(write_run(tmp_path, num_copies=7, stretch=5))
     assert path.stat().st_size < 3_000_000

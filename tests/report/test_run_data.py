@@ -39,6 +39,18 @@ def test_read_run_when_accuracy_was_measured_or_not_then_points_have_it_or_none(
     assert [p.accuracy for p in job.evals] == [None, 0.5]
 
 
+def test_read_run_when_an_objective_measures_more_then_its_last_evaluation_is_the_short_account(tmp_path: Path) -> None:
+    trained = train_line(1, epoch=0.5, **{"rewards/margins": 0.5, "nll_loss": 2.0})
+    evaluated = {"step": 2, "eval_loss": 1.0, "eval_runtime": 1.0, "time": 3.0}
+    evaluated |= {"eval_rewards/margins": 0.25, "eval_rewards/accuracies": 1.0, "eval_nll_loss": None}
+    write_metrics(tmp_path, trained)
+    assert read_run(tmp_path).jobs[0].measured == {"rewards/margins": 0.5}
+    write_metrics(tmp_path, trained, json.dumps(evaluated))
+    job = read_run(tmp_path).jobs[0]
+    assert job.train[0].further == {"rewards/margins": 0.5, "nll_loss": 2.0}
+    assert list(job.measured.items()) == [("rewards/accuracies", 1.0), ("rewards/margins", 0.25)]
+
+
 def test_read_run_when_the_loss_became_nan_then_the_last_finite_one_counts(run_dir: Path) -> None:
     failed = read_run(run_dir).jobs[3]
     assert failed.train[-1].loss is None

@@ -100,6 +100,17 @@ class EvalDone(JobEvent):
     """What else the job's objective measures, by names that begin with eval_."""
 
 
+COMMON_VALUES = frozenset(
+    {field.name for kind in (StepDone, EvalDone) for field in dataclasses.fields(kind)} | {"time"}
+)
+"""What every step and evaluation has; `time` is what metrics.jsonl calls `seconds`."""
+
+
+def own_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What only the job's objective measures, out of the values of an event or of a line of metrics.jsonl."""
+    return {name: value for name, value in values.items() if name not in COMMON_VALUES}
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved(JobEvent):
     """A checkpoint is on disk."""

@@ -9,6 +9,13 @@ from typing import NamedTuple, TypeAlias
 LOSS = "loss"
 ACCURACY = "mean_token_accuracy"
 """The share of supervised tokens that had the largest logit; ties count, rows that are not a number do not."""
+HEADLINES = ("rewards/accuracies", "rewards/margins")
+"""Of what objectives measure beside loss and token accuracy, what a short account shows, in this order."""
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric goes from 0 to 1, which its name tells."""
+    return name.endswith(("accuracy", "accuracies"))
 
 
 class MetricSum(NamedTuple):

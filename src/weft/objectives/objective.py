@@ -35,6 +35,9 @@ class Objective(Protocol):
     group_size: ClassVar[int]
     """Samples of a row. They form a group, which always shares a microbatch; a global batch counts groups."""
 
+    remakes_rows: ClassVar[bool]
+    """Whether its parts are prompts and completions that it makes of other columns; else a part is the row itself."""
+
     def of_job(self, job: JobSpec) -> Objective:
         """The same with a job's settings."""
         ...

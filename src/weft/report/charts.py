@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.objectives.metrics import is_share
 from weft.report.figure import PlotlyFigure, bare_figure, faint, graph_objects, job_colours, label
 from weft.report.run_data import RunData
 from weft.report.series import Points, rounded, smooth, thin
@@ -23,12 +24,20 @@ SMOOTHED_FROM = 20
 """Shorter curves are drawn as they are."""
 
 
+def own_metrics(run: RunData) -> dict[str, str]:
+    """The names of what only some objectives measure, by the ids of their charts, in the order they were met."""
+    points = [point for job in run.jobs for point in (*job.train, *job.evals)]
+    names = dict.fromkeys(name for point in points for name in point.further)
+    return {f"own_{place}": name for place, name in enumerate(names)}
+
+
 def draw_charts(run: RunData) -> dict[str, PlotlyFigure]:
     """All figures the run has data for, by chart id."""
     drawn = {
         "loss": _loss(run),
         "eval_loss": _eval_loss(run),
         "token_accuracy": _token_accuracy(run),
+        **{chart: _own_metric(run, name) for chart, name in own_metrics(run).items()},
         "learning_rate": _learning_rate(run),
         "grad_norm": _grad_norm(run),
         "throughput": throughput(run),
@@ -59,18 +68,32 @@ def _eval_loss(run: RunData) -> PlotlyFigure | None:
 
 
 def _token_accuracy(run: RunData) -> PlotlyFigure | None:
+    trained: list[Points] = [[(p.step, p.accuracy) for p in job.train] for job in run.jobs]
+    evaluated: list[Points] = [[(p.step, p.accuracy) for p in job.evals] for job in run.jobs]
+    return _lines_and_dots(run, trained, evaluated, is_percent=True)
+
+
+def _own_metric(run: RunData, name: str) -> PlotlyFigure | None:
+    trained: list[Points] = [[(p.step, p.further.get(name)) for p in job.train] for job in run.jobs]
+    evaluated: list[Points] = [[(p.step, p.further.get(name)) for p in job.evals] for job in run.jobs]
+    return _lines_and_dots(run, trained, evaluated, is_percent=is_share(name))
+
+
+def _lines_and_dots(
+    run: RunData, trained: list[Points], evaluated: list[Points], *, is_percent: bool
+) -> PlotlyFigure | None:
     """Of every job: in training as smoothed lines, in evaluations as dots."""
-    curves: list[Points] = [[(p.step, p.accuracy) for p in job.train] for job in run.jobs]
-    drawable = [(i, points) for i, points in enumerate(curves) if any(y is not None for _, y in points)]
-    traces = [_line(run, i, _clear(points), width=1.8, hovertemplate="%{y:.1%}") for i, points in drawable]
-    for index, job in enumerate(run.jobs):
-        points: Points = [(p.step, p.accuracy) for p in job.evals if p.accuracy is not None]
-        if points:
-            trace = _line(run, index, points, width=1.8, hovertemplate="%{y:.1%} in evaluation")
+    hover = "%{y:.1%}" if is_percent else "%{y:.4f}"
+    drawable = [(i, points) for i, points in enumerate(trained) if any(y is not None for _, y in points)]
+    traces = [_line(run, i, _clear(points), width=1.8, hovertemplate=hover) for i, points in drawable]
+    for index, points in enumerate(evaluated):
+        known: Points = [(x, y) for x, y in points if y is not None]
+        if known:
+            trace = _line(run, index, known, width=1.8, hovertemplate=f"{hover} in evaluation")
             colour = job_colours(len(run.jobs))[index]
             traces.append(trace.update(mode="markers", marker={"size": 6, "color": colour}))
     figure = _over_steps(run, traces)
-    return figure.update_yaxes(tickformat=".2~%") if figure is not None else None
+    return figure.update_yaxes(tickformat=".2~%") if figure is not None and is_percent else figure
 
 
 def _grad_norm(run: RunData) -> PlotlyFigure | None:

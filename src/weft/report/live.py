@@ -204,6 +204,9 @@ def summary_table(rows: Sequence[JobReport]) -> Table:
     table.add_column("state", no_wrap=True)
     for name in ("steps", "loss", "best eval", "tokens", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
+    has_measures = any(job.measured for job in rows)
+    if has_measures:
+        table.add_column("measured", overflow="fold")
     has_remarks = any(job.remarks for job in rows)
     if has_remarks:
         table.add_column("remarks", overflow="fold")
@@ -217,6 +220,7 @@ def summary_table(rows: Sequence[JobReport]) -> Table:
             readable.loss(job.best_eval_loss),
             readable.count(job.trained_tokens),
             readable.rate(job.tokens_per_s),
+            *([Text(readable.measures(job.measured))] if has_measures else []),
             *([Text(readable.one_line("; ".join(job.remarks)), style="dim")] if has_remarks else []),
         )
     return table

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft import __version__
 from weft.report import readable
-from weft.report.charts import draw_charts
+from weft.report.charts import draw_charts, own_metrics
 from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates
 from weft.report.figure import job_colours
 from weft.report.run_data import JobReport, RunData, read_run
@@ -72,6 +72,7 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
         tiles=_tiles(run),
         jobs=_job_rows(run),
         charts=charts,
+        own_metrics=own_metrics(run),
         figures=json_for_script(charts),
         time_parts=time_parts(run.time),
         timeline_note=f"{f'the first {shown:,} of ' if shown < total else ''}{total:,} recorded microbatches",
@@ -123,10 +124,14 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _job_rows(run: RunData) -> list[dict[str, Any]]:
-    rows = []
+    rows, has_measures = [], any(job.measured for job in run.jobs)
     for job, colour in zip(run.jobs, job_colours(len(run.jobs)), strict=True):
         row: dict[str, Any] = {"name": job.name, "colour": colour, "state": job.state, "remarks": job.remarks}
-        row |= {"cells": _cells(job), "adapter": job.adapter_path, "settings": list(_flat(job.own_settings))}
+        row |= {
+            "cells": [*_cells(job), *(_measured(job) if has_measures else [])],
+            "adapter": job.adapter_path,
+            "settings": list(_flat(job.own_settings)),
+        }
         rows.append(row)
     return rows
 
@@ -143,6 +148,11 @@ def _cells(job: JobReport) -> list[Cell]:
         ("tokens", readable.count(job.trained_tokens), job.trained_tokens),
         ("tokens/s", readable.rate(job.tokens_per_s), job.tokens_per_s),
     ]
+
+
+def _measured(job: JobReport) -> list[Cell]:
+    """What its objective measures, sorted by the first of it."""
+    return [("measured", readable.measures(job.measured), next(iter(job.measured.values()), None))]
 
 
 def _rank(job: JobReport) -> str:

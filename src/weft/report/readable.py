@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
+from weft.objectives.metrics import is_share
 from weft.wall_clock import Activity, TimeSplit
 
 NOTHING = "–"
@@ -82,6 +84,16 @@ def learning_rate(value: float | None) -> str:
 def percent(fraction: float | None) -> str:
     """`93 %`."""
     return NOTHING if fraction is None else f"{100 * fraction:.0f} %"
+
+
+def measure(name: str, value: float) -> str:
+    """What an objective measures, by its name: a share as `93.8 %`, anything else as a loss is written."""
+    return f"{100 * value:.1f} %" if is_share(name) else loss(value)
+
+
+def measures(found: Mapping[str, float]) -> str:
+    """`accuracies 93.8 %, margins 1.2041` of rewards/accuracies and rewards/margins."""
+    return ", ".join(f"{name.split('/')[-1]} {measure(name, value)}" for name, value in found.items()) or NOTHING
 
 
 def one_line(text: str) -> str:

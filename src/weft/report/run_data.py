@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weft.engine.events import own_metrics
 from weft.errors import StorageError
+from weft.objectives.metrics import HEADLINES
 from weft.spec import AdapterSpec
 from weft.spec.fields import without_foreign
 from weft.wall_clock import TimeSplit
@@ -35,6 +37,8 @@ class TrainPoint:
     learning_rate: float | None
     num_tokens: float | None
     """Trained tokens of the job so far."""
+    further: Mapping[str, float] = field(default_factory=dict)
+    """What else the job's objective measures, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class EvalPoint:
     time: float | None
     eval_loss: float
     accuracy: float | None
+    further: Mapping[str, float] = field(default_factory=dict)
+    """What else the job's objective measures, by the names it has in training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,12 @@ class JobReport:
     def best_eval_loss(self) -> float | None:
         """The lowest evaluation loss."""
         return min((p.eval_loss for p in self.evals), default=None)
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Of what its objective measures, what a short account shows: in its last evaluation, else its last step."""
+        last = [*self.train[-1:], *self.evals[-1:]]
+        return {name: last[-1].further[name] for name in HEADLINES if last and name in last[-1].further}
 
     @property
     def trained_tokens(self) -> float:
@@ -267,7 +279,8 @@ def _read_metrics(path: Path) -> tuple[tuple[TrainPoint, ...], tuple[EvalPoint, 
         eval_loss = number(line.get("eval_loss"))
         if eval_loss is not None:
             _replace_from(evals, int(step))
-            evals.append(EvalPoint(int(step), time, eval_loss, number(line.get("eval_mean_token_accuracy"))))
+            accuracy = number(line.get("eval_mean_token_accuracy"))
+            evals.append(EvalPoint(int(step), time, eval_loss, accuracy, _further(line, "eval_")))
         elif "loss" in line:
             _replace_from(train, int(step))
             train.append(_train_point(line, int(step), time))
@@ -276,7 +289,13 @@ def _read_metrics(path: Path) -> tuple[tuple[TrainPoint, ...], tuple[EvalPoint, 
 
 def _train_point(line: Mapping[str, Any], step: int, time: float | None) -> TrainPoint:
     keys = ("loss", "mean_token_accuracy", "grad_norm", "learning_rate", "num_tokens")
-    return TrainPoint(step, time, *(number(line.get(key)) for key in keys))
+    return TrainPoint(step, time, *(number(line.get(key)) for key in keys), _further(line))
+
+
+def _further(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The metrics of a line that only its job's objective has, by their names without `prefix`."""
+    own = {name.removeprefix(prefix): number(value) for name, value in own_metrics(line).items()}
+    return {name: value for name, value in own.items() if value is not None}
 
 
 def _replace_from(points: list[TrainPoint] | list[EvalPoint], step: int) -> None:

@@ -56,6 +56,25 @@ def test_eval_when_the_data_is_plain_text_then_measures_all_but_answers(weft, re
     assert asked == f"{path}: has no answers to compare with, which exact-match needs."
 
 
+def test_eval_when_the_data_is_pairs_then_measures_rewards_and_refuses_what_pairs_lack(
+    weft, refused, adapters: Path, tmp_path: Path
+):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "window"}\n')
+    asked = ("eval", "--adapter", adapters / "idle", "--data", path)
+    report = json.loads(weft(*asked, "--json").out)
+    base, idle = report["results"]
+    assert report["objective"] == "dpo" and base["rewards/margins"] == idle["rewards/margins"] == 0.0
+    assert base["loss"] == pytest.approx(math.log(2)) and "perplexity" not in base and "exact_match" not in base
+    shown = weft(*asked, "--objective", "simpo").out
+    assert (
+        "objective simpo (beta 2.0, loss_type sigmoid, label_smoothing 0.0, gamma 0.5), compared with nothing" in shown
+    )
+    assert "rewards/accuracies" in shown
+    assert refused(*asked, "--metric", "perplexity").startswith("--metric: perplexity is of single answers")
+    assert refused(*asked, "--objective", "dbo").endswith("orpo. Did you mean dpo?")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from weft.cli.adapters.generate import Adapters, BaseModel, Device, Dtype, load_voices
 from weft.errors import ConfigError, DataError, closest
+from weft.objectives.metrics import is_share
 from weft.report.console import output_console
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ SCORED = METRICS[:-1]
 """Those that need no answers to be written."""
 SHARES = METRICS[2:]
 """Those from 0 to 1."""
+OF_JUDGED = ("loss", "token-accuracy")
+"""Those that an objective on several answers of a row has, beside its own."""
 CAPACITY = 2048
 """Tokens of one microbatch."""
 SPARE_TOKENS = 8
@@ -40,6 +43,9 @@ def evaluate(
         str | None,
         typer.Option(help=f"Some of {','.join(METRICS)}. Default: all the data has answers for."),
     ] = None,
+    objective: Annotated[
+        str, typer.Option(help="What to measure by, as a job names it; auto: by the columns, dpo for pairs.")
+    ] = "auto",
     limit: Annotated[int | None, typer.Option(help="Only the first rows.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     device: Device = "auto",
@@ -49,6 +55,7 @@ def evaluate(
     chosen = _metrics(metric)
     if limit is not None and limit < 1:
         raise ConfigError(f"must be at least 1, got {limit}.", where="--limit")
+    _check_objective(objective)
     from weft.data.rows.find import find_source
 
     # Nobody should wait for the model to hear that it is not there.
@@ -56,8 +63,9 @@ def evaluate(
     status = Console(stderr=True).status
     with status("loading the model"):
         loaded = load_voices(adapter, base_model, device, dtype, with_base=True)
-        datasets = loaded.by_template(lambda template: _samples(data, loaded.backbone, limit, template))
+        datasets = loaded.by_template(lambda template: _samples(data, loaded.backbone, limit, template, objective))
         first = next(iter(datasets.values()))
+        _refuse_foreign_metrics(chosen, first)
         prompts: dict[str, list[Prompt]] = {}
         if _wants_answers(chosen, first):
             stated = chosen is not None
@@ -68,7 +76,8 @@ def evaluate(
             _add_scores(results, loaded, datasets)
         if any(prompts.values()):
             _add_exact_match(results, loaded, prompts)
-    shown = [m for m in chosen or METRICS if m != "exact-match" or any(prompts.values())]
+    fitting = METRICS if first.judge is None else OF_JUDGED
+    shown = [m for m in chosen or fitting if m != "exact-match" or any(prompts.values())]
     if chosen is None:
         # What else the objective of the data measures.
         shown += [name for name in results[next(iter(results))] if name not in METRICS]
@@ -97,15 +106,41 @@ def _metrics(text: str | None) -> list[str] | None:
 
 def _wants_answers(chosen: list[str] | None, dataset: Dataset) -> bool:
     """Exact match is asked for by name, or nothing is and the data may have answers."""
-    return "exact-match" in chosen if chosen is not None else dataset.summary.format not in ("text", "tokens")
+    if chosen is not None:
+        return "exact-match" in chosen
+    return dataset.judge is None and dataset.summary.format not in ("text", "tokens")
 
 
-def _samples(data: str, backbone: Backbone, limit: int | None, chat_template: str | None) -> Dataset:
+def _check_objective(name: str) -> None:
+    from weft.spec.job import OBJECTIVES
+
+    if name not in OBJECTIVES:
+        guess = closest(name, list(OBJECTIVES))
+        raise ConfigError(
+            f"got {name!r}; accepted are {', '.join(OBJECTIVES)}.",
+            where="--objective",
+            hint=f"Did you mean {guess}?" if guess else None,
+        )
+
+
+def _refuse_foreign_metrics(chosen: list[str] | None, dataset: Dataset) -> None:
+    """A loss of pairs has no perplexity, and two answers are no reference for one."""
+    foreign = [name for name in chosen or () if name not in OF_JUDGED] if dataset.judge is not None else []
+    if foreign:
+        raise ConfigError(
+            f"{foreign[0]} is of single answers, and {dataset.summary.sources[0]} is measured by objective "
+            f"{dataset.objective.name}; accepted are {', '.join(OF_JUDGED)}.",
+            where="--metric",
+        )
+
+
+def _samples(data: str, backbone: Backbone, limit: int | None, chat_template: str | None, objective: str) -> Dataset:
     from weft.data.load import load_dataset
 
     dataset = load_dataset(
         [data],
         backbone.tokenizer,
+        objective=objective,
         max_length=backbone.max_positions,
         chat_template=chat_template,
         base_dir=Path(),
@@ -157,7 +192,8 @@ def _as_json(
         {"adapter": name, **{metric.replace("-", "_"): found[metric] for metric in shown}}
         for name, found in results.items()
     ]
-    account = {"data": data, "num_samples": dataset.summary.num_samples, "base_model": loaded.backbone.name}
+    account = {"data": data, "objective": dataset.objective.name, "num_samples": dataset.summary.num_samples}
+    account["base_model"] = loaded.backbone.name
     return json.dumps(json_text.finite({**account, "results": rows}), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -171,11 +207,22 @@ def _show(
     for name, found in results.items():
         style = "dim" if name == "base" else None
         table.add_row(name, *(_number(metric, found[metric]) for metric in shown), style=style)
-    console.print(dataset.summary.describe(), style="dim", markup=False, highlight=False, soft_wrap=True)
+    for line in (dataset.summary.describe(), *_measured_by(dataset)):
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
 
 
+def _measured_by(dataset: Dataset) -> list[str]:
+    """What the loss of an objective with settings of its own is, in words."""
+    judge = dataset.judge
+    if judge is None:
+        return []
+    settings = ", ".join(f"{name} {value}" for name, value in vars(judge).items())
+    against = "compared with the bare model" if judge.reads_reference else "compared with nothing"
+    return [f"measured by objective {judge.name} ({settings}), {against}"]
+
+
 def _number(metric: str, value: float) -> str:
-    if metric in SHARES:
+    if metric in SHARES or is_share(metric):
         return f"{value:.1%}"
-    return f"{value:.4f}" if value < 1e5 else f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.2e}"

@@ -25,7 +25,7 @@ from weft.data.rows.row import Row
 from weft.data.sample import Sample
 from weft.data.samples import Samples
 from weft.data.tokens.tokenise import sample_of_tokens, tokenise
-from weft.errors import DataError
+from weft.errors import ConfigError, DataError
 from weft.objectives.objective import Objective, Part
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 
@@ -113,12 +113,25 @@ def _convert(
     """The format of the rows, the forms of their parts, and the groups of samples of each row."""
     parts = [(row.where, part) for row in rows for part in objective.parts(row.values, row.where)]
     made = [Row(part.values, where) for where, part in parts]
+    if objective.remakes_rows:
+        _check_stated(data_format, objective)
+        data_format = "auto"
     found, forms = convert_rows(made, data_format, first_format=first_format)
     pairs = zip(parts, make_samples(made, forms, renderer), strict=True)
     samples = [[_weighted(s, part, objective, where) for s in several] for (where, part), several in pairs]
     size = objective.group_size
     groups = [_groups(samples[i * size : (i + 1) * size], objective, row.where) for i, row in enumerate(rows)]
     return found, forms, groups
+
+
+def _check_stated(data_format: str, objective: Objective) -> None:
+    """ConfigError for a stated format that has no answers; which of the others it is, the columns tell."""
+    if data_format in ("text", "tokens"):
+        raise ConfigError(
+            f"got {data_format}; objective {objective.name} reads a prompt and answers to it, in columns it knows: "
+            "leave it out.",
+            where="data_format",
+        )
 
 
 def make_samples(rows: Sequence[Row], forms: Sequence[Form], renderer: Renderer) -> Iterator[list[Sample]]:

@@ -16,6 +16,7 @@ class Pairs:
     """A group is the chosen and the rejected answer of a row; the loss of a global batch is the mean of its pairs."""
 
     group_size: ClassVar[int] = 2
+    remakes_rows: ClassVar[bool] = True
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """Only a job that names the objective has it."""

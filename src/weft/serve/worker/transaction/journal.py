@@ -25,7 +25,9 @@ from weft.engine.events import (
     JobWaiting,
     JobWarning,
     StepDone,
+    own_metrics,
 )
+from weft.objectives.metrics import HEADLINES
 from weft.serve.db.engine import Tx
 from weft.serve.db.tables import CHECKPOINTS, EVENTS
 from weft.serve.jobs.states import move, update_job
@@ -151,7 +153,9 @@ class Journal:
         """Writes the metrics event of a step unless it is written already; returns whether it did."""
         step, num_steps, loss = done["step"], done["num_steps"], done["loss"]
         # Metrics files of older versions have no accuracy.
+        own = own_metrics(done)
         scores = {"train_loss": loss, "train_mean_token_accuracy": done.get("mean_token_accuracy")}
+        scores |= {f"train_{name}": value for name, value in own.items()}
         self.claim.metrics |= {"step": step, **scores}
         if step <= self._last_step:
             return False
@@ -168,16 +172,18 @@ class Journal:
                 "trained_tokens": done["num_tokens"],
             }
             shown = "not finite, skipped" if loss is None or done.get("skipped") else f"{loss:.4f}"
-            self._add_metrics(f"Step {step}/{num_steps}: training loss={shown}", data)
+            self._add_metrics(f"Step {step}/{num_steps}: training loss={shown}{_headlines(own)}", data)
         return True
 
     def _write_eval(self, done: dict[str, Any]) -> None:
         step, loss = done["step"], done["eval_loss"]
+        own = {name.removeprefix("eval_"): value for name, value in own_metrics(done).items()}
         scores = {"valid_loss": loss, "valid_mean_token_accuracy": done.get("eval_mean_token_accuracy")}
+        scores |= {f"valid_{name}": value for name, value in own.items()}
         # Every evaluation covers the whole validation file.
         scores |= {f"full_{name}": value for name, value in scores.items()}
         self.claim.metrics |= scores
-        text = f"Step {step}: validation loss={'not finite' if loss is None else f'{loss:.4f}'}"
+        text = f"Step {step}: validation loss={'not finite' if loss is None else f'{loss:.4f}'}{_headlines(own)}"
         if step <= int(self._row["step"]) and self._is_written(text):
             return
         self._add_metrics(text, {"step": step, **scores, "epoch": done["epoch"]})
@@ -253,3 +259,9 @@ class Journal:
         if self._changes:
             update_job(self._tx, self.claim.tenant, self.claim.id, fence=self.claim.fence, **self._changes)
         self._events, self._changes = [], {}
+
+
+def _headlines(own: dict[str, Any]) -> str:
+    """What a line about a step says of what its objective measures; a number that is not finite is None in a file."""
+    found = {name: own[name] for name in HEADLINES if own.get(name) is not None}
+    return "".join(f", {name}={value:.4f}" for name, value in found.items())

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from weft.engine.events import CheckpointSaved, JobSucceeded
+from weft.engine.events import CheckpointSaved, JobSucceeded, own_metrics
 from weft.errors import StorageError
 from weft.serve.blobs import Blobs
 from weft.serve.worker.claim import Claim, EngineNotice, StoredResult
@@ -20,7 +20,7 @@ LOG = logging.getLogger("weft.serve.worker")
 
 
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
-"""The columns of the table of results, as OpenAI names them."""
+"""The first columns of the table of results, as OpenAI names them; behind them: what only an objective measures."""
 METRICS = {
     "loss": "train_loss",
     "mean_token_accuracy": "train_accuracy",
@@ -64,12 +64,21 @@ def _store_result(adapter_dir: Path, metrics: Path, blobs: Blobs) -> StoredResul
 def results_table(lines: bytes) -> bytes:
     """Makes a CSV table, with one line per step, of the lines of a metrics.jsonl file."""
     rows: dict[int, dict[str, Any]] = {}
+    columns = dict.fromkeys(COLUMNS)
     for line in lines.splitlines():
         record = json_text.parse(line)
         row = rows.setdefault(record["step"], {"step": record["step"]})
         row |= {column: record[name] for name, column in METRICS.items() if record.get(name) is not None}
+        own = {_own_column(name): value for name, value in own_metrics(record).items()}
+        columns |= dict.fromkeys(own)
+        row |= {column: value for column, value in own.items() if value is not None}
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows[step] for step in sorted(rows))
     return text.getvalue().encode()
+
+
+def _own_column(name: str) -> str:
+    """The column of what only an objective measures."""
+    return f"valid_{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train_{name}"
