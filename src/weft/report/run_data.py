@@ -119,8 +119,8 @@ class JobReport:
     @property
     def measured(self) -> dict[str, float]:
         """Of what its objective measures, what a short account shows: in its last evaluation, else its last step."""
-        last = [*self.train[-1:], *self.evals[-1:]]
-        return {name: last[-1].further[name] for name in HEADLINES if last and name in last[-1].further}
+        last = self.evals[-1].further if self.evals else self.train[-1].further if self.train else {}
+        return {name: last[name] for name in HEADLINES if name in last}
 
     @property
     def trained_tokens(self) -> float:
@@ -288,8 +288,16 @@ def _read_metrics(path: Path) -> tuple[tuple[TrainPoint, ...], tuple[EvalPoint, 
 
 
 def _train_point(line: Mapping[str, Any], step: int, time: float | None) -> TrainPoint:
-    keys = ("loss", "mean_token_accuracy", "grad_norm", "learning_rate", "num_tokens")
-    return TrainPoint(step, time, *(number(line.get(key)) for key in keys), _further(line))
+    return TrainPoint(
+        step=step,
+        time=time,
+        loss=number(line.get("loss")),
+        accuracy=number(line.get("mean_token_accuracy")),
+        grad_norm=number(line.get("grad_norm")),
+        learning_rate=number(line.get("learning_rate")),
+        num_tokens=number(line.get("num_tokens")),
+        further=_further(line),
+    )
 
 
 def _further(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
