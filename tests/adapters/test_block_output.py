@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bottleneck_method import register
 from tiny_families import plain_model
 from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, train
 from torch import nn
@@ -32,14 +31,9 @@ from weft.store.peft_files import CARD_FILE, write_adapter
 from weft.store.servers import check_servable
 
 DESCRIBED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
-SPEC = {"method": "bottleneck"}
+SPEC = {"method": "bottleneck", "bottleneck_size": 5, "bottleneck_activation": "tanh"}
 CPU = torch.device("cpu")
 D = 12
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch)
 
 
 def plainly_adapted(name: str, tensors: dict[str, ModuleTensors]) -> tuple[Any, dict[str, list[nn.Parameter]]]:
@@ -47,9 +41,11 @@ def plainly_adapted(name: str, tensors: dict[str, ModuleTensors]) -> tuple[Any, 
     model = plain_model(name).requires_grad_(False)
     params = {path: [nn.Parameter(tensor.clone()) for tensor in own] for path, own in tensors.items()}
 
-    def hook_of(down_WD: torch.Tensor, bias_W: torch.Tensor, up_DW: torch.Tensor) -> Callable[..., Any]:
+    def hook_of(
+        down_WD: torch.Tensor, bias_W: torch.Tensor, up_DW: torch.Tensor, bias_D: torch.Tensor
+    ) -> Callable[..., Any]:
         def changed(y: torch.Tensor) -> torch.Tensor:
-            return y + F.linear(torch.tanh(F.linear(y, down_WD, bias_W)), up_DW)
+            return y + F.linear(torch.tanh(F.linear(y, down_WD, bias_W)), up_DW, bias_D)
 
         return lambda _, __, out: (changed(out[0]), *out[1:]) if isinstance(out, tuple) else changed(out)
 
@@ -82,17 +78,17 @@ def train_plainly(name: str, job: LiveJob, start: dict[str, ModuleTensors]) -> t
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_job_when_trained_beside_others_then_equals_plain_autograd(name):
-    """Ten steps in fp32, in every family that has a description."""
+    """Twenty steps in fp32, in every family that has a description."""
     backbone = random_backbone(name)
     engine = Engine(backbone, capacity=40)
-    spec = job_spec("me", adapter=SPEC, max_steps=10, lr_scheduler_type="constant", weight_decay=0.05, seed=2)
+    spec = job_spec("me", adapter=SPEC, max_steps=20, lr_scheduler_type="constant", weight_decay=0.05, seed=2)
     engine.submit(spec, random_data(2))
     engine.submit(job_spec("lora", seed=4), random_data(4))
     start = engine.adapter_of("me")
     assert list(start) == [f"model.layers.{i}.{block}" for i in range(2) for block in ("self_attn", "mlp")]
     mine = finish(engine)["me"]
     params, losses = train_plainly(name, engine.jobs["me"], start)
-    assert len(losses) == 10 and mine.losses == pytest.approx(losses, rel=1e-5)
+    assert len(losses) == 20 and mine.losses == pytest.approx(losses, rel=1e-5)
     for path, tensors in mine.adapter.items():
         for ours, theirs, begun in zip(tensors, params[path], start[path], strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
@@ -112,16 +108,16 @@ def test_output_when_neighbours_are_nan_then_own_rows_and_gradients_are_those_al
     x[0], dy_TD[9] = torch.nan, torch.nan
     y_TD = block(x)
     y_TD.backward(dy_TD)
-    down_WD, bias_W, up_DW = (tensor.requires_grad_() for tensor in adapter.tensors()[path])
+    down_WD, bias_W, up_DW, bias_D = theirs = [tensor.requires_grad_() for tensor in adapter.tensors()[path]]
     place.free(-1)
     plain_TD = block(x)
     assert not block._forward_hooks and y_TD[8:].equal(plain_TD[8:])
     own_LD = plain_TD[2:8]
-    expected_LD = own_LD + F.linear(torch.tanh(F.linear(own_LD, down_WD, bias_W)), up_DW)
+    expected_LD = own_LD + F.linear(torch.tanh(F.linear(own_LD, down_WD, bias_W)), up_DW, bias_D)
     expected_LD.backward(dy_TD[2:8])
     torch.testing.assert_close(y_TD[2:8].detach(), expected_LD.detach())
-    for group, theirs in zip(adapter.groups.values(), (down_WD, bias_W, up_DW), strict=True):
-        torch.testing.assert_close(group.grad, theirs.grad.flatten(), rtol=1e-5, atol=1e-5)
+    for group, tensor in zip(adapter.groups.values(), theirs, strict=True):
+        torch.testing.assert_close(group.grad, tensor.grad.flatten(), rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_when_no_such_adapter_is_attached_then_nobody_listens_to_them():

@@ -10,12 +10,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from bottleneck_method import BOTTLENECK, register
 from tiny_models import Job, assert_same_bits, flat, job_spec, random_backbone, random_data, random_model, train
 from torch import nn
 
 from weft.adapters.adapter import Adapter
-from weft.adapters.method import Attachment, Method
+from weft.adapters.method import Attachment
 from weft.adapters.methods import METHODS
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.adapters.targets import leaf_names
@@ -29,20 +28,15 @@ from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter, write_adapter
 from weft.store.run_dir import RunDirectory, RunRecord
 
-EVERY: dict[str, Method] = {**METHODS, "bottleneck": BOTTLENECK}
-"""The registered ones, and one that sits on the outputs of blocks."""
-METHOD_NAMES = sorted(EVERY)
+METHOD_NAMES = sorted(METHODS)
+SMALL: dict[str, dict[str, Any]] = {"bottleneck": {"bottleneck_size": 5}}
+"""Settings by method where the defaults are too large for a model of a few dozen features."""
 TARGETS = {Attachment.LINEAR: ("q_proj", "v_proj", "down_proj"), Attachment.BLOCK_OUTPUT: ("self_attn", "mlp")}
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch)
 
 
 def settings_of(method: str) -> dict[str, Any]:
     """An adapter on some places of the method's kind."""
-    return {"method": method, "target_modules": TARGETS[EVERY[method].attachment]}
+    return {"method": method, "target_modules": TARGETS[METHODS[method].attachment], **SMALL.get(method, {})}
 
 
 def changed_adapter(backbone: Backbone, method: str) -> Adapter:
@@ -80,7 +74,12 @@ def neighbours() -> list[Job]:
     """A LoRA with kernels, and a job of every method; all evaluate with me."""
     made = [(job_spec("lora", adapter={"r": 3, "lora_dropout": 0.2}, seed=8, eval_data=2), random_data(8, num_eval=2))]
     for number, method in enumerate(METHOD_NAMES):
-        spec = job_spec(f"other-{method}", adapter={"method": method}, seed=20 + number, global_batch_size=3)
+        spec = job_spec(
+            f"other-{method}",
+            adapter={"method": method, **SMALL.get(method, {})},
+            seed=20 + number,
+            global_batch_size=3,
+        )
         made.append((spec, random_data(20 + number, num_samples=7)))
     return made
 
@@ -90,13 +89,13 @@ def test_files_when_written_and_read_then_the_adapter_is_the_same(method, tmp_pa
     backbone = random_backbone("llama_bias")
     adapter = changed_adapter(backbone, method)
     spec, tensors, config = read_adapter(written(backbone, adapter, tmp_path / "a"))
-    assert (spec.method, config["peft_type"]) == (method, EVERY[method].files.peft_type)
+    assert (spec.method, config["peft_type"]) == (method, METHODS[method].files.peft_type)
     again = backbone.new_adapter(spec, 0)
     again.load(tensors, "a")
     assert all(x.equal(y) for x, y in zip(flat(again.tensors()), flat(adapter.tensors()), strict=True))
 
 
-@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if EVERY[name].files.in_peft])
+@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if METHODS[name].files.in_peft])
 def test_files_when_peft_loads_them_then_it_computes_the_same(method, tmp_path):
     backbone, plain = random_backbone("llama_bias"), random_model("llama_bias")
     plain.set_attn_implementation("eager")
@@ -107,7 +106,7 @@ def test_files_when_peft_loads_them_then_it_computes_the_same(method, tmp_path):
     assert (logits(backbone, slot) - logits(backbone, None)).abs().max() > 1e-2, "the adapter does nothing"
 
 
-@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if EVERY[name].attachment is Attachment.LINEAR])
+@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if METHODS[name].attachment is Attachment.LINEAR])
 def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(method):
     backbone, plain = random_backbone("llama_bias"), random_model("llama_bias")
     plain.set_attn_implementation("eager")

@@ -151,7 +151,7 @@ def test_read_adapter_when_the_config_has_a_layers_pattern_then_the_weights_say_
 
 CONFIG_REFUSALS = {
     "no_type": ({"peft_type": ...}, "peft_type is nothing"),
-    "vera": ({"peft_type": "VERA"}, "peft_type is 'VERA'; only IA3 and LORA can be read"),
+    "unknown": ({"peft_type": "XLORA"}, "peft_type is 'XLORA'; only "),
     "ia3": ({"peft_type": "IA3"}, "is no ia3_l vector"),
     "task": ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
     "dora": ({"use_dora": True}, "DoRA is not supported"),

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.errors import ConfigError
-from weft.spec.fields import KnownKeywords, at_least, between, refuse_foreign, setting, validate
+from weft.spec.fields import KnownKeywords, above, at_least, between, refuse_foreign, setting, validate
 
 V = TypeVar("V", int, float)
 _FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "mlp.c_proj")
 """What families call the last linear of a feed-forward block."""
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
-AUTO_TARGETS = {"lora": "all-linear", "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})"}
+AUTO_TARGETS = {
+    "lora": "all-linear",
+    "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})",
+    "bottleneck": "all-blocks",
+}
 """What `target_modules: auto` means."""
 
 
@@ -22,7 +26,7 @@ AUTO_TARGETS = {"lora": "all-linear", "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUE
 class AdapterSpec(KnownKeywords):
     """One adapter; the names are PEFT's."""
 
-    method: str = setting("lora", choices=("lora", "ia3"))
+    method: str = setting("lora", choices=("lora", "ia3", "bottleneck"))
     """The PEFT method."""
     r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=("lora",))
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
@@ -32,7 +36,8 @@ class AdapterSpec(KnownKeywords):
     """Dropout on the input of the adapter (never on the frozen branch)."""
     target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
     """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths.
-    `auto`: all-linear for lora; for ia3 keys, values and the last linear of every feed-forward block."""
+    `auto`: all-linear for lora; for ia3 keys, values and the last linear of every feed-forward block; for bottleneck
+    what bottleneck_variant says. Blocks are named like modules: [self_attn, mlp] or `all-blocks`."""
     exclude_modules: str | tuple[str, ...] | None = setting(None)
     """Module names, or one regular expression, to leave out."""
     layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
@@ -55,10 +60,23 @@ class AdapterSpec(KnownKeywords):
     init_ia3_weights: bool = setting(True, methods=("ia3",))
     """true: scales start at 1 and change nothing; false: normal random scales."""
 
+    bottleneck_size: int = setting(
+        64, aliases=("adapter_size", "bottleneck_dim"), rule=at_least(1), methods=("bottleneck",)
+    )
+    """Width of the adapter's inner layer, at most the model's own."""
+    bottleneck_variant: str = setting("houlsby", choices=("houlsby", "pfeiffer"), methods=("bottleneck",))
+    """Where `target_modules: auto` puts it: houlsby behind every attention and MLP block, pfeiffer behind the MLPs."""
+    bottleneck_activation: str = setting(
+        "silu", aliases=("non_linearity",), choices=("silu", "relu", "gelu", "tanh"), methods=("bottleneck",)
+    )
+    """The non-linearity of the inner layer."""
+    bottleneck_scale: float = setting(1.0, aliases=("scaling",), rule=above(0), methods=("bottleneck",))
+    """What the adapter's output is multiplied with before it is added to the block's."""
+
     def __post_init__(self) -> None:
         validate(self)
         if self.target_modules == "auto":
-            object.__setattr__(self, "target_modules", AUTO_TARGETS[self.method])
+            object.__setattr__(self, "target_modules", self._auto_targets())
         refuse_foreign(self, self.method)
         for where, pattern in self._patterns():
             try:
@@ -101,6 +119,11 @@ class AdapterSpec(KnownKeywords):
         if isinstance(named, str):
             return re.fullmatch(named, module) is not None
         return any(module == name or module.endswith(f".{name}") for name in named)
+
+    def _auto_targets(self) -> str:
+        """What `target_modules: auto` means here."""
+        is_pfeiffer = self.method == "bottleneck" and self.bottleneck_variant == "pfeiffer"
+        return r".*\.mlp" if is_pfeiffer else AUTO_TARGETS[self.method]
 
     def _patterns(self) -> list[tuple[str, str]]:
         patterns = [("rank_pattern", p) for p in self.rank_pattern] + [("alpha_pattern", p) for p in self.alpha_pattern]

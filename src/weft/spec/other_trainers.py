@@ -1,4 +1,4 @@
-"""Settings of PEFT, TRL, Axolotl and LLaMA-Factory that Weft knows and does not have.
+"""Settings of PEFT, TRL, Adapters, Axolotl and LLaMA-Factory that Weft knows and does not have.
 
 One with a value that changes nothing here is accepted; any other is refused by name, with what to write instead where
 there is something.
@@ -28,7 +28,7 @@ _PEFT = {
     "lora_bias": ForeignSetting("LoRA with a bias is not supported yet."),
     "bias": ForeignSetting("biases belong to the shared backbone and are not trained; only none is accepted."),
     "task_type": ForeignSetting("only CAUSAL_LM is accepted.", (None, "CAUSAL_LM")),
-    "peft_type": ForeignSetting("name the method by `method`: lora or ia3.", (None,)),
+    "peft_type": ForeignSetting("name the method by `method`, in lower case.", (None,)),
     "inference_mode": ForeignSetting("an adapter that is trained is not in inference mode."),
     "fan_in_fan_out": ForeignSetting("how a weight is stored is found out from the model.", (None, False, True)),
     "modules_to_save": ForeignSetting("whole modules belong to the shared backbone and are not trained.", (*_OFF, [])),
@@ -50,6 +50,9 @@ _TRL = {
     "fsdp": ForeignSetting("FSDP is not used.", (*_OFF, [])),
     "flash_attention": ForeignSetting("attention is chosen by `kernels` of the run.", (None, False, True)),
 }
+_ADAPTERS = {
+    "reduction_factor": ForeignSetting("write `bottleneck_size`: the model's width divided by it."),
+}
 _QUANTISED = "write `quantize` of the run: fp8, int8 or nf4."
 _OTHERS = {
     "load_in_4bit": ForeignSetting(_QUANTISED),
@@ -59,7 +62,7 @@ _OTHERS = {
     "sample_packing": ForeignSetting("samples are always packed, and never see each other.", (None, True, False)),
     "finetuning_type": ForeignSetting("adapters are trained, never the backbone.", (None, "lora")),
 }
-FOREIGN: Mapping[str, ForeignSetting] = {**_PEFT, **_TRL, **_OTHERS}
+FOREIGN: Mapping[str, ForeignSetting] = {**_PEFT, **_TRL, **_ADAPTERS, **_OTHERS}
 """By their names there."""
 
 

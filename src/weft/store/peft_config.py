@@ -15,7 +15,7 @@ from weft.adapters.method import PeftFormat
 from weft.adapters.methods import METHODS, method_of
 from weft.errors import AdapterFileError, ConfigError
 from weft.spec import AdapterSpec
-from weft.spec.fields import describe, read
+from weft.spec.fields import describe, listed, read
 
 
 def config_of(
@@ -37,7 +37,7 @@ def method_named(config: Mapping[str, Any], where: str) -> str:
     kind = config.get("peft_type")
     known = {method.files.peft_type: name for name, method in METHODS.items()}
     if not isinstance(kind, str) or kind not in known:
-        raise AdapterFileError(f"peft_type is {describe(kind)}; only {' and '.join(known)} can be read.", where=where)
+        raise AdapterFileError(f"peft_type is {describe(kind)}; only {listed(list(known))} can be read.", where=where)
     return known[kind]
 
 

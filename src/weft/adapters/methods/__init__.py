@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from weft.adapters.method import CostRanks, Method
+from weft.adapters.methods.bottleneck.method import Bottleneck
 from weft.adapters.methods.ia3.method import Ia3
 from weft.adapters.methods.lora.method import Lora
 from weft.spec import AdapterSpec
 
 METHODS: dict[str, Method] = {
+    "bottleneck": Bottleneck(),
     "ia3": Ia3(),
     "lora": Lora(),
 }

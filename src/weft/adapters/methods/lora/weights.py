@@ -23,6 +23,7 @@ import torch
 
 from weft.adapters.method import SlotWeights
 from weft.adapters.routing import Routing, SlotRows, Window
+from weft.adapters.sample_sums import add_product, joined
 from weft.kernels.dropout import drop, keep_mask
 
 KeptRows = list[tuple[torch.Tensor, torch.Tensor | None]]
@@ -67,7 +68,7 @@ class LoraWeights(SlotWeights):
             if dx_TD is not None:
                 dx_TD[window.own].add_(self._dropped(ds_LR.mm(a_RD), keep_LD)[window.inside])
         shrunk = [s_LR for s_LR, _ in kept]
-        self._accumulate(rows, _joined(inputs), _joined(shrunk), _joined(gradients), dy_TO)
+        self._accumulate(rows, joined(inputs), joined(shrunk), joined(gradients), dy_TO)
 
     def _accumulate(
         self, rows: SlotRows, x_LD: torch.Tensor, s_LR: torch.Tensor, ds_LR: torch.Tensor, dy_TO: torch.Tensor
@@ -75,12 +76,8 @@ class LoraWeights(SlotWeights):
         """Adds dA and dB sample by sample: a sum whose order no microbatch cut can change."""
         for sample in rows.samples:
             dy_LO, own = dy_TO[sample.buffer], sample.slot
-            if dy_TO.dtype is torch.float32:
-                self.grad_b_OR.addmm_(dy_LO.t(), s_LR[own], alpha=self.scale)
-                self.grad_a_RD.addmm_(ds_LR[own].t(), x_LD[own])
-            else:
-                _add_product(self.grad_b_OR, dy_LO, s_LR[own], self.scale)
-                _add_product(self.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
+            add_product(self.grad_b_OR, dy_LO, s_LR[own], self.scale)
+            add_product(self.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
 
     def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B in the type of the activations."""
@@ -96,16 +93,3 @@ class LoraWeights(SlotWeights):
 
     def _dropped(self, x_LD: torch.Tensor, keep_LD: torch.Tensor | None) -> torch.Tensor:
         return x_LD if keep_LD is None else drop(x_LD, keep_LD, self.dropout)
-
-
-def _add_product(grad: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float) -> None:
-    """grad (M, N, fp32) += scale · leftᵀ right of half-precision factors, summed in fp32."""
-    if left_LM.is_cuda:
-        grad.add_(torch.mm(left_LM.t(), right_LN, out_dtype=torch.float32), alpha=scale)
-    else:
-        grad.addmm_(left_LM.t().float(), right_LN.float(), alpha=scale)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """All windows of a slot in one tensor."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,1 @@
+"""Bottleneck adapters: a small layer of their own behind attention and MLP blocks."""
