@@ -78,10 +78,10 @@ def test_auto_when_a_later_row_lacks_a_column_then_names_the_column():
         {"prompt": "a", "completion": "b", "label": True},
     ],
 )
-def test_auto_when_rows_are_judged_answers_then_says_there_is_no_objective_for_them(values: dict[str, Any]):
+def test_auto_when_rows_are_judged_answers_then_names_the_objective_for_them(values: dict[str, Any]):
     found = error_of(values)
     assert found.startswith("train.jsonl line 1: ")
-    assert "needs an objective Weft does not have yet." in found
+    assert "a true/false label is preference data, for objective kto." in found
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_auto_when_another_objective_meets_pairs_then_names_the_one_for_them(val
 
 def test_auto_when_a_later_row_is_a_preference_then_names_its_line():
     found = error_of({"messages": MESSAGES}, {"messages": MESSAGES, "label": True})
-    assert found.startswith("train.jsonl line 2: a true/false label is preference (KTO) data")
+    assert found.startswith("train.jsonl line 2: a true/false label is preference data, for objective kto.")
 
 
 def test_preferences_when_the_format_is_stated_then_the_other_columns_are_read():

@@ -9,10 +9,12 @@ import pytest
 from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, small_job, submit, train
 
 from weft.data.dataset import JobData
+from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, StepDone
 from weft.errors import DataError
 from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference.kto import Kto
 from weft.store.run_dir import RunDirectory, RunRecord
 
 
@@ -24,15 +26,27 @@ def pair_job(name: str = "pairs", **settings):
     return spec, JobData(replace(data.train, objective=Dpo(0.3)), replace(data.eval, objective=Dpo(0.3)))
 
 
+def labelled_job(name: str = "answers"):
+    """The same samples as single answers, of which every other one is good."""
+    spec, data = pair_job(name)
+    assert data.eval is not None
+    train, evaluated = (
+        replace(part, objective=Kto(0.3), samples=Samples.of([s.labelled(i % 2) for i, s in enumerate(part.samples)]))
+        for part in (data.train, data.eval)
+    )
+    return spec, JobData(train, evaluated)
+
+
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
-def test_pairs_when_trained_beside_supervised_jobs_then_both_have_the_bits_of_being_alone(kernels):
+@pytest.mark.parametrize(("make", "start"), [(pair_job, 0.6931), (labelled_job, 0.5)])
+def test_groups_when_trained_beside_supervised_jobs_then_both_have_the_bits_of_being_alone(make, start, kernels):
     neighbours = [small_job(f"n{i}", i) for i in range(2)]
     backbone = random_backbone("llama", kernels=kernels)
-    alone = train(backbone, [pair_job()])["pairs"]
-    together = train(backbone, [neighbours[0], pair_job(), neighbours[1]])
-    assert_same_bits(alone, together["pairs"])
+    alone = train(backbone, [make("mine")])["mine"]
+    together = train(backbone, [neighbours[0], make("mine"), neighbours[1]])
+    assert_same_bits(alone, together["mine"])
     assert_same_bits(train(backbone, neighbours[:1])["n0"], together["n0"])
-    assert alone.losses[0] == pytest.approx(0.6931, abs=1e-3) and alone.losses[-1] < alone.losses[0]
+    assert alone.losses[0] == pytest.approx(start, abs=1e-3) and alone.losses[-1] < alone.losses[0]
 
 
 def test_pairs_when_planned_then_a_global_batch_counts_rows_and_every_group_is_whole():

@@ -12,10 +12,12 @@ from test_exact import BOUND, STEPS, largest_difference, train_with_peft
 from tiny_models import Job, finish, job_spec, random_backbone, random_data, random_model
 
 from weft.data.dataset import JobData
+from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
 from weft.objectives.preference.cpo import Cpo, Orpo, SimPo
 from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference.kto import Kto
 
 LOSSES: dict[str, Any] = {
     "dpo": Dpo(0.4),
@@ -25,6 +27,7 @@ LOSSES: dict[str, Any] = {
     "cpo": Cpo(0.2, alpha=0.5),
     "simpo": SimPo(2.0, gamma=0.3),
     "orpo": Orpo(0.3),
+    "kto": Kto(0.4, desirable_weight=1.5),
 }
 
 
@@ -32,7 +35,10 @@ def pair_job(name: str, seed: int) -> Job:
     """A job on random pairs; an epsilon above the rounding takes chance out of Adam, as in test_exact."""
     spec = job_spec(name, max_steps=STEPS, seed=seed, adapter={"r": 4}, adam_epsilon=1e-3, global_batch_size=3)
     data = random_data(seed, num_samples=16)
-    return spec, JobData(replace(data.train, objective=LOSSES[name]), None)
+    train = replace(data.train, objective=LOSSES[name])
+    if name == "kto":
+        train = replace(train, samples=Samples.of([s.labelled(i % 3 == 0) for i, s in enumerate(train.samples)]))
+    return spec, JobData(train, None)
 
 
 def answer_logprobs(model: Any, samples: list[Any]) -> torch.Tensor:
@@ -47,9 +53,29 @@ def answer_logprobs(model: Any, samples: list[Any]) -> torch.Tensor:
     return (logprobs.gather(2, ids[:, 1:, None])[..., 0] * counted[:, 1:]).sum(dim=1)
 
 
+def kto_loss(model: Any, job: LiveJob, step: int) -> torch.Tensor:
+    """The mean loss of the answers of a global batch, each beside its prompt with the next row's answer."""
+    data, losses = job.data.train, []
+    objective = data.objective
+    assert isinstance(objective, Kto)
+    for group in job.progress.order.batch(step):
+        samples = [member.sample for member in data.members(int(group))[:2]]
+        with torch.no_grad(), model.disable_adapter():
+            references = answer_logprobs(model, samples)
+        gain, other = answer_logprobs(model, samples) - references
+        ahead = objective.beta * (gain - other.detach().clamp(min=0))
+        if samples[0].label:
+            losses.append(objective.desirable_weight * (1 - torch.sigmoid(ahead)))
+        else:
+            losses.append(objective.undesirable_weight * (1 - torch.sigmoid(-ahead)))
+    return torch.stack(losses).mean()
+
+
 def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]:
     """The mean loss of the pairs of a global batch; accuracy is of no interest here."""
     data = job.data.train
+    if isinstance(data.objective, Kto):
+        return kto_loss(model, job, step), 0.0
     samples = [data.samples[i] for group in job.progress.order.batch(step) for i in data.places(group)]
     objective, lengths = data.objective, torch.tensor([s.num_supervised for s in samples])
     sums = answer_logprobs(model, samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.backbone.judge import Groups
+from weft.backbone.judge import Groups, num_judged
 from weft.data.formats import convert_rows
 from weft.data.rows.row import Row
 from weft.objectives.objective import LikelihoodObjective, Objective
@@ -15,6 +15,7 @@ from weft.spec.job import OBJECTIVES as NAMES
 ROWS = {
     "supervised": {"prompt": "a", "completion": "b"},
     "weighted": {"prompt": "a", "completion": "b", "weight": 0.5},
+    "kto": {"prompt": "a", "completion": "b", "label": False},
     **{name: {"prompt": "a", "chosen": "b", "rejected": "c"} for name in ("dpo", "cpo", "simpo", "orpo")},
 }
 """A row that asks for each."""
@@ -49,11 +50,13 @@ def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_lo
     objective = OBJECTIVES[name]
     assert isinstance(objective, LikelihoodObjective)
     generator = torch.Generator().manual_seed(0)
-    lengths_S = torch.tensor([3, 1, 4, 2][: 2 * objective.group_size])
+    size = num_judged(objective)
+    lengths_S = torch.tensor([3, 1, 4, 2][: 2 * size])
     logprobs_N, references_N = -torch.rand(2, int(lengths_S.sum()), generator=generator) * 5
     logprobs_N.requires_grad_()
     read = references_N if objective.reads_reference else None
-    judged = objective.judge(Groups(logprobs_N, read, lengths_S, objective.group_size))
+    labels_GM = torch.tensor([1.0, 0.0])[:, None].expand(2, size) if objective.reads_labels else None
+    judged = objective.judge(Groups(logprobs_N, read, lengths_S, size, labels_GM))
     judged.losses_G.sum().backward()
     assert judged.losses_G.shape == (2,) and all(values.shape == (2,) for values in judged.metrics.values())
     torch.testing.assert_close(judged.weights_N.detach(), -logprobs_N.grad)

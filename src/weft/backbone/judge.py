@@ -25,7 +25,7 @@ class Judgement:
 
     objective: LikelihoodObjective
     learners: tuple[int, ...]
-    """Segments that learn, group by group; the group's loss and metrics are counted to its first."""
+    """Segments with the adapter, group by group; the group's loss and metrics are counted to its first."""
     bare: tuple[int, ...]
     """The same samples' segments without an adapter, where the objective reads them; nothing is counted to these."""
     rows: np.ndarray
@@ -36,11 +36,20 @@ class Judgement:
     """Supervised rows of each sample (S)."""
     shares: np.ndarray
     """What each row's group counts in its job's loss: 1 / divisor of the global batch."""
+    labels: np.ndarray | None
+    """What each sample is labelled as (S), where the objective reads labels."""
 
     @property
     def leaders(self) -> tuple[int, ...]:
         """The first segment of each group."""
-        return self.learners[:: self.objective.group_size]
+        return self.learners[:: num_judged(self.objective)]
+
+    @property
+    def unlearned(self) -> tuple[int, ...]:
+        """Segments that teach nothing: those without an adapter, and prompts with another row's answer."""
+        size, whole = self.objective.group_size, num_judged(self.objective)
+        mismatched = tuple(s for place, s in enumerate(self.learners) if place % whole >= size)
+        return self.bare + mismatched
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +60,8 @@ class Groups:
     references_N: torch.Tensor | None
     lengths_S: torch.Tensor
     group_size: int
+    """M."""
+    labels_GM: torch.Tensor | None = None
 
     def sums(self, values_N: torch.Tensor) -> torch.Tensor:
         """The sum over each sample's rows (G, M): one after the other, whatever lies beside them."""
@@ -103,34 +114,45 @@ def _groups(
     (losses_N, _), _ = loss(hidden_ND[both_N], targets_N[both_N])
     references_N = None if judgement.references is None else -losses_N[num_rows:]
     lengths_S = sent(torch.from_numpy(judgement.lengths), device)
-    groups = Groups(-losses_N[:num_rows], references_N, lengths_S, judgement.objective.group_size)
+    size = num_judged(judgement.objective)
+    labels = judgement.labels
+    labels_GM = None if labels is None else sent(torch.from_numpy(labels), device).view(-1, size)
+    groups = Groups(-losses_N[:num_rows], references_N, lengths_S, size, labels_GM)
     return groups, both_N[:num_rows]
 
 
+def num_judged(objective: LikelihoodObjective) -> int:
+    """Samples of a group that an objective judges together: M."""
+    return objective.group_size * (1 + objective.reads_mismatch)
+
+
 def find_judgements(
-    objectives: Sequence[LikelihoodObjective | None], counts: Sequence[int], weights: Sequence[float]
+    objectives: Sequence[LikelihoodObjective | None],
+    counts: Sequence[int],
+    weights: Sequence[float],
+    labels: Sequence[float],
 ) -> tuple[Judgement, ...]:
     """The groups of segments whose weights depend on log-probabilities.
 
-    Given per segment: its objective, if it has such a one, its supervised rows, and its share of the loss. A group's
-    segments follow each other: first those that learn, then, where the objective reads them, the same without adapter.
+    Given per segment: its objective, if it has such a one, its supervised rows, its share of the loss, and its label.
+    A group's segments follow each other: first those with the adapter, then, where the objective reads them, the same
+    without.
     """
     found: dict[LikelihoodObjective, list[int]] = {}
     for segment, objective in enumerate(objectives):
         if objective is not None:
             found.setdefault(objective, []).append(segment)
-    return tuple(_judgement(segments, objectives, counts, weights) for segments in found.values())
+    return tuple(_judgement(o, segments, counts, weights, labels) for o, segments in found.items())
 
 
 def _judgement(
+    objective: LikelihoodObjective,
     segments: list[int],
-    objectives: Sequence[LikelihoodObjective | None],
     counts: Sequence[int],
     weights: Sequence[float],
+    labels: Sequence[float],
 ) -> Judgement:
-    objective = objectives[segments[0]]
-    assert objective is not None
-    size = objective.group_size
+    size = num_judged(objective)
     whole = size * (1 + objective.reads_reference)
     assert len(segments) % whole == 0, "a group shares a microbatch"
     ends = np.cumsum(counts)
@@ -147,4 +169,5 @@ def _judgement(
         references=np.concatenate([rows[s] for s in others]).astype(np.int64) if others else None,
         lengths=lengths,
         shares=np.repeat(np.array([weights[s] for s in learning], dtype=np.float32), lengths),
+        labels=np.array([labels[s] for s in learning], dtype=np.float32) if objective.reads_labels else None,
     )

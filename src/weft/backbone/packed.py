@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,5 +181,10 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         weights=np.concatenate(weights).astype(np.float32),
         counts=tuple(counts),
         importance=np.concatenate(importance) if is_weighted else None,
-        judgements=find_judgements([item.objective for item in placed], counts, [item.weight for item in placed]),
+        judgements=find_judgements(
+            [item.objective for item in placed],
+            counts,
+            [item.weight for item in placed],
+            [math.nan if item.sample.labels is None else item.sample.label for item in placed],
+        ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,13 +40,15 @@ class PendingScores:
             loss = MetricSum(float(losses[own].sum()), weight)
             found.append({LOSS: loss, ACCURACY: MetricSum(float(hits[own].sum()), count)})
         for judgement, judged, values in zip(self._judgements, self._judged, self._measured, strict=True):
-            for segment in judgement.bare:
-                found[segment] = {}
             for segment in judgement.learners:
                 found[segment] = {ACCURACY: found[segment][ACCURACY]}
+            for segment in judgement.unlearned:
+                found[segment] = {}
             for segment, group in zip(judgement.leaders, values.get().double().t().tolist(), strict=True):
-                sums = {name: MetricSum(value, 1) for name, value in zip([LOSS, *judged.metrics], group, strict=True)}
-                found[segment] = {**found[segment], **sums}
+                loss, *others = group
+                metrics = {name: MetricSum(value, 1) for name, value in zip(judged.metrics, others, strict=True)}
+                known = {name: metric for name, metric in metrics.items() if not math.isnan(metric.total)}
+                found[segment] = {**found[segment], LOSS: MetricSum(loss, 1), **known}
         return found
 
     def losses(self) -> list[float]:

@@ -116,9 +116,14 @@ class Dataset:
         return 2 if self.judge is not None and self.judge.reads_reference else 1
 
     @property
+    def has_mismatches(self) -> bool:
+        """Whether a group's prompt also runs with the next group's answer."""
+        return self.judge is not None and self.judge.reads_mismatch
+
+    @property
     def num_members(self) -> int:
         """Runs that one group asks for."""
-        return self.num_runs * self.objective.group_size
+        return self.num_runs * self.objective.group_size * (1 + self.has_mismatches)
 
     def places(self, index: int) -> range:
         """Where the samples of one group stand among all samples."""
@@ -128,12 +133,37 @@ class Dataset:
     def members(self, index: int) -> tuple[Member, ...]:
         """All that one group asks to run, in one microbatch and in this order."""
         group = [self.samples[i] for i in self.places(index)]
+        if self.has_mismatches:
+            group.append(self._mismatched(index))
         return tuple(Member(sample, is_bare=run > 0) for run in range(self.num_runs) for sample in group)
 
     def member_lengths(self, index: int) -> list[int]:
         """The tokens of each member of one group, in their order."""
         places = self.places(index)
-        return [int(length) for length in self.samples.lengths[places.start : places.stop]] * self.num_runs
+        lengths = [int(length) for length in self.samples.lengths[places.start : places.stop]]
+        if self.has_mismatches:
+            lengths.append(int(self._mismatch_lengths[index]))
+        return lengths * self.num_runs
+
+    def _mismatched(self, index: int) -> Sample:
+        """A group's prompt with the answer of the next group, the last one's with that of the first."""
+        own, other = self.samples[index], self.samples[(index + 1) % self.num_groups]
+        prompt = own.tokens[: min(own.first_supervised, self.summary.length_limit - 1)]
+        answer = slice(other.first_supervised, None)
+        tokens = np.concatenate([prompt, other.tokens[answer]])
+        supervised = np.concatenate([np.zeros(len(prompt), np.bool_), other.supervised[answer]])
+        return Sample(tokens, supervised).cut(self.summary.length_limit)
+
+    @functools.cached_property
+    def _mismatch_lengths(self) -> npt.NDArray[np.int64]:
+        """The tokens of each group's prompt with the next group's answer."""
+        limit = self.summary.length_limit
+        supervised = np.flatnonzero(self.samples.arrays.supervised)
+        starts = self.samples.starts
+        prompts = supervised[np.searchsorted(supervised, starts)] - starts
+        answers = np.roll(self.samples.lengths - prompts, -1)
+        lengths: npt.NDArray[np.int64] = np.minimum(np.minimum(prompts, limit - 1) + answers, limit)
+        return lengths
 
     @functools.cached_property
     def group_tokens(self) -> npt.NDArray[np.int64]:
@@ -144,7 +174,8 @@ class Dataset:
     @property
     def longest_group(self) -> int:
         """Most tokens that have to share a microbatch."""
-        return self.num_runs * int(self.group_tokens.max())
+        tokens = self.group_tokens + self._mismatch_lengths if self.has_mismatches else self.group_tokens
+        return self.num_runs * int(tokens.max())
 
     def subset(self, groups: Iterable[int] | npt.NDArray[np.int64]) -> Dataset:
         """Some of the groups, in order; the account of the rows stays that of the sources."""

@@ -10,9 +10,9 @@
 | tokens | input_ids; optional labels (-100 is not trained), attention_mask |
 
 Further columns are ignored, but for those the job's objective reads. Rows with chosen and rejected answers are read by
-objective dpo, and refused by others; so are rows with a true/false label, unless the job states a format: then the
-other columns are read as that format says. Rows with images, audios or videos are refused likewise; always, where the
-text has a place for one.
+objective dpo, rows with a true/false label by objective kto; others refuse them, unless the job states a format: then
+the other columns are read as that format says. Rows with images, audios or videos are refused likewise; always, where
+the text has a place for one.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _refuse_preferences(row: Row) -> None:
             )
     if isinstance(row.values.get("label"), bool) and detect(row) in ("chat", "sharegpt", "completion"):
         raise DataError(
-            "a true/false label is preference (KTO) data, which needs an objective Weft does not have yet.",
+            "a true/false label is preference data, for objective kto.",
             where=row.where,
             hint="To train on every answer alike, state its data_format.",
         )

@@ -85,6 +85,7 @@ def load_job_data(
 
     train = load("train_data", job.train_sources, job.objective)
     refuse_foreign_objective(job, train.objective.name)
+    _check_labels(train, job)
     if job.eval_data is None:
         data = JobData(train, None)
     elif isinstance(job.eval_data, tuple):
@@ -93,6 +94,17 @@ def load_job_data(
         data = _split(train, job.eval_data, job)
     data = JobData(_of_job(data.train, job), None if data.eval is None else _of_job(data.eval, job))
     return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
+
+
+def _check_labels(data: Dataset, job: JobSpec) -> None:
+    """DataError where answers are to be told apart by true/false labels and all have the same."""
+    labels = data.samples.arrays.labels
+    if data.judge is None or not data.judge.reads_labels or labels is None:
+        return
+    known = labels[~np.isnan(labels)]
+    if known.min() == known.max():
+        found = f"every label is {'true' if known[0] else 'false'}"
+        raise DataError(f"{found}; objective {data.objective.name} needs both.", where=f"{job.name}: train_data")
 
 
 def _of_job(data: Dataset, job: JobSpec) -> Dataset:

@@ -1,4 +1,4 @@
-"""One tokenised example: its token ids, which of them count in the loss, and how much."""
+"""One tokenised example: its token ids, which of them count in the loss, how much, and what they are labelled as."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Sample:
     weights: npt.NDArray[np.float64] | None = None
     """What token i counts in the loss beside others of the job, [L]; a token of weight 0 is not supervised. None, also
     where every weight is 1: all supervised tokens count the same."""
+    labels: npt.NDArray[np.float32] | None = None
+    """What token i is labelled as, for objectives that read labels, [L]; NaN where it has none."""
 
     def __post_init__(self) -> None:
         tokens = np.array(self.tokens, dtype=np.int32)
@@ -32,7 +34,10 @@ class Sample:
             assert weights.shape == tokens.shape and (weights >= 0).all(), "every token has a weight from 0 up"
             supervised &= weights > 0
             weights = None if (weights[supervised] == 1).all() else weights
-        for name, array in (("tokens", tokens), ("supervised", supervised), ("weights", weights)):
+        labels = None if self.labels is None else np.array(self.labels, dtype=np.float32)
+        assert labels is None or labels.shape == tokens.shape, "every token has a label or NaN"
+        arrays = (("tokens", tokens), ("supervised", supervised), ("weights", weights), ("labels", labels))
+        for name, array in arrays:
             if array is not None:
                 array.setflags(write=False)
             object.__setattr__(self, name, array)
@@ -55,11 +60,31 @@ class Sample:
     def cut(self, length: int) -> Sample:
         """The first `length` tokens."""
         weights = None if self.weights is None else self.weights[:length]
-        return Sample(self.tokens[:length], self.supervised[:length], weights)
+        labels = None if self.labels is None else self.labels[:length]
+        return Sample(self.tokens[:length], self.supervised[:length], weights, labels)
+
+    def labelled(self, label: float) -> Sample:
+        """The same tokens, the first supervised one with a label; a sample that has nothing to learn stays as it is."""
+        if not self.num_supervised:
+            return self
+        labels = np.full(self.length, np.nan, dtype=np.float32)
+        labels[self.first_supervised] = label
+        return Sample(self.tokens, self.supervised, self.weights, labels)
+
+    @property
+    def first_supervised(self) -> int:
+        """The first token that counts in the loss."""
+        return int(self.supervised.argmax())
+
+    @property
+    def label(self) -> float:
+        """Its first label; NaN without one."""
+        known = np.empty(0) if self.labels is None else self.labels[~np.isnan(self.labels)]
+        return float(known[0]) if len(known) else float("nan")
 
     def weighted(self, weight: float) -> Sample:
         """The same tokens, each counting `weight` times what it did."""
         if weight == 1:
             return self
         before = np.ones(self.length) if self.weights is None else self.weights
-        return Sample(self.tokens, self.supervised, weight * before)
+        return Sample(self.tokens, self.supervised, weight * before, self.labels)

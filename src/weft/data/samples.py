@@ -29,6 +29,8 @@ class TokenArrays:
     supervised: npt.NDArray[np.bool_]
     weights: npt.NDArray[np.float64] | None = None
     """What each token counts in the loss; None where no sample has weights."""
+    labels: npt.NDArray[np.float32] | None = None
+    """What each token is labelled as, NaN for nothing; None where no sample has labels."""
     known_range: tuple[int, int] | None = None
     """The token range, where somebody has looked already."""
 
@@ -60,10 +62,14 @@ class Samples(Sequence[Sample]):
         weights = None
         if any(sample.weights is not None for sample in given):
             weights = np.concatenate([np.ones(s.length) if s.weights is None else s.weights for s in given])
+        labels = None
+        if any(sample.labels is not None for sample in given):
+            labels = np.concatenate([np.full(s.length, np.nan) if s.labels is None else s.labels for s in given])
         arrays = TokenArrays(
             np.concatenate([np.empty(0, np.int32), *(sample.tokens for sample in given)]),
             np.concatenate([np.empty(0, np.bool_), *(sample.supervised for sample in given)]),
             weights,
+            None if labels is None else labels.astype(np.float32),
         )
         supervised = np.array([sample.num_supervised for sample in given], dtype=np.int64)
         return cls(arrays, np.cumsum(lengths) - lengths, lengths, supervised)
@@ -82,7 +88,8 @@ class Samples(Sequence[Sample]):
             return self.take(np.arange(len(self))[index])
         place = self._place(index)
         weights = None if self.arrays.weights is None else self.arrays.weights[place]
-        return Sample(self.arrays.tokens[place], self.arrays.supervised[place], weights)
+        labels = None if self.arrays.labels is None else self.arrays.labels[place]
+        return Sample(self.arrays.tokens[place], self.arrays.supervised[place], weights, labels)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
@@ -97,7 +104,7 @@ class Samples(Sequence[Sample]):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all lengths, tokens, masks and, for the samples that have any, weights."""
+        """SHA-256 of all lengths, tokens, masks and, for the samples that have any, weights and labels."""
         if self.known_fingerprint is not None:
             return self.known_fingerprint
         digest = hashlib.sha256()
@@ -119,8 +126,12 @@ class Samples(Sequence[Sample]):
             self.arrays.tokens[place].astype("<i4", copy=False).data,
             self.arrays.supervised[place].data,
         ]
-        weights = None if self.arrays.weights is None else self[index].weights
-        return pieces if weights is None else [*pieces, weights.astype("<f8").tobytes()]
+        if self.arrays.weights is None and self.arrays.labels is None:
+            return pieces
+        sample = self[index]
+        further = [None if sample.weights is None else sample.weights.astype("<f8")]
+        further += [None if sample.labels is None else sample.labels.astype("<f4")]
+        return [*pieces, *(array.tobytes() for array in further if array is not None)]
 
     def outside(self, vocabulary: int) -> Integers:
         """The samples that have a token outside 0 to `vocabulary` - 1."""

@@ -25,6 +25,8 @@ class Part:
     values: Mapping[str, Any]
     weight: float = 1.0
     """What its supervised tokens count, beside those of other samples; 0 leaves the sample out."""
+    label: float | None = None
+    """What it is labelled as, for objectives that read labels."""
 
 
 @runtime_checkable
@@ -68,6 +70,11 @@ class GroupRows(Protocol):
         """The same without any adapter, where the objective asks for them."""
         ...
 
+    @property
+    def labels_GM(self) -> Tensor | None:
+        """What each sample is labelled as, where the objective reads labels."""
+        ...
+
     def sums(self, values_N: Tensor) -> Tensor:
         """The sum over each sample's rows (G, M), in an order that no neighbour changes."""
         ...
@@ -85,7 +92,7 @@ class Judged:
     weights_N: Tensor
     """-dloss / dlogprob of every row: what the row's cross entropy counts in the gradient of its group's loss."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Whatever else it measures (G), by name."""
+    """Whatever else it measures (G), by name; NaN for a group that has no such value, which no mean counts."""
 
 
 @runtime_checkable
@@ -94,6 +101,10 @@ class LikelihoodObjective(Objective, Protocol):
 
     reads_reference: ClassVar[bool]
     """Whether a group's samples also run without any adapter, behind the group's own and in the same microbatch."""
+    reads_mismatch: ClassVar[bool]
+    """Whether a group's prompt also runs with the next group's answer, which learns nothing: M is then 2."""
+    reads_labels: ClassVar[bool]
+    """Whether it reads its samples' labels."""
 
     def judge(self, groups: GroupRows) -> Judged:
         """Loss and row weights of all groups of a microbatch, on the device: nothing here may wait for it."""

@@ -8,6 +8,7 @@ from typing import Any
 from weft.objectives.objective import Objective
 from weft.objectives.preference.cpo import Cpo, Orpo, SimPo
 from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference.kto import Kto
 from weft.objectives.supervised import Supervised
 from weft.objectives.weighted import Weighted
 
@@ -17,6 +18,7 @@ OBJECTIVES: dict[str, Objective] = {
     "cpo": Cpo(),
     "simpo": SimPo(),
     "orpo": Orpo(),
+    "kto": Kto(),
     "weighted": Weighted(),
     "supervised": SUPERVISED,
 }

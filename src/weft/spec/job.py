@@ -28,7 +28,7 @@ COLUMNS = (
     *("prompt", "completion", "text", "instruction", "input", "output", "system", "history"),
     *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
 )
-OBJECTIVES = ("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo")
+OBJECTIVES = ("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo", "kto")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tensorboard")
@@ -84,15 +84,16 @@ class JobSpec(KnownKeywords):
     `"Classify: {sentence}"`, or numbers from 1 for tables without a line of names. Default: by their usual names."""
     objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES)
     """What the job learns by: supervised (every supervised token counts the same), weighted (as much as the row's
-    `weight` and its messages' weights say), or pairs of a chosen and a rejected answer: dpo, cpo, simpo or orpo.
-    auto: by the columns; dpo for pairs."""
+    `weight` and its messages' weights say), pairs of a chosen and a rejected answer: dpo, cpo, simpo or orpo, or single
+    answers that are good or bad: kto. auto: by the columns; dpo for pairs."""
     beta: float | None = setting(
         None,
         aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),
         rule=above(0),
-        objectives=("dpo", "cpo", "simpo", "orpo"),
+        objectives=("dpo", "cpo", "simpo", "orpo", "kto"),
     )
-    """How strongly pairs count: dpo's hold on the bare backbone, orpo's share of the odds. Default: 0.1; simpo: 2."""
+    """How strongly preferences count: dpo's and kto's hold on the bare backbone, orpo's share of the odds.
+    Default: 0.1; simpo: 2."""
     loss_type: str = setting(
         "sigmoid",
         aliases=("pref_loss", "dpo_loss_type"),
@@ -108,6 +109,10 @@ class JobSpec(KnownKeywords):
     """What the chosen answer's own loss counts."""
     simpo_gamma: float = setting(0.5, rule=at_least(0), objectives=("simpo",))
     """By how much the chosen answer is to be ahead."""
+    desirable_weight: float = setting(1.0, aliases=("kto_chosen_weight",), rule=above(0), objectives=("kto",))
+    """What a good answer counts."""
+    undesirable_weight: float = setting(1.0, aliases=("kto_rejected_weight",), rule=above(0), objectives=("kto",))
+    """What a bad answer counts."""
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"), is_path=True)

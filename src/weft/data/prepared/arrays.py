@@ -15,7 +15,9 @@ import numpy.typing as npt
 from weft.data.samples import Samples, TokenArrays
 
 FILLED_TOGETHER = 2**20
-"""Ones that are written at a time behind tokens that had no weights."""
+"""Values that are written at a time behind tokens that had none."""
+OPTIONAL: dict[str, tuple[type, float]] = {"weights": (np.float64, 1.0), "labels": (np.float32, np.nan)}
+"""Columns that only some samples have: their type, and what stands for the tokens of the others."""
 
 
 class Column(Protocol):
@@ -103,7 +105,7 @@ class SampleColumns:
         self._all: list[Column] = []
         self._tokens = self._column("tokens", np.int32)
         self._supervised = self._column("supervised", np.bool_)
-        self._weights: Column | None = None
+        self._optional: dict[str, Column] = {}
         self._lengths = self._column("lengths", np.int64)
         self._num_supervised = self._column("num_supervised", np.int64)
         self._rows = self._column("rows", np.int64)
@@ -120,15 +122,10 @@ class SampleColumns:
         smallest, largest = arrays.token_range
         before = self._range or arrays.token_range
         self._range = min(before[0], smallest), max(before[1], largest)
-        if arrays.weights is not None and self._weights is None:
-            self._weights = self._column("weights", np.float64)
-            self._fill_weights(self._num_tokens)
+        for name in OPTIONAL:
+            self._append_optional(name, getattr(arrays, name), len(arrays.tokens))
         self._tokens.append(arrays.tokens)
         self._supervised.append(arrays.supervised)
-        if arrays.weights is not None and self._weights is not None:
-            self._weights.append(arrays.weights)
-        else:
-            self._fill_weights(len(arrays.tokens))
         self._lengths.append(samples.lengths)
         self._num_supervised.append(samples.num_supervised)
         self._rows.append(rows)
@@ -136,8 +133,8 @@ class SampleColumns:
 
     def finish(self) -> tuple[Samples, npt.NDArray[np.int64]]:
         """All samples, and the row of every group."""
-        weights = None if self._weights is None else self._weights.finish()
-        arrays = TokenArrays(self._tokens.finish(), self._supervised.finish(), weights, self._range)
+        optional = {name: column.finish() for name, column in self._optional.items()}
+        arrays = TokenArrays(self._tokens.finish(), self._supervised.finish(), **optional, known_range=self._range)
         fingerprint = self._digest.hexdigest()
         return _samples(arrays, self._lengths.finish(), self._num_supervised.finish(), fingerprint), self._rows.finish()
 
@@ -151,20 +148,30 @@ class SampleColumns:
         self._all.append(made)
         return made
 
-    def _fill_weights(self, number: int) -> None:
-        if self._weights is not None:
-            for first in range(0, number, FILLED_TOGETHER):
-                self._weights.append(np.ones(min(FILLED_TOGETHER, number - first)))
+    def _append_optional(self, name: str, values: npt.NDArray[Any] | None, number: int) -> None:
+        """Adds a column's values, or what stands for them; a column begins with the first samples that have it."""
+        dtype, absent = OPTIONAL[name]
+        if values is not None and name not in self._optional:
+            self._optional[name] = self._column(name, dtype)
+            self._fill(self._optional[name], absent, self._num_tokens)
+        if values is not None:
+            self._optional[name].append(values)
+        elif name in self._optional:
+            self._fill(self._optional[name], absent, number)
+
+    def _fill(self, column: Column, value: float, number: int) -> None:
+        for first in range(0, number, FILLED_TOGETHER):
+            column.append(np.full(min(FILLED_TOGETHER, number - first), value))
 
 
 def open_samples(
     folder: Path, known_range: tuple[int, int], known_fingerprint: str
 ) -> tuple[Samples, npt.NDArray[np.int64]]:
     """Maps samples that were written to a folder, and the row of every group."""
-    path = folder / "weights.npy"
-    weights = open_column(path) if path.exists() else None
+    paths = {name: folder / f"{name}.npy" for name in OPTIONAL}
+    optional = {name: open_column(path) for name, path in paths.items() if path.exists()}
     tokens, supervised = open_column(folder / "tokens.npy"), open_column(folder / "supervised.npy")
-    arrays = TokenArrays(tokens, supervised, weights, known_range)
+    arrays = TokenArrays(tokens, supervised, **optional, known_range=known_range)
     lengths, num_supervised = open_column(folder / "lengths.npy"), open_column(folder / "num_supervised.npy")
     return _samples(arrays, lengths, num_supervised, known_fingerprint), open_column(folder / "rows.npy")
 

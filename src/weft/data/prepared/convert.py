@@ -7,9 +7,10 @@ after the other or side by side.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,14 @@ class ConvertedChunk:
         return cls(Samples.of([]), np.empty(0, np.int64), Account(), "", objective=name, claimed=name)
 
 
+class RowGroups(NamedTuple):
+    """What became of one row."""
+
+    groups: list[list[Sample]]
+    is_told_apart: bool
+    """Whether the objective made several groups of it."""
+
+
 @dataclass(frozen=True)
 class Converter:
     """Converts rows for one tokenizer and one way of reading data."""
@@ -88,7 +97,7 @@ class Converter:
         found, forms, groups = _convert(rows, chosen, settings.data_format, first_format, self.renderer)
         sieve = Sieve(settings.max_length, settings.long_samples)
         for row, of_row in zip(rows, groups, strict=True):
-            sieve.take_row(of_row, row.where)
+            sieve.take_row(of_row.groups, row.where, is_told_apart=of_row.is_told_apart)
         if self.renderer.ignores_tools:
             sieve.account.num_without_tools = sum(1 for form in forms if isinstance(form, Conversation) and form.tools)
         return ConvertedChunk(
@@ -109,18 +118,21 @@ def is_before(one: Objective, other: Objective) -> bool:
 
 def _convert(
     rows: Sequence[Row], objective: Objective, data_format: str, first_format: str | None, renderer: Renderer
-) -> tuple[str, list[Form], list[list[list[Sample]]]]:
+) -> tuple[str, list[Form], list[RowGroups]]:
     """The format of the rows, the forms of their parts, and the groups of samples of each row."""
-    parts = [(row.where, part) for row in rows for part in objective.parts(row.values, row.where)]
+    of_rows = [objective.parts(row.values, row.where) for row in rows]
+    parts = [(row.where, part) for row, several in zip(rows, of_rows, strict=True) for part in several]
     made = [Row(part.values, where) for where, part in parts]
     if objective.remakes_rows:
         _check_stated(data_format, objective)
         data_format = "auto"
     found, forms = convert_rows(made, data_format, first_format=first_format)
     pairs = zip(parts, make_samples(made, forms, renderer), strict=True)
-    samples = [[_weighted(s, part, objective, where) for s in several] for (where, part), several in pairs]
-    size = objective.group_size
-    groups = [_groups(samples[i * size : (i + 1) * size], objective, row.where) for i, row in enumerate(rows)]
+    samples = iter([[_counted(s, part, objective, where) for s in several] for (where, part), several in pairs])
+    groups = [
+        _groups(list(itertools.islice(samples, len(several))), objective, row.where)
+        for row, several in zip(rows, of_rows, strict=True)
+    ]
     return found, forms, groups
 
 
@@ -148,10 +160,10 @@ def make_samples(rows: Sequence[Row], forms: Sequence[Form], renderer: Renderer)
             yield [next(tokenised) for _ in several]
 
 
-def _groups(parts: Sequence[Sequence[Sample]], objective: Objective, where: str) -> list[list[Sample]]:
+def _groups(parts: Sequence[Sequence[Sample]], objective: Objective, where: str) -> RowGroups:
     """The groups that a row's parts make: each sample by itself, or one group of what belongs together."""
     if objective.group_size == 1:
-        return [[sample] for part in parts for sample in part]
+        return RowGroups([[sample] for part in parts for sample in part], len(parts) > 1)
     if any(len(part) > 1 for part in parts):
         raise DataError(
             f"has several answers that the chat template shows otherwise once later turns follow, and objective "
@@ -159,14 +171,15 @@ def _groups(parts: Sequence[Sequence[Sample]], objective: Objective, where: str)
             where=where,
             hint="Set mask_history to train the last answer only, or another chat_template.",
         )
-    return [[part[0] for part in parts]]
+    return RowGroups([[part[0] for part in parts]], is_told_apart=False)
 
 
-def _weighted(sample: Sample, part: Part, objective: Objective, where: str) -> Sample:
-    """The sample as much as it counts; weights that the job's objective would not name are a DataError."""
+def _counted(sample: Sample, part: Part, objective: Objective, where: str) -> Sample:
+    """The sample as much as it counts, with its label; weights that its objective would not name are a DataError."""
     if objective is SUPERVISED and sample.weights is not None:
         raise DataError(
             "messages have weights besides 0 and 1, which objective supervised does not know; set it to weighted.",
             where=where,
         )
-    return sample.weighted(part.weight)
+    sample = sample.weighted(part.weight)
+    return sample if part.label is None else sample.labelled(part.label)

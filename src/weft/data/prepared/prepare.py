@@ -155,6 +155,6 @@ def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[
         yield f"objective {chosen.name}, by the columns"
     if account.num_without_tools:
         yield f"the chat template has no place for tools: {account.num_without_tools:,} rows go without theirs"
-    if account.num_split:
+    if account.num_split > account.num_told_apart:
         num_samples = account.num_groups - account.num_rows + account.num_split
         yield SPLIT_NOTE.format(account.num_split, num_samples)

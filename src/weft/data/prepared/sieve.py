@@ -16,6 +16,8 @@ class Account:
     num_rows: int = 0
     num_split: int = 0
     """Rows of several groups."""
+    num_told_apart: int = 0
+    """Those among them whose groups are what the objective made of them, not the chat template."""
     num_groups: int = 0
     num_truncated: int = 0
     num_dropped_long: int = 0
@@ -53,7 +55,7 @@ class Sieve:
     rows: list[int] = field(default_factory=list)
     """The row of every group that was kept."""
 
-    def take_row(self, groups: Sequence[Sequence[Sample]], where: str) -> None:
+    def take_row(self, groups: Sequence[Sequence[Sample]], where: str, *, is_told_apart: bool = False) -> None:
         """Keeps, cuts or drops the groups of one row; with long_samples `error` a long one is a DataError."""
         account = self.account
         for group in groups:
@@ -64,6 +66,7 @@ class Sieve:
                 self.rows.append(account.num_rows)
         account.num_rows += 1
         account.num_split += len(groups) > 1
+        account.num_told_apart += is_told_apart
 
     def _take(self, group: Sequence[Sample], where: str) -> None:
         longest = max(sample.length for sample in group)

@@ -17,6 +17,8 @@ class Pairs:
 
     group_size: ClassVar[int] = 2
     remakes_rows: ClassVar[bool] = True
+    reads_mismatch: ClassVar[bool] = False
+    reads_labels: ClassVar[bool] = False
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """Only a job that names the objective has it."""
