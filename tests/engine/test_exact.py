@@ -63,7 +63,11 @@ def jobs() -> list[Job]:
     return [*made, (weighted, weighted_data(random_data(len(made))))]
 
 
-NAMES = {"lora": ("lora_A", "lora_B"), "ia3": ("ia3_l",)}
+NAMES = {
+    "lora": ("lora_A", "lora_B"),
+    "dora": ("lora_A", "lora_B", "lora_magnitude_vector"),
+    "ia3": ("ia3_l",),
+}
 """What PEFT calls the tensors of a module."""
 
 
@@ -90,6 +94,7 @@ def peft_config(job: LiveJob, start: Tensors, family: str) -> Any:
         rank_pattern=adapter.rank_pattern,
         alpha_pattern=adapter.alpha_pattern,
         use_rslora=adapter.use_rslora,
+        use_dora=adapter.method == "dora",
         fan_in_fan_out=family == "gpt2",
     )
 
@@ -177,7 +182,7 @@ def largest_difference(mine: Tensors, other: Tensors) -> float:
     )
 
 
-def assert_equal_peft(name: str, kernels: str, given: list[Job]) -> dict[str, Outcome]:
+def assert_equal_peft(name: str, kernels: str, given: list[Job], loss_of: LossOf = peft_loss) -> dict[str, Outcome]:
     """Trains jobs together, and each again by PEFT alone."""
     plain = random_model(name)
     plain.set_attn_implementation("eager")
@@ -187,7 +192,7 @@ def assert_equal_peft(name: str, kernels: str, given: list[Job]) -> dict[str, Ou
     starts = {job: engine.executor.adapter_of(job) for job in engine.jobs}
     outcomes: dict[str, Outcome] = finish(engine)
     for job, live in engine.jobs.items():
-        expected, losses, accuracies = train_with_peft(plain, live, starts[job])
+        expected, losses, accuracies = train_with_peft(plain, live, starts[job], loss_of)
         assert len(outcomes[job].losses) == live.spec.max_steps
         assert outcomes[job].losses == pytest.approx(losses, rel=BOUND)
         assert outcomes[job].accuracies == accuracies

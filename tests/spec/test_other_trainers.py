@@ -15,7 +15,7 @@ from weft.spec.run import BackboneSpec
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"use_dora": True}, "use_dora: DoRA is not supported yet."),
+        ({"lora_bias": True}, "lora_bias: LoRA with a bias is not supported yet."),
         ({"bias": "all"}, "bias: biases belong to the shared backbone"),
         ({"task_type": "SEQ_CLS"}, "task_type: only CAUSAL_LM is accepted."),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: whole modules belong to the shared backbone"),
@@ -30,7 +30,7 @@ def test_setting_when_it_is_another_trainers_then_refused_by_name(settings, says
 
 
 def test_setting_when_its_value_changes_nothing_then_accepted():
-    harmless = {"bias": "none", "task_type": "CAUSAL_LM", "use_dora": False, "modules_to_save": None}
+    harmless = {"bias": "none", "task_type": "CAUSAL_LM", "lora_bias": False, "modules_to_save": None}
     assert read(AdapterSpec, {"r": 4, **harmless}) == AdapterSpec(r=4)
     given = {"name": "a", "train_data": "x", "gradient_checkpointing": True, "packing": False, "load_in_4bit": False}
     assert read(JobSpec, given) == JobSpec("a", ("x",))
@@ -42,8 +42,8 @@ def test_jobs_file_when_it_has_settings_of_others_then_they_are_answered_as_such
         return run_from_mapping({"base_model": "tiny", "jobs": [job]})
 
     run(task_type="CAUSAL_LM", bias="none")
-    with pytest.raises(ConfigError, match="use_dora: DoRA is not supported yet"):
-        run(use_dora=True)
+    with pytest.raises(ConfigError, match="lora_bias: LoRA with a bias is not supported yet"):
+        run(lora_bias=True)
 
 
 @pytest.mark.parametrize("spec", [AdapterSpec, JobSpec, BackboneSpec])

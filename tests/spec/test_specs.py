@@ -41,7 +41,7 @@ def test_adapter_when_patterns_match_then_the_first_gives_rank_alpha_and_scale()
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj: must be at least 1, got 0."),
         ({"alpha_pattern": {"q_proj": "inf"}}, "alpha_pattern.q_proj: expected a finite number, got inf."),
         ({"r": 3, "init_lora_weights": "orthogonal"}, "init_lora_weights: orthogonal needs even ranks."),
-        ({"method": "dora"}, "method: got 'dora'; accepted are lora, ia3, bottleneck."),
+        ({"method": "adalora"}, "method: got 'adalora'; accepted are lora, dora, ia3, bottleneck."),
     ],
 )
 def test_adapter_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
@@ -130,14 +130,14 @@ def test_memory_limit_when_written_in_any_way_then_is_a_share_of_the_gpu(limit: 
     ],
 )
 def test_adapter_when_a_setting_is_another_methods_then_it_is_refused(settings, where):
-    owner, method = ("lora", "ia3") if "method" in settings else ("ia3", "lora")
+    owner, method = ("lora and dora", "ia3") if "method" in settings else ("ia3", "lora")
     with pytest.raises(ConfigError) as caught:
         AdapterSpec(**settings)
     assert (caught.value.where, caught.value.message) == (where, f"is a setting of {owner}; the method is {method}.")
 
 
 def test_job_when_loraplus_is_asked_of_ia3_then_it_is_refused():
-    with pytest.raises(ConfigError, match="is a setting of lora; the method is ia3"):
+    with pytest.raises(ConfigError, match="is a setting of lora and dora; the method is ia3"):
         JobSpec("a", ("rows",), adapter=AdapterSpec(method="ia3"), loraplus_lr_ratio=4.0)
 
 

@@ -154,7 +154,7 @@ CONFIG_REFUSALS = {
     "unknown": ({"peft_type": "XLORA"}, "peft_type is 'XLORA'; only "),
     "ia3": ({"peft_type": "IA3"}, "is no ia3_l vector"),
     "task": ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
-    "dora": ({"use_dora": True}, "DoRA is not supported"),
+    "dora": ({"use_dora": True}, "lora_magnitude_vector of "),
     "lora_bias": ({"lora_bias": True}, "LoRA with a bias"),
     "bias": ({"bias": "all"}, "trains biases of the shared backbone"),
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, "would replace those of the shared backbone"),

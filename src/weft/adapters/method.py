@@ -130,6 +130,8 @@ class PeftFormat(Protocol):
 
     peft_type: str
     """What adapter_config.json calls the method."""
+    marker: str | None
+    """The key that is on in its files alone, where another method has the same peft_type."""
     in_peft: bool
     """Whether PEFT has the method; where it has not, only Weft reads the files."""
     title: str

@@ -51,6 +51,11 @@ class SlotRows:
     windows: tuple[Window, ...]
     """They cover the samples; all have one size, so near the end of the buffer one begins earlier."""
 
+    @property
+    def own(self) -> slice:
+        """All of the slot's rows, among those of the buffer, where they lie side by side."""
+        return slice(self.samples[0].buffer.start, self.samples[-1].buffer.stop)
+
 
 def slot_rows(slot: int, segments: Sequence[Rows], window: int | None, num_rows: int) -> SlotRows:
     """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of them all."""

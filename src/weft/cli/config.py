@@ -18,6 +18,7 @@ from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 from weft.report.console import output_console
 from weft.spec import AdapterSpec, RunSpec, load_run
+from weft.spec.adapter import LORA_KINDS
 from weft.spec.fields import without_foreign
 from weft.spec.load_sweep import load_sweep
 from weft.spec.sweep import resolved_sweep
@@ -61,7 +62,7 @@ def resolved(run: RunSpec) -> dict[str, Any]:
     for job, spec in zip(values["jobs"], run.jobs, strict=True):
         job["global_batch_size"] = spec.batch_size
         job["adapter"] = without_foreign(AdapterSpec, job["adapter"], spec.adapter.method)
-        if spec.adapter.method == "lora":
+        if spec.adapter.method in LORA_KINDS:
             job["adapter"]["lora_alpha"] = spec.adapter.default_alpha
     # The jobs are by far the longest part; the short settings read better above them.
     return {key: values[key] for key in sorted(values, key=lambda key: key == "jobs")}

@@ -156,10 +156,10 @@ def _measured(job: JobReport) -> list[Cell]:
 
 
 def _rank(job: JobReport) -> str:
-    """The rank, or the method that has none."""
-    if job.method != "lora":
-        return job.method
-    return readable.NOTHING if job.rank is None else str(job.rank)
+    """The rank, and the method if it is not LoRA."""
+    rank = "" if job.rank is None else str(job.rank)
+    method = "" if job.method == "lora" else job.method
+    return " ".join(part for part in (method, rank) if part) or readable.NOTHING
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from weft.engine.events import own_metrics
 from weft.errors import StorageError
 from weft.objectives.metrics import HEADLINES
 from weft.spec import AdapterSpec
+from weft.spec.adapter import LORA_KINDS
 from weft.spec.fields import without_foreign
 from weft.wall_clock import TimeSplit
 
@@ -166,8 +167,8 @@ class JobReport:
 
     @property
     def rank(self) -> int | None:
-        """The rank of its adapter, if that is a LoRA."""
-        rank = number(self._adapter.get("r")) if self.method == "lora" else None
+        """The rank of its adapter, if its method has one."""
+        rank = number(self._adapter.get("r")) if self.method in LORA_KINDS else None
         return int(rank) if rank is not None else None
 
     @property

@@ -14,8 +14,10 @@ V = TypeVar("V", int, float)
 _FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "mlp.c_proj")
 """What families call the last linear of a feed-forward block."""
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
+LORA_KINDS = ("lora", "dora")
+"""Methods with LoRA's two matrices, and its settings."""
 AUTO_TARGETS = {
-    "lora": "all-linear",
+    **dict.fromkeys(LORA_KINDS, "all-linear"),
     "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})",
     "bottleneck": "all-blocks",
 }
@@ -26,30 +28,32 @@ AUTO_TARGETS = {
 class AdapterSpec(KnownKeywords):
     """One adapter; the names are PEFT's."""
 
-    method: str = setting("lora", choices=("lora", "ia3", "bottleneck"))
-    """The PEFT method."""
-    r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=("lora",))
+    method: str = setting("lora", choices=("lora", "dora", "ia3", "bottleneck"))
+    """The PEFT method. dora is LoRA with a learned length of each row of the weights."""
+    r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=LORA_KINDS)
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
-    lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0), methods=("lora",))
+    lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0), methods=LORA_KINDS)
     """Strength of the update: it is scaled by lora_alpha / r. Default: twice r."""
-    lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1), methods=("lora",))
+    lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1), methods=LORA_KINDS)
     """Dropout on the input of the adapter (never on the frozen branch)."""
     target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
     """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths.
-    `auto`: all-linear for lora; for ia3 keys, values and the last linear of every feed-forward block; for bottleneck
-    what bottleneck_variant says. Blocks are named like modules: [self_attn, mlp] or `all-blocks`."""
+    `auto`: all-linear for lora and dora; for ia3 keys, values and the last linear of every feed-forward block; for
+    bottleneck what bottleneck_variant says. Blocks are named like modules: [self_attn, mlp] or `all-blocks`."""
     exclude_modules: str | tuple[str, ...] | None = setting(None)
     """Module names, or one regular expression, to leave out."""
     layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
     """Indices of the layers to adapt. Default: all."""
-    rank_pattern: dict[str, int] = setting(factory=dict, methods=("lora",))
+    rank_pattern: dict[str, int] = setting(factory=dict, methods=LORA_KINDS)
     """Other ranks for some modules: a regular expression that ends a module path, mapped to its rank."""
-    alpha_pattern: dict[str, float] = setting(factory=dict, methods=("lora",))
+    alpha_pattern: dict[str, float] = setting(factory=dict, methods=LORA_KINDS)
     """Other alphas for some modules, as rank_pattern."""
-    use_rslora: bool = setting(False, aliases=("rslora",), methods=("lora",))
+    use_rslora: bool = setting(False, aliases=("rslora",), methods=LORA_KINDS)
     """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r."""
+    use_dora: bool = setting(False, methods=("lora",))
+    """PEFT's way to write `method: dora`."""
     init_lora_weights: bool | str = setting(
-        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal"), methods=("lora",)
+        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal"), methods=LORA_KINDS
     )
     """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
     product (even ranks); false: random A and B, so the adapter starts with an effect."""
@@ -75,6 +79,10 @@ class AdapterSpec(KnownKeywords):
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.use_dora and self.method == "lora":
+            object.__setattr__(self, "method", "dora")
+        if self.method == "dora":
+            object.__setattr__(self, "use_dora", False)
         if self.target_modules == "auto":
             object.__setattr__(self, "target_modules", self._auto_targets())
         refuse_foreign(self, self.method)

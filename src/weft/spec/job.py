@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from weft.errors import ConfigError
-from weft.spec.adapter import AdapterSpec
+from weft.spec.adapter import LORA_KINDS, AdapterSpec
 from weft.spec.fields import (
     KnownKeywords,
     above,
@@ -144,7 +144,7 @@ class JobSpec(KnownKeywords):
     """AdamW's epsilon."""
     max_grad_norm: float = setting(1.0, aliases=("gradient_clipping",), rule=at_least(0))
     """Clip this job's gradient to this norm; 0 turns clipping off."""
-    loraplus_lr_ratio: float | None = setting(None, rule=above(0), methods=("lora",))
+    loraplus_lr_ratio: float | None = setting(None, rule=above(0), methods=LORA_KINDS)
     """LoRA+: the learning rate of B is this many times that of A."""
 
     max_length: int = setting(1024, aliases=("cutoff_len", "sequence_len", "max_seq_length"), rule=at_least(2))

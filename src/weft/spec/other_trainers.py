@@ -24,7 +24,6 @@ class ForeignSetting:
 
 
 _PEFT = {
-    "use_dora": ForeignSetting("DoRA is not supported yet."),
     "lora_bias": ForeignSetting("LoRA with a bias is not supported yet."),
     "bias": ForeignSetting("biases belong to the shared backbone and are not trained; only none is accepted."),
     "task_type": ForeignSetting("only CAUSAL_LM is accepted.", (None, "CAUSAL_LM")),

@@ -35,10 +35,13 @@ def config_of(
 def method_named(config: Mapping[str, Any], where: str) -> str:
     """The method of a PEFT config, by our name; AdapterFileError if we have none such."""
     kind = config.get("peft_type")
-    known = {method.files.peft_type: name for name, method in METHODS.items()}
-    if not isinstance(kind, str) or kind not in known:
-        raise AdapterFileError(f"peft_type is {describe(kind)}; only {listed(list(known))} can be read.", where=where)
-    return known[kind]
+    known = {name: method.files for name, method in METHODS.items()}
+    of_kind = {name: files for name, files in known.items() if files.peft_type == kind}
+    if not of_kind:
+        kinds = sorted({files.peft_type for files in known.values()})
+        raise AdapterFileError(f"peft_type is {describe(kind)}; only {listed(kinds)} can be read.", where=where)
+    marked = (name for name, files in of_kind.items() if files.marker is not None and config.get(files.marker))
+    return next(marked, None) or next(name for name, files in of_kind.items() if files.marker is None)
 
 
 def spec_of(config: Mapping[str, Any], module_paths: Collection[str], *, where: str) -> AdapterSpec:

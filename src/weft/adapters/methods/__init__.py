@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from weft.adapters.method import CostRanks, Method
 from weft.adapters.methods.bottleneck.method import Bottleneck
+from weft.adapters.methods.dora.method import Dora
 from weft.adapters.methods.ia3.method import Ia3
 from weft.adapters.methods.lora.method import Lora
 from weft.spec import AdapterSpec
 
 METHODS: dict[str, Method] = {
     "bottleneck": Bottleneck(),
+    "dora": Dora(),
     "ia3": Ia3(),
     "lora": Lora(),
 }

@@ -25,6 +25,7 @@ class BottleneckFiles:
     """What Weft writes of a bottleneck."""
 
     peft_type = "BOTTLENECK"
+    marker: str | None = None
     in_peft = False
     title = "bottleneck"
     suffixes: Mapping[str, str] = {

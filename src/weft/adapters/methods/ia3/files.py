@@ -29,6 +29,7 @@ class Ia3Files:
     """What PEFT's IA³ writes."""
 
     peft_type = "IA3"
+    marker: str | None = None
     in_peft = True
     title = "IA³"
     suffixes: Mapping[str, str] = {"ia3_l": "ia3_l"}

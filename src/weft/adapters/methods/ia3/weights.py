@@ -33,7 +33,7 @@ class OutputScale(SlotWeights):
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> torch.Tensor:
         """Scales y; keeps what it was."""
-        product_LO = y_TO[_own(rows)].clone()
+        product_LO = y_TO[rows.own].clone()
         _scale(y_TO, self.l_O1, rows)
         return product_LO
 
@@ -75,14 +75,9 @@ class InputScale(SlotWeights):
         _scale(dx_TD, self.l_1D, rows)
 
 
-def _own(rows: SlotRows) -> slice:
-    """The rows of the slot, which lie side by side."""
-    return slice(rows.samples[0].buffer.start, rows.samples[-1].buffer.stop)
-
-
 def _scale(x_TN: torch.Tensor, l: torch.Tensor, rows: SlotRows) -> None:  # noqa: E741
     """Multiplies the slot's rows of x in place."""
-    own_LN = x_TN[_own(rows)]
+    own_LN = x_TN[rows.own]
     own_LN.copy_(own_LN.float() * l.flatten())
 
 

@@ -58,7 +58,6 @@ DEFAULTS: dict[str, Any] = {
 }
 
 _REFUSED = {
-    "use_dora": "DoRA is not supported yet",
     "lora_bias": "LoRA with a bias is not supported yet",
     "trainable_token_indices": "it changes rows of the shared backbone's embedding",
     "layer_replication": "it changes the layers of the shared backbone",
@@ -81,6 +80,7 @@ class LoraFiles:
     """What PEFT's LoRA writes."""
 
     peft_type = "LORA"
+    marker: str | None = None
     in_peft = True
     title = "LoRA"
     suffixes: Mapping[str, str] = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
@@ -155,7 +155,7 @@ class LoraFiles:
         if "lora_embedding_" in name:
             return "an adapter on an embedding; only linear layers can be adapted"
         if "lora_magnitude_vector" in name:
-            return "which is DoRA's; DoRA is not supported yet"
+            return "which is DoRA's, but use_dora of its config is off"
         if name.endswith(".lora_B.bias"):
             return "a LoRA bias, which is not supported yet"
         return "which is neither a lora_A nor a lora_B weight"

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from weft.adapters.method import Attachment, CostRanks, LinearShape, ModuleTensors, PeftFormat, Place
+from weft.adapters.method import (
+    Attachment,
+    CostRanks,
+    KernelCopy,
+    LinearShape,
+    ModuleTensors,
+    PeftFormat,
+    Place,
+    SlotWeights,
+)
 from weft.adapters.methods.lora.compute_copy import ComputeCopy
 from weft.adapters.methods.lora.files import LoraFiles
 from weft.adapters.methods.lora.weights import LoraWeights
@@ -49,7 +58,7 @@ class Lora:
 
     def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
         """PEFT's starting values of A and B, by `init_lora_weights`."""
-        shape_a, shape_b = self.shapes(spec, path, (place.out_features, place.in_features))
+        shape_a, shape_b = self.shapes(spec, path, (place.out_features, place.in_features))[:2]
         rank, num_in = shape_a
 
         def uniform(shape: tuple[int, ...]) -> torch.Tensor:
@@ -70,8 +79,12 @@ class Lora:
 
     def weights(
         self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
-    ) -> LoraWeights:
+    ) -> SlotWeights:
         """A and B of one module with their gradients."""
+        return self.lora_weights(spec, path, params, grads)
+
+    def lora_weights(self, spec: AdapterSpec, path: str, params: ModuleTensors, grads: ModuleTensors) -> LoraWeights:
+        """The same, for methods with more than A and B."""
         (a_RD, b_OR), (grad_a_RD, grad_b_OR) = params, grads
         return LoraWeights(
             a_RD=a_RD,
@@ -87,7 +100,7 @@ class Lora:
         """B's learning rate is higher with LoRA+."""
         return 1.0, job.loraplus_lr_ratio or 1.0
 
-    def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> ComputeCopy:
+    def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """A and scale · B in the type of the activations."""
         return ComputeCopy(adapter, dtype)
 

@@ -49,8 +49,8 @@ class LoraWeights(SlotWeights):
         a_DR, b_RO = a_RD.t(), b_OR.t()
         kept: KeptRows = []
         for window in rows.windows:
-            keep_LD = self._keep(window, routing, x_TD.shape[1])
-            s_LR = self._dropped(x_TD[window.computed], keep_LD).mm(a_DR)
+            keep_LD = self.keep(window, routing, x_TD.shape[1])
+            s_LR = self.dropped(x_TD[window.computed], keep_LD).mm(a_DR)
             y_TO[window.own].add_(s_LR.mm(b_RO)[window.inside], alpha=self.scale)
             kept.append((s_LR[window.inside], keep_LD))
         return kept
@@ -63,10 +63,10 @@ class LoraWeights(SlotWeights):
         inputs, gradients = [], []
         for window, (_, keep_LD) in zip(rows.windows, kept, strict=True):
             ds_LR = dy_TO[window.computed].mm(b_OR).mul_(self.scale)
-            inputs.append(self._dropped(x_TD[window.computed], keep_LD)[window.inside])
+            inputs.append(self.dropped(x_TD[window.computed], keep_LD)[window.inside])
             gradients.append(ds_LR[window.inside])
             if dx_TD is not None:
-                dx_TD[window.own].add_(self._dropped(ds_LR.mm(a_RD), keep_LD)[window.inside])
+                dx_TD[window.own].add_(self.dropped(ds_LR.mm(a_RD), keep_LD)[window.inside])
         shrunk = [s_LR for s_LR, _ in kept]
         self._accumulate(rows, joined(inputs), joined(shrunk), joined(gradients), dy_TO)
 
@@ -85,11 +85,12 @@ class LoraWeights(SlotWeights):
             return self.a_RD, self.b_OR
         return self.a_RD.to(dtype), self.b_OR.to(dtype)
 
-    def _keep(self, window: Window, routing: Routing, num_features: int) -> torch.Tensor | None:
+    def keep(self, window: Window, routing: Routing, num_features: int) -> torch.Tensor | None:
         """The dropout mask of a window on this module; None where nothing is dropped."""
         if self.dropout == 0 or routing.dropout_keys_T is None:
             return None
         return keep_mask(routing.dropout_keys_T[window.computed], self.key, num_features, self.dropout)
 
-    def _dropped(self, x_LD: torch.Tensor, keep_LD: torch.Tensor | None) -> torch.Tensor:
+    def dropped(self, x_LD: torch.Tensor, keep_LD: torch.Tensor | None) -> torch.Tensor:
+        """The rows with the dropout mask, if there is one."""
         return x_LD if keep_LD is None else drop(x_LD, keep_LD, self.dropout)

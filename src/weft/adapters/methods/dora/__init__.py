@@ -1,0 +1,1 @@
+"""DoRA: LoRA whose updated weight has learned lengths of its rows."""
