@@ -16,7 +16,7 @@ from weft.engine.events import Event, JobFailed, JobStarted, StepDone
 from weft.engine.recorder import RunRecorder
 from weft.execute import local
 from weft.execute.microbatch import ExecutedJob
-from weft.execute.optimizer import Optimizer
+from weft.execute.optimizers.adamw import AdamW
 from weft.execute.protocol import ReplicaFaultError
 from weft.execute.weights import JobWeights
 from weft.job_state import ReasonCode
@@ -282,8 +282,8 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
     "its seat": (local.LocalExecutor, "seat", lambda executor, job: job, 0),
     "its first sample": (ExecutedJob, "place", lambda executed, segment: executed.given, 0),
     "a later sample": (ExecutedJob, "place", lambda executed, segment: executed.given, 7),
-    "its first step": (Optimizer, "step", lambda optimizer, is_finite: optimizer, 0),
-    "a later step": (Optimizer, "step", lambda optimizer, is_finite: optimizer, 3),
+    "its first step": (AdamW, "step", lambda optimizer, is_finite: optimizer, 0),
+    "a later step": (AdamW, "step", lambda optimizer, is_finite: optimizer, 3),
     "its first checkpoint": (RunRecorder, "start_checkpoint", lambda keeper, job, *_: job, 0),
     "its end": (local.LocalExecutor, "use_best", lambda executor, job: job, 0),
 }

@@ -64,6 +64,19 @@ def test_job_when_the_batch_is_stated_in_any_way_then_its_size_is_the_product(se
     assert job(**settings).batch_size == size
 
 
+@pytest.mark.parametrize(
+    ("given", "kind"), [("adamw_torch_fused", "adamw"), ("lion_32bit", "lion"), ("adafactor", "adafactor")]
+)
+def test_job_when_its_optimizer_has_transformers_name_then_is_ours(given: str, kind: str):
+    assert job(optim=given).optim == kind
+
+
+def test_job_when_its_optimizer_is_misspelt_then_hears_which_was_meant():
+    with pytest.raises(ConfigError) as caught:
+        job(optim="adamw_torch_fuse")
+    assert caught.value.hint == "Did you mean adamw_torch_fused?"
+
+
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up", "a b", "x" * 65, "é"])
 def test_job_when_its_name_is_no_directory_name_then_refuses(name: str):
     with pytest.raises(ConfigError, match="is not a job name"):
@@ -79,6 +92,10 @@ def test_job_when_its_name_is_no_directory_name_then_refuses(name: str):
         ({"early_stopping_patience": 3}, "early_stopping_patience: needs eval_data to judge by."),
         ({"global_batch_size": 8, "per_device_train_batch_size": 3}, "global_batch_size: global_batch_size is 8, but"),
         ({"max_grad_norm": -1}, "max_grad_norm: must be at least 0, got -1.0."),
+        ({"momentum": 0.9}, "momentum: is a setting of sgd and muon; optim is adamw."),
+        ({"optim": "muon", "nesterov": True}, "nesterov: is a setting of sgd; optim is muon."),
+        ({"optim": "sgd", "nesterov": True}, "nesterov: needs a momentum above 0."),
+        ({"optim": "loin"}, "optim: got 'loin'; accepted are adamw, "),
     ],
 )
 def test_job_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):

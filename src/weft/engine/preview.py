@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from weft.cost.job_state import optimizer_bytes
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.progress import PLANNED_BATCHES
@@ -20,8 +21,8 @@ from weft.plan.pack.planners import ExactPlanner
 from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Microbatch
 
-_NUMBERS_PER_PARAMETER = 4
-"""An adapter's weight, its gradient, and AdamW's two moments, all fp32."""
+_WEIGHT_BYTES = 8
+"""A trainable parameter and its gradient."""
 
 PLANNED_SAMPLES = 4_000
 """Samples of each job that are really planned; longer runs are extended from there."""
@@ -82,14 +83,13 @@ def preview(engine: Engine) -> Preview:
     num_tokens = sum(share.num_tokens for share in shares)
     # A long run goes on as it begins.
     factor = num_tokens / sum(m.num_tokens for m in microbatches)
-    num_parameters = sum(job.num_parameters for job in jobs)
     return Preview(
         jobs=shares,
         num_microbatches=round(len(microbatches) * factor),
         num_tokens=num_tokens,
         capacity=engine.limits.capacity,
         backbone_bytes=facts.backbone_bytes,
-        adapter_bytes=num_parameters * 4 * _NUMBERS_PER_PARAMETER,
+        adapter_bytes=sum(round(job.num_parameters * (_WEIGHT_BYTES + optimizer_bytes(job.spec))) for job in jobs),
         activation_bytes=held_bytes,
         is_memory_measured=is_measured,
         seconds=factor * tried.seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),

@@ -20,7 +20,7 @@ from weft.backbone.packed import PackedBatch
 from weft.data.chat.chat_template import Tokenizer
 from weft.execute.evaluate import EvaluationInFlight
 from weft.execute.file_writer import FileWriter, writing
-from weft.execute.memory import measure, release_memory, state_bytes, usable_bytes
+from weft.execute.memory import measure, release_memory, usable_bytes, weight_bytes
 from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
 from weft.execute.protocol import (
     AdapterWork,
@@ -293,7 +293,7 @@ def replica_facts(backbone: Backbone) -> ReplicaFacts:
         vocabulary=backbone.vocabulary,
         max_positions=backbone.max_positions,
         backbone_bytes=sum(p.numel() * p.element_size() for p in backbone.model.parameters()),
-        state_bytes=state_bytes(backbone),
+        weight_bytes=weight_bytes(backbone),
         environment=environment(backbone),
     )
 

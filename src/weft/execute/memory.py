@@ -33,8 +33,8 @@ from weft.plan.admit import MARGIN, Budget
 from weft.spec import AdapterSpec, BackboneSpec
 from weft.spec.run import Capacity, memory_fraction
 
-STATE_NUMBERS = 4
-"""fp32 numbers per trainable parameter: the weight, its gradient, and AdamW's two moments."""
+USUAL_STATE_BYTES = 8
+"""AdamW's two moments, per trainable parameter."""
 USUAL_RANK = 16
 """Of an adapter of all linears; what a service makes room for."""
 USUAL_TOKENS = 1024
@@ -42,9 +42,9 @@ USUAL_TOKENS = 1024
 COMPILING = "kernels for this GPU are being compiled; the first microbatch waits for them, later runs find them there."
 
 
-def state_bytes(backbone: Backbone) -> int:
-    """Per trainable parameter of a job that has a seat."""
-    return 4 * STATE_NUMBERS + backbone.path.copy_bytes
+def weight_bytes(backbone: Backbone) -> int:
+    """Per trainable parameter of a job that has a seat: the weight, its gradient, and the copy that kernels read."""
+    return 4 * 2 + backbone.path.copy_bytes
 
 
 def usable_bytes(device: torch.device) -> int:
@@ -105,7 +105,8 @@ def start_capacity(backbone: Backbone, asked: Capacity) -> int:
         return least
     at_most = int(total_bytes(device) * memory_share(device))
     width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
-    at_rest, job_bytes = allocated_bytes(device), USUAL_RANK * width * state_bytes(backbone)
+    at_rest = allocated_bytes(device)
+    job_bytes = USUAL_RANK * width * (weight_bytes(backbone) + USUAL_STATE_BYTES)
     for capacity in larger:
         jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
         budget = Budget(at_most, at_rest + backbone.path.activation_bytes(capacity, USUAL_RANK), MARGIN)

@@ -16,7 +16,7 @@ import torch
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.scores import PendingScores
-from weft.execute.optimizer import step_together
+from weft.execute.optimizers.step_together import step_together
 from weft.execute.protocol import MicrobatchOutcome, MicrobatchWork, NewJob, StepOrder
 from weft.execute.weights import JobWeights
 from weft.kernels.adamw import Updated

@@ -23,7 +23,8 @@ from weft.cost.fit import MicrobatchLoad
 from weft.cost.profile import Measurement, Profile, Setup, fit_profile
 from weft.data.sample import Sample
 from weft.errors import ConfigError
-from weft.execute.optimizer import Optimizer, step_together
+from weft.execute.optimizers.registry import optimizer_of
+from weft.execute.optimizers.step_together import step_together
 from weft.execute.tensor_bytes import TensorBytes, stored_bytes
 from weft.kernels.device import (
     device_name,
@@ -134,7 +135,7 @@ def measure_case(backbone: Backbone, case: ProfileCase, row_tile: int, repeats: 
     with account:
         adapters = [backbone.new_adapter(AdapterSpec(r=rank), seed) for seed, (rank, _) in enumerate(case.jobs)]
         slots = [backbone.attach(adapter) for adapter in adapters]
-        optimizers = [Optimizer(adapter, JOB) for adapter in adapters]
+        optimizers = [optimizer_of(adapter, JOB) for adapter in adapters]
         batch = _pack(backbone, case, slots, row_tile)
 
         def take_steps() -> None:

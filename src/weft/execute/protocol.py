@@ -67,8 +67,8 @@ class ReplicaFacts:
     vocabulary: int
     max_positions: int
     backbone_bytes: int
-    state_bytes: int
-    """Bytes per trainable parameter of a job that has a seat."""
+    weight_bytes: int
+    """Bytes per trainable parameter of a job that has a seat: weight, gradient, and the copy that kernels read."""
     environment: Mapping[str, Any]
     """What besides a job decides the bits of its result."""
 

@@ -9,7 +9,7 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import ModuleTensors
 from weft.backbone.out_of_memory import memory_errors
-from weft.execute.optimizer import Optimizer
+from weft.execute.optimizers.registry import optimizer_of
 from weft.kernels.device import is_cpu
 from weft.kernels.device_event import host_copy, to_host
 from weft.spec import JobSpec
@@ -20,7 +20,7 @@ class JobWeights:
 
     def __init__(self, spec: JobSpec, adapter: Adapter) -> None:
         self.adapter = adapter
-        self.optimizer = Optimizer(adapter, spec)
+        self.optimizer = optimizer_of(adapter, spec)
         self.best_params: dict[str, torch.Tensor] | None = None
         """The weights of the best evaluation, by group, if early stopping asks for them."""
         self.slot: int | None = None
@@ -37,7 +37,7 @@ class JobWeights:
             named = self._named(moments=True)
             tensors = to_host(named) if is_cpu(device) else {name: t.to(device, copy=True) for name, t in named.items()}
             self.adapter.take({group: tensors[f"params_{group}"] for group in self.adapter.groups})
-        self.optimizer = Optimizer(self.adapter, self._spec)
+        self.optimizer = optimizer_of(self.adapter, self._spec)
         self.optimizer.take(tensors)
         self._take_best(tensors)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from weft.cost.job_state import job_state_bytes
 from weft.data.dataset import JobData
 from weft.engine.events import CheckpointSaved, EvalDone, JobEnded, JobEvent, JobFailed, JobPaused, JobStarted, StepDone
 from weft.engine.jobs.live_job import LiveJob
@@ -88,10 +90,9 @@ class KnownJob:
         mean = self.data.train.summary.num_tokens / max(1, self.data.train.num_groups)
         return (self.num_steps - self.step) * self.spec.batch_size * mean
 
-    def applicant(self, state_bytes: int) -> Applicant:
-        """What admission knows of it; `state_bytes`: of each trainable parameter on a device."""
-        best_bytes = 4 * self.num_parameters if self.spec.early_stopping_patience else 0
-        num_bytes = self.num_parameters * state_bytes + best_bytes
+    def applicant(self, weight_bytes: int) -> Applicant:
+        """What admission knows of it; `weight_bytes`: of each trainable parameter on a device, with its gradient."""
+        num_bytes = math.ceil(self.num_parameters * (weight_bytes + job_state_bytes(self.spec)))
         return Applicant(self.name, self.arrival, num_bytes, self.spec.priority, self.spec.tenant)
 
     def lose_rank(self, step: int) -> None:

@@ -72,11 +72,14 @@ def setting(
     choices: tuple[Any, ...] | None = None,
     methods: tuple[str, ...] = (),
     objectives: tuple[str, ...] = (),
+    optims: tuple[str, ...] = (),
+    synonyms: Mapping[str, str] | None = None,
     is_path: bool = False,
 ) -> Any:
     """A dataclass field with the names users know it by and the values it takes.
 
-    It may be of some PEFT methods only, or of some objectives. In a path, `~` is the user's home.
+    It may be of some PEFT methods only, or of some objectives or optimizers. Synonyms are other words for the choices.
+    In a path, `~` is the user's home.
     """
     metadata = {
         "aliases": aliases,
@@ -84,6 +87,8 @@ def setting(
         "choices": choices,
         "methods": methods,
         "objectives": objectives,
+        "optims": optims,
+        "synonyms": synonyms or {},
         "is_path": is_path,
     }
     if factory is not None:
@@ -149,6 +154,7 @@ def validate(spec: Any) -> None:
     hints = typing.get_type_hints(type(spec))
     for field in dataclasses.fields(spec):
         value = convert(getattr(spec, field.name), hints[field.name], field.name)
+        value = field.metadata["synonyms"].get(value, value) if isinstance(value, str) else value
         _check(field, value, field.name)
         if field.metadata["is_path"]:
             value = _at_home(value)
@@ -176,6 +182,14 @@ def refuse_foreign_objective(spec: Any, objective: str) -> None:
         owners = field.metadata["objectives"]
         if owners and objective not in owners and not _is_default(spec, field):
             raise ConfigError(f"is a setting of {listed(owners)}; the objective is {objective}.", where=field.name)
+
+
+def refuse_foreign_optim(spec: Any, optim: str) -> None:
+    """ConfigError if a setting that only other optimizers have is not as by default."""
+    for field in dataclasses.fields(spec):
+        owners = field.metadata["optims"]
+        if owners and optim not in owners and not _is_default(spec, field):
+            raise ConfigError(f"is a setting of {listed(owners)}; optim is {optim}.", where=field.name)
 
 
 def _is_default(spec: Any, field: dataclasses.Field[Any]) -> bool:
@@ -336,7 +350,9 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
     choices = field.metadata.get("choices")
     if choices is not None and value not in choices:
         accepted = ", ".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices)
-        raise ConfigError(f"got {describe(value)}; accepted are {accepted}.", where=where)
+        guess = closest(value, [*map(str, choices), *field.metadata["synonyms"]]) if isinstance(value, str) else None
+        hint = f"Did you mean {guess}?" if guess else None
+        raise ConfigError(f"got {describe(value)}; accepted are {accepted}.", where=where, hint=hint)
 
 
 def _required(cls: type) -> list[str]:

@@ -18,9 +18,11 @@ from weft.spec.fields import (
     field_names,
     refuse_foreign,
     refuse_foreign_objective,
+    refuse_foreign_optim,
     setting,
     validate,
 )
+from weft.spec.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
@@ -29,6 +31,7 @@ COLUMNS = (
     *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
 )
 OBJECTIVES = ("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo", "kto")
+DEFAULT_MOMENTUM = {"muon": 0.95}
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tensorboard")
@@ -134,14 +137,21 @@ class JobSpec(KnownKeywords):
     """Accepted from other tools' files; only its product with gradient_accumulation_steps matters here."""
     gradient_accumulation_steps: int | None = setting(None, rule=at_least(1, 10**6))
     """Accepted from other tools' files; see per_device_train_batch_size."""
+    optim: str = setting("adamw", aliases=("optimizer",), choices=OPTIMIZERS, synonyms=OPTIMIZER_NAMES)
+    """The optimizer; transformers' names are accepted too. adafactor keeps only moments of rows and columns, muon
+    steps matrices by their orthogonal part and all else as adamw."""
     weight_decay: float = setting(0.0, rule=at_least(0))
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay; sgd adds it to the gradient."""
     adam_beta1: float = setting(0.9, rule=between(0, 1))
-    """AdamW's first-moment decay."""
+    """AdamW's first-moment decay, and lion's of what it steps by."""
     adam_beta2: float = setting(0.999, rule=between(0, 1))
-    """AdamW's second-moment decay."""
+    """AdamW's second-moment decay, and lion's of what it remembers."""
     adam_epsilon: float = setting(1e-8, rule=above(0))
     """AdamW's epsilon."""
+    momentum: float | None = setting(None, rule=between(0, 1), optims=("sgd", "muon"))
+    """How much of the last step's direction is kept. Default: none for sgd, 0.95 for muon."""
+    nesterov: bool = setting(False, optims=("sgd",))
+    """Look one step ahead along the momentum, which must be above 0; muon always does."""
     max_grad_norm: float = setting(1.0, aliases=("gradient_clipping",), rule=at_least(0))
     """Clip this job's gradient to this norm; 0 turns clipping off."""
     loraplus_lr_ratio: float | None = setting(None, rule=above(0), methods=LORA_KINDS)
@@ -185,6 +195,7 @@ class JobSpec(KnownKeywords):
         refuse_foreign(self, self.adapter.method)
         if self.objective != "auto":
             refuse_foreign_objective(self, self.objective)
+        self._check_optim()
         if self.objective == "simpo" and self.loss_type == "ipo":
             raise ConfigError("got ipo; for simpo accepted are sigmoid and hinge.", where="loss_type")
         if self.label_smoothing and self.loss_type != "sigmoid":
@@ -221,6 +232,11 @@ class JobSpec(KnownKeywords):
         return 8
 
     @property
+    def used_momentum(self) -> float:
+        """The momentum, which the optimizer chooses where nobody else has."""
+        return DEFAULT_MOMENTUM.get(self.optim, 0.0) if self.momentum is None else self.momentum
+
+    @property
     def source_weights(self) -> tuple[float, ...] | None:
         """The weight of every training source; None where none has one."""
         weights = [SourceSpec.of(item).weight for item in self.train_data]
@@ -245,6 +261,11 @@ class JobSpec(KnownKeywords):
         if not isinstance(split, int | float):
             return trained
         return trained + int(split) if split >= 1 else math.ceil(Fraction(trained) / (1 - Fraction(split)))
+
+    def _check_optim(self) -> None:
+        refuse_foreign_optim(self, self.optim)
+        if self.nesterov and not self.momentum:
+            raise ConfigError("needs a momentum above 0.", where="nesterov")
 
     def _refuse_foreign_sources(self) -> None:
         """Other tools describe data by mappings with other keys."""

@@ -110,7 +110,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 def _owners(field: dataclasses.Field[Any]) -> str:
     """What a setting is for, if not for all."""
-    owners = field.metadata["objectives"] or field.metadata["methods"]
+    owners = field.metadata["objectives"] or field.metadata["optims"] or field.metadata["methods"]
     return f" For {listed(owners)} only." if owners else ""
 
 
@@ -275,7 +275,7 @@ def _plain_default(field: dataclasses.Field[Any]) -> Any:
 
 def _value_schema(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
     if field.metadata["choices"]:
-        return {"enum": list(field.metadata["choices"])}
+        return {"enum": [*field.metadata["choices"], *field.metadata["synonyms"]]}
     options: list[dict[str, Any]] = []
     for kind in _kinds(hint):
         options += [schema for schema in _kind_schemas(kind, field.metadata["rule"]) if schema not in options]

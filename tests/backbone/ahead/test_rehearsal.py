@@ -89,7 +89,8 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     from weft.backbone.packed import Placed, pack_samples
     from weft.backbone.path import Memory
     from weft.data.sample import Sample
-    from weft.execute.optimizer import Optimizer, step_together
+    from weft.execute.optimizers.adamw import AdamW
+    from weft.execute.optimizers.step_together import step_together
     from weft.spec import AdapterSpec, JobSpec
 
     meta = torch.device("meta")
@@ -105,7 +106,7 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
         adapter = backbone.new_adapter(spec, 0, torch.device("cpu"))
         adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
         slot = backbone.attach(adapter)
-        optimizers.append(Optimizer(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
+        optimizers.append(AdamW(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
         placed.append(Placed(sample, slot, dropout_key=1))
         looked_at.append(Placed(sample, slot))
     tile = backbone.path.row_tile(sample.length * len(jobs))

@@ -24,7 +24,7 @@ from weft.engine.events import JobWarning
 from weft.engine.jobs.placement import Placement
 from weft.errors import JobError
 from weft.execute.local import LocalExecutor
-from weft.execute.memory import state_bytes
+from weft.execute.memory import weight_bytes
 from weft.plan.admit import Budget
 from weft.spec import AdapterSpec
 
@@ -54,7 +54,7 @@ class FakeGpu:
         executor.backbone = SimpleNamespace(  # type: ignore[assignment]
             device=torch.device("cuda"), path=path, activation_bytes=self.activations
         )
-        executor.facts = SimpleNamespace(state_bytes=state_bytes(executor.backbone))  # type: ignore[assignment]
+        executor.facts = SimpleNamespace(weight_bytes=weight_bytes(executor.backbone))  # type: ignore[assignment]
         named: Any = {job.spec.name: job for job in jobs}
         self.places = Placement(executor, named, max_jobs=None, job_memory=None, weights={})
         self.places._seated = {job.name for job in jobs if job.allocated}
@@ -92,9 +92,9 @@ class FakeGpu:
 
 def placed(name: str, slot: int | None, patience: int | None = None, num_parameters: int = 10**8) -> Any:
     """A job in figures: 18 bytes per parameter, and 4 more once there is a best to keep."""
-    spec = SimpleNamespace(
-        name=name, early_stopping_patience=patience, adapter=AdapterSpec(r=8, rank_pattern={"q_proj": 16})
-    )
+    eval_data = 0.5 if patience else None
+    adapter = {"r": 8, "rank_pattern": {"q_proj": 16}}
+    spec = job_spec(name, adapter=adapter, early_stopping_patience=patience, eval_data=eval_data)
     return SimpleNamespace(
         name=name,
         spec=spec,

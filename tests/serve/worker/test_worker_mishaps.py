@@ -14,7 +14,7 @@ from postgres_server import find_binaries
 from worker_bench import PATIENCE_S, Bench
 
 import weft.serve.worker.claims
-from weft.execute.optimizer import Optimizer
+from weft.execute.optimizers.adamw import AdamW
 from weft.serve.blobs import Blobs
 from weft.serve.db.migrate import migrate
 from weft.serve.db.tables import JOBS, WORKERS
@@ -223,14 +223,14 @@ def test_worker_when_another_here_is_gone_then_its_jobs_are_taken_before_their_l
 
 def test_job_when_it_raises_in_its_step_then_it_alone_fails_and_the_worker_lives(bench, monkeypatch):
     """Its owner hears that it was our mistake, and nothing of what is inside."""
-    step = Optimizer.step
+    step = AdamW.step
 
     def breaks(optimizer, is_finite):
         if optimizer.spec.seed == 666:
             raise RuntimeError("value cannot be converted to type float without overflow")
         return step(optimizer, is_finite)
 
-    monkeypatch.setattr(Optimizer, "step", breaks)
+    monkeypatch.setattr(AdamW, "step", breaks)
     bad, good = bench.submit("ash", seed=666), bench.submit()
     with bench.worker() as worker:
         failed, done = bench.wait(bad, good)

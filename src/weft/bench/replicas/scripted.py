@@ -58,7 +58,7 @@ FACTS = ReplicaFacts(
     vocabulary=256,
     max_positions=CAPACITY,
     backbone_bytes=0,
-    state_bytes=16,
+    weight_bytes=8,
     environment={"device": "scripted"},
 )
 

@@ -26,7 +26,9 @@ from weft.bench.steps.engine import measure_engine
 from weft.bench.steps.regimes import BenchProgram, BenchRun, Storage, Workload
 from weft.bench.steps.samples import packed_samples
 from weft.errors import JobError
-from weft.execute.optimizer import Optimizer, Results, step_together
+from weft.execute.optimizers.optimizer import Results
+from weft.execute.optimizers.registry import optimizer_of
+from weft.execute.optimizers.step_together import step_together
 from weft.kernels.device import is_gpu
 from weft.kernels.dropout import mix
 from weft.spec import AdapterSpec, JobSpec
@@ -74,7 +76,7 @@ class BenchJobs:
             for seed, rank in enumerate(workload.ranks):
                 self.adapters.append(backbone.new_adapter(AdapterSpec(r=rank, lora_dropout=workload.dropout), seed))
                 self.slots.append(backbone.attach(self.adapters[-1]))
-        self.optimizers = [Optimizer(adapter, JOB) for adapter in self.adapters]
+        self.optimizers = [optimizer_of(adapter, JOB) for adapter in self.adapters]
         self._last: tuple[PendingScores, Results] | None = None
         """The step that has not been looked at yet."""
         self.batch = self._pack(workload)

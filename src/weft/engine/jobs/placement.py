@@ -10,10 +10,12 @@ from then on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from weft.cost.job_state import best_bytes, job_state_bytes, passing_bytes
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import JobError
 from weft.execute.protocol import Executor, ReplicaMemory, ReplicaMemoryError
@@ -151,15 +153,14 @@ class Placement:
 
     def bytes_of(self, job: LiveJob) -> int:
         """Memory a job takes while it has a place."""
-        return job.num_parameters * self._executor.facts.state_bytes + self._best_bytes(job)
+        each = self._executor.facts.weight_bytes + job_state_bytes(job.spec)
+        return math.ceil(job.num_parameters * each)
 
     def _allocated_bytes(self) -> int:
-        # A best that is yet to come is no part of what there is.
-        to_come = sum(self._best_bytes(job) for job in self._placed() if not job.progress.has_best)
-        return self.held_bytes() - to_come
-
-    def _best_bytes(self, job: LiveJob) -> int:
-        return 4 * job.num_parameters if job.spec.early_stopping_patience else 0
+        # A best that is yet to come is no part of what there is, nor what steps hold for a moment.
+        placed = self._placed()
+        best = sum(job.num_parameters * best_bytes(job.spec) for job in placed if not job.progress.has_best)
+        return self.held_bytes() - best - sum(job.num_parameters * passing_bytes(job.spec) for job in placed)
 
     def _placed(self) -> list[LiveJob]:
         return [job for job in list(self._jobs.values()) if self.has_place(job)]

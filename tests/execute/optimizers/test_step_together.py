@@ -9,8 +9,9 @@ import torch
 from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, submit, train
 
 from weft.engine.engine import Engine
-from weft.execute import optimizer as module
-from weft.execute.optimizer import Optimizer, step_fused, step_together
+from weft.execute.optimizers.adamw import AdamW
+from weft.execute.optimizers.optimizer import Optimizer
+from weft.execute.optimizers.step_together import step_by_kind, step_together
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def optimizers(backbone: Any, num: int = 3) -> list[Optimizer]:
     for i in range(num):
         settings = {"max_grad_norm": (0.0, 0.5, 1e6)[i % 3], "weight_decay": 0.1 * i, "adam_beta2": 0.99}
         spec = job_spec(f"job{i}", adapter={"r": 2 + i}, loraplus_lr_ratio=4.0 if i == 1 else None, **settings)
-        made.append(Optimizer(backbone.new_adapter(spec.adapter, i), spec))
+        made.append(AdamW(backbone.new_adapter(spec.adapter, i), spec))
     return made
 
 
@@ -35,7 +36,7 @@ def set_gradients(given: list[Optimizer], seed: int) -> None:
             grad.copy_(torch.randn(grad.shape, generator=generator))
 
 
-def test_step_fused_when_memory_ends_among_the_first_moments_then_can_be_taken_again(backbone, monkeypatch):
+def test_step_by_kind_when_memory_ends_among_the_first_moments_then_can_be_taken_again(backbone, monkeypatch):
     """A job whose second moments found no room has none at all, and steps as if nothing had happened."""
     failed, smooth = optimizers(backbone), optimizers(backbone)
     for given in (failed, smooth):
@@ -50,15 +51,15 @@ def test_step_fused_when_memory_ends_among_the_first_moments_then_can_be_taken_a
 
     monkeypatch.setattr(torch, "zeros_like", zeros_like)
     with pytest.raises(torch.OutOfMemoryError):
-        step_fused(failed, [True] * 3)()
-    step_fused(failed, [True] * 3)()
-    step_fused(smooth, [True] * 3)()
+        step_by_kind(failed, [True] * 3)()
+    step_by_kind(failed, [True] * 3)()
+    step_by_kind(smooth, [True] * 3)()
     for one, other in zip(failed, smooth, strict=True):
         assert one.adapter.groups["b"].params.equal(other.adapter.groups["b"].params)
         assert all(tensor.equal(other.tensors()[name]) for name, tensor in one.tensors().items())
 
 
-def test_step_fused_when_taken_twenty_times_then_equals_torch(backbone):
+def test_step_by_kind_when_taken_twenty_times_then_equals_torch(backbone):
     """Also with a step left out, which does not count."""
     fused, plain = optimizers(backbone), optimizers(backbone)
     for step in range(20):
@@ -67,7 +68,7 @@ def test_step_fused_when_taken_twenty_times_then_equals_torch(backbone):
             set_gradients(given, step)
             for optimizer in given:
                 optimizer.set_rate(1e-2 / (step + 1))
-        mine, others = step_fused(fused, finite)(), step_together(plain, finite)()
+        mine, others = step_by_kind(fused, finite)(), step_together(plain, finite)()
         assert [u.skipped for u in mine] == [u.skipped for u in others] == [False, step == 4, False]
         for x, y in zip(mine, others, strict=True):
             assert (x.grad_norm, x.largest) == pytest.approx((y.grad_norm, y.largest), rel=1e-6)
@@ -89,7 +90,7 @@ def test_take_when_a_checkpoint_is_taken_up_then_both_ways_go_on_from_it(backbon
     step_together(first, [True])()
     saved = {name: tensor.clone() for name, tensor in first[0].tensors().items()}
     ends = []
-    for step in (step_fused, step_together):
+    for step in (step_by_kind, step_together):
         again = optimizers(backbone, 1)
         again[0].adapter.groups["a"].params.copy_(first[0].adapter.groups["a"].params)
         again[0].take({name: tensor.clone() for name, tensor in saved.items()})
@@ -117,8 +118,7 @@ def test_jobs_when_stepped_by_the_fused_way_then_end_as_with_torch_and_alone_as_
         for i in range(3)
     ]
     expected = train(backbone, jobs, capacity=64)
-    monkeypatch.setattr(module, "step_together", step_fused)
-    monkeypatch.setattr("weft.execute.microbatch.step_together", step_fused)
+    monkeypatch.setattr("weft.execute.microbatch.step_together", step_by_kind)
     together = Engine(backbone, capacity=64)
     submit(together, *jobs)
     outcomes = finish(together)

@@ -1,0 +1,42 @@
+"""What a job keeps of each trainable parameter besides its weight and gradient, in bytes.
+
+Counted from the settings alone, so that admission, previews and controllers without torch agree. Where the exact number
+depends on shapes it is the most that it can be.
+"""
+
+from __future__ import annotations
+
+from weft.spec import JobSpec
+
+FLOAT_BYTES = 4
+
+
+def optimizer_bytes(job: JobSpec) -> float:
+    """What the optimizer remembers; of AdamW the two moments."""
+    ranks = [job.adapter.r, *job.adapter.rank_pattern.values()] if job.adapter.method == "lora" else [1]
+    match job.optim:
+        case "sgd":
+            return FLOAT_BYTES * (job.used_momentum > 0)
+        case "lion":
+            return FLOAT_BYTES
+        case "adafactor":
+            # A matrix of r by d, with r not above d, has r + d numbers for its r · d weights.
+            return FLOAT_BYTES * 2 / min(ranks)
+        case "muon":
+            return FLOAT_BYTES * (1 if min(ranks) > 1 else 2)
+    return FLOAT_BYTES * 2
+
+
+def passing_bytes(job: JobSpec) -> int:
+    """What a step holds for a moment: where no kernel does it, a change as large as the weights."""
+    return FLOAT_BYTES if job.optim in ("sgd", "lion") else 0
+
+
+def best_bytes(job: JobSpec) -> int:
+    """The weights of the best evaluation, if early stopping asks for them."""
+    return FLOAT_BYTES if job.early_stopping_patience else 0
+
+
+def job_state_bytes(job: JobSpec) -> float:
+    """All of it together, as admission counts it."""
+    return optimizer_bytes(job) + passing_bytes(job) + best_bytes(job)

@@ -1,0 +1,25 @@
+"""The kinds of optimizers by their names in a job's `optim`."""
+
+from __future__ import annotations
+
+from weft.adapters.adapter import Adapter
+from weft.execute.optimizers.adafactor import Adafactor
+from weft.execute.optimizers.adamw import AdamW
+from weft.execute.optimizers.lion import Lion
+from weft.execute.optimizers.muon import Muon
+from weft.execute.optimizers.optimizer import Optimizer
+from weft.execute.optimizers.sgd import SGD
+from weft.spec import JobSpec
+
+OPTIMIZER_KINDS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+    "adafactor": Adafactor,
+    "muon": Muon,
+}
+
+
+def optimizer_of(adapter: Adapter, spec: JobSpec) -> Optimizer:
+    """A job's optimizer, which has taken no step."""
+    return OPTIMIZER_KINDS[spec.optim](adapter, spec)
