@@ -14,6 +14,7 @@ from weft.store.run_dir import RunDirectory, RunRecord
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"optim": "adamw"},
+    "lean": {"optim": "adamw_8bit"},
     "descent": {"optim": "sgd", "momentum": 0.9, "learning_rate": 0.05},
     "signs": {"optim": "lion", "learning_rate": 1e-3},
     "factors": {"optim": "adafactor"},

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
 
 def launch_bare() -> None:
     """Calls every kernel function of the frozen model, the optimizer and the weights."""
-    from weft.kernels import adamw
+    from weft.kernels import adamw, adamw_8bit
     from weft.kernels.layers import (
         attention,
         attention_grad,
@@ -164,6 +165,9 @@ def launch_bare() -> None:
     lane = adamw.ParameterLane(*(zeros(64, dtype=torch.float32) for _ in range(4)), 1e-3)
     updates = [adamw.Update((lane, lane), 1, (0.9, 0.999), 1e-8, 0.0, 1.0, True)]
     adamw.adamw_kernel(updates, zeros(1, dtype=torch.float32))
+    codes, scales = (zeros(64, dtype=torch.int8), zeros(64, dtype=torch.uint8)), zeros(1, dtype=torch.float32)
+    lean = adamw_8bit.QuantisedLane(lane.params_P, lane.grad_P, *codes, 1e-3, scales, scales)
+    adamw_8bit.adamw_8bit_kernel([replace(updates[0], lanes=(lean, lean))], zeros(1, dtype=torch.float32))
 
 
 def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:

@@ -18,6 +18,7 @@ MIXED = {
     "w": torch.ones(3, dtype=torch.float64),
     "v": torch.zeros(2, dtype=torch.float16),
     "u": torch.ones(2, dtype=torch.uint8),
+    "signed": torch.full((3,), -2, dtype=torch.int8),
     "t": torch.tensor([True, False]),
     "s": torch.arange(3, dtype=torch.int32),
     "empty": torch.zeros(0, 4),

@@ -15,6 +15,9 @@ def optimizer_bytes(job: JobSpec) -> float:
     """What the optimizer remembers; of AdamW the two moments."""
     ranks = [job.adapter.r, *job.adapter.rank_pattern.values()] if job.adapter.method == "lora" else [1]
     match job.optim:
+        case "adamw_8bit":
+            # Two codes, and two scales for every 256; a short buffer has one of each more.
+            return 2 + 2 * FLOAT_BYTES / 256
         case "sgd":
             return FLOAT_BYTES * (job.used_momentum > 0)
         case "lion":

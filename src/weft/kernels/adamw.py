@@ -17,10 +17,12 @@ does not need are empty and have no blocks. Sizes: J jobs, S lanes of a job, L =
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -37,6 +39,12 @@ class ParameterLane:
     exp_avg_P: torch.Tensor
     exp_avg_sq_P: torch.Tensor
     rate: float
+
+    def emptied(self) -> Self:
+        """A lane of the same kind without any numbers."""
+        named: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        none = {name: value[:0] for name, value in named.items() if isinstance(value, torch.Tensor)}
+        return type(self)(**{**named, **none})
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +77,15 @@ class Updated:
     """What this job's step raised, if it did; its neighbours have been stepped all the same."""
 
 
-def adamw_reference(updates: Sequence[Update], finite_J: torch.Tensor) -> list[Updated]:
-    """The same in plain torch, job by job."""
+StepLane = Callable[[Update, ParameterLane, float], None]
+"""Steps one buffer of a job by its gradient times a factor."""
+
+
+def adamw_reference(
+    updates: Sequence[Update], finite_J: torch.Tensor, step_lane: StepLane | None = None
+) -> list[Updated]:
+    """The same in plain torch, job by job; `step_lane`: how a buffer is stepped, if not as here."""
+    step_lane = step_lane or step_plain_lane
     results = []
     for update, is_finite in zip(updates, finite_J.tolist(), strict=True):
         norm = float(torch.stack([lane.grad_P.norm() for lane in update.lanes]).norm())
@@ -78,16 +93,21 @@ def adamw_reference(updates: Sequence[Update], finite_J: torch.Tensor) -> list[U
         limit = update.max_grad_norm / (norm + 1e-6) if update.max_grad_norm else 1.0
         for lane in update.lanes:
             if not skipped:
-                decay, beta1, rest1, beta2, rest2, size, root2, eps = _numbers(update, lane)[:8]
-                grad_P = lane.grad_P * min(1.0, limit)
-                lane.exp_avg_P.mul_(beta1).add_(grad_P, alpha=rest1)
-                lane.exp_avg_sq_P.mul_(beta2).addcmul_(grad_P, grad_P, value=rest2)
-                scale_P = (lane.exp_avg_sq_P.sqrt() / root2).add_(eps)
-                lane.params_P.mul_(decay).addcdiv_(lane.exp_avg_P, scale_P, value=-size)
+                step_lane(update, lane, min(1.0, limit))
             lane.grad_P.zero_()
         largest = float(torch.stack([lane.params_P.abs().max() for lane in update.lanes]).max())
         results.append(Updated(norm, largest, skipped))
     return results
+
+
+def step_plain_lane(update: Update, lane: ParameterLane, factor: float) -> None:
+    """Steps one buffer by its gradient times a factor."""
+    decay, beta1, rest1, beta2, rest2, size, root2, eps = _numbers(update, lane)[:8]
+    grad_P = lane.grad_P * factor
+    lane.exp_avg_P.mul_(beta1).add_(grad_P, alpha=rest1)
+    lane.exp_avg_sq_P.mul_(beta2).addcmul_(grad_P, grad_P, value=rest2)
+    scale_P = (lane.exp_avg_sq_P.sqrt() / root2).add_(eps)
+    lane.params_P.mul_(decay).addcdiv_(lane.exp_avg_P, scale_P, value=-size)
 
 
 BLOCK = 4096
@@ -100,20 +120,21 @@ CHUNK = 1024
 
 
 @jit
-def _pointers(lanes_ptr, lane, column, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def block_pointers(lanes_ptr, lane, column, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A block of one of a lane's buffers, which begin at multiples of 16 bytes."""
     base = tl.load(lanes_ptr + lane * 6 + column).to(tl.pointer_type(tl.float32))
     return tl.max_contiguous(tl.multiple_of(base + start + tl.arange(0, BLOCK), 16), BLOCK)
 
 
 @jit
-def _load(pointers, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_block(pointers, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers of a block, zeros beyond the lane's end; a full block is not masked, so that its loads are wide."""
     return tl.load(pointers) if IS_FULL else tl.load(pointers, mask=tl.arange(0, BLOCK) < left, other=0.0)
 
 
 @jit
-def _store(pointers, values, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_block(pointers, values, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the numbers of a block that the lane has."""
     if IS_FULL:
         tl.store(pointers, values)
     else:
@@ -122,12 +143,12 @@ def _store(pointers, values, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr): 
 
 @jit
 def _square_sum(lanes_ptr, lane, start, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    grad = _load(_pointers(lanes_ptr, lane, 1, start, BLOCK), left, BLOCK, IS_FULL)
+    grad = load_block(block_pointers(lanes_ptr, lane, 1, start, BLOCK), left, BLOCK, IS_FULL)
     return tl.sum(grad * grad, 0)
 
 
 @jit
-def _place(lanes_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def find_block(lanes_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """This program's lane, where its block begins there, and how many numbers are left from there on."""
     block = tl.program_id(0)
     lanes = tl.arange(0, LANES)
@@ -139,7 +160,7 @@ def _place(lanes_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr):  # t
 
 @jit
 def _squares_kernel(lanes_ptr, sums_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    lane, start, left = _place(lanes_ptr, num_lanes, BLOCK, LANES)
+    lane, start, left = find_block(lanes_ptr, num_lanes, BLOCK, LANES)
     place = sums_ptr + tl.program_id(0)
     if left >= BLOCK:
         tl.store(place, _square_sum(lanes_ptr, lane, start, left, BLOCK, True))
@@ -193,26 +214,26 @@ def _update_block(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
-    params_ptr = _pointers(lanes_ptr, lane, 0, start, BLOCK)
-    grad_ptr = _pointers(lanes_ptr, lane, 1, start, BLOCK)
-    params = _load(params_ptr, left, BLOCK, IS_FULL)
+    params_ptr = block_pointers(lanes_ptr, lane, 0, start, BLOCK)
+    grad_ptr = block_pointers(lanes_ptr, lane, 1, start, BLOCK)
+    params = load_block(params_ptr, left, BLOCK, IS_FULL)
     factor = tl.load(factors_ptr + lane // SIDES)
     if factor >= 0:
         numbers = numbers_ptr + lane * 10
-        exp_avg_ptr = _pointers(lanes_ptr, lane, 2, start, BLOCK)
-        exp_avg_sq_ptr = _pointers(lanes_ptr, lane, 3, start, BLOCK)
-        grad = _load(grad_ptr, left, BLOCK, IS_FULL) * factor
-        exp_avg = _load(exp_avg_ptr, left, BLOCK, IS_FULL) * tl.load(numbers + 1)
+        exp_avg_ptr = block_pointers(lanes_ptr, lane, 2, start, BLOCK)
+        exp_avg_sq_ptr = block_pointers(lanes_ptr, lane, 3, start, BLOCK)
+        grad = load_block(grad_ptr, left, BLOCK, IS_FULL) * factor
+        exp_avg = load_block(exp_avg_ptr, left, BLOCK, IS_FULL) * tl.load(numbers + 1)
         exp_avg += grad * tl.load(numbers + 2)
-        exp_avg_sq = _load(exp_avg_sq_ptr, left, BLOCK, IS_FULL) * tl.load(numbers + 3)
+        exp_avg_sq = load_block(exp_avg_sq_ptr, left, BLOCK, IS_FULL) * tl.load(numbers + 3)
         exp_avg_sq += grad * grad * tl.load(numbers + 4)
         # The rounded root and quotients: the quick ones take tiny second moments for zero.
         scale = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(numbers + 6)) + tl.load(numbers + 7)
         params = params * tl.load(numbers) - tl.load(numbers + 5) * tl.div_rn(exp_avg, scale)
-        _store(params_ptr, params, left, BLOCK, IS_FULL)
-        _store(exp_avg_ptr, exp_avg, left, BLOCK, IS_FULL)
-        _store(exp_avg_sq_ptr, exp_avg_sq, left, BLOCK, IS_FULL)
-    _store(grad_ptr, tl.zeros([BLOCK], tl.float32), left, BLOCK, IS_FULL)
+        store_block(params_ptr, params, left, BLOCK, IS_FULL)
+        store_block(exp_avg_ptr, exp_avg, left, BLOCK, IS_FULL)
+        store_block(exp_avg_sq_ptr, exp_avg_sq, left, BLOCK, IS_FULL)
+    store_block(grad_ptr, tl.zeros([BLOCK], tl.float32), left, BLOCK, IS_FULL)
     if not IS_FULL:
         # Beyond the lane's end nothing was loaded, but 0 / (0 + eps) is a number only if eps is above 0.
         params = tl.where(tl.arange(0, BLOCK) < left, params, 0.0)
@@ -232,15 +253,41 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    lane, start, left = _place(lanes_ptr, num_lanes, BLOCK, LANES)
+    lane, start, left = find_block(lanes_ptr, num_lanes, BLOCK, LANES)
     if left >= BLOCK:
         _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, SIDES, BLOCK, True)
     else:
         _update_block(lanes_ptr, numbers_ptr, factors_ptr, largest_ptr, lane, start, left, SIDES, BLOCK, False)
 
 
+@dataclass(frozen=True, eq=False)
+class StepTables:
+    """What an update kernel is launched with; the norms are known by then."""
+
+    lanes: list[ParameterLane]
+    lanes_L6: torch.Tensor
+    numbers_L10: torch.Tensor
+    factors_J: torch.Tensor
+    largest_J: torch.Tensor
+    sides: int
+    num_blocks: int
+    shared: dict[str, int]
+
+
 def adamw_kernel(updates: Sequence[Update], finite_J: torch.Tensor) -> Callable[[], list[Updated]]:
     """The same by three launches and one read, whatever the number of jobs."""
+    return step_by_kernel(updates, finite_J, _launch_update)
+
+
+def _launch_update(tables: StepTables) -> None:
+    grid, own = (tables.num_blocks,), (tables.lanes_L6, tables.numbers_L10, tables.factors_J, tables.largest_J)
+    _update_kernel[grid](*own, len(tables.lanes), tables.sides, **tables.shared)
+
+
+def step_by_kernel(
+    updates: Sequence[Update], finite_J: torch.Tensor, launch_update: Callable[[StepTables], None]
+) -> Callable[[], list[Updated]]:
+    """Norms and factors of all jobs, then an update kernel, then one read."""
     device = updates[0].lanes[0].params_P.device
     sides = max(2, *(len(update.lanes) for update in updates))
     filled = [(update, lane) for update in updates for lane in _filled_up(update.lanes, sides)]
@@ -259,7 +306,7 @@ def adamw_kernel(updates: Sequence[Update], finite_J: torch.Tensor) -> Callable[
     shared = {"BLOCK": BLOCK, "LANES": max(FEWEST_LANES, next_power_of_2(len(lanes))), "num_warps": NUM_WARPS}
     _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
     _norms_kernel[(num_jobs,)](lanes_L6, numbers_L10, finite_J, sums, norms_J, factors_J, sides, BLOCK, CHUNK)
-    _update_kernel[(num_blocks,)](lanes_L6, numbers_L10, factors_J, largest_J, len(lanes), sides, **shared)
+    launch_update(StepTables(lanes, lanes_L6, numbers_L10, factors_J, largest_J, sides, num_blocks, shared))
     arrival.begin()
     return lambda: [Updated(norm, size, factor < 0) for norm, size, factor in arrival.get().t()[:num_jobs].tolist()]
 
@@ -301,8 +348,7 @@ def _numbers(update: Update, lane: ParameterLane) -> tuple[float, ...]:
 
 def _filled_up(lanes: tuple[ParameterLane, ...], sides: int) -> list[ParameterLane]:
     """As many lanes as every job has in the tables, the last ones empty."""
-    none = lanes[0].params_P.new_empty(0)
-    return [*lanes, *[ParameterLane(none, none, none, none, 0.0)] * (sides - len(lanes))]
+    return [*lanes, *[lanes[0].emptied()] * (sides - len(lanes))]
 
 
 def _addresses(lane: ParameterLane) -> list[int]:

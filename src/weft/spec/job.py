@@ -138,8 +138,8 @@ class JobSpec(KnownKeywords):
     gradient_accumulation_steps: int | None = setting(None, rule=at_least(1, 10**6))
     """Accepted from other tools' files; see per_device_train_batch_size."""
     optim: str = setting("adamw", aliases=("optimizer",), choices=OPTIMIZERS, synonyms=OPTIMIZER_NAMES)
-    """The optimizer; transformers' names are accepted too. adafactor keeps only moments of rows and columns, muon
-    steps matrices by their orthogonal part and all else as adamw."""
+    """The optimizer; transformers' names are accepted too. adamw_8bit keeps its moments in 8 bits, adafactor only those
+    of rows and columns; muon steps matrices by their orthogonal part and all else as adamw."""
     weight_decay: float = setting(0.0, rule=at_least(0))
     """Decoupled weight decay; sgd adds it to the gradient."""
     adam_beta1: float = setting(0.9, rule=between(0, 1))

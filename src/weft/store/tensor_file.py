@@ -19,6 +19,7 @@ _NAMES = {
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }

@@ -19,6 +19,7 @@ from weft.spec.optimizers import OPTIMIZERS
 
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {"optim": "adamw"},
+    "adamw_8bit": {"optim": "adamw_8bit"},
     "sgd": {"optim": "sgd"},
     "momentum": {"optim": "sgd", "momentum": 0.9},
     "nesterov": {"optim": "sgd", "momentum": 0.8, "nesterov": True},
@@ -27,7 +28,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "muon": {"optim": "muon"},
     "muon-slow": {"optim": "muon", "momentum": 0.8},
 }
-GATED = [name for name in KINDS if name != "adamw"]
+GATED = [name for name in KINDS if not name.startswith("adamw")]
+EXACT = [name for name in KINDS if name != "adamw_8bit"]
+"""Whose weights an oracle gives to the last bits."""
 NUM_STEPS = 24
 
 
@@ -102,7 +105,7 @@ def oracle(kind: str, params: list[torch.nn.Parameter]) -> list[torch.optim.Opti
 
 
 @pytest.mark.parametrize("method", ["lora", "ia3"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_kind_when_stepped_many_times_then_equals_its_oracle(backbone, kind, method):
     """Weights after 24 clipped and decayed steps, matrices and vectors, at 1e-6.
 
@@ -198,8 +201,9 @@ def test_kind_when_its_moments_are_made_then_they_take_what_admission_counts(bac
     optimizer.make_moments()
     held = sum(t.numel() * t.element_size() for name, t in optimizer.tensors().items() if not name.endswith(".step"))
     counted = optimizer_bytes(optimizer.spec) * optimizer.adapter.num_parameters
-    assert held <= counted
-    assert held == counted or kind.startswith(("adafactor", "muon"))
+    scales = 2 * 4 * len(optimizer.adapter.groups)  # of a block that is not full
+    assert held <= counted + scales * (kind == "adamw_8bit")
+    assert held >= counted or kind.startswith(("adafactor", "muon"))
 
 
 def test_orthogonal_when_a_matrix_is_given_then_its_singular_values_are_near_one():

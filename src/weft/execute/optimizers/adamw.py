@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.execute.optimizers.optimizer import Optimizer, Results
+from weft.execute.optimizers.optimizer import Optimizer, Results, counting_steps
 from weft.kernels.adamw import ParameterLane, Update, Updated, adamw
 from weft.spec import JobSpec
 
@@ -74,16 +74,7 @@ class AdamW(Optimizer):
         Memory is taken before anything is changed, so running out of it leaves every job as it was.
         """
         updates = [optimizer.update(is_finite) for optimizer, is_finite in zip(optimizers, finite, strict=True)]
-        wait = adamw(updates, finite_J)
-
-        def results() -> list[Updated]:
-            found = wait()
-            for optimizer, updated in zip(optimizers, found, strict=True):
-                for state in optimizer.states.values():
-                    state["step"] += not updated.skipped
-            return found
-
-        return results
+        return counting_steps(optimizers, adamw(updates, finite_J))
 
     def update(self, is_finite: bool) -> Update:
         """The same step, for the fused kernel."""

@@ -12,6 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -93,7 +94,7 @@ class GatedOptimizer(Optimizer):
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
         """Starts one job's step after the other's. What one raises, also for want of memory, is that job's answer: the
         jobs before it have changed already."""
-        started = []
+        started: list[Callable[[], Updated]] = []
         for place, (optimizer, is_finite) in enumerate(zip(optimizers, finite, strict=True)):
             # Not as a tensor made from a number on the host, for which the host would wait.
             of_batch = torch.full((), is_finite, dtype=torch.bool, device=optimizer.adapter.device)
@@ -101,8 +102,7 @@ class GatedOptimizer(Optimizer):
             try:
                 started.append(optimizer._start(found))
             except Exception as error:
-                failed = Updated(math.nan, math.nan, True, error)
-                started.append(lambda failed=failed: failed)
+                started.append(partial(Updated, math.nan, math.nan, True, error))
         return lambda: [result() for result in started]
 
     def _start(self, is_finite: torch.Tensor) -> Callable[[], Updated]:

@@ -18,6 +18,19 @@ PREFIX = "optimizer_"
 """How the names of an optimizer's tensors begin in a checkpoint."""
 
 
+def counting_steps(optimizers: Sequence[Optimizer], wait: Results) -> Results:
+    """The results that `wait` brings; steps that were taken are counted in the states then."""
+
+    def results() -> list[Updated]:
+        found = wait()
+        for optimizer, updated in zip(optimizers, found, strict=True):
+            for state in optimizer.states.values():
+                state["step"] += not updated.skipped
+        return found
+
+    return results
+
+
 class Optimizer(ABC):
     """The optimizer of one adapter. No job's step depends on who steps with it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.adapters.adapter import Adapter
 from weft.execute.optimizers.adafactor import Adafactor
 from weft.execute.optimizers.adamw import AdamW
+from weft.execute.optimizers.adamw_8bit import AdamW8bit
 from weft.execute.optimizers.lion import Lion
 from weft.execute.optimizers.muon import Muon
 from weft.execute.optimizers.optimizer import Optimizer
@@ -13,6 +14,7 @@ from weft.spec import JobSpec
 
 OPTIMIZER_KINDS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
+    "adamw_8bit": AdamW8bit,
     "sgd": SGD,
     "lion": Lion,
     "adafactor": Adafactor,
