@@ -29,14 +29,19 @@ from weft.store.peft_files import read_adapter, write_adapter
 from weft.store.run_dir import RunDirectory, RunRecord
 
 METHOD_NAMES = sorted(METHODS)
-SMALL: dict[str, dict[str, Any]] = {"bottleneck": {"bottleneck_size": 5}}
+SMALL: dict[str, dict[str, Any]] = {
+    "bottleneck": {"bottleneck_size": 5},
+    "prompt_tuning": {"num_virtual_tokens": 3},
+    "prefix_tuning": {"num_virtual_tokens": 3},
+}
 """Settings by method where the defaults are too large for a model of a few dozen features."""
 TARGETS = {Attachment.LINEAR: ("q_proj", "v_proj", "down_proj"), Attachment.BLOCK_OUTPUT: ("self_attn", "mlp")}
 
 
 def settings_of(method: str) -> dict[str, Any]:
     """An adapter on some places of the method's kind."""
-    return {"method": method, "target_modules": TARGETS[METHODS[method].attachment], **SMALL.get(method, {})}
+    targets = TARGETS.get(METHODS[method].attachment)
+    return {"method": method, **({} if targets is None else {"target_modules": targets}), **SMALL.get(method, {})}
 
 
 def changed_adapter(backbone: Backbone, method: str) -> Adapter:
@@ -56,13 +61,15 @@ def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
 
 def logits(backbone: Backbone, slot: int | None) -> torch.Tensor:
     sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
-    return backbone.logits(pack_samples([Placed(sample, slot)], None, backbone.device))
+    leading = backbone.leading_rows(slot)
+    return backbone.logits(pack_samples([Placed(sample.led_by(leading), slot)], None, backbone.device))[leading:]
 
 
 def plain_logits(model: Any) -> torch.Tensor:
     sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
     with torch.no_grad():
-        return model(torch.from_numpy(sample.tokens.astype("int64"))[None]).logits[0]
+        # PEFT's prompts have logits too.
+        return model(torch.from_numpy(sample.tokens.astype("int64"))[None]).logits[0][-sample.length :]
 
 
 def me(method: str, **settings: Any) -> Job:

@@ -9,10 +9,11 @@ in ranks. `tests/adapters/test_methods.py` runs for every entry of the registry.
 A method without kernels costs its neighbours nothing: on a fused backbone its jobs have microbatches of their own,
 which run on the reference path over the same weights.
 
-An adapter sits on linears, or on the outputs of attention and MLP blocks before these are normed or added to the
-residual stream (`Attachment`). `target_modules` names either by the same rules: `[q_proj, v_proj]` or `all-linear`,
-`[self_attn, mlp]` or `all-blocks`. What `auto` means for a method is decided in `spec/adapter.py`. The output of a
-block is a place of D outputs and D inputs (`adapters/block_output.py`), so one set of hooks serves both.
+An adapter sits on linears, on the outputs of attention and MLP blocks before these are normed or added to the residual
+stream, or on rows in front of every sample (`Attachment`). `target_modules` names the first two by the same rules:
+`[q_proj, v_proj]` or `all-linear`, `[self_attn, mlp]` or `all-blocks`. What `auto` means for a method is decided in
+`spec/adapter.py`. All places but linears have D outputs and D inputs (`adapters/row_place.py`), so one set of hooks
+serves them all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -68,6 +69,8 @@ class Attachment(enum.Enum):
 
     LINEAR = "linear module"
     BLOCK_OUTPUT = "block"
+    INPUT = "input"
+    KEYS_AND_VALUES = "attention of known sizes"
 
 
 class SlotWeights(ABC):
@@ -163,6 +166,21 @@ class PeftFormat(Protocol):
 
     def summary(self, spec: AdapterSpec) -> str:
         """The settings that matter, for the model card."""
+
+
+@runtime_checkable
+class JoinedFormat(Protocol):
+    """A format whose file does not have its tensors place by place."""
+
+    def join(self, tensors: Mapping[str, ModuleTensors]) -> dict[str, torch.Tensor]:
+        """The tensors of the file, out of those by path."""
+        ...
+
+    def part(
+        self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], where: str
+    ) -> dict[str, ModuleTensors]:
+        """The tensors by path, out of those of the file; AdapterFileError if it holds others."""
+        ...
 
 
 class Method(Protocol):

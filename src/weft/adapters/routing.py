@@ -6,7 +6,7 @@ jobs come and go by changing this table and the slots, never the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,8 @@ class SlotRows:
     slot: int
     samples: tuple[Sampled, ...]
     """What gradients are summed by, in the job's own order."""
+    begins: tuple[int, ...]
+    """Rows of the buffer where a sample begins; none of a sample that goes on from a cache."""
     windows: tuple[Window, ...]
     """They cover the samples; all have one size, so near the end of the buffer one begins earlier."""
 
@@ -57,18 +59,20 @@ class SlotRows:
         return slice(self.samples[0].buffer.start, self.samples[-1].buffer.stop)
 
 
-def slot_rows(slot: int, segments: Sequence[Rows], window: int | None, num_rows: int) -> SlotRows:
+def slot_rows(
+    slot: int, segments: Sequence[Rows], window: int | None, num_rows: int, begins: Sequence[int] = ()
+) -> SlotRows:
     """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of them all."""
     start, end = segments[0].start, segments[-1].end
     samples = tuple(Sampled(slice(s.start, s.end), slice(s.start - start, s.end - start)) for s in segments)
     if window is None:
         whole = slice(start, end)
-        return SlotRows(slot, samples, (Window(whole, whole, slice(0, end - start)),))
+        return SlotRows(slot, samples, tuple(begins), (Window(whole, whole, slice(0, end - start)),))
     windows = []
     for begin in range(start, end, window):
         first, last = min(begin, num_rows - window), min(begin + window, end)
         windows.append(Window(slice(first, first + window), slice(begin, last), slice(begin - first, last - first)))
-    return SlotRows(slot, samples, tuple(windows))
+    return SlotRows(slot, samples, tuple(begins), tuple(windows))
 
 
 @dataclass
@@ -87,5 +91,9 @@ class Routing:
     row_tile: int | None = None
     """Frozen products are computed in blocks of this many rows: at a fixed row count a row's result does not depend on
     its neighbours. None: all rows at once."""
+    prefixes: dict[int, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=dict
+    )
+    """By layer, while adapters hold keys and values there: what puts these in the place of computed ones."""
     caches: list[dict[int, Any]] = field(default_factory=list)
     """While generating: per segment, what attention keeps of earlier tokens, by layer; empty while training."""

@@ -12,7 +12,12 @@ from weft.families.registry import FAMILIES
 from weft.spec import AdapterSpec
 from weft.spec.adapter import AUTO_TARGETS, answers_pattern
 
-ALL = {Attachment.LINEAR: ("all-linear", "all"), Attachment.BLOCK_OUTPUT: ("all-blocks", "all")}
+ALL = {
+    Attachment.LINEAR: ("all-linear", "all"),
+    Attachment.BLOCK_OUTPUT: ("all-blocks", "all"),
+    Attachment.INPUT: ("all",),
+    Attachment.KEYS_AND_VALUES: ("all",),
+}
 """Words for all places of a kind; the first is the one to write."""
 SHARED = {"lm_head": "the output head", "embed_out": "the output head"} | dict.fromkeys(
     ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"), "an embedding"

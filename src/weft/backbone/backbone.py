@@ -11,11 +11,14 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.block_output import BlockOutput
 from weft.adapters.frozen import Fp8, quantisation
+from weft.adapters.leading_rows import InputRows, KeyValueRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment, LinearShape, Method
 from weft.adapters.methods import cost_ranks, method_of
+from weft.adapters.methods.virtual_tokens.files import INPUT_PATH, layer_path
 from weft.adapters.routing import Routing
+from weft.adapters.row_place import RowPlace
 from weft.adapters.targets import choose_modules, refuse_experts
 from weft.backbone.fused.model import fuse, why_not
 from weft.backbone.fused.path import FusedPath
@@ -57,13 +60,17 @@ class Backbone:
         self._install(torch.zeros((), device=model.device, requires_grad=True))
         self.blocks = _blocks(model, self.routing)
         """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
-        self._reference = ReferencePath(model, self.linears, self.routing)
+        inputs = _inputs(model, tokenizer, self.routing)
+        self._reference = ReferencePath(model, self.linears, inputs, self.routing)
         self.path: Path = self._reference
         """How microbatches run, unless an adapter's method has no kernels."""
-        self._places: dict[Attachment, Mapping[str, SlotLinear | BlockOutput]] = {
+        self._places: dict[Attachment, Mapping[str, SlotLinear | RowPlace]] = {
             Attachment.LINEAR: self.linears,
             Attachment.BLOCK_OUTPUT: self.blocks,
+            Attachment.INPUT: {INPUT_PATH: inputs},
+            Attachment.KEYS_AND_VALUES: _keys_and_values(model, self.routing),
         }
+        self._leading: dict[int, int] = {}
         self._slot_paths: dict[int, Path] = {}
         self.ahead: CompileAhead | None = None
         """Kernels that are being compiled for it; the first microbatch waits for them."""
@@ -154,6 +161,10 @@ class Backbone:
         """The path that runs the samples of a slot."""
         return self.path if slot is None else self._slot_paths.get(slot, self.path)
 
+    def leading_rows(self, slot: int | None) -> int:
+        """Rows in front of each sample that a slot's adapter fills."""
+        return 0 if slot is None else self._leading.get(slot, 0)
+
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
         widest = max((cost_ranks(spec).widest for spec in adapters), default=1)
@@ -176,7 +187,7 @@ class Backbone:
         """Every place that adapters of a method can sit in, by path, with its outputs and inputs."""
         return _shapes(self._places[method.attachment])
 
-    def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | BlockOutput]:
+    def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowPlace]:
         refuse_experts(spec, self._experts)
         places = self._places[method_of(spec).attachment]
         return {path: places[path] for path in choose_modules(spec, list(places))}
@@ -186,6 +197,7 @@ class Backbone:
         path = self._path_for(adapter.method)
         slot = path.take_slot(adapter)
         self._slot_paths[slot] = path
+        self._leading[slot] = adapter.spec.num_leading_rows
         places = self._places[adapter.method.attachment]
         for module, weights in adapter.modules.items():
             places[module].put(slot, weights)
@@ -194,6 +206,7 @@ class Backbone:
     def detach(self, slot: int) -> None:
         """Frees a slot."""
         self._slot_paths.pop(slot).free_slot(slot)
+        self._leading.pop(slot)
         for places in self._places.values():
             for place in places.values():
                 place.free(slot)
@@ -259,8 +272,32 @@ class Backbone:
             object.__setattr__(module, "weft_routing", self.routing)
 
 
-def _shapes(places: Mapping[str, SlotLinear | BlockOutput]) -> dict[str, LinearShape]:
+def _shapes(places: Mapping[str, SlotLinear | RowPlace]) -> dict[str, LinearShape]:
     return {path: (place.out_features, place.in_features) for path, place in places.items()}
+
+
+def _inputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routing: Routing) -> InputRows:
+    """What the first layer sees."""
+    embeddings: Any = model.get_input_embeddings()
+    width = int(embeddings.weight.shape[1])
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = embeddings(ids.to(model.device))
+        return embedded
+
+    inputs = InputRows(width, routing, embed, lambda text: list(tokenizer.encode(text)))
+    inputs.weight = embeddings.weight
+    return inputs
+
+
+def _keys_and_values(model: PreTrainedModel, routing: Routing) -> dict[str, KeyValueRows]:
+    """What each layer's attention sees; nothing where the family has no description."""
+    config = model.config.to_dict()
+    if config.get("model_type") not in FAMILIES:
+        return {}
+    sizes = describe(config).sizes
+    width = 2 * sizes.num_kv_heads * sizes.head_size
+    return {layer_path(layer): KeyValueRows(layer, width, routing) for layer in range(sizes.num_layers)}
 
 
 def _blocks(model: PreTrainedModel, routing: Routing) -> dict[str, BlockOutput]:

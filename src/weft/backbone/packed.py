@@ -132,7 +132,8 @@ class PackedBatch:
             if slot is not None:
                 own = [segment for _, segment in group]
                 summed = own if on_cpu else [Rows(own[0].start, own[-1].end)]
-                found.append(slot_rows(slot, summed, window, self.num_rows))
+                begins = [segment.start for segment in own if self.positions[segment.start] == 0]
+                found.append(slot_rows(slot, summed, window, self.num_rows, begins))
         return tuple(found)
 
     @property

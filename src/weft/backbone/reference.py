@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.leading_rows import InputRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
 from weft.backbone.judge import run_loss
@@ -31,10 +32,13 @@ class ReferencePath:
     copy_bytes = 0
     captured_s = 0.0
 
-    def __init__(self, model: PreTrainedModel, linears: Mapping[str, SlotLinear], routing: Routing) -> None:
-        """`routing` is the table that all slot linears of the model share."""
+    def __init__(
+        self, model: PreTrainedModel, linears: Mapping[str, SlotLinear], inputs: InputRows, routing: Routing
+    ) -> None:
+        """`routing` is the table that all places of the model share."""
         self._model = model
         self._linears = linears
+        self._inputs = inputs
         self._routing = routing
         self._num_slots = 0
 
@@ -76,9 +80,9 @@ class ReferencePath:
         self._routing.dropout_keys_T = batch.dropout_keys_T
         self._routing.row_tile = row_tile
         self._routing.caches = caches or []
-        embeds_1TD = self._model.get_input_embeddings()(batch.input_ids_T[None])
+        embeds_1TD = self._model.get_input_embeddings()(batch.input_ids_T[None]).requires_grad_(through)
         output = self._model.base_model(
-            inputs_embeds=embeds_1TD.requires_grad_(through),
+            inputs_embeds=self._inputs.adapted(embeds_1TD),
             position_ids=batch.positions_T[None],
             attention_mask=None,
             use_cache=False,

@@ -83,6 +83,9 @@ class Dataset:
     rows: npt.NDArray[np.int64] | None = None
     """The row that each group was made of, as a number; None: each of its own. A chat may become several samples."""
 
+    num_leading: int = 0
+    """Rows in front of each sample of a job that hold virtual tokens of its adapter."""
+
     @classmethod
     def of(cls, samples: Sequence[Sample], source: str) -> Dataset:
         """Samples that were made, not read; `source` says of what."""
@@ -135,7 +138,8 @@ class Dataset:
         group = [self.samples[i] for i in self.places(index)]
         if self.has_mismatches:
             group.append(self._mismatched(index))
-        return tuple(Member(sample, is_bare=run > 0) for run in range(self.num_runs) for sample in group)
+        led = [sample.led_by(self.num_leading) for sample in group]
+        return (*map(Member, led), *(Member(sample, is_bare=True) for sample in group * (self.num_runs - 1)))
 
     def member_lengths(self, index: int) -> list[int]:
         """The tokens of each member of one group, in their order."""
@@ -143,7 +147,7 @@ class Dataset:
         lengths = [int(length) for length in self.samples.lengths[places.start : places.stop]]
         if self.has_mismatches:
             lengths.append(int(self._mismatch_lengths[index]))
-        return lengths * self.num_runs
+        return [self.num_leading + length for length in lengths] + lengths * (self.num_runs - 1)
 
     def _mismatched(self, index: int) -> Sample:
         """A group's prompt with the answer of the next group, the last one's with that of the first."""
@@ -168,13 +172,16 @@ class Dataset:
     @functools.cached_property
     def group_tokens(self) -> npt.NDArray[np.int64]:
         """Tokens that each group trains."""
-        tokens: npt.NDArray[np.int64] = self.samples.lengths.reshape(-1, self.objective.group_size).sum(axis=1)
+        size = self.objective.group_size
+        tokens: npt.NDArray[np.int64] = self.samples.lengths.reshape(-1, size).sum(axis=1) + size * self.num_leading
         return tokens
 
     @property
     def longest_group(self) -> int:
         """Most tokens that have to share a microbatch."""
-        tokens = self.group_tokens + self._mismatch_lengths if self.has_mismatches else self.group_tokens
+        tokens = self.group_tokens
+        if self.has_mismatches:
+            tokens = tokens + self._mismatch_lengths + self.num_leading
         return self.num_runs * int(tokens.max())
 
     def subset(self, groups: Iterable[int] | npt.NDArray[np.int64]) -> Dataset:
@@ -199,6 +206,12 @@ class JobData:
 
     train: Dataset
     eval: Dataset | None
+
+    def led_by(self, num_rows: int) -> JobData:
+        """The same with so many rows in front of each sample."""
+        led = [None if part is None else replace(part, num_leading=num_rows) for part in (self.train, self.eval)]
+        assert led[0] is not None
+        return JobData(led[0], led[1])
 
 
 def measures(samples: Samples) -> dict[str, Any]:

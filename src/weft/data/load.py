@@ -71,7 +71,7 @@ def load_job_data(
                 objective=objective,
                 data_format=job.data_format,
                 data_columns=job.data_columns,
-                max_length=job.max_length,
+                max_length=job.max_length - job.adapter.num_leading_rows,
                 long_samples=job.long_samples,
                 train_on_inputs=job.train_on_inputs,
                 mask_history=job.mask_history,
@@ -93,6 +93,7 @@ def load_job_data(
     else:
         data = _split(train, job.eval_data, job)
     data = JobData(_of_job(data.train, job), None if data.eval is None else _of_job(data.eval, job))
+    data = data.led_by(job.adapter.num_leading_rows)
     return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
 
 

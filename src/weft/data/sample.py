@@ -82,6 +82,14 @@ class Sample:
         known = np.empty(0) if self.labels is None else self.labels[~np.isnan(self.labels)]
         return float(known[0]) if len(known) else float("nan")
 
+    def led_by(self, num_rows: int) -> Sample:
+        """With rows in front of it that hold no token; they have the number of some token."""
+        if not num_rows:
+            return self
+        front = np.zeros(num_rows)
+        weights = None if self.weights is None else np.concatenate([front, self.weights])
+        return Sample(np.concatenate([front, self.tokens]), np.concatenate([front, self.supervised]), weights)
+
     def weighted(self, weight: float) -> Sample:
         """The same tokens, each counting `weight` times what it did."""
         if weight == 1:

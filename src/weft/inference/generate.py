@@ -88,7 +88,10 @@ def advance(backbone: Backbone, going: Sequence[Continuation], ends: Collection[
     """
     known = [len(item.request.tokens) + len(item.tokens) - len(item.new) for item in going]
     logits = _logits(backbone, going, known)
-    return [_write(item, row, ends, backbone.max_positions) for item, row in zip(going, logits, strict=True)]
+    return [
+        _write(item, row, ends, backbone.max_positions, backbone.leading_rows(item.request.slot))
+        for item, row in zip(going, logits, strict=True)
+    ]
 
 
 def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
@@ -111,14 +114,16 @@ def end_tokens(backbone: Backbone) -> set[int]:
     return {int(t) for t in [*listed, backbone.tokenizer.eos_token_id] if t is not None}
 
 
-def _write(item: Continuation, logits_V: torch.Tensor, ends: Collection[int], longest: int) -> int | None:
+def _write(
+    item: Continuation, logits_V: torch.Tensor, ends: Collection[int], longest: int, num_leading: int
+) -> int | None:
     token = _choose(logits_V, item.decoding, item._generator)
     if token in ends:
         item.is_over = True
         return None
     item.tokens.append(token)
     item.new = [token]
-    length = len(item.request.tokens) + len(item.tokens)
+    length = num_leading + len(item.request.tokens) + len(item.tokens)
     item.is_over = len(item.tokens) >= item.decoding.max_new_tokens or length >= longest
     return token
 
@@ -128,7 +133,11 @@ def _logits(backbone: Backbone, going: Sequence[Continuation], known: Sequence[i
     placed = []
     for item, position in zip(going, known, strict=True):
         sample = Sample(np.array(item.new, dtype=np.int32), np.zeros(len(item.new), dtype=bool))
-        placed.append(Placed(sample, item.request.slot, position=position))
+        num_leading = backbone.leading_rows(item.request.slot)
+        if position:
+            placed.append(Placed(sample, item.request.slot, position=num_leading + position))
+        else:
+            placed.append(Placed(sample.led_by(num_leading), item.request.slot))
     batch = pack_samples(placed, None, backbone.device)
     rows = [segment.end - 1 for segment in batch.segments]
     return backbone.logits(batch, rows, [item._cache for item in going])

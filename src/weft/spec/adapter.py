@@ -20,15 +20,19 @@ AUTO_TARGETS = {
     **dict.fromkeys(LORA_KINDS, "all-linear"),
     "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})",
     "bottleneck": "all-blocks",
+    "prompt_tuning": "all",
+    "prefix_tuning": "all",
 }
-"""What `target_modules: auto` means."""
+"""The PEFT methods, and what `target_modules: auto` means for each."""
+VIRTUAL_TOKENS = ("prompt_tuning", "prefix_tuning")
+"""Methods that put rows in front of every sample."""
 
 
 @dataclass(frozen=True)
 class AdapterSpec(KnownKeywords):
     """One adapter; the names are PEFT's."""
 
-    method: str = setting("lora", choices=("lora", "dora", "ia3", "bottleneck"))
+    method: str = setting("lora", choices=tuple(AUTO_TARGETS))
     """The PEFT method. dora is LoRA with a learned length of each row of the weights."""
     r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=LORA_KINDS)
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
@@ -77,12 +81,23 @@ class AdapterSpec(KnownKeywords):
     bottleneck_scale: float = setting(1.0, aliases=("scaling",), rule=above(0), methods=("bottleneck",))
     """What the adapter's output is multiplied with before it is added to the block's."""
 
+    num_virtual_tokens: int = setting(20, rule=at_least(1), methods=VIRTUAL_TOKENS)
+    """Rows in front of every sample that the adapter fills; they count as tokens, also in max_length."""
+    prompt_tuning_init: str = setting("random", choices=("random", "text", "sample_vocab"), methods=("prompt_tuning",))
+    """random: normal numbers; text: the embeddings of prompt_tuning_init_text, cut or repeated; sample_vocab: those of
+    random tokens."""
+    prompt_tuning_init_text: str | None = setting(None, methods=("prompt_tuning",))
+    """What a prompt begins as."""
+    init_prefix_weights: str = setting("random", choices=("random", "zero"), methods=("prefix_tuning",))
+    """random: normal numbers; zero: keys and values of zeros."""
+
     def __post_init__(self) -> None:
         validate(self)
         if self.use_dora and self.method == "lora":
             object.__setattr__(self, "method", "dora")
         if self.method == "dora":
             object.__setattr__(self, "use_dora", False)
+        self._check_virtual_tokens()
         if self.target_modules == "auto":
             object.__setattr__(self, "target_modules", self._auto_targets())
         refuse_foreign(self, self.method)
@@ -102,6 +117,24 @@ class AdapterSpec(KnownKeywords):
             raise ConfigError("orthogonal needs even ranks.", where="init_lora_weights")
         if not self.target_modules:
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
+
+    def _check_virtual_tokens(self) -> None:
+        """ConfigError for what virtual tokens cannot have."""
+        if self.method in VIRTUAL_TOKENS:
+            given = {"exclude_modules": self.exclude_modules, "layers_to_transform": self.layers_to_transform}
+            if self.target_modules not in ("auto", AUTO_TARGETS[self.method]):
+                given["target_modules"] = self.target_modules
+            for where, value in given.items():
+                if value is not None:
+                    raise ConfigError(f"is no setting of {self.method}, which sits on no modules.", where=where)
+        if (self.prompt_tuning_init == "text") != bool(self.prompt_tuning_init_text):
+            found = "needs prompt_tuning_init_text" if self.prompt_tuning_init == "text" else "is not text"
+            raise ConfigError(f"{self.prompt_tuning_init} {found}.", where="prompt_tuning_init")
+
+    @property
+    def num_leading_rows(self) -> int:
+        """Rows in front of every sample."""
+        return self.num_virtual_tokens if self.method in VIRTUAL_TOKENS else 0
 
     @property
     def default_alpha(self) -> float:

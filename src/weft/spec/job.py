@@ -211,6 +211,12 @@ class JobSpec(KnownKeywords):
         self._check_sources()
         self._check_eval_amount()
         self._check_columns()
+        leading = self.adapter.num_leading_rows
+        if self.max_length < leading + 2:
+            left = max(0, self.max_length - leading)
+            raise ConfigError(
+                f"{leading} virtual tokens leave room for {left} of the sample's own.", where="max_length"
+            )
         if self.early_stopping_patience and self.eval_data is None:
             raise ConfigError("needs eval_data to judge by.", where="early_stopping_patience")
         product = (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1)

@@ -29,7 +29,11 @@ def config_of(
         "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
         "target_modules": names,
     }
-    return {**files.defaults, **shared, **files.config(spec, names, paths)}
+    return {
+        **files.defaults,
+        **{key: value for key, value in shared.items() if key in files.defaults},
+        **files.config(spec, names, paths),
+    }
 
 
 def method_named(config: Mapping[str, Any], where: str) -> str:
@@ -52,14 +56,14 @@ def spec_of(config: Mapping[str, Any], module_paths: Collection[str], *, where: 
     config = {key: value for key, value in config.items() if value is not None}
     targets = config.get("target_modules")
     layers = config.get("layers_to_transform")
-    if not targets:
+    if not targets and "target_modules" in files.defaults:
         raise AdapterFileError("target_modules is missing; name the adapted modules.", where=where)
     if config.get("layers_pattern"):
         # Our spec has no layers_pattern; the weights say which modules it meant.
         targets, layers = list(module_paths), None
     values = {
         "method": method,
-        "target_modules": targets,
+        **({"target_modules": targets} if targets else {}),
         "exclude_modules": config.get("exclude_modules") or None,
         "layers_to_transform": None if layers == [] else layers,
         **files.settings(config),

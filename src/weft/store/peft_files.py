@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from weft.adapters.method import ModuleTensors, PeftFormat
+from weft.adapters.method import JoinedFormat, ModuleTensors, PeftFormat
 from weft.adapters.methods import METHODS, method_of
 from weft.adapters.targets import is_target
 from weft.errors import AdapterFileError
@@ -83,7 +83,10 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
     read = _read_files(directory)
     where = str(directory / TENSORS_FILE)
     files = METHODS[method_named(read.config, str(directory / CONFIG_FILE))].files
-    modules = _modules(read.tensors, files, where)
+    if isinstance(files, JoinedFormat):
+        modules = files.part(read.tensors, read.config, where)
+    else:
+        modules = _modules(read.tensors, files, where)
     spec = spec_of(read.config, modules, where=str(directory / CONFIG_FILE))
     for path, tensors in modules.items():
         if not is_target(spec, path):
@@ -112,14 +115,17 @@ def adapter_files(
     spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], *, base_model: str, target_names: list[str]
 ) -> AdapterFiles:
     """The files of an adapter, not yet on disk."""
-    named: dict[str, torch.Tensor] = {}
     files = method_of(spec).files
+    config = config_of(spec, base_model=base_model, target_names=target_names, paths=tensors)
+    if isinstance(files, JoinedFormat):
+        return AdapterFiles(config, {name: tensor.detach().cpu() for name, tensor in files.join(tensors).items()})
+    named: dict[str, torch.Tensor] = {}
     written = dataclasses.replace(spec, target_modules=tuple(target_names))
     for path, own in tensors.items():
         assert is_target(written, path), f"no reader would find {path} by {target_names}"
         for suffix, tensor in zip(files.suffixes.values(), own, strict=True):
             named[f"{_PREFIX}{path}.{suffix}"] = tensor.detach().cpu()
-    return AdapterFiles(config_of(spec, base_model=base_model, target_names=target_names, paths=tensors), named)
+    return AdapterFiles(config, named)
 
 
 def _model_card(spec: AdapterSpec, base_model: str) -> str:

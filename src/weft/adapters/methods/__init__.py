@@ -7,6 +7,7 @@ from weft.adapters.methods.bottleneck.method import Bottleneck
 from weft.adapters.methods.dora.method import Dora
 from weft.adapters.methods.ia3.method import Ia3
 from weft.adapters.methods.lora.method import Lora
+from weft.adapters.methods.virtual_tokens.method import PrefixTuning, PromptTuning
 from weft.spec import AdapterSpec
 
 METHODS: dict[str, Method] = {
@@ -14,6 +15,8 @@ METHODS: dict[str, Method] = {
     "dora": Dora(),
     "ia3": Ia3(),
     "lora": Lora(),
+    "prefix_tuning": PrefixTuning(),
+    "prompt_tuning": PromptTuning(),
 }
 
 

@@ -43,6 +43,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each segment of the current routing; (1, T, H, C). Padding rows come out zero."""
     routing: Routing = module.weft_routing  # type: ignore[assignment]
+    if routing.prefixes:
+        key_1KTC, value_1KTC = routing.prefixes[module.layer_idx](key_1KTC, value_1KTC)  # type: ignore[index]
     if routing.bounds is not None and not routing.caches and softcap is None and _fits_kernel(query_1HTC):
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query_1HTC, key_1KTC, value_1KTC))
         return varlen(q, k, v, routing.bounds, routing.longest, scaling, sliding_window)[None], None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +64,11 @@ def evaluate(
     status = Console(stderr=True).status
     with status("loading the model"):
         loaded = load_voices(adapter, base_model, device, dtype, with_base=True)
-        datasets = loaded.by_template(lambda template: _samples(data, loaded.backbone, limit, template, objective))
+        leading = max(map(loaded.backbone.leading_rows, loaded.slots.values()))
+        longest = loaded.backbone.max_positions - leading
+        datasets = loaded.by_template(
+            lambda template: _samples(data, loaded.backbone, longest, limit, template, objective)
+        )
         first = next(iter(datasets.values()))
         _refuse_foreign_metrics(chosen, first)
         prompts: dict[str, list[Prompt]] = {}
@@ -134,14 +139,16 @@ def _refuse_foreign_metrics(chosen: list[str] | None, dataset: Dataset) -> None:
         )
 
 
-def _samples(data: str, backbone: Backbone, limit: int | None, chat_template: str | None, objective: str) -> Dataset:
+def _samples(
+    data: str, backbone: Backbone, longest: int, limit: int | None, chat_template: str | None, objective: str
+) -> Dataset:
     from weft.data.load import load_dataset
 
     dataset = load_dataset(
         [data],
         backbone.tokenizer,
         objective=objective,
-        max_length=backbone.max_positions,
+        max_length=longest,
         chat_template=chat_template,
         base_dir=Path(),
     )
@@ -162,8 +169,11 @@ def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: st
 def _add_scores(results: dict[str, dict[str, float]], loaded: Attached, datasets: dict[str, Dataset]) -> None:
     from weft.execute.evaluate import mean_scores
 
-    capacity = max(CAPACITY, *(dataset.longest_group for dataset in datasets.values()))
-    asked = [(slot, datasets[name]) for name, slot in loaded.slots.items()]
+    asked = [
+        (slot, replace(datasets[name], num_leading=loaded.backbone.leading_rows(slot)))
+        for name, slot in loaded.slots.items()
+    ]
+    capacity = max(CAPACITY, *(dataset.longest_group for _, dataset in asked))
     found = mean_scores(loaded.backbone, asked, capacity, loaded.backbone.path.row_tile(capacity))
     for name, means in zip(loaded.slots, found, strict=True):
         perplexity = math.exp(means.loss) if means.loss < 700 else math.inf

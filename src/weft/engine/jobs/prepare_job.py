@@ -26,7 +26,6 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     _check_length(spec, executor.facts, capacity)
     if data is None:
         data = load_job_data(spec, executor.tokenizer, base_dir)
-    _check_samples(spec, data, executor.facts, capacity)
     start, name, trained_on, submitted = None, "", None, spec
     if spec.init_adapter is not None:
         path = adapter_dir(base_dir / spec.init_adapter)
@@ -35,6 +34,8 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
         trained_on = config.get("base_model_name_or_path")
         if spec.adapter == AdapterSpec():
             spec = replace(spec, adapter=stored)
+    data = data.led_by(spec.adapter.num_leading_rows)
+    _check_samples(spec, data, executor.facts, capacity)
     job = LiveJob(spec, data, submitted=submitted)
     added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name))
     job.num_parameters, job.lane = added.num_parameters, added.lane
@@ -53,7 +54,7 @@ def _check_length(spec: JobSpec, facts: ReplicaFacts, capacity: int) -> None:
 def _check_samples(spec: JobSpec, data: JobData, facts: ReplicaFacts, capacity: int) -> None:
     longest = min(capacity, facts.max_positions)
     for part in (data.train, data.eval):
-        found = None if part is None else _flaw(part.samples, longest, facts.vocabulary)
+        found = None if part is None else _flaw(part.samples, longest - part.num_leading, facts.vocabulary)
         if found is not None:
             raise DataError(f"{found}.", where=spec.name)
     group = max(part.longest_group for part in (data.train, data.eval) if part is not None)

@@ -1,0 +1,67 @@
+"""The rows in front of a sample that hold no token of it, but virtual tokens of its job's adapter.
+
+A sample of a job with virtual tokens runs with as many rows in front of it (`Sample.led_by`), which count as tokens
+everywhere. What they hold is put there by the adapter: the embeddings of a prompt (`InputRows`), or in every layer the
+keys and values that attention sees (`KeyValueRows`).
+
+Shape suffixes: T rows of the microbatch, D width of the residual stream, K key and value heads, C size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weft.adapters.method import SlotWeights
+from weft.adapters.routing import Routing
+from weft.adapters.row_place import RowPlace
+from weft.adapters.slots import active_slots
+
+
+class InputRows(RowPlace):
+    """What the first layer sees."""
+
+    def __init__(
+        self,
+        width: int,
+        routing: Routing,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        tokens: Callable[[str], list[int]],
+    ) -> None:
+        """`embed`: the backbone's embeddings of token ids; `tokens`: the ids of a text."""
+        super().__init__(width, routing)
+        self.embed = embed
+        self.tokens = tokens
+
+
+class KeyValueRows(RowPlace):
+    """Keys and values of one layer's attention, side by side; positions are rotated into the keys already."""
+
+    def __init__(self, layer: int, width: int, routing: Routing) -> None:
+        """`width`: of keys and values together."""
+        super().__init__(width, routing)
+        self._layer = layer
+
+    def put(self, slot: int, weights: SlotWeights) -> None:
+        """Lets an adapter sit here."""
+        super().put(slot, weights)
+        self.routing.prefixes[self._layer] = self._adapted_pair
+
+    def free(self, slot: int) -> None:
+        """Makes a slot free again, if an adapter sits on it."""
+        super().free(slot)
+        if not self.slots:
+            self.routing.prefixes.pop(self._layer, None)
+
+    def _adapted_pair(self, key_1KTC: torch.Tensor, value_1KTC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both with every active slot's adapter."""
+        if not active_slots(self.slots, self.routing):
+            return key_1KTC, value_1KTC
+        pair = [x[0].transpose(0, 1).flatten(1) for x in (key_1KTC, value_1KTC)]
+        parts = self.adapted(torch.cat(pair, dim=1)).split([x.shape[1] for x in pair], dim=1)
+        key, value = (
+            part.unflatten(1, (x.shape[1], x.shape[3])).transpose(0, 1)[None]
+            for part, x in zip(parts, (key_1KTC, value_1KTC), strict=True)
+        )
+        return key, value
