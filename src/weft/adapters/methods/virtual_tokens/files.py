@@ -6,7 +6,7 @@ A prompt's is (V, D). A prefix's is (V, 2 · layers · width), per virtual token
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -43,8 +43,8 @@ class VirtualTokenFiles:
 
     in_peft = True
     suffixes: Mapping[str, str] = {"rows": TENSOR}
-    defaults: ClassVar[Mapping[str, Any]]
-    title: ClassVar[str]
+    defaults: Mapping[str, Any]
+    title: str
 
     def check_config(self, config: Mapping[str, Any], where: str) -> None:
         """Needs the number of virtual tokens, for a model of one decoder."""
@@ -90,7 +90,7 @@ class PromptFiles(VirtualTokenFiles):
 
     peft_type = "PROMPT_TUNING"
     title = "prompt tuning"
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: Mapping[str, Any] = {
         **_SHARED,
         "peft_type": "PROMPT_TUNING",
         "prompt_tuning_init": "RANDOM",
@@ -126,7 +126,7 @@ class PrefixFiles(VirtualTokenFiles):
 
     peft_type = "PREFIX_TUNING"
     title = "prefix tuning"
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: Mapping[str, Any] = {
         **_SHARED,
         "encoder_hidden_size": None,
         "init_weights": None,
