@@ -199,7 +199,7 @@ def test_files_when_peft_has_no_such_method_then_nothing_sends_people_there(tmp_
     ):
         (remark,) = check_servable(stored.spec, stored.tensors, server)
         assert remark.refused and remark.text == sentence
-    with pytest.raises(AdapterFileError, match="sits on the outputs of blocks, where there are no weights to merge"):
+    with pytest.raises(AdapterFileError, match="changes no weights, so there are none to merge it into"):
         merge_adapter(stored, BackboneSpec("missing"), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 

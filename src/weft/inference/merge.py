@@ -26,8 +26,7 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     method = method_of(stored.spec)
     if method.attachment is not Attachment.LINEAR:
         raise AdapterFileError(
-            f"a {method.files.title} adapter sits on the outputs of blocks, where there are no weights to merge "
-            "it into.",
+            f"a {method.files.title} adapter changes no weights, so there are none to merge it into.",
             where=str(stored.path),
         )
     model = load_plain_model(spec)
