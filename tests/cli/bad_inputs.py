@@ -156,7 +156,7 @@ ADAPTER = [
     lora("alpha: 1e300", "lora_alpha", "'1e300' is too large; the most is 1e+18."),
     lora("alpha: -1", "lora_alpha", "must be at least 0, got -1.0."),
     lora("dropout: 1.0", "lora_dropout", "must be at least 0 and below 1, got 1.0."),
-    lora("method: adalora", "method", "got 'adalora'; accepted are lora, dora, ia3, bottleneck."),
+    lora("method: adalora", "method", "got 'adalora'; accepted are lora, "),
     lora("init: pissa", "init_lora_weights", "got 'pissa'; accepted are true, false, gaussian, orthogonal."),
     lora("r: 3, init: orthogonal", "init_lora_weights", "orthogonal needs even ranks."),
     lora(

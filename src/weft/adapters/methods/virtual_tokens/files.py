@@ -41,6 +41,7 @@ def layer_path(layer: int) -> str:
 class VirtualTokenFiles:
     """What both kinds have in common."""
 
+    marker: str | None = None
     in_peft = True
     suffixes: Mapping[str, str] = {"rows": TENSOR}
     defaults: Mapping[str, Any]
