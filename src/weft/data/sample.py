@@ -88,7 +88,8 @@ class Sample:
             return self
         front = np.zeros(num_rows)
         weights = None if self.weights is None else np.concatenate([front, self.weights])
-        return Sample(np.concatenate([front, self.tokens]), np.concatenate([front, self.supervised]), weights)
+        labels = None if self.labels is None else np.concatenate([np.full(num_rows, np.nan), self.labels])
+        return Sample(np.concatenate([front, self.tokens]), np.concatenate([front, self.supervised]), weights, labels)
 
     def weighted(self, weight: float) -> Sample:
         """The same tokens, each counting `weight` times what it did."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tiny_models import job_spec, random_backbone, random_data, random_model, tr
 from weft.adapters.adapter import Adapter
 from weft.adapters.leading_rows import InputRows
 from weft.adapters.routing import Routing
+from weft.data.sample import Sample
 from weft.errors import AdapterFileError, ConfigError
 from weft.inference.attach import attach_adapter, read_named
 from weft.inference.generate import Decoding, Request, generate
@@ -128,3 +130,12 @@ def test_read_when_a_prefix_is_not_whole_then_one_sentence_says_what(tmp_path, c
     save_file({"prompt_embeddings": tensor}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(AdapterFileError, match=sentence):
         read_adapter(tmp_path)
+
+
+def test_sample_when_rows_stand_in_front_of_it_then_all_it_says_moves_along():
+    sample = Sample([5, 6, 7], [False, True, True], [1.0, 2.0, 0.5], [np.nan, 1.0, np.nan])
+    led = sample.led_by(2)
+    assert led.length == 5 and led.supervised.tolist() == [False, False, False, True, True]
+    assert led.tokens[2:].tolist() == [5, 6, 7] and led.weights[2:].tolist() == [1.0, 2.0, 0.5]
+    assert led.label == sample.label == 1.0 and led.first_supervised == 3
+    assert sample.led_by(0) is sample
