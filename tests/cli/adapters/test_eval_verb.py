@@ -72,7 +72,7 @@ def test_eval_when_the_data_is_pairs_then_measures_rewards_and_refuses_what_pair
     )
     assert "rewards/accuracies" in shown
     assert refused(*asked, "--metric", "perplexity").startswith("--metric: perplexity is of single answers")
-    assert refused(*asked, "--objective", "dbo").endswith("orpo. Did you mean dpo?")
+    assert refused(*asked, "--objective", "dbo").endswith(". Did you mean dpo?")
 
 
 @pytest.mark.parametrize(
