@@ -55,7 +55,9 @@ def changed_adapter(backbone: Backbone, method: str) -> Adapter:
 def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
     names = leaf_names(adapter.modules, backbone.shapes_for(adapter.method))
     assert names is not None
-    write_adapter(path, adapter.spec, adapter.tensors(), base_model=backbone.name, target_names=names)
+    write_adapter(
+        path, adapter.spec, adapter.tensors(), base_model=backbone.name, target_names=names, shared=adapter.shared
+    )
     return path
 
 
@@ -122,7 +124,7 @@ def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(method
         for path, tensors in adapter.tensors().items():
             linear = plain.get_submodule(path)
             assert isinstance(linear, nn.Linear)
-            adapter.method.merge(adapter.spec, path, tensors, linear)
+            adapter.method.merge(adapter.spec, path, (*tensors, *adapter.shared.values()), linear)
     slot = backbone.attach(adapter)
     torch.testing.assert_close(logits(backbone, slot), plain_logits(plain), rtol=1e-4, atol=1e-5)
 

@@ -67,6 +67,7 @@ NAMES = {
     "lora": ("lora_A", "lora_B"),
     "dora": ("lora_A", "lora_B", "lora_magnitude_vector"),
     "ia3": ("ia3_l",),
+    "vera": ("vera_lambda_d", "vera_lambda_b"),
 }
 """What PEFT calls the tensors of a module."""
 
@@ -85,6 +86,11 @@ def peft_config(job: LiveJob, start: Tensors, family: str) -> Any:
         return peft.IA3Config(
             task_type="CAUSAL_LM", target_modules=paths, feedforward_modules=inputs, fan_in_fan_out=family == "gpt2"
         )
+    if adapter.method == "vera":
+        return peft.VeraConfig(
+            task_type="CAUSAL_LM", r=adapter.vera_rank, target_modules=paths,
+            projection_prng_key=adapter.projection_prng_key, fan_in_fan_out=family == "gpt2",
+        )  # fmt: skip
     alpha = 2 * adapter.r if adapter.lora_alpha is None else adapter.lora_alpha
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -106,6 +112,9 @@ def peft_model(plain: Any, job: LiveJob, start: Tensors) -> Any:
         for path, tensors in start.items():
             for theirs, mine in zip(peft_tensors(model, job, path), tensors, strict=True):
                 theirs.copy_(mine)
+    if job.spec.adapter.freeze_a:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and "lora_A" not in name)
     return model
 
 

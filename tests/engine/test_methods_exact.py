@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from test_exact import STEPS, assert_equal_peft, peft_loss
-from tiny_models import Job, job_spec, random_data
+from tiny_models import Job, job_spec, random_backbone, random_data
 from torch import nn
 
 from weft.engine.jobs.live_job import LiveJob
@@ -36,10 +37,11 @@ def dropping_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, fl
     for row, sample in enumerate(samples):
         keys_BL[row, : sample.length] = torch.from_numpy(row_keys(mix(job.spec.seed, step, row), sample.length))
     for name, module in model.named_modules():
-        if hasattr(module, "lora_dropout"):
+        dropouts = getattr(module, "lora_dropout", None) or getattr(module, "vera_dropout", None)
+        if dropouts is not None:
             module.training = True
-            module.lora_dropout["default"] = StatedDropout(name.removeprefix("base_model.model."), p)
-            module.lora_dropout["default"].keys_BL = keys_BL
+            dropouts["default"] = StatedDropout(name.removeprefix("base_model.model."), p)
+            dropouts["default"].keys_BL = keys_BL
     return peft_loss(model, job, step)
 
 
@@ -68,3 +70,26 @@ def test_dora_when_weights_are_transposed_then_equals_peft_alone():
     assert_equal_peft(
         "gpt2", "reference", made([{"adapter": {"method": "dora", "r": 4, "lora_dropout": 0.2}}]), dropping_loss
     )
+
+
+def test_vera_when_trained_beside_others_then_equals_peft_alone():
+    """Ranks above and below the modules' sizes, on all and on some of them, and dropout; a DoRA beside them."""
+    settings: list[dict[str, Any]] = [
+        {"adapter": {"method": "vera"}, "weight_decay": 0.1, "global_batch_size": 6, "learning_rate": 2e-2},
+        {"adapter": {"method": "vera", "vera_rank": 5, "projection_prng_key": 7, "lora_dropout": 0.3,
+                     "target_modules": ["q_proj", "down_proj"]}, "max_grad_norm": 0.05, "learning_rate": 2e-2},
+        {"adapter": {"method": "dora", "r": 4, "freeze_a": True}},
+    ]  # fmt: skip
+    assert_equal_peft("llama_bias", "reference", made(settings), dropping_loss)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+def test_lora_when_a_is_frozen_then_equals_peft_without_gradients_of_a(kernels):
+    settings: list[dict[str, Any]] = [
+        {"adapter": {"r": 4, "freeze_a": True, "lora_dropout": 0.3}, "weight_decay": 0.1, "global_batch_size": 6},
+        {"adapter": {"r": 8}},
+    ]
+    given = made(settings)
+    outcomes = assert_equal_peft("llama_bias", kernels, given, dropping_loss)
+    start = random_backbone("llama_bias").new_adapter(given[0][0].adapter, given[0][0].seed).tensors()
+    assert all(outcomes["job0"].adapter[path][0].equal(a_RD) for path, (a_RD, _) in start.items())

@@ -140,7 +140,7 @@ def test_memory_limit_when_written_in_any_way_then_is_a_share_of_the_gpu(limit: 
     ("settings", "where"),
     [
         ({"method": "ia3", "r": 8}, "r"),
-        ({"method": "ia3", "lora_dropout": 0.1}, "lora_dropout"),
+        ({"method": "ia3", "freeze_a": True}, "freeze_a"),
         ({"method": "ia3", "rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"feedforward_modules": ["down_proj"]}, "feedforward_modules"),
         ({"init_ia3_weights": False}, "init_ia3_weights"),

@@ -36,8 +36,14 @@ class Adapter:
         shapes = {path: (place.out_features, place.in_features) for path, place in places.items()}
         self.method.check(spec, shapes)
         self._places = places
+        self._linears = shapes
         self._shapes = {path: tuple(self.method.shapes(spec, path, shape)) for path, shape in shapes.items()}
+        self.shared: Mapping[str, torch.Tensor] = {}
+        """Frozen tensors that all modules read, and that follow from the settings."""
         self.groups: dict[str, ParameterGroup] = {}
+        """Those that are trained."""
+        self.frozen: dict[str, torch.Tensor] = {}
+        """The flat buffers of those that are not."""
         self.modules: dict[str, SlotWeights] = {}
         """What a slot of each module holds."""
         self._views: dict[str, ModuleTensors] = {}
@@ -66,13 +72,15 @@ class Adapter:
             group.grad.zero_()
 
     def flat(self) -> dict[str, torch.Tensor]:
-        """The buffers themselves, by group."""
-        return {name: group.params for name, group in self.groups.items()}
+        """The buffers themselves, by group, frozen ones included."""
+        found = {**self.frozen, **{name: group.params for name, group in self.groups.items()}}
+        return {name: found[name] for name in self.method.groups}
 
     def put(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Copies all weights from buffers by group."""
-        for name, group in self.groups.items():
-            group.params.copy_(flat[name])
+        """Copies weights from buffers by group: all of them, or the trained ones."""
+        own = self.flat()
+        for name, params in flat.items():
+            own[name].copy_(params)
         self.changed()
 
     def tensors(self) -> dict[str, ModuleTensors]:
@@ -105,20 +113,34 @@ class Adapter:
 
     def _take(self, flat: Mapping[str, torch.Tensor]) -> None:
         """Makes these the weights, with fresh gradients beside them."""
-        self.groups = {name: ParameterGroup(params, torch.zeros_like(params)) for name, params in flat.items()}
-        params = self.split([group.params for group in self.groups.values()])
-        grads = self.split([group.grad for group in self.groups.values()])
-        self._views = params
+        frozen = self.method.frozen(self.spec)
+        trained = {name: params for name, params in flat.items() if name not in frozen}
+        self.groups = {name: ParameterGroup(params, torch.zeros_like(params)) for name, params in trained.items()}
+        self.frozen = {name: flat[name] for name in frozen}
+        self.shared = self.method.shared(self.spec, self._linears, self.device)
+        self._views = self.split(self.flat())
+        grads = self._split_grads()
         for path, place in self._places.items():
-            self.modules[path] = self.method.weights(self.spec, path, place, params[path], grads[path])
+            params = (*self._views[path], *self.shared.values())
+            self.modules[path] = self.method.weights(self.spec, path, place, params, grads[path])
 
-    def split(self, buffers: list[torch.Tensor]) -> dict[str, ModuleTensors]:
-        """Views of the buffers, one per group, by module path."""
-        pieces = zip(*(buffer.split(self._sizes(i)) for i, buffer in enumerate(buffers)), strict=True)
-        return {
-            path: tuple(piece.view(shape) for piece, shape in zip(own, shapes, strict=True))
-            for (path, shapes), own in zip(self._shapes.items(), pieces, strict=True)
-        }
+    def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
+        """Views of flat buffers of some groups, given by name in the method's order, by module path."""
+        found: dict[str, list[torch.Tensor]] = {path: [] for path in self._shapes}
+        for name, buffer in buffers.items():
+            group = self.method.groups.index(name)
+            for (path, shapes), piece in zip(self._shapes.items(), buffer.split(self._sizes(group)), strict=True):
+                found[path].append(piece.view(shapes[group]))
+        return {path: tuple(views) for path, views in found.items()}
+
+    def _split_grads(self) -> dict[str, ModuleTensors]:
+        """Views of the gradients by module path; those of frozen groups are empty."""
+        trained = self.split({name: group.grad for name, group in self.groups.items()})
+        if not self.frozen:
+            return trained
+        nothing = torch.empty(0, device=self.device)
+        own = {path: dict(zip(self.groups, views, strict=True)) for path, views in trained.items()}
+        return {path: tuple(views.get(name, nothing) for name in self.method.groups) for path, views in own.items()}
 
     def _sizes(self, group: int) -> list[int]:
         return [torch.Size(shapes[group]).numel() for shapes in self._shapes.values()]

@@ -133,7 +133,7 @@ class PeftFormat(Protocol):
 
     peft_type: str
     """What adapter_config.json calls the method."""
-    marker: str | None
+    marker: str | None = None
     """The key that is on in its files alone, where another method has the same peft_type."""
     in_peft: bool
     """Whether PEFT has the method; where it has not, only Weft reads the files."""
@@ -157,6 +157,14 @@ class PeftFormat(Protocol):
 
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
         """AdapterFileError if the tensors of a module are not those of the spec."""
+
+    def shared_names(self, config: Mapping[str, Any]) -> Collection[str]:
+        """What PEFT calls the tensors that the file has for all modules together."""
+        return ()
+
+    def check_shared(self, spec: AdapterSpec, shared: Mapping[str, torch.Tensor], where: str) -> None:
+        """AdapterFileError if those tensors are not those of the spec; asked only where the file has some."""
+        return None
 
     def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, int | None]:
         """(out, in) of the module that tensors are for; None where they do not tell."""
@@ -189,6 +197,11 @@ class Method(Protocol):
     attachment: Attachment
     groups: tuple[str, ...]
     """Names of its groups of parameters; checkpoints know them by these."""
+
+    def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
+        """Those of its groups that are not trained: they have no gradients, and no moments."""
+        return ()
+
     has_kernels: bool
     """Whether the fused path can run it."""
     files: PeftFormat
@@ -199,22 +212,34 @@ class Method(Protocol):
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         """Of the tensors on one module, one for each group."""
 
+    def shared(
+        self, spec: AdapterSpec, modules: Mapping[str, LinearShape], device: torch.device
+    ) -> Mapping[str, torch.Tensor]:
+        """Frozen tensors that all modules of an adapter read, by PEFT's names; they follow from the settings alone."""
+        return {}
+
     def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
         """PEFT's starting values in one place."""
 
     def weights(
         self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
-        """What a slot of one place holds; views of the flat buffers."""
+        """What a slot of one place holds; views of the flat buffers.
+
+        Behind `params` come the shared tensors. The gradient of a frozen group is an empty tensor.
+        """
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """What multiplies the job's learning rate, for each group."""
+        """What multiplies the job's learning rate, for each group that is trained."""
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """What the fused path's kernels read; asked only of those that say `has_kernels`."""
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Puts an adapter's effect on one linear into the linear itself; asked only of those that sit on linears."""
+        """Puts an adapter's effect on one linear into the linear itself; asked only of those that sit on linears.
+
+        Behind the module's `tensors` come the shared ones.
+        """
 
     def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """Numbers that `SlotWeights.forward` keeps of a row in one place, dropout masks apart."""

@@ -62,6 +62,7 @@ def writing(
             base_model=base_model,
             target_names=target_names,
             chat_template=spec.chat_template,
+            shared=job.weights.adapter.shared,
         )
 
     return write

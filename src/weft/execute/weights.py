@@ -36,14 +36,14 @@ class JobWeights:
         with memory_errors():
             named = self._named(moments=True)
             tensors = to_host(named) if is_cpu(device) else {name: t.to(device, copy=True) for name, t in named.items()}
-            self.adapter.take({group: tensors[f"params_{group}"] for group in self.adapter.groups})
+            self.adapter.take({group: tensors[f"params_{group}"] for group in self.adapter.flat()})
         self.optimizer = optimizer_of(self.adapter, self._spec)
         self.optimizer.take(tensors)
         self._take_best(tensors)
 
     def keep_best(self) -> None:
         """Keeps a copy of the weights; without the memory for it nothing has changed."""
-        self.best_params = {name: params.clone() for name, params in self.adapter.flat().items()}
+        self.best_params = {name: group.params.clone() for name, group in self.adapter.groups.items()}
 
     def use_best(self) -> None:
         """Puts the best evaluated weights into the adapter, if early stopping kept any."""
@@ -68,9 +68,10 @@ class JobWeights:
 
     def modules(self, flat: Mapping[str, torch.Tensor], *, best: bool) -> dict[str, ModuleTensors]:
         """The adapter's tensors by module path, out of a snapshot: the best, if asked for and kept, or the last."""
-        groups = self.adapter.groups
-        kind = "best" if best and all(f"best_{group}" in flat for group in groups) else "params"
-        return self.adapter.split([flat[f"{kind}_{group}"] for group in groups])
+        trained = self.adapter.groups
+        if best and all(f"best_{group}" in flat for group in trained):
+            flat = {**flat, **{f"params_{group}": flat[f"best_{group}"] for group in trained}}
+        return self.adapter.split({group: flat[f"params_{group}"] for group in self.adapter.flat()})
 
     def _named(self, *, moments: bool) -> dict[str, torch.Tensor]:
         named = {f"params_{group}": params for group, params in self.adapter.flat().items()}
@@ -81,7 +82,7 @@ class JobWeights:
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Goes back to what `tensors` described."""
         self.adapter.zero_grad()
-        self.adapter.put({group: tensors[f"params_{group}"] for group in self.adapter.groups})
+        self.adapter.put({group: tensors[f"params_{group}"] for group in self.adapter.flat()})
         self.optimizer.take({name: tensor.to(self.adapter.device, copy=True) for name, tensor in tensors.items()})
         self._take_best(tensors)
 

@@ -33,8 +33,10 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     tokenizer = load_tokenizer(spec.base_model)
     linears = linear_modules(model)
     check_fit(stored, {path: (m.out_features, m.in_features) for path, m in linears.items()}, spec.base_model)
+    shapes = {path: (linears[path].out_features, linears[path].in_features) for path in stored.tensors}
+    shared = method.shared(stored.spec, shapes, torch.device("cpu")).values()
     for path, tensors in stored.tensors.items():
-        method.merge(stored.spec, path, tensors, linears[path])
+        method.merge(stored.spec, path, (*tensors, *shared), linears[path])
     if stored.chat_template is not None:
         tokenizer.chat_template = stored.chat_template
     _write(model, tokenizer, out)

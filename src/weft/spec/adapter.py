@@ -17,7 +17,7 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
 LORA_KINDS = ("lora", "dora")
 """Methods with LoRA's two matrices, and its settings."""
 AUTO_TARGETS = {
-    **dict.fromkeys(LORA_KINDS, "all-linear"),
+    **dict.fromkeys((*LORA_KINDS, "vera"), "all-linear"),
     "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})",
     "bottleneck": "all-blocks",
     "prompt_tuning": "all",
@@ -33,17 +33,20 @@ class AdapterSpec(KnownKeywords):
     """One adapter; the names are PEFT's."""
 
     method: str = setting("lora", choices=tuple(AUTO_TARGETS))
-    """The PEFT method. dora is LoRA with a learned length of each row of the weights."""
+    """The PEFT method. dora is LoRA with a learned length of each row of the weights; vera trains vectors around random
+    matrices that all modules share."""
     r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=LORA_KINDS)
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
     lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0), methods=LORA_KINDS)
     """Strength of the update: it is scaled by lora_alpha / r. Default: twice r."""
-    lora_dropout: float = setting(0.0, aliases=("dropout",), rule=between(0, 1), methods=LORA_KINDS)
+    lora_dropout: float = setting(
+        0.0, aliases=("dropout", "vera_dropout"), rule=between(0, 1), methods=(*LORA_KINDS, "vera")
+    )
     """Dropout on the input of the adapter (never on the frozen branch)."""
     target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
     """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths.
-    `auto`: all-linear for lora and dora; for ia3 keys, values and the last linear of every feed-forward block; for
-    bottleneck what bottleneck_variant says. Blocks are named like modules: [self_attn, mlp] or `all-blocks`."""
+    `auto`: all-linear for lora, dora and vera; for ia3 keys, values and the last linear of every feed-forward block;
+    for bottleneck what bottleneck_variant says. Blocks are named like modules: [self_attn, mlp] or `all-blocks`."""
     exclude_modules: str | tuple[str, ...] | None = setting(None)
     """Module names, or one regular expression, to leave out."""
     layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
@@ -61,6 +64,18 @@ class AdapterSpec(KnownKeywords):
     )
     """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
     product (even ranks); false: random A and B, so the adapter starts with an effect."""
+
+    freeze_a: bool = setting(False, aliases=("lora_fa",), methods=LORA_KINDS)
+    """LoRA-FA: A stays as it starts and only B is trained, which saves A's gradients and moments."""
+
+    vera_rank: int = setting(256, rule=at_least(1), methods=("vera",))
+    """Rank of VeRA's shared matrices, PEFT's `r` of VeRA: each module trains this many numbers and one per output."""
+    projection_prng_key: int = setting(0, rule=at_least(0), methods=("vera",))
+    """What VeRA's shared matrices are drawn from; the same key means the same matrices, in PEFT too."""
+    save_projection: bool = setting(True, methods=("vera",))
+    """Whether the adapter's file holds the shared matrices as well."""
+    d_initial: float = setting(0.1, methods=("vera",))
+    """Where VeRA's scales of the rank start; those of the outputs start at zero."""
 
     feedforward_modules: str | tuple[str, ...] | None = setting(None, methods=("ia3",))
     """Of the adapted modules those whose inputs are scaled, as names or one regular expression; of all others it is the

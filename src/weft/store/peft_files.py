@@ -41,6 +41,7 @@ MAX_HEADER_BYTES = 1 << 20
 """Longest safetensors header, config and template that is read. A LoRA on all linears of 80 layers takes 150 KB."""
 
 _PREFIX = "base_model.model."
+_SHARED_PREFIX = "base_model."
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
@@ -62,14 +63,15 @@ def write_adapter(
     base_model: str,
     target_names: list[str],
     chat_template: str | None = None,
+    shared: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """The directory holds the whole adapter once this returns; an adapter that was there before is replaced.
 
     `tensors` are those of every module, by path. `target_names` becomes target_modules: full paths, or leaf names where
     these mean no other module of the backbone. `chat_template` is what the adapter was trained with instead of the
-    base's.
+    base's. `shared` are the frozen tensors of all modules together, if the method has any.
     """
-    files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names)
+    files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names, shared=shared)
     with staged_directory(directory) as staged:
         write_unsynced(staged / CONFIG_FILE, json_text.dump(files.config))
         write_unsynced(staged / TENSORS_FILE, *file_pieces(files.tensors, {"format": "pt"}))
@@ -83,10 +85,11 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
     read = _read_files(directory)
     where = str(directory / TENSORS_FILE)
     files = METHODS[method_named(read.config, str(directory / CONFIG_FILE))].files
+    shared = _shared(read, files, where)
     if isinstance(files, JoinedFormat):
         modules = files.part(read.tensors, read.config, where)
     else:
-        modules = _modules(read.tensors, files, where)
+        modules = _modules({name: read.tensors[name] for name in read.tensors.keys() - shared}, files, where)
     spec = spec_of(read.config, modules, where=str(directory / CONFIG_FILE))
     for path, tensors in modules.items():
         if not is_target(spec, path):
@@ -94,6 +97,8 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
         files.check_tensors(spec, path, tensors, where)
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise AdapterFileError(f"{path} holds a NaN or an infinity.", where=where)
+    if shared:
+        files.check_shared(spec, {name.removeprefix(_SHARED_PREFIX): read.tensors[name] for name in shared}, where)
     return spec, modules, read.config
 
 
@@ -112,7 +117,12 @@ def read_chat_template(directory: Path) -> str | None:
 
 
 def adapter_files(
-    spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], *, base_model: str, target_names: list[str]
+    spec: AdapterSpec,
+    tensors: Mapping[str, ModuleTensors],
+    *,
+    base_model: str,
+    target_names: list[str],
+    shared: Mapping[str, torch.Tensor] | None = None,
 ) -> AdapterFiles:
     """The files of an adapter, not yet on disk."""
     files = method_of(spec).files
@@ -125,6 +135,9 @@ def adapter_files(
         assert is_target(written, path), f"no reader would find {path} by {target_names}"
         for suffix, tensor in zip(files.suffixes.values(), own, strict=True):
             named[f"{_PREFIX}{path}.{suffix}"] = tensor.detach().cpu()
+    for name in files.shared_names(config):
+        assert shared is not None, f"the file of a {files.title} has {name}"
+        named[f"{_SHARED_PREFIX}{name}"] = shared[name].detach().cpu()
     return AdapterFiles(config, named)
 
 
@@ -196,6 +209,14 @@ def _load_tensors(data: bytes, where: str) -> dict[str, torch.Tensor]:
         return dict(load(data))
     except SafetensorError as error:
         raise AdapterFileError(f"is not a sound safetensors file ({error}).", where=where) from None
+
+
+def _shared(read: AdapterFiles, files: PeftFormat, where: str) -> set[str]:
+    """The names of tensors that are of no module; none that the config speaks of may be missing."""
+    names = {f"{_SHARED_PREFIX}{name}" for name in files.shared_names(read.config)}
+    for name in sorted(names - read.tensors.keys()):
+        raise AdapterFileError(f"{name} is missing.", where=where)
+    return names
 
 
 def _modules(tensors: Mapping[str, torch.Tensor], files: PeftFormat, where: str) -> dict[str, ModuleTensors]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tables_fixture import BARE, NAN_SLOT, SLOTS, WIDE_SLOTS, Setting, one_site, plain_drop, rows_of
@@ -72,6 +74,27 @@ def test_weight_grad_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
         else:
             assert a_RD.equal(found[1][place][0]) and b_OR.equal(found[1][place][1])
             assert a_RD.isfinite().all() and b_OR.isfinite().all()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("frozen", [1, 3])
+def test_weight_grad_when_an_adapters_a_is_frozen_then_all_other_gradients_are_the_same(run, frozen):
+    """It has no gradient to add to, whether its modules are summed as one matrix or apart."""
+    found = []
+    for is_frozen in (False, True):
+        torch.manual_seed(5)
+        setting = one_site((24, 16), 48)
+        site, table = setting.sites[0], setting.table
+        tensors = [setting.random(128, 48), setting.delta(site).s_TR, setting.random(128, 40), setting.delta(site).s_TR]
+        if is_frozen:
+            entries = {number: replace(e, grad_a_RD=torch.empty(0)) for number, e in table.entries[frozen].items()}
+            table.remove(frozen)
+            assert table.put(entries) == frozen
+        run(*tensors, site, setting.rows, table)
+        found.append(gradients(setting))
+    for place, (a_RD, b_OR) in found[0].items():
+        assert b_OR.equal(found[1][place][1])
+        assert place[0] == frozen or a_RD.equal(found[1][place][0])
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -7,6 +7,7 @@ from weft.adapters.methods.bottleneck.method import Bottleneck
 from weft.adapters.methods.dora.method import Dora
 from weft.adapters.methods.ia3.method import Ia3
 from weft.adapters.methods.lora.method import Lora
+from weft.adapters.methods.vera.method import Vera
 from weft.adapters.methods.virtual_tokens.method import PrefixTuning, PromptTuning
 from weft.spec import AdapterSpec
 
@@ -17,6 +18,7 @@ METHODS: dict[str, Method] = {
     "lora": Lora(),
     "prefix_tuning": PrefixTuning(),
     "prompt_tuning": PromptTuning(),
+    "vera": Vera(),
 }
 
 

@@ -139,8 +139,8 @@ class GatedOptimizer(Optimizer):
             for name, group in groups.items():
                 yield name, name, group.params, group.grad
             return
-        params = self.adapter.split([group.params for group in groups.values()])
-        grads = self.adapter.split([group.grad for group in groups.values()])
+        params = self.adapter.split({name: group.params for name, group in groups.items()})
+        grads = self.adapter.split({name: group.grad for name, group in groups.items()})
         for path, views in params.items():
             for name, view, grad in zip(groups, views, grads[path], strict=True):
                 yield f"{name}.{path}", name, view, grad

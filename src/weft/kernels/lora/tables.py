@@ -69,7 +69,7 @@ class Entry:
     b_OP: torch.Tensor
     """scale · B: the scale then needs no place in forward and input gradient."""
     grad_a_RD: torch.Tensor
-    """fp32, like the gradient of B."""
+    """fp32, like the gradient of B; empty where A is frozen, in all modules of the adapter."""
     grad_b_OR: torch.Tensor
     scale: float
     dropout: float

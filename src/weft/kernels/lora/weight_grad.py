@@ -6,7 +6,8 @@ For every owner and each part m of a site:
 Each sample is summed by itself, in blocks of rows counted from its own start, and the samples of an owner are added to
 the gradient one after another in the job's order: ((g + s1) + s2) + s3. No microbatch cut, neighbour or place in the
 buffer can change that sum. Columns are the products' long side whatever the ranks, so that all ranks get the same
-instructions. Only an owner's own rows are read: a NaN elsewhere changes nothing.
+instructions. Only an owner's own rows are read: a NaN elsewhere changes nothing. An adapter whose A is frozen has no
+gradient of A, which is address 0, and is passed over.
 
 A fixed number of programs takes work items (owner, column block) in turn; how many there are is read from the device,
 so a captured launch serves any mix of jobs. An item goes over its owner's ranks in blocks, so a narrow adapter costs
@@ -57,7 +58,8 @@ def weight_grad_reference(
                 assert entry is not None
                 own, columns = slice(span.start, span.end), slice(column, column + rank)
                 x_LD = rows.dropped(entry, x_TD[own], own).float()
-                entry.grad_a_RD.addmm_(ds_TR[own, columns].float().t(), x_LD)
+                if entry.grad_a_RD.numel():
+                    entry.grad_a_RD.addmm_(ds_TR[own, columns].float().t(), x_LD)
                 dy_LO = dy_TO[own, start : start + size].float()
                 entry.grad_b_OR.addmm_(dy_LO.t(), s_TR[own, columns].float(), alpha=entry.scale)
 
@@ -192,26 +194,27 @@ def _grad_a(  # type: ignore[no-untyped-def]
                 apart = apart | (rank % 8 != 0)
                 if DROPS:
                     apart = apart | (drop_threshold(line) > 0)
-            if apart:
-                for part in tl.static_range(NUM_PARTS):
-                    line = line_of(table, slot, module + part, num_modules)
-                    rank = tl.load(line).to(tl.int32)
-                    column = part_column(line)
-                    out = tl.load(line + 4).to(tl.pointer_type(tl.float32))
-                    threshold = drop_threshold(line)
-                    for first in range(0, rank, BR):
+            if grad_whole != 0:
+                if apart:
+                    for part in tl.static_range(NUM_PARTS):
+                        line = line_of(table, slot, module + part, num_modules)
+                        rank = tl.load(line).to(tl.int32)
+                        column = part_column(line)
+                        out = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+                        threshold = drop_threshold(line)
+                        for first in range(0, rank, BR):
+                            _sum_a(
+                                x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, column, first, rank,
+                                columns, num_features, drop_seed(line), threshold, DROPS, BT, BN, BR,
+                            )  # fmt: skip
+                else:
+                    # The parts' A and their gradients lie one after another: one matrix, one reading of x.
+                    out = tl.multiple_of(grad_whole.to(tl.pointer_type(tl.float32)), 16)
+                    for first in range(0, whole, BR):
                         _sum_a(
-                            x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, column, first, rank,
-                            columns, num_features, drop_seed(line), threshold, DROPS, BT, BN, BR,
+                            x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, 0, first, whole,
+                            columns, num_features, 0, 0, False, BT, BN, BR,
                         )  # fmt: skip
-            else:
-                # The parts' A and their gradients lie one after another: one matrix, one reading of x.
-                out = tl.multiple_of(grad_whole.to(tl.pointer_type(tl.float32)), 16)
-                for first in range(0, whole, BR):
-                    _sum_a(
-                        x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, 0, first, whole,
-                        columns, num_features, 0, 0, False, BT, BN, BR,
-                    )  # fmt: skip
 
 
 @jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from weft.adapters.method import ModuleTensors
+from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 
@@ -21,11 +21,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class BottleneckFiles:
+class BottleneckFiles(PeftFormat):
     """What Weft writes of a bottleneck."""
 
     peft_type = "BOTTLENECK"
-    marker: str | None = None
     in_peft = False
     title = "bottleneck"
     suffixes: Mapping[str, str] = {

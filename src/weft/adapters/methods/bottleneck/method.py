@@ -21,6 +21,7 @@ from weft.adapters.method import (
     CostRanks,
     KernelCopy,
     LinearShape,
+    Method,
     ModuleTensors,
     PeftFormat,
     Place,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
 
-class Bottleneck:
+class Bottleneck(Method):
     """The method `bottleneck`."""
 
     attachment = Attachment.BLOCK_OUTPUT

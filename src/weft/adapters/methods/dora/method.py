@@ -60,8 +60,8 @@ class Dora(Lora):
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
         """LoRA's; with LoRA+, PEFT lets the lengths learn at B's rate."""
-        rate_a, rate_b = super().rate_factors(job)
-        return rate_a, rate_b, rate_b
+        rates = super().rate_factors(job)
+        return *rates, rates[-1]
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """Is never asked for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from weft.adapters.method import ModuleTensors
+from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 
@@ -25,11 +25,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class Ia3Files:
+class Ia3Files(PeftFormat):
     """What PEFT's IA³ writes."""
 
     peft_type = "IA3"
-    marker: str | None = None
     in_peft = True
     title = "IA³"
     suffixes: Mapping[str, str] = {"ia3_l": "ia3_l"}

@@ -17,6 +17,7 @@ from weft.adapters.method import (
     CostRanks,
     KernelCopy,
     LinearShape,
+    Method,
     ModuleTensors,
     PeftFormat,
     Place,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
 
-class Ia3:
+class Ia3(Method):
     """The method `ia3`."""
 
     attachment = Attachment.LINEAR

@@ -52,8 +52,8 @@ class ComputeCopy:
         if self._version == self._adapter.version:
             return
         if self._scale is not None:
-            self._a.copy_(self._adapter.groups["a"].params)
-            torch.mul(self._adapter.groups["b"].params, self._scale, out=self._b)
+            self._a.copy_(self._adapter.flat()["a"])
+            torch.mul(self._adapter.flat()["b"], self._scale, out=self._b)
         else:
             for path, w in self._modules.items():
                 entry = self.entries[path]

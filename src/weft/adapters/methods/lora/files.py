@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from weft.adapters.method import ModuleTensors
+from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 from weft.spec.fields import describe
@@ -76,11 +76,10 @@ _REFUSED = {
 _CHANGES_BACKBONE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class LoraFiles:
+class LoraFiles(PeftFormat):
     """What PEFT's LoRA writes."""
 
     peft_type = "LORA"
-    marker: str | None = None
     in_peft = True
     title = "LoRA"
     suffixes: Mapping[str, str] = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}

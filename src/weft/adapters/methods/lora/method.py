@@ -17,6 +17,7 @@ from weft.adapters.method import (
     CostRanks,
     KernelCopy,
     LinearShape,
+    Method,
     ModuleTensors,
     PeftFormat,
     Place,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
 
-class Lora:
+class Lora(Method):
     """The method `lora`."""
 
     attachment = Attachment.LINEAR
@@ -55,6 +56,10 @@ class Lora:
         """Of A and B on one module."""
         rank = spec.rank_for(path)
         return (rank, linear[1]), (linear[0], rank)
+
+    def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
+        """A, where `freeze_a` says so."""
+        return ("a",) if spec.freeze_a else ()
 
     def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
         """PEFT's starting values of A and B, by `init_lora_weights`."""
@@ -98,7 +103,8 @@ class Lora:
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
         """B's learning rate is higher with LoRA+."""
-        return 1.0, job.loraplus_lr_ratio or 1.0
+        rate_b = job.loraplus_lr_ratio or 1.0
+        return (rate_b,) if job.adapter.freeze_a else (1.0, rate_b)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """A and scale · B in the type of the activations."""

@@ -37,6 +37,7 @@ class LoraWeights(SlotWeights):
     a_RD: torch.Tensor
     b_OR: torch.Tensor
     grad_a_RD: torch.Tensor
+    """Empty where A is frozen."""
     grad_b_OR: torch.Tensor
     scale: float
     dropout: float
@@ -45,7 +46,7 @@ class LoraWeights(SlotWeights):
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> KeptRows:
         """y += scale · drop(x) Aᵀ Bᵀ."""
-        a_RD, b_OR = self._compute(x_TD.dtype)
+        a_RD, b_OR = self.compute_weights(x_TD.dtype)
         a_DR, b_RO = a_RD.t(), b_OR.t()
         kept: KeptRows = []
         for window in rows.windows:
@@ -59,27 +60,30 @@ class LoraWeights(SlotWeights):
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: KeptRows
     ) -> None:
         """Adds to dA, dB and dx."""
-        a_RD, b_OR = self._compute(dy_TO.dtype)
+        a_RD, b_OR = self.compute_weights(dy_TO.dtype)
         inputs, gradients = [], []
         for window, (_, keep_LD) in zip(rows.windows, kept, strict=True):
             ds_LR = dy_TO[window.computed].mm(b_OR).mul_(self.scale)
-            inputs.append(self.dropped(x_TD[window.computed], keep_LD)[window.inside])
+            if self.grad_a_RD.numel():
+                inputs.append(self.dropped(x_TD[window.computed], keep_LD)[window.inside])
             gradients.append(ds_LR[window.inside])
             if dx_TD is not None:
                 dx_TD[window.own].add_(self.dropped(ds_LR.mm(a_RD), keep_LD)[window.inside])
         shrunk = [s_LR for s_LR, _ in kept]
-        self._accumulate(rows, joined(inputs), joined(shrunk), joined(gradients), dy_TO)
+        x_LD = joined(inputs) if inputs else x_TD[rows.own]
+        self.accumulate(rows, x_LD, joined(shrunk), joined(gradients), dy_TO)
 
-    def _accumulate(
+    def accumulate(
         self, rows: SlotRows, x_LD: torch.Tensor, s_LR: torch.Tensor, ds_LR: torch.Tensor, dy_TO: torch.Tensor
     ) -> None:
         """Adds dA and dB sample by sample: a sum whose order no microbatch cut can change."""
         for sample in rows.samples:
             dy_LO, own = dy_TO[sample.buffer], sample.slot
             add_product(self.grad_b_OR, dy_LO, s_LR[own], self.scale)
-            add_product(self.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
+            if self.grad_a_RD.numel():
+                add_product(self.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
 
-    def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B in the type of the activations."""
         if dtype is torch.float32:
             return self.a_RD, self.b_OR

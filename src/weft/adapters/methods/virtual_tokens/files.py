@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.adapters.method import ModuleTensors
+from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 from weft.spec.fields import describe
@@ -38,10 +38,9 @@ def layer_path(layer: int) -> str:
     return f"layers.{layer}.keys_and_values"
 
 
-class VirtualTokenFiles:
+class VirtualTokenFiles(PeftFormat):
     """What both kinds have in common."""
 
-    marker: str | None = None
     in_peft = True
     suffixes: Mapping[str, str] = {"rows": TENSOR}
     defaults: Mapping[str, Any]

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from weft.adapters.leading_rows import InputRows
-from weft.adapters.method import Attachment, CostRanks, KernelCopy, LinearShape, ModuleTensors, PeftFormat, Place
+from weft.adapters.method import (
+    Attachment,
+    CostRanks,
+    KernelCopy,
+    LinearShape,
+    Method,
+    ModuleTensors,
+    PeftFormat,
+    Place,
+)
 from weft.adapters.methods.virtual_tokens.files import PrefixFiles, PromptFiles
 from weft.adapters.methods.virtual_tokens.weights import VirtualRows
 from weft.errors import ConfigError
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
 
-class VirtualTokens:
+class VirtualTokens(Method):
     """What both have in common."""
 
     groups: tuple[str, ...] = ("rows",)

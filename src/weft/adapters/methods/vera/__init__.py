@@ -1,0 +1,1 @@
+"""VeRA: learned scales around two random matrices that all modules share."""

@@ -1,0 +1,104 @@
+"""VeRA (Kopiczko et al. 2023): per module two vectors d (r) and b (out) around random matrices that all modules share.
+
+It computes x Wᵀ + b ⊙ (d ⊙ drop(x) Aᵀ) Bᵀ with the corners A (r, in) and B (out, r) of the shared matrices. These
+follow from `projection_prng_key` and are never trained or checkpointed. There are no kernels for it: on a fused
+backbone its jobs run on the reference path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from weft.adapters.method import (
+    Attachment,
+    CostRanks,
+    KernelCopy,
+    LinearShape,
+    Method,
+    ModuleTensors,
+    PeftFormat,
+    Place,
+    SlotWeights,
+)
+from weft.adapters.methods.vera.files import VeraFiles
+from weft.adapters.methods.vera.projection import projection_for
+from weft.adapters.methods.vera.weights import VeraWeights
+from weft.kernels.dropout import module_key
+from weft.spec import AdapterSpec, JobSpec
+
+if TYPE_CHECKING:
+    from weft.adapters.adapter import Adapter
+
+
+class Vera(Method):
+    """The method `vera`."""
+
+    attachment = Attachment.LINEAR
+    groups: tuple[str, ...] = ("d", "b")
+    has_kernels = False
+    files: PeftFormat = VeraFiles()
+
+    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
+        """Fits every linear, whatever the rank: A and B are random matrices of any shape."""
+
+    def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
+        """Of d and b on one module."""
+        return (spec.vera_rank,), (linear[0],)
+
+    def shared(
+        self, spec: AdapterSpec, modules: Mapping[str, LinearShape], device: torch.device
+    ) -> Mapping[str, torch.Tensor]:
+        """The random matrices."""
+        return projection_for(spec.projection_prng_key, spec.vera_rank, modules.values(), device)
+
+    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
+        """One number for all of d, and zeros for b, where it changes nothing."""
+        return torch.full((spec.vera_rank,), spec.d_initial), torch.zeros(place.out_features)
+
+    def weights(
+        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+    ) -> SlotWeights:
+        """The vectors of one module with their gradients, and the corners of the shared matrices."""
+        d_R, b_O, a_RD, b_OR = params
+        nothing = a_RD.new_empty(0)
+        return VeraWeights(
+            a_RD=a_RD[:, : place.in_features],
+            b_OR=b_OR[: place.out_features],
+            grad_a_RD=nothing,
+            grad_b_OR=nothing,
+            scale=1.0,
+            dropout=spec.lora_dropout,
+            key=module_key(path),
+            d_R=d_R,
+            b_O=b_O,
+            grad_d_R=grads[0],
+            grad_b_O=grads[1],
+        )
+
+    def rate_factors(self, job: JobSpec) -> Sequence[float]:
+        """The job's learning rate."""
+        return 1.0, 1.0
+
+    def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
+        """Is never asked for."""
+        raise AssertionError("VeRA has no kernels")
+
+    def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
+        """W + (b ⊙ B) (d ⊙ A)."""
+        weight_OD = linear.weight
+        d_R, b_O, a_RD, b_OR = (tensor.float().to(weight_OD.device) for tensor in tensors)
+        num_out, num_in = weight_OD.shape
+        update_OD = (b_O[:, None] * b_OR[:num_out]) @ (d_R[:, None] * a_RD[:, :num_in])
+        weight_OD.copy_((weight_OD.float() + update_OD).to(weight_OD.dtype))
+
+    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+        """S."""
+        return spec.vera_rank
+
+    def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
+        """Its products are those of a LoRA of its rank; what it holds, the shared matrices included, is far less."""
+        return CostRanks(spec.vera_rank, 2 + spec.vera_rank // 64)
