@@ -35,13 +35,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "prefix_tuning": {"num_virtual_tokens": 3},
 }
 """Settings by method where the defaults are too large for a model of a few dozen features."""
+VARIANTS: dict[str, dict[str, Any]] = {"lora_fa": {"method": "lora", "freeze_a": True}}
+"""Settings of a method that change which of its groups are trained."""
 TARGETS = {Attachment.LINEAR: ("q_proj", "v_proj", "down_proj"), Attachment.BLOCK_OUTPUT: ("self_attn", "mlp")}
 
 
 def settings_of(method: str) -> dict[str, Any]:
     """An adapter on some places of the method's kind."""
-    targets = TARGETS.get(METHODS[method].attachment)
-    return {"method": method, **({} if targets is None else {"target_modules": targets}), **SMALL.get(method, {})}
+    own = VARIANTS.get(method, {"method": method, **SMALL.get(method, {})})
+    targets = TARGETS.get(METHODS[own["method"]].attachment)
+    return own if targets is None else {"target_modules": targets, **own}
 
 
 def changed_adapter(backbone: Backbone, method: str) -> Adapter:
@@ -130,7 +133,7 @@ def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(method
 
 
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", [*METHOD_NAMES, *VARIANTS])
 def test_job_when_others_train_beside_it_then_both_have_the_bits_they_have_alone(method, kernels):
     """On a fused backbone too, where a method without kernels has microbatches of its own."""
     backbone = random_backbone("llama_bias", kernels=kernels)
@@ -168,7 +171,7 @@ def tensors_in(kept: Any) -> list[torch.Tensor]:
     return [tensor for part in kept or () for tensor in tensors_in(part)]
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", [*METHOD_NAMES, *VARIANTS])
 def test_job_when_its_batches_are_cut_otherwise_then_ends_with_the_same_bits(method):
     backbone = random_backbone("llama_bias")
     assert_same_bits(train(backbone, [me(method)], capacity=24)["me"], train(backbone, [me(method)], capacity=96)["me"])
@@ -193,7 +196,7 @@ def test_job_when_it_holds_nan_then_only_it_fails(method, kernels):
         assert_same_bits(found[name], outcome)
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", [*METHOD_NAMES, *VARIANTS])
 def test_job_when_resumed_from_its_checkpoint_then_ends_with_the_same_bits(method, tmp_path):
     backbone = random_backbone("llama_bias")
     job = me(method, save_steps=1, early_stopping_patience=9)

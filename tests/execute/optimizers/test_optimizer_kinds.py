@@ -121,7 +121,7 @@ def test_kind_when_stepped_many_times_then_equals_its_oracle(backbone, kind, met
     others = oracle(kind, list(params.values()))
     for step in range(NUM_STEPS):
         set_gradients(mine, step)
-        grads = mine.adapter.split([group.grad for group in mine.adapter.groups.values()])
+        grads = mine.adapter.split({name: group.grad for name, group in mine.adapter.groups.items()})
         for (path, place), param in params.items():
             param.grad = grads[path][place].clone()
         norm = torch.nn.utils.clip_grad_norm_(params.values(), limit)

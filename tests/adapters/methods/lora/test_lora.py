@@ -12,7 +12,8 @@ from torch import nn
 from weft.adapters.adapter import Adapter
 from weft.adapters.methods import cost_ranks
 from weft.errors import AdapterFileError, ConfigError
-from weft.spec import AdapterSpec
+from weft.execute.weights import JobWeights
+from weft.spec import AdapterSpec, JobSpec
 
 CPU = torch.device("cpu")
 D, O, R = 96, 160, 24  # noqa: E741
@@ -164,3 +165,23 @@ def test_cost_ranks_when_a_pattern_has_a_higher_rank_then_it_is_the_widest():
     """Times are counted with the rank of most modules, memory with the highest."""
     ranks = cost_ranks(AdapterSpec(r=8, rank_pattern={"q_proj": 32, "k_proj": 2}))
     assert (ranks.usual, ranks.widest) == (8, 32)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapter_when_a_is_frozen_then_nothing_of_it_is_trained_or_kept_for_it(method):
+    """No gradient, no moments, no rate; its weights are in checkpoints and files all the same."""
+    spec = AdapterSpec(method=method, r=R, freeze_a=True)
+    made = Adapter(spec, {"a.x": nn.Linear(D, O).requires_grad_(False)}, 0, CPU)
+    trained = ["b"] if method == "lora" else ["b", "m"]
+    assert list(made.groups) == trained and list(made.flat()) == ["a", *trained]
+    assert made.num_parameters == R * O + (O if method == "dora" else 0)
+    weights = JobWeights(JobSpec("me", ("rows",), adapter=spec, loraplus_lr_ratio=4.0), made)
+    weights.optimizer.set_rate(1e-3)
+    weights.optimizer.make_moments()
+    names = weights.tensors()
+    assert "params_a" in names and not any(name.startswith("optimizer_a") for name in names)
+    weights.keep_best()
+    before = made.tensors()
+    made.put({name: x + 1 for name, x in made.flat().items() if name != "a"})
+    found = weights.modules(weights.tensors(), best=True)
+    assert all(x.equal(y) for x, y in zip(found["a.x"], before["a.x"], strict=True))
