@@ -24,6 +24,8 @@ FLAT = {"max_steps": 3, "lr_scheduler_type": "constant_with_warmup", "warmup_ste
 def place(tmp_path: Path) -> Path:
     rows = [{"prompt": f"say {i}", "completion": f"{i} it is"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [{"text": f"say {i}", "label": i % 3} for i in range(8)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     return tmp_path
 
 
@@ -52,13 +54,15 @@ def adapter(place: Path, run: str, job: str) -> bytes:
 
 def test_resume_when_there_are_more_steps_and_jobs_then_all_end_as_if_begun_so(place: Path):
     """To the bit, also for a job that had ended; what is taken over is told."""
-    train(run_of(place, a=FLAT, b={"max_steps": 2}), place, "short")
-    longer = run_of(place, b={"max_steps": 2, "save_steps": 1}, a={**FLAT, "max_steps": 5}, c={"max_steps": 1})
+    texts = {**FLAT, "train_data": str(place / "texts.jsonl"), "objective": "classification"}
+    train(run_of(place, a=FLAT, b={"max_steps": 2}, t=texts), place, "short")
+    more = {"a": {**FLAT, "max_steps": 5}, "t": {**texts, "max_steps": 5}}
+    longer = run_of(place, b={"max_steps": 2, "save_steps": 1}, **more, c={"max_steps": 1})
     plan = train(longer, place, "short")
     assert plan.done == {"b"}
-    assert plan.changes == ("b: save_steps 100 -> 1", "a: max_steps 3 -> 5", "c is new")
+    assert plan.changes == ("b: save_steps 100 -> 1", "a: max_steps 3 -> 5", "t: max_steps 3 -> 5", "c is new")
     train(longer, place, "whole")
-    assert all(adapter(place, "short", job) == adapter(place, "whole", job) for job in "abc")
+    assert all(adapter(place, "short", job) == adapter(place, "whole", job) for job in "abct")
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -8,6 +8,8 @@ import torch
 from weft.backbone.judge import Groups, num_judged
 from weft.data.formats import convert_rows
 from weft.data.rows.row import Row
+from weft.objectives.heads.classes import Classification
+from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 from weft.spec.job import OBJECTIVES as NAMES
@@ -15,10 +17,15 @@ from weft.spec.job import OBJECTIVES as NAMES
 ROWS = {
     "supervised": {"prompt": "a", "completion": "b"},
     "weighted": {"prompt": "a", "completion": "b", "weight": 0.5},
+    "classification": {"text": "a", "label": "yes"},
+    "token_classification": {"tokens": ["a", "b"], "ner_tags": ["no", -100]},
     "kto": {"prompt": "a", "completion": "b", "label": False},
-    **{name: {"prompt": "a", "chosen": "b", "rejected": "c"} for name in ("dpo", "cpo", "simpo", "orpo")},
+    **{name: {"prompt": "a", "chosen": "b", "rejected": "c"} for name in ("dpo", "cpo", "simpo", "orpo", "reward")},
 }
 """A row that asks for each."""
+
+
+NAMED = ("cpo", "simpo", "orpo", "reward", "classification", "token_classification")
 
 
 def test_registry_when_compared_with_the_setting_then_both_name_the_same():
@@ -30,11 +37,14 @@ def test_registry_when_compared_with_the_setting_then_both_name_the_same():
 def test_row_when_an_objective_reads_it_then_becomes_its_group_of_rows_that_formats_read(name):
     objective, row = OBJECTIVES[name], ROWS[name]
     before = dict(row)
-    assert objective.claims(row) or name in ("cpo", "simpo", "orpo"), "these are only for jobs that name them"
+    if isinstance(objective, Classification):
+        objective = type(objective)(("yes", "no"))
+    assert objective.claims(row) or name in NAMED, "these are only for jobs that name them"
     parts = objective.parts(row, "rows.jsonl line 1")
     assert len(parts) == objective.group_size and row == before
     assert all(part.weight >= 0 for part in parts)
-    _, forms = convert_rows([Row(part.values, "rows.jsonl line 1") for part in parts], "auto")
+    rows = [Row(part.values, "rows.jsonl line 1") for part in parts]
+    _, forms = convert_rows(rows, objective.part_format or "auto")
     assert len(forms) == objective.group_size
 
 
@@ -60,6 +70,20 @@ def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_lo
     judged.losses_G.sum().backward()
     assert judged.losses_G.shape == (2,) and all(values.shape == (2,) for values in judged.metrics.values())
     torch.testing.assert_close(judged.weights_N.detach(), -logprobs_N.grad)
+
+
+@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if isinstance(o, HeadObjective)])
+def test_slopes_of_logits_when_compared_with_autograd_then_are_those_of_the_loss(name):
+    objective = OBJECTIVES[name]
+    assert isinstance(objective, HeadObjective)
+    generator = torch.Generator().manual_seed(0)
+    logits_NL = torch.randn(4, objective.num_labels or 3, generator=generator, requires_grad=True)
+    judged = objective.judge_logits(logits_NL, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    judged.losses_U.sum().backward()
+    torch.testing.assert_close(judged.slopes_NL.detach(), logits_NL.grad)
+    assert len(judged.losses_U) == len(judged.measured_UK) == 4 // objective.group_size
+    score = objective.score(0.0, 0.5, judged.measured_UK[0].tolist())
+    assert score["loss"] == (0.5, 1) and len(score) > 1
 
 
 def test_choice_when_no_objective_is_named_then_any_row_may_ask_for_one():

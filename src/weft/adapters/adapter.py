@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.adapters.head import HEAD, HeadShape, HeadWeights
 from weft.adapters.method import ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import method_of
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
-from weft.spec import AdapterSpec
+from weft.spec import AdapterSpec, JobSpec
 
 
 @dataclass
@@ -29,8 +30,15 @@ class ParameterGroup:
 class Adapter:
     """The trainable parameters of one job on one backbone."""
 
-    def __init__(self, spec: AdapterSpec, places: Mapping[str, Place], seed: int, device: torch.device) -> None:
-        """Places: where it sits, by path, in the backbone's order."""
+    def __init__(
+        self,
+        spec: AdapterSpec,
+        places: Mapping[str, Place],
+        seed: int,
+        device: torch.device,
+        head: HeadShape | None = None,
+    ) -> None:
+        """Places: where it sits, by path, in the backbone's order. A head is one more group of parameters."""
         self.spec = spec
         self.method = method_of(spec)
         shapes = {path: (place.out_features, place.in_features) for path, place in places.items()}
@@ -46,8 +54,13 @@ class Adapter:
         """The flat buffers of those that are not."""
         self.modules: dict[str, SlotWeights] = {}
         """What a slot of each module holds."""
+        self.head_shape = head
+        self.head: HeadWeights | None = None
+        """What makes logits of hidden states, for objectives that have a head."""
         self._views: dict[str, ModuleTensors] = {}
-        self._take({name: torch.zeros(sum(self._sizes(i)), device=device) for i, name in enumerate(self.method.groups)})
+        sizes = {name: sum(self._sizes(i)) for i, name in enumerate(self.method.groups)}
+        sizes |= {} if head is None else {HEAD: sum(head.sizes)}
+        self._take({name: torch.zeros(size, device=device) for name, size in sizes.items()})
         self.version = 0
         """Counts the changes of the weights, for those who keep a copy."""
         self._initialise(seed)
@@ -74,7 +87,7 @@ class Adapter:
     def flat(self) -> dict[str, torch.Tensor]:
         """The buffers themselves, by group, frozen ones included."""
         found = {**self.frozen, **{name: group.params for name, group in self.groups.items()}}
-        return {name: found[name] for name in self.method.groups}
+        return {name: found[name] for name in (*self.method.groups, HEAD) if name in found}
 
     def put(self, flat: Mapping[str, torch.Tensor]) -> None:
         """Copies weights from buffers by group: all of them, or the trained ones."""
@@ -89,14 +102,17 @@ class Adapter:
 
     def load(self, tensors: Mapping[str, ModuleTensors], where: str) -> None:
         """Takes the weights of every module; modules and shapes must be this adapter's."""
-        for path in sorted(self.modules.keys() ^ tensors.keys()):
+        if (HEAD in tensors) != (self.head is not None):
+            side = "holds a head for labels, and the job" if HEAD in tensors else "holds no head, and the job"
+            raise AdapterFileError(f"{side} {'has none' if HEAD in tensors else 'needs one'}.", where=where)
+        for path in sorted(self._views.keys() ^ tensors.keys()):
             side = "is not in the file" if path in self.modules else "is not a module of this adapter"
             raise AdapterFileError(f"{path} {side}; target_modules must be those it was trained with.", where=where)
         for path, given in tensors.items():
             mine = self._views[path]
             if [x.shape for x in given] != [view.shape for view in mine]:
-                names = [name.upper() for name in self.method.groups]
-                found = " and ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, given, strict=True))
+                names = ["WEIGHT", "BIAS"] if path == HEAD else [name.upper() for name in self.method.groups]
+                found = " and ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, given, strict=False))
                 expected = " and ".join(str(tuple(view.shape)) for view in mine)
                 raise AdapterFileError(f"{path} has {found}; expected {expected}.", where=where)
             for view, x in zip(mine, given, strict=True):
@@ -120,14 +136,21 @@ class Adapter:
         self.shared = self.method.shared(self.spec, self._linears, self.device)
         self._views = self.split(self.flat())
         grads = self._split_grads()
+        self.head = None if self.head_shape is None else HeadWeights(self._views[HEAD], grads[HEAD])
         for path, place in self._places.items():
             params = (*self._views[path], *self.shared.values())
             self.modules[path] = self.method.weights(self.spec, path, place, params, grads[path])
 
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
-        """Views of flat buffers of some groups, given by name in the method's order, by module path."""
+        """Views of flat buffers of some groups, given by name in the method's order, by module path.
+
+        A head is a module of its own.
+        """
         found: dict[str, list[torch.Tensor]] = {path: [] for path in self._shapes}
         for name, buffer in buffers.items():
+            if self.head_shape is not None and name == HEAD:
+                found[HEAD] = list(self.head_shape.split(buffer))
+                continue
             group = self.method.groups.index(name)
             for (path, shapes), piece in zip(self._shapes.items(), buffer.split(self._sizes(group)), strict=True):
                 found[path].append(piece.view(shapes[group]))
@@ -139,8 +162,19 @@ class Adapter:
         if not self.frozen:
             return trained
         nothing = torch.empty(0, device=self.device)
-        own = {path: dict(zip(self.groups, views, strict=True)) for path, views in trained.items()}
-        return {path: tuple(views.get(name, nothing) for name in self.method.groups) for path, views in own.items()}
+        own = {path: dict(zip(self.groups_of(path), trained[path], strict=True)) for path in self._shapes}
+        grads = {path: tuple(views.get(name, nothing) for name in self.method.groups) for path, views in own.items()}
+        return grads if self.head_shape is None else {**grads, HEAD: trained[HEAD]}
+
+    def groups_of(self, path: str) -> tuple[str, ...]:
+        """The group of each trained tensor of a module."""
+        if path == HEAD:
+            return (HEAD,) * len(self._views[path])
+        return tuple(name for name in self.groups if name != HEAD)
+
+    def rate_factors(self, job: JobSpec) -> list[float]:
+        """What multiplies the job's learning rate, for each group; a head has that of the job."""
+        return [*self.method.rate_factors(job), *([] if self.head is None else [1.0])]
 
     def _sizes(self, group: int) -> list[int]:
         return [torch.Size(shapes[group]).numel() for shapes in self._shapes.values()]
@@ -149,6 +183,9 @@ class Adapter:
         """Starting values, drawn per module from the job's seed: no module's depends on the others."""
         for path, views in self._views.items():
             generator = torch.Generator().manual_seed(mix(seed, module_key(path), 0x1417))
-            values = self.method.initial(self.spec, path, self._places[path], generator)
+            if path == HEAD and self.head_shape is not None:
+                values = self.head_shape.initial(generator)
+            else:
+                values = self.method.initial(self.spec, path, self._places[path], generator)
             for view, value in zip(views, values, strict=True):
                 view.copy_(value)

@@ -11,6 +11,7 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.block_output import BlockOutput
 from weft.adapters.frozen import Fp8, quantisation
+from weft.adapters.head import HeadShape, HeadWeights
 from weft.adapters.leading_rows import InputRows, KeyValueRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.linear_modules import linear_modules
@@ -35,6 +36,7 @@ from weft.families.registry import FAMILIES, describe
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
+from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.metrics import Score
 from weft.spec import AdapterSpec
 
@@ -60,8 +62,10 @@ class Backbone:
         self._install(torch.zeros((), device=model.device, requires_grad=True))
         self.blocks = _blocks(model, self.routing)
         """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
+        self._heads: dict[int, HeadWeights] = {}
+        """The heads of jobs that have one, by slot; both paths read them."""
         inputs = _inputs(model, tokenizer, self.routing)
-        self._reference = ReferencePath(model, self.linears, inputs, self.routing)
+        self._reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads)
         self.path: Path = self._reference
         """How microbatches run, unless an adapter's method has no kernels."""
         self._places: dict[Attachment, Mapping[str, SlotLinear | RowPlace]] = {
@@ -130,7 +134,7 @@ class Backbone:
             raise ModelError(f"the fused kernels do not fit: {obstacle}; use auto or reference.", where="kernels")
         memory = memory or Memory()
         parts = (fuse(self.model, self.linears), list(self.linears), self.head, memory)
-        self.path = FusedPath(*parts, self._memory_model(memory))
+        self.path = FusedPath(*parts, self._memory_model(memory), self._heads)
         self.kernels = "fused: " + ("Triton and captured graphs" if self.works_on else "plain torch twins")
 
     def _memory_model(self, memory: Memory) -> MemoryModel:
@@ -139,14 +143,26 @@ class Backbone:
         copies = min((weight.copies for weight in weights if isinstance(weight, Fp8)), default=1)
         return MemoryModel(shape, quantisation(weights), memory.recompute, self.dtype.itemsize, copies)
 
-    def new_adapter(self, spec: AdapterSpec, seed: int, device: torch.device | None = None) -> Adapter:
-        """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached."""
-        return Adapter(spec, self._targets(spec), seed, self.device if device is None else device)
+    def new_adapter(
+        self,
+        spec: AdapterSpec,
+        seed: int,
+        device: torch.device | None = None,
+        objective: HeadObjective | None = None,
+    ) -> Adapter:
+        """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached.
 
-    def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str]) -> Adapter:
+        `objective` is one that needs a head.
+        """
+        head = None
+        if objective is not None:
+            head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
+        return Adapter(spec, self._targets(spec), seed, self.device if device is None else device, head)
+
+    def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
         """An adapter beside the backbone that sits where a file says; its weights are loaded next."""
         places = self._places[method_of(spec).attachment]
-        return Adapter(spec, {path: places[path] for path in paths}, 0, self.device)
+        return Adapter(spec, {path: places[path] for path in paths}, 0, self.device, head)
 
     def check_adapter(self, spec: AdapterSpec) -> None:
         """ConfigError if an adapter does not fit this backbone; makes none."""
@@ -198,6 +214,8 @@ class Backbone:
         slot = path.take_slot(adapter)
         self._slot_paths[slot] = path
         self._leading[slot] = adapter.spec.num_leading_rows
+        if adapter.head is not None:
+            self._heads[slot] = adapter.head
         places = self._places[adapter.method.attachment]
         for module, weights in adapter.modules.items():
             places[module].put(slot, weights)
@@ -207,6 +225,7 @@ class Backbone:
         """Frees a slot."""
         self._slot_paths.pop(slot).free_slot(slot)
         self._leading.pop(slot)
+        self._heads.pop(slot, None)
         for places in self._places.values():
             for place in places.values():
                 place.free(slot)

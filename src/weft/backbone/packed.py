@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from weft.adapters.routing import Rows, SlotRows, slot_rows
+from weft.backbone.heads import LabelledRows
 from weft.backbone.judge import Judgement, find_judgements
 from weft.data.sample import Sample
 from weft.kernels.device import is_cpu, is_gpu
 from weft.kernels.device_event import sent
 from weft.kernels.dropout import row_keys
+from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective
 
 ADAPTER_WINDOW = 64
@@ -40,6 +42,8 @@ class Placed:
     """Position of its first token; above 0 when earlier tokens are cached."""
     objective: LikelihoodObjective | None = None
     """Who weighs its tokens, where that takes their log-probabilities; its group's samples then follow each other."""
+    head: HeadObjective | None = None
+    """Who learns from its labels by the head of its slot; its tokens then teach nothing else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +70,8 @@ class PackedBatch:
     """What each supervised row counts beside others of its job; None where all count the same."""
     judgements: tuple[Judgement, ...]
     """Groups whose rows get their weights from log-probabilities."""
+    heads: tuple[LabelledRows, ...] = ()
+    """Rows that heads of jobs look at; none of these is among the supervised."""
 
     @property
     def num_rows(self) -> int:
@@ -161,7 +167,8 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         positions[start : start + length] = np.arange(item.position, item.position + length)
         if item.dropout_key is not None:
             keys[start : start + length] = row_keys(item.dropout_key, length)
-        predicted = np.flatnonzero(item.sample.supervised[1:]) + 1
+        is_predicted = item.sample.supervised[1:] if item.head is None else np.empty(0, np.bool_)
+        predicted = np.flatnonzero(is_predicted) + 1
         rows.append(predicted - 1 + start)
         targets.append(item.sample.tokens[predicted])
         own = item.sample.weights
@@ -188,4 +195,32 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
             [item.weight for item in placed],
             [math.nan if item.sample.labels is None else item.sample.label for item in placed],
         ),
+        heads=_labelled_rows(placed, starts),
     )
+
+
+def _labelled_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[LabelledRows, ...]:
+    """The rows that heads look at, job by job."""
+    of_slots: dict[int, list[int]] = {}
+    for segment, item in enumerate(placed):
+        if item.head is not None:
+            assert item.slot is not None, "a head is part of an adapter"
+            of_slots.setdefault(item.slot, []).append(segment)
+    found = []
+    for slot, segments in of_slots.items():
+        objective, labels = placed[segments[0]].head, [placed[s].sample.labels for s in segments]
+        assert objective is not None
+        own = [np.flatnonzero(~np.isnan(each)) for each in labels if each is not None]
+        counts = [len(rows) for rows in own]
+        given = [each[rows] for each, rows in zip(labels, own, strict=True) if each is not None]
+        found.append(
+            LabelledRows(
+                slot=slot,
+                objective=objective,
+                rows=np.concatenate([rows + starts[s] for rows, s in zip(own, segments, strict=True)]),
+                labels=np.concatenate(given).astype(np.float32),
+                shares=np.repeat(np.array([placed[s].weight for s in segments], dtype=np.float32), counts),
+                segments=np.repeat(np.array(segments), counts),
+            )
+        )
+    return tuple(found)

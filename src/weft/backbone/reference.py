@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.head import HeadWeights
 from weft.adapters.leading_rows import InputRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
+from weft.backbone.heads import run_heads
 from weft.backbone.judge import run_loss
 from weft.backbone.loss import BlockedLoss, head_of
 from weft.backbone.packed import PackedBatch
@@ -33,9 +35,15 @@ class ReferencePath:
     captured_s = 0.0
 
     def __init__(
-        self, model: PreTrainedModel, linears: Mapping[str, SlotLinear], inputs: InputRows, routing: Routing
+        self,
+        model: PreTrainedModel,
+        linears: Mapping[str, SlotLinear],
+        inputs: InputRows,
+        routing: Routing,
+        heads: Mapping[int, HeadWeights],
     ) -> None:
-        """`routing` is the table that all places of the model share."""
+        """`routing` is the table that all places of the model share, `heads` those of jobs, by slot."""
+        self._heads = heads
         self._model = model
         self._linears = linears
         self._inputs = inputs
@@ -59,17 +67,18 @@ class ReferencePath:
         assert passed.grad_ND is not None
         grad_TD = torch.zeros_like(hidden_TD)
         grad_TD[batch.supervised_N] = passed.grad_ND
+        headed = run_heads(hidden_TD.detach(), batch.heads, self._heads, grad_TD)
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
-        return PendingScores(passed, batch, begun)
+        return PendingScores(passed, batch, begun, headed)
 
     @torch.no_grad()
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
         begun = DeviceEvent(self._model.device)
-        rows_ND = self.hidden(batch, row_tile)[batch.supervised_N]
-        passed = run_loss(self._loss, rows_ND, batch.targets_N, None, batch.judgements)
-        return PendingScores(passed, batch, begun)
+        hidden_TD = self.hidden(batch, row_tile)
+        passed = run_loss(self._loss, hidden_TD[batch.supervised_N], batch.targets_N, None, batch.judgements)
+        return PendingScores(passed, batch, begun, run_heads(hidden_TD, batch.heads, self._heads))
 
     def hidden(
         self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None, *, through: bool = False

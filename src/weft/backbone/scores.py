@@ -8,16 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from weft.backbone.heads import HeadPass
 from weft.backbone.judge import LossPass
 from weft.backbone.packed import PackedBatch
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
-from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Score
+from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Score, Tally
 
 
 class PendingScores:
     """The scores of a microbatch that a device works on; it is made once all of that work has been asked for."""
 
-    def __init__(self, passed: LossPass, batch: PackedBatch, begun: DeviceEvent) -> None:
+    def __init__(
+        self, passed: LossPass, batch: PackedBatch, begun: DeviceEvent, headed: Sequence[HeadPass] = ()
+    ) -> None:
         # Not all of it: the gradient's memory is needed again.
         self._results_2N, self._judged = passed.results_2N, passed.judged
         self._counts = batch.counts
@@ -26,6 +29,9 @@ class PendingScores:
         self._begun = begun
         measured = [torch.stack([judged.losses_G, *judged.metrics.values()]) for judged in passed.judged]
         self._measured = [AsyncCopy(values).begin() for values in measured]
+        self._headed = headed
+        told = [torch.cat([one.judged.losses_U[:, None], one.judged.measured_UK], dim=1) for one in headed]
+        self._told = [AsyncCopy(values).begin() for values in told]
         self._arrival = AsyncCopy(passed.results_2N).begin()
 
     def scores(self) -> list[Score]:
@@ -49,7 +55,19 @@ class PendingScores:
                 metrics = {name: MetricSum(value, 1) for name, value in zip(judged.metrics, others, strict=True)}
                 known = {name: metric for name, metric in metrics.items() if not math.isnan(metric.total)}
                 found[segment] = {**found[segment], LOSS: MetricSum(loss, 1), **known}
+        self._add_heads(found)
         return found
+
+    def _add_heads(self, found: list[Score]) -> None:
+        """The scores of what heads looked at, unit by unit."""
+        for one, values in zip(self._headed, self._told, strict=True):
+            labelled = one.labelled
+            tallies: dict[int, Tally] = {int(segment): Tally() for segment in labelled.segments}
+            units = zip(labelled.unit_segments, labelled.unit_labels, values.get().double().tolist(), strict=True)
+            for segment, label, (loss, *measured) in units:
+                tallies[int(segment)].add(labelled.objective.score(float(label), loss, measured))
+            for segment, tally in tallies.items():
+                found[segment] = tally.sums
 
     def losses(self) -> list[float]:
         """Each segment's summed loss, over its own rows only; waits for the device."""
@@ -72,6 +90,8 @@ class PendingScores:
         checked = [(np.repeat(places, self._counts), self._results_2N[0])]
         for judgement, judged in zip(self._judgements, self._judged, strict=True):
             checked.append((places[list(judgement.leaders)], judged.losses_G))
+        for one in self._headed:
+            checked.append((places[one.labelled.unit_segments], one.judged.losses_U))
         device = self._results_2N.device
         bad_J = torch.zeros(num_owners + 1, device=device)
         for owner, losses in checked:

@@ -1,4 +1,4 @@
-"""The three normal forms a row can take: a conversation, a text, or token ids."""
+"""The normal forms a row can take: a conversation, a text, token ids, or something to put a label on."""
 
 from __future__ import annotations
 
@@ -52,4 +52,21 @@ class Tokens:
     supervised: tuple[bool, ...]
 
 
-Form: TypeAlias = Conversation | Text | Tokens
+@dataclass(frozen=True)
+class Passage:
+    """A text with a class; nothing is added to it."""
+
+    text: str
+    label: int
+
+
+@dataclass(frozen=True)
+class Words:
+    """Words with a class each."""
+
+    words: tuple[str, ...]
+    labels: tuple[int | None, ...]
+    """None for a word that is not trained."""
+
+
+Form: TypeAlias = Conversation | Text | Tokens | Passage | Words

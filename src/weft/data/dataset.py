@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from weft.data.sample import Sample
 from weft.data.samples import Samples
+from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import SUPERVISED
 
@@ -112,6 +113,11 @@ class Dataset:
     def judge(self) -> LikelihoodObjective | None:
         """The objective, if it weighs tokens by their log-probabilities."""
         return self.objective if isinstance(self.objective, LikelihoodObjective) else None
+
+    @functools.cached_property
+    def head(self) -> HeadObjective | None:
+        """The objective, if it learns by a head."""
+        return self.objective if isinstance(self.objective, HeadObjective) else None
 
     @property
     def num_runs(self) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.data.chats import message_turns, read_chat, read_sharegpt, read_tools
-from weft.data.conversation import ChatTurn, Conversation, Form, Text, Tokens
+from weft.data.conversation import ChatTurn, Conversation, Form, Passage, Text, Tokens, Words
 from weft.data.rows.columns import expect_text, has, list_column, text_column
 from weft.data.rows.row import Row
 from weft.errors import ConfigError, DataError
@@ -47,7 +47,7 @@ def convert_rows(
     With `auto` the first row decides, or `first_format` where rows came before these, and a later row in another format
     is a DataError. Without `need_answer` a row may be only a prompt: no completion, or no assistant turn.
     """
-    if data_format not in FORMATS:
+    if data_format not in (*FORMATS, *READERS):
         raise ConfigError(f"got {data_format!r}; accepted are {', '.join(FORMATS)}.", where="data_format")
     if data_format != "auto":
         for row in rows:
@@ -260,5 +260,7 @@ READERS: dict[str, Callable[[Row, bool], Form]] = {
     "sharegpt": read_sharegpt,
     "text": _read_text,
     "tokens": _read_tokens,
+    "passage": lambda row, need_answer: Passage(row.values["text"], row.values["label"]),
+    "words": lambda row, need_answer: Words(tuple(row.values["tokens"]), tuple(row.values["tags"])),
 }
-"""How to read a row, by its format."""
+"""How to read a row, by its format; the last two are only what objectives make of rows."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from weft.data.dataset import Dataset, Member
 from weft.data.order import BatchSchedule
+from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective
 
 MAX_HELD = 16
@@ -70,6 +71,11 @@ class GlobalBatches:
     def judge(self) -> LikelihoodObjective | None:
         """The job's objective, if it weighs tokens by their log-probabilities."""
         return self._data.judge
+
+    @property
+    def head(self) -> HeadObjective | None:
+        """The job's objective, if it learns by a head."""
+        return self._data.head
 
     def groups(self, step: int, first: int = 0) -> tuple[int, ...]:
         """How many members from `first` on share a microbatch, group by group; empty where each is by itself."""

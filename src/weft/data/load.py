@@ -13,10 +13,13 @@ import numpy.typing as npt
 
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import Dataset, JobData
+from weft.data.labels import find_labels
 from weft.data.order import Mixture, permutation
 from weft.data.prepared.prepared_data import prepared_data
 from weft.data.prepared.settings import DataSettings
 from weft.errors import DataError
+from weft.objectives.heads.classes import Classification
+from weft.objectives.registry import OBJECTIVES
 from weft.spec.fields import refuse_foreign_objective
 from weft.spec.job import JobSpec, SourceSpec
 
@@ -33,6 +36,8 @@ def load_dataset(
     train_on_inputs: bool = False,
     mask_history: bool = False,
     chat_template: str | None = None,
+    group_texts: bool = False,
+    labels: tuple[str, ...] = (),
     clock: datetime.datetime | None = None,
     base_dir: Path,
 ) -> Dataset:
@@ -49,6 +54,8 @@ def load_dataset(
         train_on_inputs=train_on_inputs,
         mask_history=mask_history,
         chat_template=chat_template,
+        group_texts=group_texts,
+        labels=labels,
         clock=clock,
     )
     return prepared_data([SourceSpec.of(source) for source in sources], tokenizer, settings, base_dir)
@@ -62,6 +69,7 @@ def load_job_data(
     `clock` is what time it is for chat templates that ask: when the job's run began; None: now.
     """
     at = clock or datetime.datetime.now()
+    job = _with_labels(job, base_dir)
 
     def load(setting: str, sources: Sequence[str | SourceSpec], objective: str) -> Dataset:
         try:
@@ -76,6 +84,8 @@ def load_job_data(
                 train_on_inputs=job.train_on_inputs,
                 mask_history=job.mask_history,
                 chat_template=job.chat_template,
+                group_texts=job.group_texts,
+                labels=job.labels,
                 clock=at,
                 base_dir=base_dir,
             )
@@ -95,6 +105,18 @@ def load_job_data(
     data = JobData(_of_job(data.train, job), None if data.eval is None else _of_job(data.eval, job))
     data = data.led_by(job.adapter.num_leading_rows)
     return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
+
+
+def _with_labels(job: JobSpec, base_dir: Path) -> JobSpec:
+    """The job with the names of its classes, which its rows tell where it does not."""
+    objective = OBJECTIVES.get(job.objective)
+    if job.labels or not isinstance(objective, Classification):
+        return job
+    try:
+        return replace(job, labels=find_labels(job.train_sources, objective, job.data_columns, base_dir))
+    except DataError as error:
+        error.setting = "train_data"
+        raise
 
 
 def _check_labels(data: Dataset, job: JobSpec) -> None:

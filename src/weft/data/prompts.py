@@ -13,7 +13,7 @@ import numpy.typing as npt
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.renderer import Renderer
 from weft.data.chats import message_turns
-from weft.data.conversation import ChatTurn, Conversation, Form, Tokens
+from weft.data.conversation import ChatTurn, Conversation, Form, Text
 from weft.data.formats import convert_rows
 from weft.data.rows.find import read_rows
 from weft.data.tokens.tokenise import tokenise_prompt
@@ -76,7 +76,7 @@ def prompt_of_chat(
 
 
 def _prompt(form: Form, renderer: Renderer, where: str) -> Prompt:
-    if isinstance(form, Tokens):
+    if not isinstance(form, Conversation | Text):
         raise DataError("token ids cannot be split into a prompt and its answer.", where=where)
     rendered, reference = renderer.render_prompt(form, where)
     tokens = tokenise_prompt(rendered, renderer.tokenizer)

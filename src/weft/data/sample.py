@@ -28,7 +28,9 @@ class Sample:
         supervised = np.array(self.supervised, dtype=np.bool_)
         assert tokens.ndim == 1, "a sample is one run of tokens"
         assert tokens.shape == supervised.shape, "tokens and supervised must have one length"
-        supervised[:1] = False
+        # A head looks at the token itself, also at the first.
+        if self.labels is None or np.isnan(self.labels[:1]).any():
+            supervised[:1] = False
         weights = None if self.weights is None else np.array(self.weights, dtype=np.float64)
         if weights is not None:
             assert weights.shape == tokens.shape and (weights >= 0).all(), "every token has a weight from 0 up"
@@ -57,8 +59,10 @@ class Sample:
         """What its supervised tokens count together: their number, where all count the same."""
         return self.num_supervised if self.weights is None else float(self.weights[self.supervised].sum())
 
-    def cut(self, length: int) -> Sample:
-        """The first `length` tokens."""
+    def cut(self, length: int, *, keeps_end: bool = False) -> Sample:
+        """The first `length` tokens; `keeps_end`: with what the last token of all was labelled as."""
+        if keeps_end and self.labels is not None and length < self.length:
+            return Sample(self.tokens[:length], self.supervised[:length]).labelled_end(float(self.labels[-1]))
         weights = None if self.weights is None else self.weights[:length]
         labels = None if self.labels is None else self.labels[:length]
         return Sample(self.tokens[:length], self.supervised[:length], weights, labels)
@@ -70,6 +74,12 @@ class Sample:
         labels = np.full(self.length, np.nan, dtype=np.float32)
         labels[self.first_supervised] = label
         return Sample(self.tokens, self.supervised, self.weights, labels)
+
+    def labelled_end(self, label: float) -> Sample:
+        """The same tokens, of which only the last counts, with a label."""
+        labels = np.full(self.length, np.nan, dtype=np.float32)
+        labels[-1:] = label
+        return Sample(self.tokens, ~np.isnan(labels), None, labels)
 
     @property
     def first_supervised(self) -> int:

@@ -62,7 +62,9 @@ def _microbatches(
             if end > start and (tokens > capacity or backbone.path_of(slot) is not path):
                 break
             members = data.members(int(groups[end]))
-            placed += [Placed(m.sample, None if m.is_bare else slot, objective=data.judge) for m in members]
+            placed += [
+                Placed(m.sample, None if m.is_bare else slot, objective=data.judge, head=data.head) for m in members
+            ]
             owners += [int(owners_of[end])] * len(members)
             end += 1
         yield owners, placed

@@ -63,6 +63,7 @@ def writing(
             target_names=target_names,
             chat_template=spec.chat_template,
             shared=job.weights.adapter.shared,
+            head=job.given.batches.head,
         )
 
     return write

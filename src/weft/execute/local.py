@@ -104,7 +104,7 @@ class LocalExecutor:
 
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state on the CPU."""
-        adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU)
+        adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU, job.batches.head)
         if job.start is not None:
             adapter.load(job.start, job.start_name)
         self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter))
@@ -263,7 +263,8 @@ class LocalExecutor:
 
     def _twin(self, name: str) -> ExecutedJob:
         given = self.jobs[name].given
-        weights = JobWeights(given.spec, self.backbone.new_adapter(given.spec.adapter, given.spec.seed))
+        adapter = self.backbone.new_adapter(given.spec.adapter, given.spec.seed, objective=given.batches.head)
+        weights = JobWeights(given.spec, adapter)
         weights.slot = self.backbone.attach(weights.adapter)
         return ExecutedJob(given, weights)
 

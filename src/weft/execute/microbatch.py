@@ -39,7 +39,7 @@ class ExecutedJob:
         if member.is_bare:
             return Placed(member.sample, None, share, objective=judge)
         key = mix(self.given.spec.seed, segment.step, segment.index)
-        return Placed(member.sample, self.weights.slot, share, key, objective=judge)
+        return Placed(member.sample, self.weights.slot, share, key, objective=judge, head=self.given.batches.head)
 
 
 Jobs = Mapping[str, ExecutedJob]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from weft.adapters.head import HEAD, HeadShape
 from weft.adapters.method import LinearShape, ModuleTensors
 from weft.adapters.methods import method_of
 from weft.adapters.targets import is_target
@@ -14,8 +15,9 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.data.chat.renderer import check_template
 from weft.errors import AdapterFileError, ConfigError, ModelError
+from weft.objectives.heads.head_objective import HeadObjective
 from weft.spec import AdapterSpec, BackboneSpec
-from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, read_adapter, read_chat_template
+from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, read_adapter, read_chat_template, read_head
 
 T = TypeVar("T")
 BASE = "base"
@@ -34,6 +36,8 @@ class StoredAdapter:
     """What it was trained on, as its config says."""
     chat_template: str | None = None
     """What it was trained with instead of the base model's."""
+    head: HeadObjective | None = None
+    """What its head was trained for, if it has one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,8 @@ class Attached:
     """By the same names, the template to use instead of the tokenizer's."""
     notes: tuple[str, ...] = ()
     """What a user should know."""
+    heads: dict[str, HeadObjective] = field(default_factory=dict)
+    """By name, what the heads of those that have one were trained for."""
 
     def by_template(self, read: Callable[[str | None], T]) -> dict[str, T]:
         """By name, what `read` makes of the name's chat template: each reads data as it was trained to."""
@@ -80,13 +86,16 @@ def read_named(text: str) -> StoredAdapter:
     name = name or (whole.parent.name if whole.name == "adapter" else whole.name)
     base_model = config.get("base_model_name_or_path")
     stated = base_model if isinstance(base_model, str) else None
-    return StoredAdapter(name, path, spec, tensors, stated, read_chat_template(path))
+    head = read_head(path, config, tensors)
+    return StoredAdapter(name, path, spec, tensors, stated, read_chat_template(path), head)
 
 
 def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_model: str) -> None:
     """AdapterFileError says why an adapter does not fit a model where its method has these places (path to shape)."""
     where, method = str(stored.path), method_of(stored.spec)
     for path, tensors in stored.tensors.items():
+        if path == HEAD:
+            continue
         if path not in shapes:
             place = method.attachment.value
             raise AdapterFileError(f"{path} is not a {place} of base_model {base_model}.", where=where)
@@ -105,28 +114,46 @@ def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_mod
             )
 
 
-def attach_adapter(backbone: Backbone, stored: StoredAdapter) -> int:
+def attach_adapter(backbone: Backbone, stored: StoredAdapter, *, with_head: bool = False) -> int:
     """Puts an adapter that answers, and does not train, on a free slot and returns the slot; AdapterFileError says why
-    it does not fit the backbone."""
+    it does not fit the backbone. One with a head does not answer: only `with_head` it is attached."""
+    _refuse_head(stored, with_head=with_head)
     shapes = backbone.shapes_for(method_of(stored.spec))
     check_fit(stored, shapes, backbone.name)
+    head = stored.tensors.get(HEAD)
+    head_shape = None if head is None else HeadShape(head[0].shape[0], head[0].shape[1], has_bias=len(head) > 1)
+    if head_shape is not None and head_shape.width != backbone.head.weight_VD.shape[1]:
+        found = f"{HEAD} is for a width of {head_shape.width}; base_model {backbone.name} has"
+        raise AdapterFileError(f"{found} {backbone.head.weight_VD.shape[1]}.", where=str(stored.path))
     # Jobs that train beside it need no kernels for its dropout.
     spec = replace(stored.spec, lora_dropout=0.0)
     try:
-        adapter = backbone.stored_adapter(spec, stored.tensors)
+        adapter = backbone.stored_adapter(spec, [path for path in stored.tensors if path != HEAD], head_shape)
     except ConfigError as error:
         raise AdapterFileError(error.message, where=str(stored.path)) from None
     adapter.load(stored.tensors, str(stored.path))
     return backbone.attach(adapter)
 
 
+def _refuse_head(stored: StoredAdapter, *, with_head: bool) -> None:
+    if HEAD in stored.tensors and not with_head:
+        raise AdapterFileError("has a head for labels: it classifies and does not write.", where=str(stored.path))
+
+
 def load_with_adapters(
-    given: Sequence[str], *, base_model: str | None, device: str = "auto", dtype: str = "auto", with_base: bool = False
+    given: Sequence[str],
+    *,
+    base_model: str | None,
+    device: str = "auto",
+    dtype: str = "auto",
+    with_base: bool = False,
+    with_heads: bool = False,
 ) -> Attached:
     """The backbone with every given adapter attached; adapters are read before the model, which takes longer.
 
     Each is written `DIR`, `NAME=DIR` or `base` for the bare backbone, which `with_base` puts in front. Without
-    adapters there is only the bare backbone; without a `base_model` it is the one the adapters were trained on.
+    adapters there is only the bare backbone; without a `base_model` it is the one the adapters were trained on. Those
+    with a head are refused, unless `with_heads`.
     """
     stored: dict[str, StoredAdapter | None] = {BASE: None} if with_base or not given else {}
     for text in given:
@@ -140,14 +167,20 @@ def load_with_adapters(
             raise ConfigError(f"there are two adapters {adapter.name!r}; name them: NAME=DIR.", where=text)
         stored[adapter.name] = adapter
     adapters = [adapter for adapter in stored.values() if adapter is not None]
+    for adapter in adapters:
+        _refuse_head(adapter, with_head=with_heads)
     backbone = _load(BackboneSpec(base_model or common_base(adapters), dtype, device), stated=base_model is not None)
-    slots = {name: attach_adapter(backbone, adapter) if adapter else None for name, adapter in stored.items()}
+    slots = {
+        name: attach_adapter(backbone, adapter, with_head=with_heads) if adapter else None
+        for name, adapter in stored.items()
+    }
     notes = tuple(
         f"{adapter.name} was trained on {adapter.base_model}, not on {backbone.name}."
         for adapter in adapters
         if adapter.base_model not in (None, backbone.name)
     )
-    return Attached(backbone, slots, _chat_templates(stored, backbone), notes)
+    heads = {adapter.name: adapter.head for adapter in adapters if adapter.head is not None}
+    return Attached(backbone, slots, _chat_templates(stored, backbone), notes, heads)
 
 
 def common_base(adapters: Sequence[StoredAdapter]) -> str:

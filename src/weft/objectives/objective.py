@@ -37,8 +37,8 @@ class Objective(Protocol):
     group_size: ClassVar[int]
     """Samples of a row. They form a group, which always shares a microbatch; a global batch counts groups."""
 
-    remakes_rows: ClassVar[bool]
-    """Whether its parts are prompts and completions that it makes of other columns; else a part is the row itself."""
+    part_format: ClassVar[str | None]
+    """The format of its parts, if it makes them of other columns; None: a part is the row itself, in its own format."""
 
     def of_job(self, job: JobSpec) -> Objective:
         """The same with a job's settings."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from weft.objectives.heads.classes import Classification, TokenClassification
+from weft.objectives.heads.reward import Reward
 from weft.objectives.objective import Objective
 from weft.objectives.preference.cpo import Cpo, Orpo, SimPo
 from weft.objectives.preference.dpo import Dpo
@@ -19,6 +21,9 @@ OBJECTIVES: dict[str, Objective] = {
     "simpo": SimPo(),
     "orpo": Orpo(),
     "kto": Kto(),
+    "reward": Reward(),
+    "classification": Classification(),
+    "token_classification": TokenClassification(),
     "weighted": Weighted(),
     "supervised": SUPERVISED,
 }

@@ -16,7 +16,7 @@ class Supervised:
 
     name: ClassVar[str] = "supervised"
     group_size: ClassVar[int] = 1
-    remakes_rows: ClassVar[bool] = False
+    part_format: ClassVar[str | None] = None
 
     def of_job(self, job: JobSpec) -> Supervised:
         """It has no settings."""

@@ -29,8 +29,12 @@ FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
 COLUMNS = (
     *("prompt", "completion", "text", "instruction", "input", "output", "system", "history"),
     *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
+    *("label", "tokens", "ner_tags", "chosen", "rejected"),
 )
-OBJECTIVES = ("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo", "kto")
+OBJECTIVES = (
+    *("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo", "kto"),
+    *("reward", "classification", "token_classification"),
+)
 DEFAULT_MOMENTUM = {"muon": 0.95}
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -88,7 +92,8 @@ class JobSpec(KnownKeywords):
     objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES)
     """What the job learns by: supervised (every supervised token counts the same), weighted (as much as the row's
     `weight` and its messages' weights say), pairs of a chosen and a rejected answer: dpo, cpo, simpo or orpo, or single
-    answers that are good or bad: kto. auto: by the columns; dpo for pairs."""
+    answers that are good or bad: kto. With a head of their own: reward (of pairs), classification (of texts) and
+    token_classification (of words). auto: by the columns; dpo for pairs."""
     beta: float | None = setting(
         None,
         aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),
@@ -116,6 +121,11 @@ class JobSpec(KnownKeywords):
     """What a good answer counts."""
     undesirable_weight: float = setting(1.0, aliases=("kto_rejected_weight",), rule=above(0), objectives=("kto",))
     """What a bad answer counts."""
+    labels: tuple[str, ...] = setting(
+        (), aliases=("label_names",), objectives=("classification", "token_classification")
+    )
+    """The names of the classes, in the order of the head's logits. Default: those that the training data has, by their
+    numbers or their letters."""
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"), is_path=True)
@@ -161,6 +171,10 @@ class JobSpec(KnownKeywords):
     """Longest sample in tokens."""
     long_samples: str = setting("truncate", aliases=("truncation_policy",), choices=LONG_SAMPLES)
     """What happens to longer ones: truncate (counted), drop (counted) or error."""
+    group_texts: bool = setting(False)
+    """For continued pre-training on plain texts: join them, with the tokenizer's end token between, and cut them in
+    blocks of max_length, so that nothing is cut off; long_samples has no say then. Attention reaches over texts that
+    share a block."""
     train_on_inputs: bool = setting(False, aliases=("train_on_prompt", "train_on_input"))
     """Count the prompt and user turns in the loss as well."""
     mask_history: bool = setting(False)
@@ -196,6 +210,8 @@ class JobSpec(KnownKeywords):
         if self.objective != "auto":
             refuse_foreign_objective(self, self.objective)
         self._check_optim()
+        if self.labels and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
+            raise ConfigError(f"got {', '.join(self.labels)}; expected two or more different names.", where="labels")
         if self.objective == "simpo" and self.loss_type == "ipo":
             raise ConfigError("got ipo; for simpo accepted are sigmoid and hinge.", where="loss_type")
         if self.label_smoothing and self.loss_type != "sigmoid":

@@ -40,7 +40,9 @@ _PEFT = {
 _TRL = {
     "gradient_checkpointing": ForeignSetting("write `recompute` of the run.", (None, False, True)),
     "gradient_checkpointing_kwargs": ForeignSetting("write `recompute` of the run.", (*_OFF, {})),
-    "packing": ForeignSetting("samples are always packed, and never see each other.", (None, True, False)),
+    "packing": ForeignSetting(
+        "samples are always packed, and never see each other; group_texts joins plain texts.", (None, True, False)
+    ),
     "neftune_noise_alpha": ForeignSetting("NEFTune's noise is not supported yet."),
     "bf16": ForeignSetting("write `dtype: bfloat16` of the run."),
     "fp16": ForeignSetting("write `dtype: bfloat16` of the run; float16 is not supported."),

@@ -11,11 +11,16 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from weft.adapters.head import HEAD
 from weft.adapters.method import PeftFormat
 from weft.adapters.methods import METHODS, method_of
 from weft.errors import AdapterFileError, ConfigError
 from weft.spec import AdapterSpec
 from weft.spec.fields import describe, listed, read
+
+TASKS = ("SEQ_CLS", "TOKEN_CLS")
+HEADS = (HEAD, "classifier")
+"""What PEFT saves of a model for classification; a decoder's has only the first."""
 
 
 def config_of(
@@ -48,10 +53,14 @@ def method_named(config: Mapping[str, Any], where: str) -> str:
     return next(marked, None) or next(name for name, files in of_kind.items() if files.marker is None)
 
 
-def spec_of(config: Mapping[str, Any], module_paths: Collection[str], *, where: str) -> AdapterSpec:
+def spec_of(
+    config: Mapping[str, Any], module_paths: Collection[str], *, where: str, has_head: bool = False
+) -> AdapterSpec:
     """The adapter that a PEFT config and the paths of its weights describe; AdapterFileError if we cannot train it."""
     method = method_named(config, where)
     files = METHODS[method].files
+    if has_head:
+        config = _without_head(config)
     _refuse_unsupported(config, files, where)
     config = {key: value for key, value in config.items() if value is not None}
     targets = config.get("target_modules")
@@ -76,6 +85,14 @@ def spec_of(config: Mapping[str, Any], module_paths: Collection[str], *, where: 
         # PEFT writes a set, in another order each time.
         spec = dataclasses.replace(spec, target_modules=tuple(sorted(spec.target_modules)))
     return spec
+
+
+def _without_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config less what only says that there is a head, whose weights are in the file."""
+    whole = {key: value for key, value in config.items() if key not in ("task_type", "modules_to_save")}
+    saved = [name for name in config.get("modules_to_save") or [] if name not in HEADS]
+    task = config.get("task_type")
+    return {**whole, "modules_to_save": saved or None, "task_type": None if task in TASKS else task}
 
 
 def _refuse_unsupported(config: Mapping[str, Any], files: PeftFormat, where: str) -> None:

@@ -3,6 +3,7 @@
     adapter_config.json         PEFT's config of the method, see peft_config
     adapter_model.safetensors   base_model.model.<module path>.lora_A.weight (r, in) and the like, as the method says
     chat_template.jinja         the job's own chat template, if it had one
+    labels.json                 the objective and the labels of an adapter with a head
     README.md                   a short model card
 
 Reading trusts nothing: safetensors only, a bounded header, exact names, shapes that fit the config, finite numbers.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from weft.adapters.head import HEAD
 from weft.adapters.method import JoinedFormat, ModuleTensors, PeftFormat
 from weft.adapters.methods import METHODS, method_of
 from weft.adapters.targets import is_target
 from weft.errors import AdapterFileError
+from weft.objectives.heads.classes import Classification, TokenClassification
+from weft.objectives.heads.head_objective import HeadObjective
+from weft.objectives.heads.reward import Reward
 from weft.spec import AdapterSpec
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
@@ -40,8 +45,16 @@ TEMPLATE_FILE = "chat_template.jinja"
 MAX_HEADER_BYTES = 1 << 20
 """Longest safetensors header, config and template that is read. A LoRA on all linears of 80 layers takes 150 KB."""
 
+LABELS_FILE = "labels.json"
+"""Beside an adapter with a head: what its logits are."""
+
 _PREFIX = "base_model.model."
 _SHARED_PREFIX = "base_model."
+_TASKS = {
+    "SEQ_CLS": ("text-classification", "AutoModelForSequenceClassification"),
+    "TOKEN_CLS": ("token-classification", "AutoModelForTokenClassification"),
+}
+"""By PEFT's names of tasks: the Hub's name of it, and transformers' class."""
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
@@ -64,18 +77,24 @@ def write_adapter(
     target_names: list[str],
     chat_template: str | None = None,
     shared: Mapping[str, torch.Tensor] | None = None,
+    head: HeadObjective | None = None,
 ) -> None:
     """The directory holds the whole adapter once this returns; an adapter that was there before is replaced.
 
     `tensors` are those of every module, by path. `target_names` becomes target_modules: full paths, or leaf names where
     these mean no other module of the backbone. `chat_template` is what the adapter was trained with instead of the
-    base's. `shared` are the frozen tensors of all modules together, if the method has any.
+    base's. `shared` are the frozen tensors of all modules together, if the method has any. `head` is the objective of
+    an adapter that has a head among its tensors.
     """
     files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names, shared=shared)
+    if head is not None:
+        files.config.update({"task_type": head.task_type, "modules_to_save": [HEAD]})
     with staged_directory(directory) as staged:
         write_unsynced(staged / CONFIG_FILE, json_text.dump(files.config))
         write_unsynced(staged / TENSORS_FILE, *file_pieces(files.tensors, {"format": "pt"}))
-        write_unsynced(staged / CARD_FILE, _model_card(spec, base_model))
+        write_unsynced(staged / CARD_FILE, _model_card(spec, base_model, head))
+        if head is not None:
+            write_unsynced(staged / LABELS_FILE, json_text.dump(_labels(head)))
         if chat_template is not None:
             write_unsynced(staged / TEMPLATE_FILE, chat_template)
 
@@ -86,11 +105,10 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
     where = str(directory / TENSORS_FILE)
     files = METHODS[method_named(read.config, str(directory / CONFIG_FILE))].files
     shared = _shared(read, files, where)
-    if isinstance(files, JoinedFormat):
-        modules = files.part(read.tensors, read.config, where)
-    else:
-        modules = _modules({name: read.tensors[name] for name in read.tensors.keys() - shared}, files, where)
-    spec = spec_of(read.config, modules, where=str(directory / CONFIG_FILE))
+    heads = {name: read.tensors[name] for name in _head_names(files) if name in read.tensors}
+    own = {name: tensor for name, tensor in read.tensors.items() if name not in {*heads, *shared}}
+    modules = files.part(own, read.config, where) if isinstance(files, JoinedFormat) else _modules(own, files, where)
+    spec = spec_of(read.config, modules, where=str(directory / CONFIG_FILE), has_head=bool(heads))
     for path, tensors in modules.items():
         if not is_target(spec, path):
             raise AdapterFileError(f"holds weights of {path}, which {CONFIG_FILE} does not target.", where=where)
@@ -99,7 +117,60 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
             raise AdapterFileError(f"{path} holds a NaN or an infinity.", where=where)
     if shared:
         files.check_shared(spec, {name.removeprefix(_SHARED_PREFIX): read.tensors[name] for name in shared}, where)
+    if heads:
+        modules[HEAD] = _head(list(heads.values()), where)
     return spec, modules, read.config
+
+
+def read_head(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, ModuleTensors]) -> HeadObjective | None:
+    """What the head of an adapter was trained for, with its labels; None for an adapter without a head.
+
+    An adapter that PEFT wrote says only its task, so its labels are numbers.
+    """
+    if HEAD not in tensors:
+        return None
+    num_labels = tensors[HEAD][0].shape[0]
+    if config.get("task_type") == "SEQ_CLS" and num_labels == 1:
+        return Reward()
+    kind = TokenClassification if config.get("task_type") == "TOKEN_CLS" else Classification
+    labels = _stated_labels(directory / LABELS_FILE)
+    return kind(labels if len(labels) == num_labels else tuple(str(number) for number in range(num_labels)))
+
+
+def _stated_labels(path: Path) -> tuple[str, ...]:
+    """The names that labels.json has; none where there is no such file or it is odd."""
+    try:
+        told = json_text.parse(path.read_bytes()[:MAX_HEADER_BYTES])
+        return tuple(str(name) for name in told["id2label"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ()
+
+
+def _labels(head: HeadObjective) -> dict[str, Any]:
+    """What the logits of a head are, as transformers names it in a model's config."""
+    names = dict(enumerate(head.labels))
+    return {
+        "objective": head.name,
+        "id2label": {str(number): name for number, name in names.items()},
+        "label2id": {name: number for number, name in names.items()},
+        "num_labels": head.num_labels,
+    }
+
+
+def _head_names(files: PeftFormat) -> tuple[str, str]:
+    """What PEFT calls the weight and the bias of a head; virtual tokens wrap the model once less."""
+    prefix = "base_model." if isinstance(files, JoinedFormat) else _PREFIX
+    return f"{prefix}{HEAD}.weight", f"{prefix}{HEAD}.bias"
+
+
+def _head(found: Sequence[torch.Tensor], where: str) -> ModuleTensors:
+    """The weight and, where there is one, the bias of a head; AdapterFileError if they are not that."""
+    shapes = [tuple(tensor.shape) for tensor in found]
+    if len(shapes[0]) != 2 or any(shape != shapes[0][:1] for shape in shapes[1:]):
+        raise AdapterFileError(f"{HEAD} has tensors {shapes}; expected (labels, width) and (labels,).", where=where)
+    if not all(tensor.isfinite().all() for tensor in found):
+        raise AdapterFileError(f"{HEAD} holds a NaN or an infinity.", where=where)
+    return tuple(found)
 
 
 def read_chat_template(directory: Path) -> str | None:
@@ -126,9 +197,12 @@ def adapter_files(
 ) -> AdapterFiles:
     """The files of an adapter, not yet on disk."""
     files = method_of(spec).files
+    heads = {name: x.detach().cpu() for name, x in zip(_head_names(files), tensors.get(HEAD, ()), strict=False)}
+    tensors = {path: own for path, own in tensors.items() if path != HEAD}
     config = config_of(spec, base_model=base_model, target_names=target_names, paths=tensors)
     if isinstance(files, JoinedFormat):
-        return AdapterFiles(config, {name: tensor.detach().cpu() for name, tensor in files.join(tensors).items()})
+        joined = {name: tensor.detach().cpu() for name, tensor in files.join(tensors).items()}
+        return AdapterFiles(config, joined | heads)
     named: dict[str, torch.Tensor] = {}
     written = dataclasses.replace(spec, target_modules=tuple(target_names))
     for path, own in tensors.items():
@@ -138,21 +212,31 @@ def adapter_files(
     for name in files.shared_names(config):
         assert shared is not None, f"the file of a {files.title} has {name}"
         named[f"{_SHARED_PREFIX}{name}"] = shared[name].detach().cpu()
-    return AdapterFiles(config, named)
+    return AdapterFiles(config, named | heads)
 
 
-def _model_card(spec: AdapterSpec, base_model: str) -> str:
+def _model_card(spec: AdapterSpec, base_model: str, head: HeadObjective | None) -> str:
     files = method_of(spec).files
+    task = "text-generation" if head is None else _TASKS[head.task_type][0]
     if files.in_peft:
         library = "library_name: peft\n"
+        made = (
+            ""
+            if head is None
+            else (
+                f"# base_model = {_TASKS[head.task_type][1]}.from_pretrained({base_model!r}, "
+                f"num_labels={head.num_labels})\n"
+            )
+        )
         use = (
-            "```python\nfrom peft import PeftModel\n\n"
+            f"```python\nfrom peft import PeftModel\n\n{made}"
             "model = PeftModel.from_pretrained(base_model, adapter_directory)\n```\n"
         )
     else:
-        library, use = "", "```bash\nweft chat --adapter ADAPTER_DIRECTORY\n```\n"
+        verb = "chat" if head is None else "eval --data FILE"
+        library, use = "", f"```bash\nweft {verb} --adapter ADAPTER_DIRECTORY\n```\n"
     return (
-        f"---\n{library}pipeline_tag: text-generation\ntags:\n- {spec.method}\n- weft\n---\n\n"
+        f"---\n{library}pipeline_tag: {task}\ntags:\n- {spec.method}\n- weft\n---\n\n"
         f"# {files.title} adapter\n\n"
         f"Trained with Weft on `{base_model}`: {files.summary(spec)}.\n\n{use}"
     )

@@ -5,6 +5,13 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_adapters import LEAVES, tiny_tensors
+
+from weft.adapters.head import HEAD
+from weft.objectives.heads.classes import Classification
+from weft.spec import AdapterSpec
+from weft.store.peft_files import write_adapter
 
 METRICS = "loss, perplexity, token-accuracy, exact-match"
 
@@ -73,6 +80,24 @@ def test_eval_when_the_data_is_pairs_then_measures_rewards_and_refuses_what_pair
     assert "rewards/accuracies" in shown
     assert refused(*asked, "--metric", "perplexity").startswith("--metric: perplexity is of single answers")
     assert refused(*asked, "--objective", "dbo").endswith(". Did you mean dpo?")
+
+
+def test_eval_when_an_adapter_has_a_head_then_measures_its_classes_and_no_verb_lets_it_write(
+    weft, refused, adapters: Path, tmp_path: Path
+):
+    path, mood = tmp_path / "texts.jsonl", tmp_path / "mood"
+    path.write_text('{"text": "good", "label": "pos"}\n{"text": "bad", "label": "neg"}\n')
+    spec = AdapterSpec(r=4, target_modules=tuple(LEAVES))
+    tensors = {**tiny_tensors(0.0), HEAD: (torch.zeros(2, 192),)}
+    classes = Classification(("neg", "pos"))
+    write_adapter(mood, spec, tensors, base_model="tiny", target_names=LEAVES, head=classes)
+    report = json.loads(weft("eval", "--adapter", mood, "--data", path, "--json").out)
+    assert report["objective"] == "classification"
+    (found,) = report["results"]
+    assert found == {"adapter": "mood", "loss": pytest.approx(math.log(2)), "accuracy": 0.5, "f1": pytest.approx(1 / 3)}
+    assert refused("generate", "--adapter", mood, "--prompt", "x").endswith("it classifies and does not write.")
+    both = ("eval", "--adapter", mood, "--adapter", adapters / "idle", "--data", path)
+    assert refused(*both) == "--adapter: mood has a head for labels and idle has none; measure them apart."
 
 
 @pytest.mark.parametrize(

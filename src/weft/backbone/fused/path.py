@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.head import HeadWeights
 from weft.adapters.method import KernelCopy
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.captures import CapturedGraphs, GraphKey
@@ -21,6 +22,7 @@ from weft.backbone.fused.inputs import Inputs, InputShape, input_array, input_sh
 from weft.backbone.fused.model import FusedModel
 from weft.backbone.fused.step import Passed, run_backward, run_forward
 from weft.backbone.fused.tiles import tile_for
+from weft.backbone.heads import HeadPass, run_heads
 from weft.backbone.judge import run_loss
 from weft.backbone.loss import BLOCK, BlockedLoss, Head
 from weft.backbone.packed import PackedBatch
@@ -40,9 +42,16 @@ class FusedPath:
     name: ClassVar[str] = "fused"
 
     def __init__(
-        self, model: FusedModel, modules: Sequence[str], head: Head, memory: Memory, memory_model: MemoryModel
+        self,
+        model: FusedModel,
+        modules: Sequence[str],
+        head: Head,
+        memory: Memory,
+        memory_model: MemoryModel,
+        heads: Mapping[int, HeadWeights],
     ) -> None:
-        """`modules`: paths of the model's linears, in order."""
+        """`modules`: paths of the model's linears, in order; `heads`: those of jobs, by slot."""
+        self._heads = heads
         self.table = SlotTable(model.sites, model.embedding_VD.device)
         self._model = model
         self.memory = memory
@@ -87,17 +96,21 @@ class FusedPath:
         if not self._is_captured:
             passed = self._pass(batch, shape, row_tile, needs_grad=goes_back)
             found = run_loss(self._loss, passed.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
+            grad_TD = torch.zeros_like(passed.hidden_TD)
+            labelled = run_heads(passed.hidden_TD, batch.heads, self._heads, grad_TD)
             if goes_back:
                 assert found.grad_ND is not None
-                run_backward(passed, torch.zeros_like(passed.hidden_TD).index_copy_(0, rows_N, found.grad_ND))
-            return PendingScores(found, batch, begun)
+                run_backward(passed, grad_TD.index_copy_(0, rows_N, found.grad_ND))
+            return PendingScores(found, batch, begun, labelled)
         captured = self._replay(batch, shape, row_tile)
         found = run_loss(self._loss, captured.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
+        headed: list[HeadPass] = []
         if goes_back:
             assert found.grad_ND is not None
             captured.grad_TD.zero_().index_copy_(0, rows_N, found.grad_ND)
+            headed = run_heads(captured.hidden_TD, batch.heads, self._heads, captured.grad_TD)
             captured.backward.replay()
-        return PendingScores(found, batch, begun)
+        return PendingScores(found, batch, begun, headed)
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
@@ -109,7 +122,7 @@ class FusedPath:
         else:
             hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
         found = run_loss(self._loss, hidden_TD[rows_N], targets_N, None, batch.judgements)
-        return PendingScores(found, batch, begun)
+        return PendingScores(found, batch, begun, run_heads(hidden_TD, batch.heads, self._heads))
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in: whole tiles make up a capacity."""

@@ -19,6 +19,7 @@ from weft.report.console import output_console
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
+    from weft.data.chat.chat_template import Tokenizer
     from weft.data.dataset import Dataset
     from weft.data.prompts import Prompt
     from weft.inference.attach import Attached
@@ -28,8 +29,6 @@ SCORED = METRICS[:-1]
 """Those that need no answers to be written."""
 SHARES = METRICS[2:]
 """Those from 0 to 1."""
-OF_JUDGED = ("loss", "token-accuracy")
-"""Those that an objective on several answers of a row has, beside its own."""
 CAPACITY = 2048
 """Tokens of one microbatch."""
 SPARE_TOKENS = 8
@@ -63,12 +62,9 @@ def evaluate(
     find_source(data, Path())
     status = Console(stderr=True).status
     with status("loading the model"):
-        loaded = load_voices(adapter, base_model, device, dtype, with_base=True)
-        leading = max(map(loaded.backbone.leading_rows, loaded.slots.values()))
-        longest = loaded.backbone.max_positions - leading
-        datasets = loaded.by_template(
-            lambda template: _samples(data, loaded.backbone, longest, limit, template, objective)
-        )
+        loaded = load_voices(adapter, base_model, device, dtype, with_base=True, with_heads=True)
+        loaded = _only_heads(loaded) if loaded.heads else loaded
+        datasets = _datasets(data, loaded, limit, objective)
         first = next(iter(datasets.values()))
         _refuse_foreign_metrics(chosen, first)
         prompts: dict[str, list[Prompt]] = {}
@@ -81,7 +77,7 @@ def evaluate(
             _add_scores(results, loaded, datasets)
         if any(prompts.values()):
             _add_exact_match(results, loaded, prompts)
-    fitting = METRICS if first.judge is None else OF_JUDGED
+    fitting = [name for name in METRICS if name not in _foreign_metrics(first)]
     shown = [m for m in chosen or fitting if m != "exact-match" or any(prompts.values())]
     if chosen is None:
         # What else the objective of the data measures.
@@ -113,7 +109,7 @@ def _wants_answers(chosen: list[str] | None, dataset: Dataset) -> bool:
     """Exact match is asked for by name, or nothing is and the data may have answers."""
     if chosen is not None:
         return "exact-match" in chosen
-    return dataset.judge is None and dataset.summary.format not in ("text", "tokens")
+    return not _foreign_metrics(dataset) and dataset.summary.format not in ("text", "tokens")
 
 
 def _check_objective(name: str) -> None:
@@ -129,25 +125,64 @@ def _check_objective(name: str) -> None:
 
 
 def _refuse_foreign_metrics(chosen: list[str] | None, dataset: Dataset) -> None:
-    """A loss of pairs has no perplexity, and two answers are no reference for one."""
-    foreign = [name for name in chosen or () if name not in OF_JUDGED] if dataset.judge is not None else []
+    unfit = _foreign_metrics(dataset)
+    foreign = [name for name in chosen or () if name in unfit]
     if foreign:
         raise ConfigError(
             f"{foreign[0]} is of single answers, and {dataset.summary.sources[0]} is measured by objective "
-            f"{dataset.objective.name}; accepted are {', '.join(OF_JUDGED)}.",
+            f"{dataset.objective.name}; accepted are {', '.join(name for name in METRICS if name not in unfit)}.",
             where="--metric",
         )
 
 
+def _foreign_metrics(dataset: Dataset) -> tuple[str, ...]:
+    """What an objective lacks: pairs have no perplexity and no one reference, and a head predicts no token."""
+    if dataset.head is not None:
+        return METRICS[1:]
+    return ("perplexity", "exact-match") if dataset.judge is not None else ()
+
+
+def _only_heads(loaded: Attached) -> Attached:
+    """Without the bare model, which has no head; ConfigError if there is an adapter without one."""
+    other = next((name for name in loaded.slots if name not in loaded.heads and loaded.slots[name] is not None), None)
+    if other is not None:
+        first = next(iter(loaded.heads))
+        raise ConfigError(f"{first} has a head for labels and {other} has none; measure them apart.", where="--adapter")
+    slots = {name: slot for name, slot in loaded.slots.items() if name in loaded.heads}
+    return replace(loaded, slots=slots, chat_templates={name: loaded.chat_templates[name] for name in slots})
+
+
+def _datasets(data: str, loaded: Attached, limit: int | None, objective: str) -> dict[str, Dataset]:
+    """By the names of adapters, the data as each reads it."""
+    leading = max(map(loaded.backbone.leading_rows, loaded.slots.values()))
+    longest, tokenizer = loaded.backbone.max_positions - leading, loaded.backbone.tokenizer
+    if not loaded.heads:
+        return loaded.by_template(lambda template: _samples(data, tokenizer, longest, limit, template, objective))
+    found = {}
+    for name, head in loaded.heads.items():
+        if objective not in ("auto", head.name):
+            raise ConfigError(f"got {objective}; {name} was trained for {head.name}.", where="--objective")
+        read = _samples(data, tokenizer, longest, limit, loaded.chat_templates[name], head.name, head.labels)
+        found[name] = replace(read, objective=head)
+    return found
+
+
 def _samples(
-    data: str, backbone: Backbone, longest: int, limit: int | None, chat_template: str | None, objective: str
+    data: str,
+    tokenizer: Tokenizer,
+    longest: int,
+    limit: int | None,
+    chat_template: str | None,
+    objective: str,
+    labels: tuple[str, ...] = (),
 ) -> Dataset:
     from weft.data.load import load_dataset
 
     dataset = load_dataset(
         [data],
-        backbone.tokenizer,
+        tokenizer,
         objective=objective,
+        labels=labels,
         max_length=longest,
         chat_template=chat_template,
         base_dir=Path(),
@@ -225,6 +260,9 @@ def _show(
 def _measured_by(dataset: Dataset) -> list[str]:
     """What the loss of an objective with settings of its own is, in words."""
     judge = dataset.judge
+    if dataset.head is not None:
+        labels = f": {', '.join(dataset.head.labels)}" if dataset.head.labels else ""
+        return [f"measured by objective {dataset.head.name}{labels}"]
     if judge is None:
         return []
     settings = ", ".join(f"{name} {value}" for name, value in vars(judge).items())

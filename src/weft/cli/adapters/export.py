@@ -103,12 +103,12 @@ def _refuse_existing(out: Path | None) -> None:
 
 def _copy(directory: Path, out: Path) -> None:
     from weft.store.atomic import make_directories, staged_directory, write_unsynced
-    from weft.store.peft_files import CARD_FILE, CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE
+    from weft.store.peft_files import CARD_FILE, CONFIG_FILE, LABELS_FILE, TEMPLATE_FILE, TENSORS_FILE
 
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
         with staged_directory(out) as staged:
-            for name in (CONFIG_FILE, TENSORS_FILE, CARD_FILE, TEMPLATE_FILE):
+            for name in (CONFIG_FILE, TENSORS_FILE, CARD_FILE, TEMPLATE_FILE, LABELS_FILE):
                 if (directory / name).is_file():
                     write_unsynced(staged / name, (directory / name).read_bytes())
         undo.pop_all()

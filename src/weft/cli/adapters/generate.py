@@ -114,12 +114,25 @@ def check_decoding(max_new_tokens: int, temperature: float, top_p: float, seed: 
 
 
 def load_voices(
-    adapters: list[str] | None, base_model: str | None, device: str, dtype: str, *, with_base: bool = False
+    adapters: list[str] | None,
+    base_model: str | None,
+    device: str,
+    dtype: str,
+    *,
+    with_base: bool = False,
+    with_heads: bool = False,
 ) -> Attached:
     """The model with the adapters of the command line; what users should know about them goes to stderr."""
     from weft.inference.attach import load_with_adapters
 
-    loaded = load_with_adapters(adapters or (), base_model=base_model, device=device, dtype=dtype, with_base=with_base)
+    loaded = load_with_adapters(
+        adapters or (),
+        base_model=base_model,
+        device=device,
+        dtype=dtype,
+        with_base=with_base,
+        with_heads=with_heads,
+    )
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     return loaded

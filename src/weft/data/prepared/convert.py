@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.renderer import Renderer
-from weft.data.conversation import Conversation, Form, Tokens
+from weft.data.conversation import Conversation, Form, Passage, Tokens, Words
 from weft.data.formats import convert_rows
 from weft.data.prepared.settings import DataSettings
 from weft.data.prepared.sieve import Account, Sieve
@@ -25,8 +26,11 @@ from weft.data.rows.column_map import ColumnMap
 from weft.data.rows.row import Row
 from weft.data.sample import Sample
 from weft.data.samples import Samples
+from weft.data.tokens.labelled import sample_of_passage, sample_of_words
 from weft.data.tokens.tokenise import sample_of_tokens, tokenise
 from weft.errors import ConfigError, DataError
+from weft.objectives.heads.classes import Classification
+from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import Objective, Part
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 
@@ -90,12 +94,19 @@ class Converter:
         rows = [named.apply(row) for row in read]
         claimed = choose_objective("auto", [row.values for row in rows])
         chosen = claimed if objective == "auto" else OBJECTIVES[objective]
+        if isinstance(chosen, Classification):
+            chosen = type(chosen)(settings.labels)
         if settings.objective == "auto" and is_before(claimed, chosen):
             return ConvertedChunk.empty(claimed)
         if not rows:
             return ConvertedChunk.empty(chosen)
         found, forms, groups = _convert(rows, chosen, settings.data_format, first_format, self.renderer)
-        sieve = Sieve(settings.max_length, settings.long_samples)
+        max_length = settings.max_length
+        if settings.group_texts:
+            _check_grouped(found, chosen)
+            max_length = sys.maxsize
+        keeps_end = isinstance(chosen, HeadObjective) and chosen.labels_end
+        sieve = Sieve(max_length, settings.long_samples, keeps_end=keeps_end)
         for row, of_row in zip(rows, groups, strict=True):
             sieve.take_row(of_row.groups, row.where, is_told_apart=of_row.is_told_apart)
         if self.renderer.ignores_tools:
@@ -123,9 +134,9 @@ def _convert(
     of_rows = [objective.parts(row.values, row.where) for row in rows]
     parts = [(row.where, part) for row, several in zip(rows, of_rows, strict=True) for part in several]
     made = [Row(part.values, where) for where, part in parts]
-    if objective.remakes_rows:
+    if objective.part_format is not None:
         _check_stated(data_format, objective)
-        data_format = "auto"
+        data_format = objective.part_format
     found, forms = convert_rows(made, data_format, first_format=first_format)
     pairs = zip(parts, make_samples(made, forms, renderer), strict=True)
     samples = iter([[_counted(s, part, objective, where) for s in several] for (where, part), several in pairs])
@@ -136,9 +147,16 @@ def _convert(
     return found, forms, groups
 
 
+def _check_grouped(data_format: str, objective: Objective) -> None:
+    """ConfigError where rows are no texts that could be joined."""
+    if data_format != "text" or objective is not SUPERVISED:
+        what = f"in the {data_format} format" if data_format != "text" else f"for objective {objective.name}"
+        raise ConfigError(f"joins plain texts, and the rows are {what}.", where="group_texts")
+
+
 def _check_stated(data_format: str, objective: Objective) -> None:
-    """ConfigError for a stated format that has no answers; which of the others it is, the columns tell."""
-    if data_format in ("text", "tokens"):
+    """ConfigError for a stated format without answers where these are needed; the rest, the columns tell."""
+    if data_format in ("text", "tokens") and objective.part_format == "auto":
         raise ConfigError(
             f"got {data_format}; objective {objective.name} reads a prompt and answers to it, in columns it knows: "
             "leave it out.",
@@ -149,13 +167,17 @@ def _check_stated(data_format: str, objective: Objective) -> None:
 def make_samples(rows: Sequence[Row], forms: Sequence[Form], renderer: Renderer) -> Iterator[list[Sample]]:
     """The samples of each row, in order, of whatever length."""
     texts = [
-        () if isinstance(form, Tokens) else renderer.render(form, row.where)
+        () if isinstance(form, Tokens | Passage | Words) else renderer.render(form, row.where)
         for row, form in zip(rows, forms, strict=True)
     ]
     tokenised = tokenise([text for several in texts for text in several], renderer.tokenizer)
     for row, form, several in zip(rows, forms, texts, strict=True):
         if isinstance(form, Tokens):
             yield [sample_of_tokens(form, renderer.tokenizer, renderer.train_on_inputs, row.where)]
+        elif isinstance(form, Passage):
+            yield [sample_of_passage(form, renderer.tokenizer)]
+        elif isinstance(form, Words):
+            yield [sample_of_words(form, renderer.tokenizer, row.where)]
         else:
             yield [next(tokenised) for _ in several]
 
@@ -182,4 +204,6 @@ def _counted(sample: Sample, part: Part, objective: Objective, where: str) -> Sa
             where=where,
         )
     sample = sample.weighted(part.weight)
-    return sample if part.label is None else sample.labelled(part.label)
+    if part.label is None:
+        return sample
+    return sample.labelled_end(part.label) if isinstance(objective, HeadObjective) else sample.labelled(part.label)

@@ -9,14 +9,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from weft.data.dataset import Dataset, DataSummary, measures
 from weft.data.prepared.arrays import SampleColumns
+from weft.data.prepared.blocks import BlockCutter
 from weft.data.prepared.convert import ConvertedChunk, Converter, is_before
 from weft.data.prepared.progress import PreparingBar
 from weft.data.prepared.sieve import Account
 from weft.data.prepared.workers import Workers
 from weft.data.rows.chunks import Chunk, chunks_of
 from weft.data.rows.sources import Source
+from weft.data.samples import Samples
 from weft.objectives.objective import Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED
 
@@ -65,6 +69,8 @@ class _Preparing:
         self._num_kept = 0
         """Groups so far."""
         self._source_groups: list[int] = []
+        settings = converter.settings
+        self._cutter = BlockCutter(settings.max_length) if settings.group_texts else None
         self.workers: Workers | None = None
         """Convert all but the first rows of a source, if there are any."""
 
@@ -83,6 +89,8 @@ class _Preparing:
         self._formats.append(first_format)
         for found, num_bytes in self._rest(chunks, first_format):
             self._add(found, num_bytes)
+        if self._cutter is not None:
+            self._keep(self._cutter.finish())
         self._source_groups.append(self._num_kept - sum(self._source_groups))
 
     def _rest(self, chunks: Iterator[Chunk], first_format: str) -> Iterator[tuple[ConvertedChunk, int]]:
@@ -106,10 +114,18 @@ class _Preparing:
         claimed = OBJECTIVES[chunk.claimed]
         if is_before(claimed, self._claimed):
             self._claimed = claimed
-        self._columns.append(chunk.samples, chunk.rows + self._account.num_rows)
-        self._num_kept += len(chunk.rows)
+        if self._cutter is None:
+            self._columns.append(chunk.samples, chunk.rows + self._account.num_rows)
+            self._num_kept += len(chunk.rows)
+        else:
+            self._keep(self._cutter.add(chunk.samples.arrays.tokens))
         self._account.add(chunk.account)
         self._bar.advance(num_bytes, self._account.num_rows)
+
+    def _keep(self, blocks: Samples) -> None:
+        """Adds blocks that were cut from joined texts."""
+        self._columns.append(blocks, np.arange(len(blocks)) + self._num_kept)
+        self._num_kept += len(blocks)
 
     def dataset(self, sources: Sequence[str]) -> Dataset:
         """The samples and their account; no samples at all are a DataError."""
@@ -126,10 +142,15 @@ class _Preparing:
             num_dropped_long=account.num_dropped_long,
             num_dropped_unsupervised=account.num_untrained + account.num_cut_off,
             length_limit=settings.max_length,
-            notes=tuple(_notes(chosen, self._claimed, account)),
+            notes=(*_notes(chosen, self._claimed, account), *self._joined()),
             **measures(samples),
         )
         return Dataset(samples, summary, chosen, tuple(self._source_groups), rows if account.num_split else None)
+
+    def _joined(self) -> Iterator[str]:
+        if self._cutter is not None:
+            length = self._converter.settings.max_length
+            yield f"{self._account.num_rows:,} texts joined and cut in blocks of {length:,} tokens"
 
 
 def num_processes(sources: Sequence[Source], converter: Converter) -> int:
@@ -150,7 +171,8 @@ def _noting(chunks: Iterator[Chunk], sizes: deque[int]) -> Iterator[Chunk]:
 def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[str]:
     """What else a user should know of the data."""
     if chosen is not claimed:
-        yield f"objective {chosen.name}, though the columns are those of {claimed.name}"
+        though = "" if claimed is SUPERVISED else f", though the columns are those of {claimed.name}"
+        yield f"objective {chosen.name}{though}"
     elif chosen is not SUPERVISED:
         yield f"objective {chosen.name}, by the columns"
     if account.num_without_tools:

@@ -20,5 +20,9 @@ class DataSettings:
     mask_history: bool
     chat_template: str | None
     """Used instead of the tokenizer's."""
+    group_texts: bool = False
+    """Whether texts are joined and cut in blocks of max_length."""
+    labels: tuple[str, ...] = ()
+    """The names of classes, for objectives that have any."""
     clock: datetime.datetime | None
     """What time it is for chat templates that ask; None: what time it is."""

@@ -50,6 +50,8 @@ class Sieve:
 
     max_length: int
     long_samples: str
+    keeps_end: bool = False
+    """Whether what the last token is labelled as goes to the last one that is left of a sample that is cut."""
     account: Account = field(default_factory=Account)
     kept: list[Sample] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -83,7 +85,7 @@ class Sieve:
         elif self.long_samples == "drop":
             self.account.num_dropped_long += 1
         else:
-            self._cut([sample.cut(self.max_length) for sample in group])
+            self._cut([sample.cut(self.max_length, keeps_end=self.keeps_end) for sample in group])
 
     def _cut(self, group: Sequence[Sample]) -> None:
         if all(sample.num_supervised for sample in group):

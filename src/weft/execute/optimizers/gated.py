@@ -142,5 +142,8 @@ class GatedOptimizer(Optimizer):
         params = self.adapter.split({name: group.params for name, group in groups.items()})
         grads = self.adapter.split({name: group.grad for name, group in groups.items()})
         for path, views in params.items():
-            for name, view, grad in zip(groups, views, grads[path], strict=True):
-                yield f"{name}.{path}", name, view, grad
+            of_views = self.adapter.groups_of(path)
+            for place, (name, view, grad) in enumerate(zip(of_views, views, grads[path], strict=True)):
+                # The tensors of a head share a group.
+                own = path if of_views.count(name) == 1 else f"{path}.{place}"
+                yield f"{name}.{own}", name, view, grad

@@ -47,7 +47,7 @@ class Optimizer(ABC):
     @property
     def rates(self) -> dict[str, float]:
         """The learning rate of the next step for each group of the method."""
-        factors = self.adapter.method.rate_factors(self.spec)
+        factors = self.adapter.rate_factors(self.spec)
         return {group: self.rate * factor for group, factor in zip(self.adapter.groups, factors, strict=True)}
 
     @property

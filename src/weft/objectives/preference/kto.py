@@ -40,7 +40,7 @@ class Kto:
     undesirable_weight: float = 1.0
     name: ClassVar[str] = "kto"
     group_size: ClassVar[int] = 1
-    remakes_rows: ClassVar[bool] = False
+    part_format: ClassVar[str | None] = None
     reads_reference: ClassVar[bool] = True
     reads_mismatch: ClassVar[bool] = True
     reads_labels: ClassVar[bool] = True

@@ -16,7 +16,7 @@ class Pairs:
     """A group is the chosen and the rejected answer of a row; the loss of a global batch is the mean of its pairs."""
 
     group_size: ClassVar[int] = 2
-    remakes_rows: ClassVar[bool] = True
+    part_format: ClassVar[str | None] = "auto"
     reads_mismatch: ClassVar[bool] = False
     reads_labels: ClassVar[bool] = False
 
