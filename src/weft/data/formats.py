@@ -47,7 +47,9 @@ def convert_rows(
     With `auto` the first row decides, or `first_format` where rows came before these, and a later row in another format
     is a DataError. Without `need_answer` a row may be only a prompt: no completion, or no assistant turn.
     """
-    if data_format not in (*FORMATS, *READERS):
+    if data_format in LABELLED_READERS:
+        return data_format, [LABELLED_READERS[data_format](row) for row in rows]
+    if data_format not in FORMATS:
         raise ConfigError(f"got {data_format!r}; accepted are {', '.join(FORMATS)}.", where="data_format")
     if data_format != "auto":
         for row in rows:
@@ -260,7 +262,10 @@ READERS: dict[str, Callable[[Row, bool], Form]] = {
     "sharegpt": read_sharegpt,
     "text": _read_text,
     "tokens": _read_tokens,
-    "passage": lambda row, need_answer: Passage(row.values["text"], row.values["label"]),
-    "words": lambda row, need_answer: Words(tuple(row.values["tokens"]), tuple(row.values["tags"])),
 }
-"""How to read a row, by its format; the last two are only what objectives make of rows."""
+"""How to read a row, by its format."""
+LABELLED_READERS: dict[str, Callable[[Row], Form]] = {
+    "passage": lambda row: Passage(row.values["text"], row.values["label"]),
+    "words": lambda row: Words(tuple(row.values["tokens"]), tuple(row.values["tags"])),
+}
+"""How to read what objectives with classes make of rows; no job states these formats."""
