@@ -35,7 +35,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "prefix_tuning": {"num_virtual_tokens": 3},
 }
 """Settings by method where the defaults are too large for a model of a few dozen features."""
-VARIANTS: dict[str, dict[str, Any]] = {"lora_fa": {"method": "lora", "freeze_a": True}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora_fa": {"method": "lora", "freeze_a": True},
+    "pissa": {"method": "lora", "r": 4, "init_lora_weights": "pissa"},
+}
 """Settings of a method that change which of its groups are trained."""
 TARGETS = {Attachment.LINEAR: ("q_proj", "v_proj", "down_proj"), Attachment.BLOCK_OUTPUT: ("self_attn", "mlp")}
 

@@ -157,7 +157,7 @@ ADAPTER = [
     lora("alpha: -1", "lora_alpha", "must be at least 0, got -1.0."),
     lora("dropout: 1.0", "lora_dropout", "must be at least 0 and below 1, got 1.0."),
     lora("method: adalora", "method", "got 'adalora'; accepted are lora, "),
-    lora("init: pissa", "init_lora_weights", "got 'pissa'; accepted are true, false, gaussian, orthogonal."),
+    lora("init: corda", "init_lora_weights", "got 'corda'; accepted are true, false, gaussian, orthogonal, "),
     lora("r: 3, init: orthogonal", "init_lora_weights", "orthogonal needs even ranks."),
     lora(
         "target_modules: [q_porj]",

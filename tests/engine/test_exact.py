@@ -101,6 +101,7 @@ def peft_config(job: LiveJob, start: Tensors, family: str) -> Any:
         alpha_pattern=adapter.alpha_pattern,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.method == "dora",
+        init_lora_weights=adapter.init_lora_weights if adapter.starts_as_weight else True,
         fan_in_fan_out=family == "gpt2",
     )
 
@@ -160,8 +161,14 @@ def train_with_peft(
     plain: Any, job: LiveJob, start: Tensors, loss_of: LossOf = peft_loss
 ) -> tuple[Tensors, list[float], list[float]]:
     """The job alone, as its owner would train it without Weft."""
+    return train_peft_model(peft_model(plain, job, start), job, list(start), loss_of)
+
+
+def train_peft_model(
+    model: Any, job: LiveJob, paths: list[str], loss_of: LossOf = peft_loss
+) -> tuple[Tensors, list[float], list[float]]:
+    """Trains PEFT's adapters on these modules by the settings of a job."""
     spec = job.spec
-    model = peft_model(plain, job, start)
     optimizer = peft_optimizer(model, spec)
     schedule = transformers.get_scheduler(
         spec.lr_scheduler_type, optimizer, warmup_steps(spec.warmup_steps, spec.max_steps), spec.max_steps
@@ -178,7 +185,7 @@ def train_with_peft(
         optimizer.zero_grad()
         losses.append(loss.item())
         accuracies.append(accuracy)
-    ends = {path: tuple(t.detach() for t in peft_tensors(model, job, path)) for path in start}
+    ends = {path: tuple(t.detach() for t in peft_tensors(model, job, path)) for path in paths}
     return ends, losses, accuracies
 
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import peft
 import pytest
 import torch
-from test_exact import STEPS, assert_equal_peft, peft_loss
-from tiny_models import Job, job_spec, random_backbone, random_data
+from test_exact import (
+    BOUND,
+    CAPACITY,
+    STEPS,
+    assert_equal_peft,
+    largest_difference,
+    peft_loss,
+    peft_model,
+    train_peft_model,
+)
+from tiny_models import Job, finish, job_spec, random_backbone, random_data, random_model, submit
 from torch import nn
 
+from weft.backbone.packed import Placed, pack_samples
+from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
+from weft.inference.attach import attach_adapter, read_named
 from weft.kernels.dropout import drop, keep_mask, mix, module_key, row_keys
+from weft.store.peft_files import write_adapter
 
 
 class StatedDropout(nn.Module):
@@ -93,3 +108,38 @@ def test_lora_when_a_is_frozen_then_equals_peft_without_gradients_of_a(kernels):
     outcomes = assert_equal_peft("llama_bias", kernels, given, dropping_loss)
     start = random_backbone("llama_bias").new_adapter(given[0][0].adapter, given[0][0].seed).tensors()
     assert all(outcomes["job0"].adapter[path][0].equal(a_RD) for path, (a_RD, _) in start.items())
+
+
+@pytest.mark.filterwarnings("ignore:Using Rank-Stabilized LoRA")
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_lora_when_it_starts_as_a_part_of_the_weight_then_equals_peft_and_fits_the_base_as_it_was(init, tmp_path):
+    """PEFT takes the part out of the base; Weft subtracts it, and writes a LoRA of twice the rank."""
+    settings = {"r": 3, "lora_alpha": 5, "init_lora_weights": init, "use_rslora": True, "rank_pattern": {"q_proj": 2}}
+    plain, backbone = random_model("llama_bias"), random_backbone("llama_bias")
+    plain.set_attn_implementation("eager")
+    engine = Engine(backbone, capacity=CAPACITY)
+    given = made([{"adapter": settings, "weight_decay": 0.1}, {"adapter": {"r": 4}}])
+    submit(engine, *given)
+    live, start = engine.jobs["job0"], engine.executor.adapter_of("job0")
+    outcome = finish(engine)["job0"]
+    model = peft_model(plain, live, {path: tensors[:2] for path, tensors in start.items()})
+    torch.testing.assert_close(plain_logits(model, live), plain_logits(plain, live), rtol=1e-3, atol=1e-4)
+    trained, losses, _ = train_peft_model(model, live, list(start))
+    assert outcome.losses == pytest.approx(losses, rel=BOUND)
+    mine = {path: tensors[:2] for path, tensors in outcome.adapter.items()}
+    assert largest_difference(mine, trained) <= BOUND
+    spec, names = live.spec.adapter, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    write_adapter(tmp_path / "a", spec, outcome.adapter, base_model="tiny", target_names=names)
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "a")
+    torch.testing.assert_close(plain_logits(loaded, live), plain_logits(model, live), rtol=1e-4, atol=1e-4)
+    slot = attach_adapter(backbone, read_named(str(tmp_path / "a")))
+    sample = live.data.train.samples[0]
+    found = backbone.logits(pack_samples([Placed(sample, slot)], None, backbone.device))
+    torch.testing.assert_close(found, plain_logits(loaded, live), rtol=1e-4, atol=1e-4)
+
+
+def plain_logits(model: Any, job: LiveJob) -> torch.Tensor:
+    """Of the job's first sample."""
+    tokens = torch.from_numpy(job.data.train.samples[0].tokens.astype("int64"))
+    with torch.no_grad():
+        return model(tokens[None]).logits[0]

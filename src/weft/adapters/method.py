@@ -235,6 +235,12 @@ class Method(Protocol):
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """What the fused path's kernels read; asked only of those that say `has_kernels`."""
 
+    def exported(
+        self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]
+    ) -> tuple[AdapterSpec, Mapping[str, ModuleTensors]]:
+        """The adapter that is written for one with these tensors, where it is not the same."""
+        return spec, tensors
+
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """Puts an adapter's effect on one linear into the linear itself; asked only of those that sit on linears.
 

@@ -14,6 +14,8 @@ V = TypeVar("V", int, float)
 _FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "mlp.c_proj")
 """What families call the last linear of a feed-forward block."""
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
+_WEIGHT_STARTS = ("pissa", "pissa_niter_4", "pissa_niter_16", "olora")
+"""Starts of LoRA that are a part of the frozen weight."""
 LORA_KINDS = ("lora", "dora")
 """Methods with LoRA's two matrices, and its settings."""
 AUTO_TARGETS = {
@@ -60,10 +62,12 @@ class AdapterSpec(KnownKeywords):
     use_dora: bool = setting(False, methods=("lora",))
     """PEFT's way to write `method: dora`."""
     init_lora_weights: bool | str = setting(
-        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal"), methods=LORA_KINDS
+        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal", *_WEIGHT_STARTS), methods=LORA_KINDS
     )
     """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
-    product (even ranks); false: random A and B, so the adapter starts with an effect."""
+    product (even ranks); false: random A and B, so the adapter starts with an effect. pissa, olora: the leading
+    singular vectors, or the first part of Q·R, of the weight itself, whose effect at the start is subtracted; it costs
+    and is written as twice the rank. pissa_niter_N: pissa by N quick iterations."""
 
     freeze_a: bool = setting(False, aliases=("lora_fa",), methods=LORA_KINDS)
     """LoRA-FA: A stays as it starts and only B is trained, which saves A's gradients and moments."""
@@ -130,6 +134,8 @@ class AdapterSpec(KnownKeywords):
         ranks = [self.r, *self.rank_pattern.values()]
         if self.init_lora_weights == "orthogonal" and any(rank % 2 for rank in ranks):
             raise ConfigError("orthogonal needs even ranks.", where="init_lora_weights")
+        if self.init_lora_weights in _WEIGHT_STARTS:
+            self._check_weight_start()
         if not self.target_modules:
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
 
@@ -150,6 +156,23 @@ class AdapterSpec(KnownKeywords):
     def num_leading_rows(self) -> int:
         """Rows in front of every sample."""
         return self.num_virtual_tokens if self.method in VIRTUAL_TOKENS else 0
+
+    def _check_weight_start(self) -> None:
+        """ConfigError for what a part of the weight cannot be the start of."""
+        if self.method != "lora":
+            raise ConfigError(f"{self.init_lora_weights} is a start of lora, not of dora.", where="init_lora_weights")
+        if self.lora_dropout:
+            raise ConfigError(
+                f"{self.init_lora_weights} starts as a part of the weight, which is never dropped; use 0.",
+                where="lora_dropout",
+            )
+        if not all([self.default_alpha, *self.alpha_pattern.values()]):
+            raise ConfigError(f"{self.init_lora_weights} needs an alpha above 0.", where="lora_alpha")
+
+    @property
+    def starts_as_weight(self) -> bool:
+        """Whether it starts as a part of the frozen weight."""
+        return self.init_lora_weights in _WEIGHT_STARTS
 
     @property
     def default_alpha(self) -> float:

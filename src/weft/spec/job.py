@@ -209,6 +209,9 @@ class JobSpec(KnownKeywords):
         refuse_foreign(self, self.adapter.method)
         if self.objective != "auto":
             refuse_foreign_objective(self, self.objective)
+        if self.init_adapter is not None and self.adapter.starts_as_weight:
+            start = self.adapter.init_lora_weights
+            raise ConfigError(f"an adapter that goes on from another has no {start} start.", where="init_adapter")
         self._check_optim()
         if self.labels and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
             raise ConfigError(f"got {', '.join(self.labels)}; expected two or more different names.", where="labels")

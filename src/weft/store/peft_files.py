@@ -86,6 +86,7 @@ def write_adapter(
     base's. `shared` are the frozen tensors of all modules together, if the method has any. `head` is the objective of
     an adapter that has a head among its tensors.
     """
+    spec, tensors = method_of(spec).exported(spec, tensors)
     files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names, shared=shared)
     if head is not None:
         files.config.update({"task_type": head.task_type, "modules_to_save": [HEAD]})

@@ -7,6 +7,7 @@ from weft.adapters.methods.bottleneck.method import Bottleneck
 from weft.adapters.methods.dora.method import Dora
 from weft.adapters.methods.ia3.method import Ia3
 from weft.adapters.methods.lora.method import Lora
+from weft.adapters.methods.lora.residual import ResidualLora
 from weft.adapters.methods.vera.method import Vera
 from weft.adapters.methods.virtual_tokens.method import PrefixTuning, PromptTuning
 from weft.spec import AdapterSpec
@@ -22,9 +23,12 @@ METHODS: dict[str, Method] = {
 }
 
 
+_RESIDUAL_LORA = ResidualLora()
+
+
 def method_of(spec: AdapterSpec) -> Method:
     """The method of an adapter."""
-    return METHODS[spec.method]
+    return _RESIDUAL_LORA if spec.starts_as_weight else METHODS[spec.method]
 
 
 def cost_ranks(spec: AdapterSpec) -> CostRanks:
