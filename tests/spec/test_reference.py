@@ -34,7 +34,7 @@ def test_settings_of_when_read_then_tell_values_and_defaults_in_words():
     assert found["learning_rate"].default == "0.0002"
     assert found["name"].is_required
     assert found["eval_data"].values == "number or list of names or mappings"
-    assert found["init_lora_weights"].values == "true, false, gaussian, orthogonal"
+    assert found["init_lora_weights"].values.startswith("true, false, gaussian, orthogonal, pissa, ")
     assert found["init_lora_weights"].default == "true"
     # A docstring of two lines becomes one.
     assert "random with a zero product" in found["init_lora_weights"].description

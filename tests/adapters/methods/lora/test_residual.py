@@ -37,7 +37,7 @@ def test_part_when_pissa_then_is_the_best_of_its_rank_over_the_scale():
 
 def test_part_when_pissa_is_iterated_then_comes_near_it_by_its_own_generator():
     torch.manual_seed(0)
-    weight_OD = torch.randn(O, D) @ torch.diag(0.7 ** torch.arange(D))
+    weight_OD = torch.randn(O, D) @ torch.diag(0.4 ** torch.arange(D))
     exact_a, exact_b = starting_part(weight_OD, "pissa", R, 1.0, generator())
     before = torch.random.get_rng_state()
     a_RD, b_OR = starting_part(weight_OD, "pissa_niter_16", R, 1.0, generator())
