@@ -37,7 +37,7 @@ def starting_part(
 def _leading_columns(weight_OD: torch.Tensor, rank: int, iterations: int, generator: torch.Generator) -> torch.Tensor:
     """About the span of the leading left singular vectors: power iterations of a random start (Halko et al. 2011)."""
     start_DR = torch.randn(weight_OD.shape[1], rank, generator=generator).to(weight_OD.device)
-    basis_OR = torch.linalg.qr(weight_OD @ start_DR)[0]
+    basis_OR: torch.Tensor = torch.linalg.qr(weight_OD @ start_DR)[0]
     for _ in range(iterations):
         basis_DR = torch.linalg.qr(weight_OD.t() @ basis_OR)[0]
         basis_OR = torch.linalg.qr(weight_OD @ basis_DR)[0]
