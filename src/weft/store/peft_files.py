@@ -86,7 +86,9 @@ def write_adapter(
     base's. `shared` are the frozen tensors of all modules together, if the method has any. `head` is the objective of
     an adapter that has a head among its tensors.
     """
-    spec, tensors = method_of(spec).exported(spec, tensors)
+    of_head = {path: own for path, own in tensors.items() if path == HEAD}
+    spec, modules = method_of(spec).exported(spec, {path: tensors[path] for path in tensors if path != HEAD})
+    tensors = {**modules, **of_head}
     files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names, shared=shared)
     if head is not None:
         files.config.update({"task_type": head.task_type, "modules_to_save": [HEAD]})

@@ -10,12 +10,15 @@ from torch import nn
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import quantise
+from weft.adapters.head import HEAD
 from weft.adapters.linear import SlotLinear
 from weft.adapters.methods import cost_ranks
 from weft.adapters.methods.lora.weight_parts import starting_part
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.errors import ConfigError
+from weft.objectives.heads.reward import Reward
 from weft.spec import AdapterSpec, JobSpec
+from weft.store.peft_files import read_adapter, write_adapter
 
 PATH = "model.layers.0.self_attn.k_proj"
 CPU = torch.device("cpu")
@@ -61,6 +64,19 @@ def test_linear_when_the_adapter_is_fresh_then_computes_what_the_base_does(init,
     torch.testing.assert_close(slotted(x_TD), before_TO, rtol=1e-4, atol=1e-5)
     adapter.groups["b"].params.mul_(1.5)
     assert (slotted(x_TD)[1:4] - before_TO[1:4]).abs().max() > 1e-2
+
+
+def test_files_when_the_job_has_a_head_then_it_is_written_beside_the_doubled_modules(tmp_path):
+    spec = AdapterSpec(r=R, lora_alpha=6, init_lora_weights="pissa", target_modules=("k_proj",))
+    adapter = Adapter(spec, {PATH: nn.Linear(D, O).requires_grad_(False)}, 0, CPU)
+    adapter.groups["b"].params.mul_(1.5)
+    tensors = {**adapter.tensors(), HEAD: (torch.ones(1, D),)}
+    write_adapter(tmp_path / "a", spec, tensors, base_model="tiny", target_names=["k_proj"], head=Reward())
+    found, read, _ = read_adapter(tmp_path / "a")
+    assert (found.r, found.scale_for(PATH), found.init_lora_weights) == (2 * R, spec.scale_for(PATH), True)
+    a_RD, b_OR, start_a_RD, start_b_OR = tensors[PATH]
+    torch.testing.assert_close(read[PATH][1] @ read[PATH][0], b_OR @ a_RD - start_b_OR @ start_a_RD)
+    assert read[HEAD][0].equal(tensors[HEAD][0])
 
 
 def test_cost_when_the_start_is_kept_then_counts_both_halves():
