@@ -39,7 +39,7 @@ from weft.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.jobs.live_job import LiveJob
-from weft.engine.jobs.progress import learning_rate, warmup_steps
+from weft.engine.jobs.schedules import learning_rate, warmup_steps
 from weft.errors import WeftError
 from weft.kernels.device import default_device, is_gpu
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
@@ -181,7 +181,9 @@ def _peft_losses(
     warmup = warmup_steps(settings.warmup_steps, job.num_steps)
     for step in range(job.num_steps):
         kind = settings.lr_scheduler_type
-        optimizer.param_groups[0]["lr"] = learning_rate(kind, settings.learning_rate, step, job.num_steps, warmup)
+        optimizer.param_groups[0]["lr"] = learning_rate(
+            kind, settings.learning_rate, step, job.num_steps, warmup, settings.lr_scheduler_kwargs
+        )
         loss = _batch_loss(model, job, step)
         loss.backward()
         if settings.max_grad_norm:

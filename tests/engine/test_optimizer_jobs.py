@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "descent": {"optim": "sgd", "momentum": 0.9, "learning_rate": 0.05},
     "signs": {"optim": "lion", "learning_rate": 1e-3},
     "factors": {"optim": "adafactor"},
+    "averaged": {"ema_decay": 0.7, "learning_rate_pattern": {"q_proj": 3.0}, "eval_data": 2, "eval_steps": 2},
     "turned": {"optim": "muon", "weight_decay": 0.1},
 }
 
@@ -28,10 +29,11 @@ def backbone():
 
 
 def jobs() -> list[Job]:
-    return [
-        (job_spec(name, seed=seed, max_steps=6, save_steps=2, **settings), random_data(seed))
-        for seed, (name, settings) in enumerate(SETTINGS.items())
-    ]
+    made = []
+    for seed, (name, settings) in enumerate(SETTINGS.items()):
+        spec = job_spec(name, seed=seed, max_steps=6, save_steps=2, **settings)
+        made.append((spec, random_data(seed, num_eval=spec.eval_data or 0)))
+    return made
 
 
 def test_jobs_when_every_optimizer_trains_at_once_then_each_has_the_bits_it_has_alone(backbone):

@@ -95,6 +95,29 @@ def test_job_when_its_name_is_no_directory_name_then_refuses(name: str):
         ({"momentum": 0.9}, "momentum: is a setting of sgd and muon; optim is adamw."),
         ({"optim": "muon", "nesterov": True}, "nesterov: is a setting of sgd; optim is muon."),
         ({"optim": "sgd", "nesterov": True}, "nesterov: needs a momentum above 0."),
+        (
+            {"lr_scheduler_kwargs": {"num_cycles": 2}},
+            "lr_scheduler_kwargs.num_cycles: is no setting of lr_scheduler_type",
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 0.5}},
+            "lr_scheduler_kwargs.num_cycles: must be a whole number of at least 1, got 0.5.",
+        ),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_kwargs: cosine_with_min_lr needs either min_lr or"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay"},
+            "lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps.",
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 2, "decay_type": "x"},
+            },
+            "lr_scheduler_kwargs.decay_type: must be one of cosine, linear, 1-sqrt, got 'x'.",
+        ),
+        ({"learning_rate_pattern": {"q_proj": -1}}, "learning_rate_pattern.q_proj: must be at least 0, got -1."),
+        ({"learning_rate_pattern": {"q_(": 1}}, "learning_rate_pattern: 'q_(' is not a regular expression"),
+        ({"ema_decay": 1}, "ema_decay: must be at least 0 and below 1, got 1.0."),
         ({"optim": "loin"}, "optim: got 'loin'; accepted are adamw, "),
     ],
 )

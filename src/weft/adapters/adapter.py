@@ -86,8 +86,12 @@ class Adapter:
 
     def flat(self) -> dict[str, torch.Tensor]:
         """The buffers themselves, by group, frozen ones included."""
-        found = {**self.frozen, **{name: group.params for name, group in self.groups.items()}}
+        found = {**self.frozen, **self.trained()}
         return {name: found[name] for name in (*self.method.groups, HEAD) if name in found}
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The buffers of the groups that are trained."""
+        return {name: group.params for name, group in self.groups.items()}
 
     def put(self, flat: Mapping[str, torch.Tensor]) -> None:
         """Copies weights from buffers by group: all of them, or the trained ones."""

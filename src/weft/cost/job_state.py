@@ -30,9 +30,16 @@ def optimizer_bytes(job: JobSpec) -> float:
     return FLOAT_BYTES * 2
 
 
+def kept_bytes(job: JobSpec) -> float:
+    """What the optimizer remembers, and the average of the weights if there is one."""
+    return optimizer_bytes(job) + (0 if job.ema_decay is None else FLOAT_BYTES)
+
+
 def passing_bytes(job: JobSpec) -> int:
-    """What a step holds for a moment: where no kernel does it, a change as large as the weights."""
-    return FLOAT_BYTES if job.optim in ("sgd", "lion") else 0
+    """What a step or an evaluation holds for a moment: where no kernel steps, a change as large as the weights; the
+    weights before the step where some have a rate of their own; the last weights while their average is evaluated."""
+    in_a_step = (job.optim in ("sgd", "lion")) + bool(job.learning_rate_pattern)
+    return FLOAT_BYTES * max(in_a_step, job.ema_decay is not None)
 
 
 def best_bytes(job: JobSpec) -> int:
@@ -42,4 +49,4 @@ def best_bytes(job: JobSpec) -> int:
 
 def job_state_bytes(job: JobSpec) -> float:
     """All of it together, as admission counts it."""
-    return optimizer_bytes(job) + passing_bytes(job) + best_bytes(job)
+    return kept_bytes(job) + passing_bytes(job) + best_bytes(job)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from weft.cost.job_state import FLOAT_BYTES, best_bytes, kept_bytes
 from weft.engine.jobs.live_job import LiveJob
 from weft.execute.protocol import AdapterWork, CheckpointWork, Executor, ReplicaFaultError, Ticket
 
 SNAPSHOT_SHARE = 8
 """All snapshots together take at most one part in so many of the machine's memory, unless one alone takes more."""
-SNAPSHOT_NUMBERS = 4
-"""fp32 numbers per trainable parameter: the weight, AdamW's two moments, and the best weight where one is kept."""
 
 
 class FileKind(Enum):
@@ -106,4 +106,5 @@ class JobFiles:
 
 
 def _snapshot_bytes(job: LiveJob) -> int:
-    return 4 * SNAPSHOT_NUMBERS * job.num_parameters
+    each = FLOAT_BYTES + kept_bytes(job.spec) + best_bytes(job.spec)
+    return math.ceil(each * job.num_parameters)

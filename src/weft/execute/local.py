@@ -167,15 +167,17 @@ class LocalExecutor:
 
     @contextmanager
     def _slot_of(self, job: str) -> Iterator[int]:
-        """A job's slot, or one for the moment: who has ended or waits has none."""
+        """A job's slot, or one for the moment: who has ended or waits has none. It holds what is evaluated."""
         weights = self.jobs[job].weights
         if weights.slot is not None:
-            yield weights.slot
+            with weights.average_shown():
+                yield weights.slot
             return
         weights.move_to(self.backbone.device)
         slot = self.backbone.attach(weights.adapter)
         try:
-            yield slot
+            with weights.average_shown():
+                yield slot
         finally:
             self.backbone.detach(slot)
             weights.move_to(CPU)

@@ -79,4 +79,13 @@ def take_steps(
     optimizers = [jobs[order.job].weights.optimizer for order in orders]
     for optimizer, order in zip(optimizers, orders, strict=True):
         optimizer.set_rate(order.learning_rate)
-    return step_together(optimizers, [order.is_finite for order in orders], finite_J)
+    wait = step_together(optimizers, [order.is_finite for order in orders], finite_J)
+    stepped = [jobs[order.job].weights for order in orders]
+
+    def results() -> list[Updated]:
+        found = wait()
+        for weights, updated in zip(stepped, found, strict=True):
+            weights.after_step(updated)
+        return found
+
+    return results

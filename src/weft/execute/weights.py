@@ -1,15 +1,19 @@
-"""The tensors of a job: its adapter, its optimizer's moments and its best weights, on the CPU or on a device."""
+"""The tensors of a job: its adapter, its optimizer's moments, best weights and average, on the CPU or on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import ModuleTensors
 from weft.backbone.out_of_memory import memory_errors
+from weft.execute.optimizers.rate_pattern import refuse_idle_rates
 from weft.execute.optimizers.registry import optimizer_of
+from weft.execute.weight_average import COUNT, WeightAverage
+from weft.kernels.adamw import Updated
 from weft.kernels.device import is_cpu
 from weft.kernels.device_event import host_copy, to_host
 from weft.spec import JobSpec
@@ -25,7 +29,10 @@ class JobWeights:
         """The weights of the best evaluation, by group, if early stopping asks for them."""
         self.slot: int | None = None
         """On the backbone, while the job has a seat."""
+        self.average = None if spec.ema_decay is None else WeightAverage(adapter, spec.ema_decay)
+        """Of the weights after every step, if the job asks for it."""
         self._spec = spec
+        refuse_idle_rates(spec.learning_rate_pattern, adapter)
 
     def move_to(self, device: torch.device) -> None:
         """Takes the whole state of the last step boundary to a device, bit by bit; only while no slot is held.
@@ -39,16 +46,41 @@ class JobWeights:
             self.adapter.take({group: tensors[f"params_{group}"] for group in self.adapter.flat()})
         self.optimizer = optimizer_of(self.adapter, self._spec)
         self.optimizer.take(tensors)
-        self._take_best(tensors)
+        self._take_copies(tensors)
+
+    def after_step(self, updated: Updated) -> None:
+        """Takes a step that was taken into the average."""
+        if self.average is not None and not updated.skipped:
+            self.average.follow(self.adapter)
+
+    @contextmanager
+    def average_shown(self) -> Iterator[None]:
+        """The average is in the adapter's place meanwhile, where there is one; then the last weights come back."""
+        average = self._average_params()
+        if average is None:
+            yield
+            return
+        last = {name: params.clone() for name, params in self.adapter.trained().items()}
+        self.adapter.put(average)
+        try:
+            yield
+        finally:
+            self.adapter.put(last)
 
     def keep_best(self) -> None:
-        """Keeps a copy of the weights; without the memory for it nothing has changed."""
-        self.best_params = {name: group.params.clone() for name, group in self.adapter.groups.items()}
+        """Keeps a copy of the weights that were evaluated; without the memory for it nothing has changed."""
+        evaluated = self._average_params() or self.adapter.trained()
+        self.best_params = {name: params.clone() for name, params in evaluated.items()}
 
     def use_best(self) -> None:
-        """Puts the best evaluated weights into the adapter, if early stopping kept any."""
-        if self.best_params is not None:
-            self.adapter.put(self.best_params)
+        """Puts the best evaluated weights into the adapter, if early stopping kept any, or else the average, if any."""
+        chosen = self.best_params or self._average_params()
+        if chosen is not None:
+            self.adapter.put(chosen)
+
+    def _average_params(self) -> dict[str, torch.Tensor] | None:
+        """The average, once a step is in it."""
+        return self.average.params if self.average is not None and self.average.count else None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them by name, copied to the CPU."""
@@ -67,15 +99,18 @@ class JobWeights:
         return lambda: {name: copy.get() for name, copy in copies.items()}
 
     def modules(self, flat: Mapping[str, torch.Tensor], *, best: bool) -> dict[str, ModuleTensors]:
-        """The adapter's tensors by module path, out of a snapshot: the best, if asked for and kept, or the last."""
+        """The adapter's tensors by module path, out of a snapshot: the best, if asked for and kept, or the average, if
+        there is one, or the last."""
         trained = self.adapter.groups
-        if best and all(f"best_{group}" in flat for group in trained):
-            flat = {**flat, **{f"params_{group}": flat[f"best_{group}"] for group in trained}}
-        return self.adapter.split({group: flat[f"params_{group}"] for group in self.adapter.flat()})
+        kind = "ema" if COUNT in flat and int(flat[COUNT]) else "params"
+        kind = "best" if best and all(f"best_{group}" in flat for group in trained) else kind
+        chosen = {group: flat[f"{kind if group in trained else 'params'}_{group}"] for group in self.adapter.flat()}
+        return self.adapter.split(chosen)
 
     def _named(self, *, moments: bool) -> dict[str, torch.Tensor]:
         named = {f"params_{group}": params for group, params in self.adapter.flat().items()}
         named |= self.optimizer.tensors() if moments else {}
+        named |= {} if self.average is None else self.average.tensors()
         named |= {f"best_{group}": params for group, params in (self.best_params or {}).items()}
         return {name: tensor.detach() for name, tensor in named.items()}
 
@@ -84,10 +119,12 @@ class JobWeights:
         self.adapter.zero_grad()
         self.adapter.put({group: tensors[f"params_{group}"] for group in self.adapter.flat()})
         self.optimizer.take({name: tensor.to(self.adapter.device, copy=True) for name, tensor in tensors.items()})
-        self._take_best(tensors)
+        self._take_copies(tensors)
 
-    def _take_best(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes the best weights that `tensors` hold, if any, to where the adapter is."""
+    def _take_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the best weights that `tensors` hold, if any, and the average to where the adapter is."""
+        if self.average is not None:
+            self.average.take(tensors, self.adapter.device)
         found = {group: tensors.get(f"best_{group}") for group in self.adapter.groups}
         best = {group: params.to(self.adapter.device) for group, params in found.items() if params is not None}
         self.best_params = best or self.best_params

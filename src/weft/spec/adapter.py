@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -121,10 +122,7 @@ class AdapterSpec(KnownKeywords):
             object.__setattr__(self, "target_modules", self._auto_targets())
         refuse_foreign(self, self.method)
         for where, pattern in self._patterns():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"{pattern!r} is not a regular expression ({error}).", where=where) from None
+            check_pattern(pattern, where)
         for name, rank in self.rank_pattern.items():
             if rank < 1:
                 raise ConfigError(f"must be at least 1, got {rank}.", where=f"rank_pattern.{name}")
@@ -181,11 +179,11 @@ class AdapterSpec(KnownKeywords):
 
     def rank_for(self, module: str) -> int:
         """The rank on one module path."""
-        return _first_match(self.rank_pattern, module, self.r)
+        return first_match(self.rank_pattern, module, self.r)
 
     def alpha_for(self, module: str) -> float:
         """The alpha on one module path."""
-        return _first_match(self.alpha_pattern, module, self.default_alpha)
+        return first_match(self.alpha_pattern, module, self.default_alpha)
 
     def scale_for(self, module: str) -> float:
         """What the update on one module path is multiplied with."""
@@ -215,11 +213,19 @@ class AdapterSpec(KnownKeywords):
         return patterns
 
 
-def _first_match(patterns: dict[str, V], module: str, default: V) -> V:
+def first_match(patterns: Mapping[str, V], module: str, default: V) -> V:
     """PEFT's rule: of the keys that match a module path, the first wins."""
     return next((value for pattern, value in patterns.items() if answers_pattern(module, pattern)), default)
 
 
+def check_pattern(pattern: str, where: str) -> None:
+    """ConfigError if a text is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{pattern!r} is not a regular expression ({error}).", where=where) from None
+
+
 def answers_pattern(module: str, pattern: str) -> bool:
-    """Whether a module path ends, at a dot, with what a key of rank_pattern or alpha_pattern describes."""
+    """Whether a module path ends, at a dot, with what a key of rank_pattern or its like describes."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from weft.errors import ConfigError
-from weft.spec.adapter import LORA_KINDS, AdapterSpec
+from weft.spec.adapter import LORA_KINDS, AdapterSpec, check_pattern
 from weft.spec.fields import (
     KnownKeywords,
     above,
@@ -23,8 +23,8 @@ from weft.spec.fields import (
     validate,
 )
 from weft.spec.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
+from weft.spec.schedules import SCHEDULES, check_schedule
 
-SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
 COLUMNS = (
     *("prompt", "completion", "text", "instruction", "input", "output", "system", "history"),
@@ -135,6 +135,13 @@ class JobSpec(KnownKeywords):
     """Peak learning rate."""
     lr_scheduler_type: str = setting("linear", aliases=("lr_scheduler",), choices=SCHEDULES)
     """Shape of the learning rate over the job's steps."""
+    lr_scheduler_kwargs: dict[str, float | str] = setting(factory=dict)
+    """Settings of the shapes that have some: `num_cycles` of cosine_with_restarts; `min_lr` or `min_lr_rate` of
+    cosine_with_min_lr; `num_decay_steps`, `num_stable_steps`, `decay_type` (cosine, linear, 1-sqrt) and `min_lr_ratio`
+    of warmup_stable_decay. Steps below 1 are a fraction of all steps."""
+    learning_rate_pattern: dict[str, float] = setting(factory=dict)
+    """Other learning rates for some modules: a regular expression that ends a module path, mapped to what multiplies
+    the job's learning rate there; the first that matches counts."""
     warmup_steps: float = setting(0.0, aliases=("warmup_ratio", "num_warmup_steps"), rule=at_least(0))
     """Steps of linear warm-up; a value below 1 is a fraction of all steps."""
     num_train_epochs: float = setting(1.0, aliases=("num_epochs", "epochs", "n_epochs"), rule=above(0, 10**6))
@@ -162,6 +169,9 @@ class JobSpec(KnownKeywords):
     """How much of the last step's direction is kept. Default: none for sgd, 0.95 for muon."""
     nesterov: bool = setting(False, optims=("sgd",))
     """Look one step ahead along the momentum, which must be above 0; muon always does."""
+    ema_decay: float | None = setting(None, rule=between(0, 1))
+    """Keep a moving average of the weights, of which so much is kept at every step; it is evaluated and exported
+    instead of the last weights. Default: none is kept."""
     max_grad_norm: float = setting(1.0, aliases=("gradient_clipping",), rule=at_least(0))
     """Clip this job's gradient to this norm; 0 turns clipping off."""
     loraplus_lr_ratio: float | None = setting(None, rule=above(0), methods=LORA_KINDS)
@@ -213,6 +223,8 @@ class JobSpec(KnownKeywords):
             start = self.adapter.init_lora_weights
             raise ConfigError(f"an adapter that goes on from another has no {start} start.", where="init_adapter")
         self._check_optim()
+        check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
+        self._check_rates()
         if self.labels and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
             raise ConfigError(f"got {', '.join(self.labels)}; expected two or more different names.", where="labels")
         if self.objective == "simpo" and self.loss_type == "ipo":
@@ -291,6 +303,12 @@ class JobSpec(KnownKeywords):
         refuse_foreign_optim(self, self.optim)
         if self.nesterov and not self.momentum:
             raise ConfigError("needs a momentum above 0.", where="nesterov")
+
+    def _check_rates(self) -> None:
+        for pattern, factor in self.learning_rate_pattern.items():
+            check_pattern(pattern, "learning_rate_pattern")
+            if factor < 0:
+                raise ConfigError(f"must be at least 0, got {factor:g}.", where=f"learning_rate_pattern.{pattern}")
 
     def _refuse_foreign_sources(self) -> None:
         """Other tools describe data by mappings with other keys."""

@@ -1,7 +1,4 @@
-"""Counts how far a job has come, which is what a checkpoint records besides tensors. No other job plays a part in it.
-
-Learning rates are pure functions of the step; their names and formulas are those of transformers.
-"""
+"""Counts how far a job has come, which is what a checkpoint records besides tensors; no other job plays a part."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weft.data.dataset import JobData
 from weft.data.global_batch import GlobalBatches
 from weft.data.order import BatchSchedule
+from weft.engine.jobs.schedules import learning_rate, warmup_steps
 from weft.job_state import Reason, ReasonCode
 from weft.objectives.metrics import MeanScores, Score, Tally
 from weft.plan.program import Turn
@@ -28,7 +26,6 @@ LARGEST_WEIGHT = 1e6
 """A job with a larger adapter weight is failed: its results are numbers without meaning, even where finite."""
 MAX_SKIPPED = 3
 """Steps in a row with a non-finite loss or gradient after which a job is failed."""
-_POLYNOMIAL_END = 1e-7
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,9 @@ class JobProgress:
     def learning_rate(self) -> float:
         """The learning rate of the step that is due."""
         spec, warmup = self._spec, warmup_steps(self._spec.warmup_steps, self.num_steps)
-        return learning_rate(spec.lr_scheduler_type, spec.learning_rate, self.step, self.num_steps, warmup)
+        return learning_rate(
+            spec.lr_scheduler_type, spec.learning_rate, self.step, self.num_steps, warmup, spec.lr_scheduler_kwargs
+        )
 
     def finish_step(self, rate: float, updated: Updated) -> StepResult:
         """Counts a step that has been taken, or skipped because something was not finite."""
@@ -207,28 +206,3 @@ class JobProgress:
             lengths = tuple(self.batches.lengths(step)[first:])
             batches.append(Batch(step, first, lengths, self.batches.groups(step, first)))
         return JobQueue(self._spec.name, tuple(batches), last == self.hold_step, priority, num_tokens, lane=lane)
-
-
-def warmup_steps(setting: float, num_steps: int) -> int:
-    """Warm-up in steps, from a count or (below 1) a fraction of all steps."""
-    return math.ceil(num_steps * setting) if setting < 1 else int(setting)
-
-
-def learning_rate(kind: str, peak: float, step: int, num_steps: int, warmup: int) -> float:
-    """The learning rate of the step-th step (from 0) of num_steps."""
-    if kind == "constant":
-        return peak
-    if step < warmup:
-        return peak * step / max(1, warmup)
-    progress = (step - warmup) / max(1, num_steps - warmup)
-    if kind == "constant_with_warmup":
-        return peak
-    if kind == "linear":
-        return peak * max(0.0, 1.0 - progress)
-    if kind == "cosine":
-        return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-    if kind == "polynomial":
-        return (peak - _POLYNOMIAL_END) * (1.0 - progress) + _POLYNOMIAL_END if progress < 1 else _POLYNOMIAL_END
-    assert kind == "inverse_sqrt", kind
-    timescale = warmup or 10_000
-    return peak / math.sqrt((step + timescale - warmup) / timescale)

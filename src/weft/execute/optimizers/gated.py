@@ -139,7 +139,7 @@ class GatedOptimizer(Optimizer):
             for name, group in groups.items():
                 yield name, name, group.params, group.grad
             return
-        params = self.adapter.split({name: group.params for name, group in groups.items()})
+        params = self.adapter.split(self.adapter.trained())
         grads = self.adapter.split({name: group.grad for name, group in groups.items()})
         for path, views in params.items():
             of_views = self.adapter.groups_of(path)

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from weft.adapters.adapter import Adapter
+from weft.execute.optimizers.rate_pattern import largest_factor
 from weft.kernels.adamw import Updated
 from weft.spec import JobSpec
 
@@ -41,8 +42,8 @@ class Optimizer(ABC):
         """Of the next step; a group of the method may have another."""
 
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the next step."""
-        self.rate = rate
+        """The learning rate of the next step; the largest there is, where modules have rates of their own."""
+        self.rate = rate * largest_factor(self.spec.learning_rate_pattern)
 
     @property
     def rates(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.execute.optimizers.optimizer import Optimizer, Results
+from weft.execute.optimizers.rate_pattern import scaling_changes
 from weft.kernels.adamw import Updated
 from weft.kernels.device import is_gpu
 
@@ -21,8 +22,15 @@ def step_together(
 ) -> Results:
     """Starts the step of every job given, each as if alone; one is left out if the loss of its global batch is not
     finite, as the host knows (`finite`) or the device alone (`finite_J`)."""
+    scaled = [
+        scaling_changes(optimizer.spec.learning_rate_pattern, optimizer.adapter)
+        for optimizer in optimizers
+        if optimizer.spec.learning_rate_pattern
+    ]
     start = step_by_kind if is_gpu(optimizers[0].adapter.device) else _step_each
     results = start(optimizers, finite, finite_J)
+    for scale in scaled:
+        scale()
     for optimizer in optimizers:
         optimizer.adapter.changed()
     return results
