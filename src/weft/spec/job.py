@@ -10,6 +10,8 @@ from fractions import Fraction
 
 from weft.errors import ConfigError
 from weft.spec.adapter import LORA_KINDS, AdapterSpec, check_pattern
+from weft.spec.choices.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
+from weft.spec.choices.schedules import SCHEDULES, check_schedule
 from weft.spec.fields import (
     KnownKeywords,
     above,
@@ -22,8 +24,6 @@ from weft.spec.fields import (
     setting,
     validate,
 )
-from weft.spec.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
-from weft.spec.schedules import SCHEDULES, check_schedule
 
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
 COLUMNS = (

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from weft.engine.jobs.schedules import learning_rate, warmup_steps
-from weft.spec.schedules import SCHEDULE_SETTINGS, SCHEDULES
+from weft.spec.choices.schedules import SCHEDULE_SETTINGS, SCHEDULES
 
 PEAK = 3e-3
 SETTINGS: list[tuple[str, dict[str, Any]]] = [

@@ -15,7 +15,7 @@ from weft.execute.optimizers.muon import orthogonal
 from weft.execute.optimizers.optimizer import Optimizer
 from weft.execute.optimizers.registry import OPTIMIZER_KINDS, optimizer_of
 from weft.execute.optimizers.step_together import step_by_kind, step_together
-from weft.spec.optimizers import OPTIMIZERS
+from weft.spec.choices.optimizers import OPTIMIZERS
 
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {"optim": "adamw"},

@@ -12,7 +12,7 @@ from weft.errors import ConfigError
 from weft.execute.optimizers.registry import optimizer_of
 from weft.execute.optimizers.step_together import step_together
 from weft.execute.weights import JobWeights
-from weft.spec.optimizers import OPTIMIZERS
+from weft.spec.choices.optimizers import OPTIMIZERS
 
 FACTORS = {"q_proj": 0.1, r"layers\.0\..*": 3.0}
 

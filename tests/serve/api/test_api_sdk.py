@@ -11,8 +11,8 @@ import openai
 import pytest
 from service_home import Home, chat_lines
 
-from weft.serve.jobs.spec import resolve
 from weft.serve.records.usage import usage_of
+from weft.spec.choices.openai_hyperparameters import resolve
 
 
 def test_file_when_uploaded_then_listed_read_and_deleted(home: Home):

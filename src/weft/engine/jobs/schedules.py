@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from weft.spec.schedules import ScheduleSettings
+from weft.spec.choices.schedules import ScheduleSettings
 
 _POLYNOMIAL_END = 1e-7
 

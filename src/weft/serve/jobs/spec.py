@@ -1,14 +1,4 @@
-"""Turns the API's parameters into a JobSpec, the same validated type that `weft train` reads.
-
-`auto` is resolved by fixed rules, from nothing but the number of training samples n:
-
-| hyper-parameter | auto |
-|---|---|
-| n_epochs | 3 for n < 1,000; 2 for n < 10,000; else 1 |
-| batch_size | n / 8 rounded down, at least 1 and at most 8; 16 for n >= 10,000 |
-| learning_rate_multiplier | 1, of a peak learning rate of 2e-4 |
-| beta (method dpo) | 0.1 |
-"""
+"""Turns the API's parameters into a JobSpec, the same validated type that `weft train` reads."""
 
 from __future__ import annotations
 
@@ -20,11 +10,10 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.serve.records.rows import DbRow
 from weft.spec import AdapterSpec, JobSpec
+from weft.spec.choices.openai_hyperparameters import BASE_BETA, BASE_LEARNING_RATE, training_settings
 from weft.spec.fields import read
 from weft.spec.load import canonical
 
-BASE_LEARNING_RATE = 2e-4
-BASE_BETA = 0.1
 OURS = ("name", "train_data", "eval_data", "tenant", "priority", "seed")
 """Settings of a job that only the service sets."""
 REFUSED = {
@@ -36,30 +25,12 @@ _MODULE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 """A plain module name; a regular expression of a stranger could keep the worker busy for ever."""
 
 
-def resolve(hyperparameters: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-    """Returns n_epochs, batch_size, learning_rate_multiplier and, if it is among them, beta as numbers."""
-    auto = {
-        "n_epochs": 3 if num_samples < 1_000 else 2 if num_samples < 10_000 else 1,
-        "batch_size": min(8, max(1, num_samples // 8)) if num_samples < 10_000 else 16,
-        "learning_rate_multiplier": 1.0,
-        **({"beta": BASE_BETA} if "beta" in hyperparameters else {}),
-    }
-    given = {name: value for name, value in hyperparameters.items() if value not in (None, "auto")}
-    return auto | given
-
-
 def job_settings(hyperparameters: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the `settings` column: what a jobs file would say about the job, without its name, data and owner.
 
     `hyperparameters` are resolved; `extra` comes from `user_settings` and takes precedence.
     """
-    settings: dict[str, Any] = {
-        "num_train_epochs": hyperparameters["n_epochs"],
-        "global_batch_size": hyperparameters["batch_size"],
-        "learning_rate": BASE_LEARNING_RATE * hyperparameters["learning_rate_multiplier"],
-        **({"beta": hyperparameters["beta"]} if "beta" in hyperparameters else {}),
-    }
-    return settings | dict(extra)
+    return training_settings(hyperparameters) | dict(extra)
 
 
 def used_hyperparameters(resolved: Mapping[str, Any], extra: Mapping[str, Any], job: JobSpec) -> dict[str, Any]:
@@ -92,17 +63,17 @@ def user_settings(settings: Mapping[str, Any], short: Mapping[str, Any]) -> dict
         own[name] = canonical(value, AdapterSpec, "lora") if name == "adapter" else value
     adapter = own.get("adapter")
     if isinstance(adapter, Mapping):
-        _check_modules(adapter)
+        for name in ("target_modules", "exclude_modules", "feedforward_modules", "rank_pattern", "alpha_pattern"):
+            _check_modules(adapter.get(name), f"lora.{name}")
+    _check_modules(own.get("learning_rate_pattern"), "settings.learning_rate_pattern")
     return own
 
 
-def _check_modules(adapter: Mapping[str, Any]) -> None:
+def _check_modules(value: Any, where: str) -> None:
     """Refuses regular expressions: modules are named, not matched."""
-    for name in ("target_modules", "exclude_modules", "feedforward_modules", "rank_pattern", "alpha_pattern"):
-        value = adapter.get(name)
-        for word in [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []:
-            if isinstance(word, str) and not _MODULE.fullmatch(word):
-                raise ConfigError(f"{word[:60]!r} is not a module name such as q_proj.", where=f"lora.{name}")
+    for word in [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []:
+        if isinstance(word, str) and not _MODULE.fullmatch(word):
+            raise ConfigError(f"{word[:60]!r} is not a module name such as q_proj.", where=where)
 
 
 def build_spec(

@@ -29,6 +29,7 @@ from weft.serve.jobs.training_file import check_training_file
 from weft.serve.records import idempotency, jobs, models
 from weft.serve.records.rows import DbRow, new_id
 from weft.spec import JobSpec
+from weft.spec.choices.openai_hyperparameters import resolve
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"])
 PageCursor = Annotated[str | None, Query(max_length=64)]
@@ -158,7 +159,7 @@ def _columns(service: ApiService, user: Caller, body: CreateJob) -> dict[str, An
             raise invalid("A fine-tuned model keeps the shape of its adapter; leave it out.", param, "invalid_value")
         extra["init_adapter"] = body.model
     # The cheap checks come first, since a file may be large.
-    _build(spec.job_settings(spec.resolve(given, 1), extra), body)
+    _build(spec.job_settings(resolve(given, 1), extra), body)
     train = find_training_file(service, user, body.training_file, "training_file")
     valid = body.validation_file and find_training_file(service, user, body.validation_file, "validation_file")
     reading: dict[str, Any] = {name: str(extra.get(name, "auto")) for name in ("data_format", "objective")}
@@ -166,7 +167,7 @@ def _columns(service: ApiService, user: Caller, body: CreateJob) -> dict[str, An
     num_samples = _check_file(service, train, "training_file", reading)
     if valid:
         _check_file(service, valid, "validation_file", reading, min_samples=1)
-    resolved = spec.resolve(given, num_samples)
+    resolved = resolve(given, num_samples)
     settings = spec.job_settings(resolved, extra)
     job = _build(settings, body)
     kind = "supervised" if body.method is None else body.method.type

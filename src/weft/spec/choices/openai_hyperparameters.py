@@ -1,0 +1,41 @@
+"""OpenAI's hyper-parameters of a fine-tuning job, and what they are in a jobs file.
+
+`auto` is resolved by fixed rules, from nothing but the number of training samples n:
+
+| hyper-parameter | auto |
+|---|---|
+| n_epochs | 3 for n < 1,000; 2 for n < 10,000; else 1 |
+| batch_size | n / 8 rounded down, at least 1 and at most 8; 16 for n >= 10,000 |
+| learning_rate_multiplier | 1, of a peak learning rate of 2e-4 |
+| beta (method dpo) | 0.1 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BASE_LEARNING_RATE = 2e-4
+BASE_BETA = 0.1
+
+
+def resolve(hyperparameters: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+    """Returns n_epochs, batch_size, learning_rate_multiplier and, if it is among them, beta as numbers."""
+    auto = {
+        "n_epochs": 3 if num_samples < 1_000 else 2 if num_samples < 10_000 else 1,
+        "batch_size": min(8, max(1, num_samples // 8)) if num_samples < 10_000 else 16,
+        "learning_rate_multiplier": 1.0,
+        **({"beta": BASE_BETA} if "beta" in hyperparameters else {}),
+    }
+    given = {name: value for name, value in hyperparameters.items() if value not in (None, "auto")}
+    return auto | given
+
+
+def training_settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a jobs file says for hyper-parameters that are numbers."""
+    return {
+        "num_train_epochs": resolved["n_epochs"],
+        "global_batch_size": resolved["batch_size"],
+        "learning_rate": BASE_LEARNING_RATE * resolved["learning_rate_multiplier"],
+        **({"beta": resolved["beta"]} if "beta" in resolved else {}),
+    }
