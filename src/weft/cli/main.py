@@ -39,6 +39,7 @@ VERBS = {
     "demo": Verb("demo:demo", "Train several adapters together on a small backbone and see what they learnt."),
     "train": Verb("train:train", "Train all jobs of a file together on one backbone."),
     "sweep": Verb("sweep:sweep", "Try many configurations together on one backbone and keep the best."),
+    "import": Verb("service.import_jobs:imports", "Bring fine-tuning jobs from elsewhere, such as OpenAI."),
     "init": Verb("init:init", "Write a commented jobs file that runs as it is, and two small data files for it."),
     "config": Verb("config:config", "List all settings, or check a jobs file and show every value it leads to."),
     "plan": Verb("plan:plan", "Show what will train with what, how full, how long and in how much memory."),

@@ -95,6 +95,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "not a module name",
     ),
     "regex as pattern": ({"lora": {"rank_pattern": {"(x+)+": 4}}}, "lora.rank_pattern", "not a module name"),
+    "regex of rates": (
+        {"settings": {"learning_rate_pattern": {"(x+)+": 2}}},
+        "settings.learning_rate_pattern",
+        "not a module name",
+    ),
     "lora list": ({"lora": [1]}, "lora", "got a list; use an object."),
     "priority": ({"priority": 1}, "priority", "at most 0"),
     "steps": ({"max_steps": 0}, "max_steps", "use at least 1."),

@@ -1,0 +1,110 @@
+"""`weft import openai`: fine-tuning jobs of OpenAI's as a jobs file with its data, or sent to a service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.user_path import user_path
+from weft.errors import ConfigError, WeftError
+
+if TYPE_CHECKING:
+    from weft.migrate.openai_job import MovedJob
+
+imports = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Bring fine-tuning jobs from elsewhere.",
+)
+
+
+@imports.callback()
+def from_elsewhere() -> None:
+    """Bring fine-tuning jobs from elsewhere."""
+
+
+@imports.command("openai")
+def from_openai(
+    export: Annotated[
+        Path,
+        typer.Argument(
+            parser=user_path,
+            metavar="PATH",
+            help="What GET /v1/fine_tuning/jobs answered, or a folder with it; files lie beside it as FILE-ID.jsonl.",
+        ),
+    ],
+    base_model: Annotated[str | None, typer.Option(help="The model here for every model there.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="THERE=HERE", help="The model here for one model there; repeatable.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(parser=user_path, metavar="PATH", help="The folder to write jobs.yaml and data/ to.")
+    ] = Path("from-openai"),
+    to: Annotated[str | None, typer.Option(metavar="URL", help="Send the jobs to this service, .../v1.")] = None,
+    key: Annotated[str, typer.Option(envvar="WEFT_API_KEY", help="A key of that service.")] = "",
+) -> None:
+    """Turn OpenAI's fine-tuning jobs into a jobs file with its data, or send them to a running service.
+
+    What cannot be carried over is said of each such job, and the others go on (exit code 1).
+    """
+    from weft.migrate.jobs_file import with_own_names
+    from weft.migrate.openai_export import read_export
+    from weft.migrate.openai_job import move_job
+
+    models = _models(model or [])
+    exported = read_export(export)
+    moved: list[MovedJob] = []
+    problems: list[WeftError] = []
+    for job in exported:
+        try:
+            moved.append(move_job(job, models, base_model))
+        except WeftError as error:
+            problems.append(error)
+    if len(exported) == 1 and problems:
+        raise problems[0]
+    for problem in problems:
+        typer.echo(f"left out {problem}", err=True)
+    if not moved:
+        raise ConfigError(f"none of its {len(problems)} jobs can be carried over.", where=str(export))
+    moved = with_own_names(moved)
+    for job in moved:
+        for note in job.notes:
+            typer.echo(f"note {job.id}: {note}", err=True)
+    if to is None:
+        _write(moved, out)
+    else:
+        _send(moved, to, key)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _models(pairs: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        there, equals, here = pair.partition("=")
+        if not (there and equals and here):
+            raise ConfigError(f"got {pair!r}; write THERE=HERE, such as gpt-4o-mini=tiny.", where="--model")
+        found[there] = here
+    return found
+
+
+def _write(jobs: Sequence[MovedJob], out: Path) -> None:
+    from weft.migrate.jobs_file import write_jobs
+
+    for file in write_jobs(jobs, out):
+        typer.echo(f"wrote {file}; next: weft train {file}")
+
+
+def _send(jobs: Sequence[MovedJob], url: str, key: str) -> None:
+    from weft.migrate.to_service import send_jobs, service_client
+
+    if not key:
+        raise ConfigError("--to needs a key of the service; give it in WEFT_API_KEY.", where="--key")
+    with service_client(url, key) as client:
+        for job, made in send_jobs(jobs, client):
+            typer.echo(f"{job.id} is {made} on {job.base_model}")
