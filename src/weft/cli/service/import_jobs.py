@@ -72,9 +72,9 @@ def from_openai(
     if not moved:
         raise ConfigError(f"none of its {len(problems)} jobs can be carried over.", where=str(export))
     moved = with_own_names(moved)
-    for job in moved:
-        for note in job.notes:
-            typer.echo(f"note {job.id}: {note}", err=True)
+    for mine in moved:
+        for note in mine.notes:
+            typer.echo(f"note {mine.id}: {note}", err=True)
     if to is None:
         _write(moved, out)
     else:
