@@ -43,6 +43,15 @@ def test_forecast_when_on_one_stage_then_counts_what_the_planner_planned():
     assert found.largest_capacity > 100
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_forecast_when_a_job_keeps_less_than_adamw_then_so_much_less_memory_is_taken(num_stages):
+    """Six bytes of each of its weights, on whatever stage they are."""
+    usual = [outline("a", 2, (30, 40), rank=8), outline("b", 2, (50,), rank=4)]
+    lean = [replace(usual[0], state_bytes=2.0), usual[1]]
+    found = [forecast(jobs, 100, cost(num_stages), pack).stage_bytes for jobs in (usual, lean)]
+    assert sum(found[0]) - sum(found[1]) == 6 * SHAPE.adapter_parameters(8)
+
+
 def test_forecast_when_jobs_share_no_microbatch_then_they_are_in_different_groups():
     """30 + 40 leaves room for 20 but not for 90; through the 20 two jobs meet, the third stays alone."""
     jobs = [outline("a", 2, (30, 40)), outline("b", 2, (20,)), outline("c", 2, (95,))]

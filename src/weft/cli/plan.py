@@ -92,6 +92,7 @@ def _outlines(spec: RunSpec, base_dir: Path, num_planned: int, *, is_fused: bool
 
 def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -> JobOutline:
     from weft.adapters.methods import cost_ranks, method_of
+    from weft.cost.job_state import job_state_bytes
     from weft.data.global_batch import GlobalBatches
     from weft.data.order import BatchSchedule
     from weft.plan.types import Batch, JobQueue
@@ -105,7 +106,12 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
     queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority, lane=lane)
     evals = 0 if data.eval is None else data.eval.summary.num_tokens * order.num_evals(job.eval_steps)
     return JobOutline(
-        queue, order.num_steps, order.num_tokens(data.train.group_tokens), cost_ranks(job.adapter).widest, evals
+        queue=queue,
+        num_steps=order.num_steps,
+        num_tokens=order.num_tokens(data.train.group_tokens),
+        rank=cost_ranks(job.adapter).widest,
+        eval_tokens=evals,
+        state_bytes=job_state_bytes(job),
     )
 
 

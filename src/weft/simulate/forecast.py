@@ -7,11 +7,13 @@ what follows the planned global batches is taken to go on at the same rate, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.cost.analytic import AnalyticCost
+from weft.cost.memory import MOMENT_BYTES
 from weft.cost.profiled import ProfiledCost
 from weft.cost.types import CostModel
 from weft.plan.pack.types import RoundLimits
@@ -38,6 +40,8 @@ class JobOutline:
     rank: int
     eval_tokens: int = 0
     """Run forward by all of its evaluations together."""
+    state_bytes: float = MOMENT_BYTES
+    """Kept of each trainable parameter besides its weight and gradient; AdamW's moments if nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ def forecast(
         microbatches: Sequence[Microbatch] = program.microbatches
         schedule, keeps_order, num_held = "one stage", True, [1]
     else:
-        free = _free_bytes(cost, capacity, ranks)
+        free = _free_bytes(cost, capacity, jobs)
         best = best_pipeline(queues, RoundLimits(capacity, cost.num_stages), times, memory_bytes=free)
         program, timeline, schedule = best.program, best.timeline, str(best.schedule)
         microbatches = [m for m in best.rounds.stream if m.segments]
@@ -181,7 +185,9 @@ def forecast(
         stage_bytes=_stage_bytes(jobs, microbatches, cost, measured, num_held),
         device_bytes=cost.hardware.memory_bytes,
         largest_capacity=min(
-            cost.memory.most_rows(cost.hardware.memory_bytes, ranks, ROW_TILE, stage, held)
+            cost.memory.most_rows(
+                cost.hardware.memory_bytes - _unusual_bytes(jobs, cost, stage), ranks, ROW_TILE, stage, held
+            )
             for stage, held in enumerate(num_held)
         ),
         keeps_order=keeps_order,
@@ -200,11 +206,18 @@ def _eval_s(jobs: Sequence[JobOutline], capacity: int, times: CostModel, num_sta
     return seconds
 
 
-def _free_bytes(cost: AnalyticCost, capacity: int, ranks: Sequence[int]) -> list[int] | None:
+def _unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) -> int:
+    """What the jobs keep on a stage beyond AdamW's moments, which the memory model counts; below zero for less."""
+    each = cost.memory.adapter_bytes_each
+    found = ((job.state_bytes - MOMENT_BYTES) * cost.memory.adapter_bytes(job.rank, stage=stage) / each for job in jobs)
+    return math.ceil(sum(found))
+
+
+def _free_bytes(cost: AnalyticCost, capacity: int, jobs: Sequence[JobOutline]) -> list[int] | None:
     """What each stage has for microbatches in flight; None if a stage has no room for one: then nothing fits."""
-    rows, memory = cost.rows([capacity]), cost.memory
+    rows, memory, ranks = cost.rows([capacity]), cost.memory, [job.rank for job in jobs]
     taken = [memory.total_bytes(rows, ranks, stage=stage, num_held=0) for stage in range(cost.num_stages)]
-    free = [cost.hardware.memory_bytes - size for size in taken]
+    free = [cost.hardware.memory_bytes - size - _unusual_bytes(jobs, cost, s) for s, size in enumerate(taken)]
     needed = (cost.held_bytes([capacity], stage) for stage in range(cost.num_stages))
     return free if all(a >= b for a, b in zip(free, needed, strict=True)) else None
 
@@ -220,9 +233,13 @@ def _stage_bytes(
     rank = {job.queue.job: job.rank for job in jobs}
     ranks = list(rank.values())
     if measured is not None and cost.num_stages == 1:
-        return (max(measured.total_bytes(_by_job(m, rank), ranks) for m in microbatches),)
+        most = max(measured.total_bytes(_by_job(m, rank), ranks) for m in microbatches)
+        return (most + _unusual_bytes(jobs, cost, 0),)
     rows = max(cost.rows([s.length for s in m.segments]) for m in microbatches)
-    return tuple(cost.memory.total_bytes(rows, ranks, stage=s, num_held=n) for s, n in enumerate(num_held))
+    return tuple(
+        cost.memory.total_bytes(rows, ranks, stage=stage, num_held=held) + _unusual_bytes(jobs, cost, stage)
+        for stage, held in enumerate(num_held)
+    )
 
 
 def _by_job(microbatch: Microbatch, rank: dict[str, int]) -> list[tuple[int, list[int]]]:
