@@ -218,7 +218,7 @@ class LocalExecutor:
 
         def run() -> None:
             batch = pack_microbatch(self.backbone, twins, work)
-            self.backbone.launch(batch, work.row_tile).losses()
+            self.backbone.launch(batch, work.row_tile).scores()
 
         try:
             with _told_of_device():
