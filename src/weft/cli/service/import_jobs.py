@@ -19,13 +19,13 @@ imports = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Bring fine-tuning jobs from elsewhere.",
+    help="Bring fine-tuning jobs from elsewhere, such as OpenAI.",
 )
 
 
 @imports.callback()
 def from_elsewhere() -> None:
-    """Bring fine-tuning jobs from elsewhere."""
+    """Bring fine-tuning jobs from elsewhere, such as OpenAI."""
 
 
 @imports.command("openai")
