@@ -16,7 +16,7 @@ from weft.spec.run import BackboneSpec
     ("settings", "says"),
     [
         ({"lora_bias": True}, "lora_bias: LoRA with a bias is not supported yet."),
-        ({"bias": "all"}, "bias: biases belong to the shared backbone"),
+        ({"bias": "all"}, "bias: `method: bitfit` trains biases"),
         ({"task_type": "SEQ_CLS"}, "task_type: only CAUSAL_LM is accepted."),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: whole modules belong to the shared backbone"),
         ({"load_in_4bit": True}, "load_in_4bit: write `quantize` of the run: fp8, int8 or nf4."),

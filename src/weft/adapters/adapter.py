@@ -58,7 +58,10 @@ class Adapter:
         self.head: HeadWeights | None = None
         """What makes logits of hidden states, for objectives that have a head."""
         self._views: dict[str, ModuleTensors] = {}
-        sizes = {name: sum(self._sizes(i)) for i, name in enumerate(self.method.groups)}
+        self._penalised_at: int | None = None
+        """The version of the weights whose penalty the gradients have in them already."""
+        names = self.method.groups[: len(next(iter(self._shapes.values())))]
+        sizes = {name: sum(self._sizes(i)) for i, name in enumerate(names)}
         sizes |= {} if head is None else {HEAD: sum(head.sizes)}
         self._take({name: torch.zeros(size, device=device) for name, size in sizes.items()})
         self.version = 0
@@ -83,6 +86,19 @@ class Adapter:
         """Forget the gradients."""
         for group in self.groups.values():
             group.grad.zero_()
+        self._penalised_at = None
+
+    def add_penalties(self) -> None:
+        """Adds to the gradients of a whole global batch what is not the loss's; a second time it adds nothing."""
+        if self._penalised_at == self.version:
+            return
+        # All of them first: without the memory for the last, none has been added.
+        found = {path: weights.penalty_gradients() for path, weights in self.modules.items() if weights.has_penalty}
+        grads = self._split_grads() if found else {}
+        for path, own in found.items():
+            for grad, penalty in zip(grads[path], own, strict=True):
+                grad.add_(penalty)
+        self._penalised_at = self.version
 
     def flat(self) -> dict[str, torch.Tensor]:
         """The buffers themselves, by group, frozen ones included."""
@@ -101,19 +117,24 @@ class Adapter:
         self.changed()
 
     def tensors(self) -> dict[str, ModuleTensors]:
-        """Copies of the weights on the CPU, by module path."""
-        return {path: tuple(view.cpu().clone() for view in views) for path, views in self._views.items()}
+        """Copies of the weights on the CPU by module path, as files hold them."""
+        return self.in_files({path: tuple(view.cpu().clone() for view in own) for path, own in self._views.items()})
+
+    def in_files(self, tensors: Mapping[str, ModuleTensors]) -> dict[str, ModuleTensors]:
+        """Weights of this adapter by module path, as files hold them."""
+        return {path: self.modules[path].in_files(own) if path != HEAD else own for path, own in tensors.items()}
 
     def load(self, tensors: Mapping[str, ModuleTensors], where: str) -> None:
-        """Takes the weights of every module; modules and shapes must be this adapter's."""
+        """Takes the weights of every module, as files hold them; modules and shapes must be this adapter's."""
         if (HEAD in tensors) != (self.head is not None):
             side = "holds a head for labels, and the job" if HEAD in tensors else "holds no head, and the job"
             raise AdapterFileError(f"{side} {'has none' if HEAD in tensors else 'needs one'}.", where=where)
         for path in sorted(self._views.keys() ^ tensors.keys()):
             side = "is not in the file" if path in self.modules else "is not a module of this adapter"
             raise AdapterFileError(f"{path} {side}; target_modules must be those it was trained with.", where=where)
-        for path, given in tensors.items():
+        for path, stored in tensors.items():
             mine = self._views[path]
+            given = stored if path == HEAD else self.modules[path].from_files(stored)
             if [x.shape for x in given] != [view.shape for view in mine]:
                 names = ["WEIGHT", "BIAS"] if path == HEAD else [name.upper() for name in self.method.groups]
                 found = " and ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, given, strict=False))
@@ -143,7 +164,10 @@ class Adapter:
         self.head = None if self.head_shape is None else HeadWeights(self._views[HEAD], grads[HEAD])
         for path, place in self._places.items():
             params = (*self._views[path], *self.shared.values())
-            self.modules[path] = self.method.weights(self.spec, path, place, params, grads[path])
+            weights = self.method.weights(self.spec, path, place, params, grads[path])
+            if path in self.modules:
+                weights.keep_from(self.modules[path])
+            self.modules[path] = weights
 
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
         """Views of flat buffers of some groups, given by name in the method's order, by module path.

@@ -88,6 +88,8 @@ class SlotWeights(ABC):
     """Whether the frozen product sees other inputs than x on these rows."""
     changes_gradient: ClassVar[bool] = False
     """Whether the frozen product has another gradient than y on these rows."""
+    has_penalty: ClassVar[bool] = False
+    """Whether the parameters have a gradient that is not the loss's: `penalty_gradients`."""
 
     def change_input(self, x_TD: torch.Tensor, rows: SlotRows) -> None:
         """Turns a copy of x into what the frozen product sees; asked only of those that say `changes_input`."""
@@ -106,6 +108,21 @@ class SlotWeights(ABC):
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: Any
     ) -> None:
         """Adds to the gradients, and to dx, which holds what came through the frozen product; None: nobody needs dx."""
+
+    def penalty_gradients(self) -> ModuleTensors:
+        """What every optimizer step adds to the gradients once; asked only of those that say `has_penalty`."""
+        raise AssertionError("a method that says `has_penalty` has this hook")
+
+    def keep_from(self, before: SlotWeights) -> None:  # noqa: B027 (most have nothing)
+        """Takes over what the weights in this place had besides their buffers, when the adapter moves to others."""
+
+    def in_files(self, params: ModuleTensors) -> ModuleTensors:
+        """What the adapter's files hold of such parameters of this place: most methods' files hold themselves."""
+        return params
+
+    def from_files(self, given: ModuleTensors) -> ModuleTensors:
+        """The parameters that the tensors of a file mean in this place."""
+        return given
 
 
 class KernelCopy(Protocol):
@@ -126,6 +143,10 @@ class CostRanks:
     """Of most modules, for times."""
     widest: int
     """Of the most expensive module, for memory."""
+
+
+WHOLE_NUMBERS = ("indices", "shape")
+"""How names of tensors in files end that hold whole numbers; all others are floats."""
 
 
 class PeftFormat(Protocol):
@@ -196,7 +217,7 @@ class Method(Protocol):
 
     attachment: Attachment
     groups: tuple[str, ...]
-    """Names of its groups of parameters; checkpoints know them by these."""
+    """Names of its groups of parameters; checkpoints know them by these. An adapter may have only the first of them."""
 
     def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
         """Those of its groups that are not trained: they have no gradients, and no moments."""
@@ -204,13 +225,15 @@ class Method(Protocol):
 
     has_kernels: bool
     """Whether the fused path can run it."""
+    workspace_bytes: int = 0
+    """What one place needs on the reference path besides what is kept, at most; it is given back at once."""
     files: PeftFormat
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if an adapter cannot sit on these modules."""
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
-        """Of the tensors on one module, one for each group."""
+        """Of the tensors on one module, one for each group that the adapter has."""
 
     def shared(
         self, spec: AdapterSpec, modules: Mapping[str, LinearShape], device: torch.device

@@ -52,6 +52,8 @@ class SlotRows:
     """Rows of the buffer where a sample begins; none of a sample that goes on from a cache."""
     windows: tuple[Window, ...]
     """They cover the samples; all have one size, so near the end of the buffer one begins earlier."""
+    step_key: int | None = None
+    """A number of the job's seed and step, for methods that draw something for each step; None: nothing is drawn."""
 
     @property
     def own(self) -> slice:
@@ -60,19 +62,24 @@ class SlotRows:
 
 
 def slot_rows(
-    slot: int, segments: Sequence[Rows], window: int | None, num_rows: int, begins: Sequence[int] = ()
+    slot: int,
+    segments: Sequence[Rows],
+    window: int | None,
+    num_rows: int,
+    begins: Sequence[int] = (),
+    step_key: int | None = None,
 ) -> SlotRows:
     """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of them all."""
     start, end = segments[0].start, segments[-1].end
     samples = tuple(Sampled(slice(s.start, s.end), slice(s.start - start, s.end - start)) for s in segments)
     if window is None:
         whole = slice(start, end)
-        return SlotRows(slot, samples, tuple(begins), (Window(whole, whole, slice(0, end - start)),))
+        return SlotRows(slot, samples, tuple(begins), (Window(whole, whole, slice(0, end - start)),), step_key)
     windows = []
     for begin in range(start, end, window):
         first, last = min(begin, num_rows - window), min(begin + window, end)
         windows.append(Window(slice(first, first + window), slice(begin, last), slice(begin - first, last - first)))
-    return SlotRows(slot, samples, tuple(begins), tuple(windows))
+    return SlotRows(slot, samples, tuple(begins), tuple(windows), step_key)
 
 
 @dataclass

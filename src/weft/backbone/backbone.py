@@ -183,11 +183,13 @@ class Backbone:
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
-        widest = max((cost_ranks(spec).widest for spec in adapters), default=1)
+        fused = [spec for spec in adapters if method_of(spec).has_kernels]
+        widest = max((cost_ranks(spec).widest for spec in fused), default=1)
         found = [self.path.activation_bytes(capacity, widest)]
         for spec in adapters:
             if not method_of(spec).has_kernels:
                 kept = capacity * self._kept_width(spec) * self.dtype.itemsize
+                kept += method_of(spec).workspace_bytes
                 found.append(self._reference.activation_bytes(capacity, widest) + kept)
         return max(found)
 

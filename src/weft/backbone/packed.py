@@ -38,6 +38,8 @@ class Placed:
     weight: float = 1.0
     """What a supervised token of weight 1, or a whole group, counts in the gradient: 1 / the global batch's divisor."""
     dropout_key: int | None = None
+    step_key: int | None = None
+    """A number of its job's seed and step, in training."""
     position: int = 0
     """Position of its first token; above 0 when earlier tokens are cached."""
     objective: LikelihoodObjective | None = None
@@ -59,6 +61,8 @@ class PackedBatch:
     """Whether dropout applies at all: it does not in evaluation."""
     segments: tuple[Rows, ...]
     segment_slots: tuple[int | None, ...]
+    step_keys: tuple[int | None, ...]
+    """Of each segment, a number of its job's seed and step; None in evaluation."""
     is_tiled: bool
     supervised: np.ndarray
     """Rows that predict a supervised token."""
@@ -133,13 +137,13 @@ class PackedBatch:
         on_cpu = is_cpu(self.device)
         window = ADAPTER_WINDOW if self.is_tiled and on_cpu else None
         found = []
-        pairs = zip(self.segment_slots, self.segments, strict=True)
-        for slot, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        owned = zip(zip(self.segment_slots, self.step_keys, strict=True), self.segments, strict=True)
+        for (slot, key), group in itertools.groupby(owned, key=lambda pair: pair[0]):
             if slot is not None:
                 own = [segment for _, segment in group]
                 summed = own if on_cpu else [Rows(own[0].start, own[-1].end)]
                 begins = [segment.start for segment in own if self.positions[segment.start] == 0]
-                found.append(slot_rows(slot, summed, window, self.num_rows, begins))
+                found.append(slot_rows(slot, summed, window, self.num_rows, begins, key))
         return tuple(found)
 
     @property
@@ -183,6 +187,7 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         drops=any(item.dropout_key is not None for item in placed),
         segments=tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False)),
         segment_slots=tuple(item.slot for item in placed),
+        step_keys=tuple(item.step_key for item in placed),
         is_tiled=row_tile is not None,
         supervised=np.concatenate(rows).astype(np.int64),
         targets=np.concatenate(targets).astype(np.int64),

@@ -38,8 +38,9 @@ class ExecutedJob:
         judge = self.given.batches.judge
         if member.is_bare:
             return Placed(member.sample, None, share, objective=judge)
-        key = mix(self.given.spec.seed, segment.step, segment.index)
-        return Placed(member.sample, self.weights.slot, share, key, objective=judge, head=self.given.batches.head)
+        seed, step = self.given.spec.seed, segment.step
+        keys = {"dropout_key": mix(seed, step, segment.index), "step_key": mix(seed, step)}
+        return Placed(member.sample, self.weights.slot, share, objective=judge, head=self.given.batches.head, **keys)
 
 
 Jobs = Mapping[str, ExecutedJob]
@@ -79,6 +80,7 @@ def take_steps(
     optimizers = [jobs[order.job].weights.optimizer for order in orders]
     for optimizer, order in zip(optimizers, orders, strict=True):
         optimizer.set_rate(order.learning_rate)
+        optimizer.adapter.add_penalties()
     wait = step_together(optimizers, [order.is_finite for order in orders], finite_J)
     stepped = [jobs[order.job].weights for order in orders]
 

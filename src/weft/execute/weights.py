@@ -105,7 +105,7 @@ class JobWeights:
         kind = "ema" if COUNT in flat and int(flat[COUNT]) else "params"
         kind = "best" if best and all(f"best_{group}" in flat for group in trained) else kind
         chosen = {group: flat[f"{kind if group in trained else 'params'}_{group}"] for group in self.adapter.flat()}
-        return self.adapter.split(chosen)
+        return self.adapter.in_files(self.adapter.split(chosen))
 
     def _named(self, *, moments: bool) -> dict[str, torch.Tensor]:
         named = {f"params_{group}": params for group, params in self.adapter.flat().items()}

@@ -23,6 +23,8 @@ AUTO_TARGETS = {
     **dict.fromkeys((*LORA_KINDS, "vera"), "all-linear"),
     "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})",
     "bottleneck": "all-blocks",
+    "diff_pruning": "all-linear",
+    "bitfit": "all-linear",
     "prompt_tuning": "all",
     "prefix_tuning": "all",
 }
@@ -48,8 +50,8 @@ class AdapterSpec(KnownKeywords):
     """Dropout on the input of the adapter (never on the frozen branch)."""
     target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
     """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths.
-    `auto`: all-linear for lora, dora and vera; for ia3 keys, values and the last linear of every feed-forward block;
-    for bottleneck what bottleneck_variant says. Blocks are named like modules: [self_attn, mlp] or `all-blocks`."""
+    `auto`: all-linear; but for ia3 keys, values and the last linear of every feed-forward block, and for bottleneck
+    what bottleneck_variant says. Blocks are named like modules: [self_attn, mlp] or `all-blocks`."""
     exclude_modules: str | tuple[str, ...] | None = setting(None)
     """Module names, or one regular expression, to leave out."""
     layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
@@ -101,6 +103,13 @@ class AdapterSpec(KnownKeywords):
     bottleneck_scale: float = setting(1.0, aliases=("scaling",), rule=above(0), methods=("bottleneck",))
     """What the adapter's output is multiplied with before it is added to the block's."""
 
+    density: float = setting(0.005, rule=above(0, 1), methods=("diff_pruning",))
+    """Share of every adapted weight's numbers that may change: those smallest in size."""
+    mask: str = setting("magnitude", choices=("magnitude", "l0"), methods=("diff_pruning",))
+    """magnitude: all of that share change; l0: a gate on each of them opens or closes while the job trains, and only
+    open ones are in the adapter's files."""
+    l0_weight: float = setting(1e-5, aliases=("sparsity_pen",), rule=at_least(0), methods=("diff_pruning",))
+    """What an open gate adds to the loss: it stays open where it lowers the loss by more. For `mask: l0`."""
     num_virtual_tokens: int = setting(20, rule=at_least(1), methods=VIRTUAL_TOKENS)
     """Rows in front of every sample that the adapter fills; they count as tokens, also in max_length."""
     prompt_tuning_init: str = setting("random", choices=("random", "text", "sample_vocab"), methods=("prompt_tuning",))

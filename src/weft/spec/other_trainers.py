@@ -25,7 +25,7 @@ class ForeignSetting:
 
 _PEFT = {
     "lora_bias": ForeignSetting("LoRA with a bias is not supported yet."),
-    "bias": ForeignSetting("biases belong to the shared backbone and are not trained; only none is accepted."),
+    "bias": ForeignSetting("`method: bitfit` trains biases; beside another method only none is accepted."),
     "task_type": ForeignSetting("only CAUSAL_LM is accepted.", (None, "CAUSAL_LM")),
     "peft_type": ForeignSetting("name the method by `method`, in lower case.", (None,)),
     "inference_mode": ForeignSetting("an adapter that is trained is not in inference mode."),

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from weft.adapters.head import HEAD
-from weft.adapters.method import JoinedFormat, ModuleTensors, PeftFormat
+from weft.adapters.method import WHOLE_NUMBERS, JoinedFormat, ModuleTensors, PeftFormat
 from weft.adapters.methods import METHODS, method_of
 from weft.adapters.targets import is_target
 from weft.errors import AdapterFileError
@@ -56,6 +56,7 @@ _TASKS = {
 }
 """By PEFT's names of tasks: the Hub's name of it, and transformers' class."""
 _DTYPES = ("F32", "BF16", "F16", "F64")
+_WHOLE_DTYPES = ("I32", "I64")
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,8 +291,9 @@ def _load_tensors(data: bytes, where: str) -> dict[str, torch.Tensor]:
         raise AdapterFileError("has a header that does not name tensors.", where=where)
     for name, entry in header.items():
         dtype = entry.get("dtype") if isinstance(entry, dict) else None
-        if name != "__metadata__" and dtype not in _DTYPES:
-            raise AdapterFileError(f"{name} has type {dtype}; accepted are {', '.join(_DTYPES)}.", where=where)
+        accepted = _WHOLE_DTYPES if name.rpartition(".")[2] in WHOLE_NUMBERS else _DTYPES
+        if name != "__metadata__" and dtype not in accepted:
+            raise AdapterFileError(f"{name} has type {dtype}; accepted are {', '.join(accepted)}.", where=where)
     try:
         return dict(load(data))
     except SafetensorError as error:

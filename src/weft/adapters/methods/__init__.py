@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from weft.adapters.method import CostRanks, Method
+from weft.adapters.methods.bitfit.method import BitFit
 from weft.adapters.methods.bottleneck.method import Bottleneck
+from weft.adapters.methods.diff_pruning.method import DiffPruning
 from weft.adapters.methods.dora.method import Dora
 from weft.adapters.methods.ia3.method import Ia3
 from weft.adapters.methods.lora.method import Lora
@@ -13,7 +15,9 @@ from weft.adapters.methods.virtual_tokens.method import PrefixTuning, PromptTuni
 from weft.spec import AdapterSpec
 
 METHODS: dict[str, Method] = {
+    "bitfit": BitFit(),
     "bottleneck": Bottleneck(),
+    "diff_pruning": DiffPruning(),
     "dora": Dora(),
     "ia3": Ia3(),
     "lora": Lora(),

@@ -1,0 +1,1 @@
+"""BitFit: the biases of frozen linears."""

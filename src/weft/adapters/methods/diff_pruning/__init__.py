@@ -1,0 +1,1 @@
+"""Diff pruning: a sparse difference to a frozen weight."""
