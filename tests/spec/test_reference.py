@@ -31,7 +31,7 @@ def test_sections_when_listed_then_name_every_spelling_of_every_setting():
 def test_settings_of_when_read_then_tell_values_and_defaults_in_words():
     found = {setting.name: setting for setting in (*settings_of(JobSpec), *settings_of(AdapterSpec))}
     assert found["learning_rate"].values == "number, above 0"
-    assert found["learning_rate"].default == "0.0002"
+    assert found["learning_rate"].default == "null"
     assert found["name"].is_required
     assert found["eval_data"].values == "number or list of names or mappings"
     assert found["init_lora_weights"].values.startswith("true, false, gaussian, orthogonal, pissa, ")
@@ -106,7 +106,7 @@ BAD = [
     run(job={"max_steps": 1.5}),
     run(job={"shuffle": "yes please"}),
     run(job={"max_length": 1}),
-    run(job={"learning_rate": None}),
+    run(job={"weight_decay": None}),
     run(job={"adam_beta1": 1}),
     run(r=0),
     run(rang=4),

@@ -176,6 +176,13 @@ def test_adapter_when_a_setting_is_another_methods_then_it_is_refused(settings, 
     assert (caught.value.where, caught.value.message) == (where, f"is a setting of {owner}; the method is {method}.")
 
 
+@pytest.mark.parametrize(("method", "rate"), [("lora", 2e-4), ("dora", 2e-4), ("ia3", 1e-2), ("bitfit", 3e-3)])
+def test_job_when_it_states_no_learning_rate_then_has_that_of_its_method(method: str, rate: float):
+    adapter = AdapterSpec(method=method)
+    assert JobSpec("a", ("rows",), adapter=adapter).learning_rate == rate
+    assert JobSpec("a", ("rows",), adapter=adapter, learning_rate=1e-3).learning_rate == 1e-3
+
+
 def test_job_when_loraplus_is_asked_of_ia3_then_it_is_refused():
     with pytest.raises(ConfigError, match="is a setting of lora and dora; the method is ia3"):
         JobSpec("a", ("rows",), adapter=AdapterSpec(method="ia3"), loraplus_lr_ratio=4.0)

@@ -50,6 +50,11 @@ def test_alpha_when_it_is_a_multiple_of_r_then_follows_the_rank():
     spec = sweep_from_mapping(mapping(space={"r": [4, 8], "alpha": {"times_r": [0.25, 2]}}), base_dir=Path())
     assert trial_job(spec, "t", {"r": 8, "alpha": "0.25r"}).adapter.lora_alpha == 2.0
     assert trial_job(spec, "t", {"r": 4, "alpha": "2r"}).adapter.lora_alpha == 8.0
+
+
+def test_trial_when_the_method_is_searched_then_has_the_learning_rate_of_its_own():
+    spec = sweep_from_mapping(mapping(space={"method": ["lora", "ia3"]}), base_dir=Path())
+    assert [trial_job(spec, "t", {"method": method}).learning_rate for method in ("lora", "ia3")] == [2e-4, 1e-2]
     assert trial_job(spec, "t", {"r": 4, "alpha": 3}).adapter.lora_alpha == 3.0
     assert trial_job(spec, "t", {"r": 4, "alpha": "3e0"}).adapter.lora_alpha == 3.0
 

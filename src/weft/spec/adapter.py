@@ -29,6 +29,17 @@ AUTO_TARGETS = {
     "prefix_tuning": "all",
 }
 """The PEFT methods, and what `target_modules: auto` means for each."""
+LORA_RATE = 2e-4
+LEARNING_RATES = {
+    "ia3": 1e-2,
+    "bottleneck": 5e-4,
+    "diff_pruning": 5e-3,
+    "bitfit": 3e-3,
+    "prompt_tuning": 3e-2,
+    "prefix_tuning": 3e-2,
+}
+"""Learning rates of jobs that state none, by method; all others have LoRA's. Each is about a tenth of the best one on
+the tiny backbone (docs/methods.md), as LoRA's is of LoRA's."""
 VIRTUAL_TOKENS = ("prompt_tuning", "prefix_tuning")
 """Methods that put rows in front of every sample."""
 
@@ -180,6 +191,11 @@ class AdapterSpec(KnownKeywords):
     def starts_as_weight(self) -> bool:
         """Whether it starts as a part of the frozen weight."""
         return self.init_lora_weights in _WEIGHT_STARTS
+
+    @property
+    def default_learning_rate(self) -> float:
+        """The peak learning rate of a job that states none."""
+        return LEARNING_RATES.get(self.method, LORA_RATE)
 
     @property
     def default_alpha(self) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from weft.errors import ConfigError
-from weft.spec.adapter import LORA_KINDS, AdapterSpec, check_pattern
+from weft.spec.adapter import LORA_KINDS, LORA_RATE, AdapterSpec, check_pattern
 from weft.spec.choices.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
 from weft.spec.choices.schedules import SCHEDULES, check_schedule
 from weft.spec.fields import (
@@ -131,8 +131,9 @@ class JobSpec(KnownKeywords):
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"), is_path=True)
     """A PEFT adapter directory to continue from. `adapter` may be left out; if given, rank and targets must match."""
 
-    learning_rate: float = setting(2e-4, aliases=("lr",), rule=above(0))
-    """Peak learning rate."""
+    learning_rate: float = setting(None, aliases=("lr",), rule=above(0))
+    """Peak learning rate. Default: by the adapter's method; bottleneck 5e-4, bitfit 3e-3, diff_pruning 5e-3, ia3 1e-2,
+    prompt_tuning and prefix_tuning 3e-2, all others 2e-4."""
     lr_scheduler_type: str = setting("linear", aliases=("lr_scheduler",), choices=SCHEDULES)
     """Shape of the learning rate over the job's steps."""
     lr_scheduler_kwargs: dict[str, float | str] = setting(factory=dict)
@@ -215,7 +216,12 @@ class JobSpec(KnownKeywords):
 
     def __post_init__(self) -> None:
         self._refuse_foreign_sources()
+        # Which method it is, is known when the adapter has been read.
+        has_rate = self.learning_rate is not None
+        object.__setattr__(self, "learning_rate", self.learning_rate if has_rate else LORA_RATE)
         validate(self)
+        if not has_rate:
+            object.__setattr__(self, "learning_rate", self.adapter.default_learning_rate)
         refuse_foreign(self, self.adapter.method)
         if self.objective != "auto":
             refuse_foreign_objective(self, self.objective)

@@ -11,6 +11,7 @@ import openai
 import pytest
 from service_home import Home, chat_lines
 
+from weft.serve.jobs.spec import build_spec, job_settings, used_hyperparameters
 from weft.serve.records.usage import usage_of
 from weft.spec.choices.openai_hyperparameters import resolve
 
@@ -145,6 +146,16 @@ def test_hyperparameters_when_auto_then_follow_the_stated_rules(num: int, epochs
     found = resolve({"n_epochs": "auto"}, num)
     assert found == {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": 1.0}
     assert resolve({"n_epochs": 7, "batch_size": 2, "learning_rate_multiplier": 0.5}, num)["n_epochs"] == 7
+
+
+@pytest.mark.parametrize(("adapter", "rate"), [(None, 1e-4), ({"r": 4}, 1e-4), ({"method": "ia3"}, 5e-3)])
+def test_hyperparameters_when_a_multiplier_is_given_then_it_is_of_the_methods_own_rate(adapter, rate):
+    extra = {} if adapter is None else {"adapter": adapter}
+    given = {"n_epochs": 1, "batch_size": 1, "learning_rate_multiplier": 0.5}
+    job = build_spec(job_settings(given, extra), name="a", train_data="rows")
+    assert job.learning_rate == pytest.approx(rate)
+    used = used_hyperparameters(given, {**extra, "learning_rate": job.learning_rate}, job)
+    assert used["learning_rate_multiplier"] == pytest.approx(0.5)
 
 
 def test_hyperparameters_when_settings_say_otherwise_then_the_reply_has_those_that_are_used(home: Home):

@@ -10,7 +10,7 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.serve.records.rows import DbRow
 from weft.spec import AdapterSpec, JobSpec
-from weft.spec.choices.openai_hyperparameters import BASE_BETA, BASE_LEARNING_RATE, training_settings
+from weft.spec.choices.openai_hyperparameters import BASE_BETA, training_settings
 from weft.spec.fields import read
 from weft.spec.load import canonical
 
@@ -30,7 +30,7 @@ def job_settings(hyperparameters: Mapping[str, Any], extra: Mapping[str, Any]) -
 
     `hyperparameters` are resolved; `extra` comes from `user_settings` and takes precedence.
     """
-    return training_settings(hyperparameters) | dict(extra)
+    return training_settings(hyperparameters, extra.get("adapter")) | dict(extra)
 
 
 def used_hyperparameters(resolved: Mapping[str, Any], extra: Mapping[str, Any], job: JobSpec) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def used_hyperparameters(resolved: Mapping[str, Any], extra: Mapping[str, Any], 
     if job.objective == "dpo":
         used["beta"] = BASE_BETA if job.beta is None else job.beta
     if "learning_rate" in extra:
-        used["learning_rate_multiplier"] = job.learning_rate / BASE_LEARNING_RATE
+        used["learning_rate_multiplier"] = job.learning_rate / job.adapter.default_learning_rate
     if job.max_steps is not None or not job.num_train_epochs.is_integer():
         del used["n_epochs"]
     return used

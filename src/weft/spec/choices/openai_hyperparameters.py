@@ -6,7 +6,7 @@
 |---|---|
 | n_epochs | 3 for n < 1,000; 2 for n < 10,000; else 1 |
 | batch_size | n / 8 rounded down, at least 1 and at most 8; 16 for n >= 10,000 |
-| learning_rate_multiplier | 1, of a peak learning rate of 2e-4 |
+| learning_rate_multiplier | 1, of the peak learning rate of the adapter's method, 2e-4 for LoRA |
 | beta (method dpo) | 0.1 |
 """
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-BASE_LEARNING_RATE = 2e-4
+from weft.spec.adapter import LEARNING_RATES, LORA_RATE
+
 BASE_BETA = 0.1
 
 
@@ -31,11 +32,13 @@ def resolve(hyperparameters: Mapping[str, Any], num_samples: int) -> dict[str, A
     return auto | given
 
 
-def training_settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a jobs file says for hyper-parameters that are numbers."""
+def training_settings(resolved: Mapping[str, Any], adapter: Any = None) -> dict[str, Any]:
+    """What a jobs file says for hyper-parameters that are numbers, beside what it says of the `adapter`, if it does."""
+    method = adapter.get("method") if isinstance(adapter, Mapping) else None
+    base_rate = LEARNING_RATES.get(method, LORA_RATE) if isinstance(method, str) else LORA_RATE
     return {
         "num_train_epochs": resolved["n_epochs"],
         "global_batch_size": resolved["batch_size"],
-        "learning_rate": BASE_LEARNING_RATE * resolved["learning_rate_multiplier"],
+        "learning_rate": base_rate * resolved["learning_rate_multiplier"],
         **({"beta": resolved["beta"]} if "beta" in resolved else {}),
     }

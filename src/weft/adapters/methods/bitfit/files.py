@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from weft.adapters.method import ModuleTensors
+from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 
@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class BitFitFiles:
+class BitFitFiles(PeftFormat):
     """What Weft writes of changed biases: the changes, which start at zero."""
 
     peft_type = "BITFIT"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.adapters.method import ModuleTensors
+from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.adapters.methods.diff_pruning.positions import num_positions
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class DiffPruningFiles:
+class DiffPruningFiles(PeftFormat):
     """What Weft writes of a sparse difference."""
 
     peft_type = "DIFF_PRUNING"

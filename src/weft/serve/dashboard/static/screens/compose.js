@@ -11,7 +11,7 @@ const SHOWN_PROBLEMS = 50;
 const HYPER = [
   ["n_epochs", "Epochs", "auto", "Passes over the examples, 1 to 50."],
   ["batch_size", "Batch size", "auto", "Examples per step, 1 to 256."],
-  ["learning_rate_multiplier", "Learning rate ×", "auto", "1 is a peak of 2e-4."],
+  ["learning_rate_multiplier", "Learning rate ×", "auto", "1 is a peak of 2e-4 for LoRA."],
 ];
 const LORA = [["r", "Rank", "16", "Higher learns more and takes more memory."], ["alpha", "Alpha", "32", "Usually twice the rank."], ["dropout", "Dropout", "0", "0 to 1; helps with few examples."]];
 const MORE = [["max_length", "Longest example", "1024", "In tokens; longer ones are cut."], ["max_steps", "Most steps", "", "Instead of epochs."], ["priority", "Priority", "0", "Higher goes first, as far as allowed."], ["seed", "Seed", "42", "The same seed gives the same adapter."]];
