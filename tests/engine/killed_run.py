@@ -1,8 +1,9 @@
 """Trains jobs in child processes that are killed until one comes through; a program of its own, used by a test.
 
-    python killed_run.py DIRECTORY SEED
+    python killed_run.py DIRECTORY SEED [eight]
 
 Writes DIRECTORY/undisturbed (never killed), DIRECTORY/killed, and prints how the children of the latter ended as JSON.
+With `eight`, the jobs are those of eight_jobs.py, and each is also trained alone, in DIRECTORY/alone-NAME.
 The parent imports everything once and forks, so that a child costs no import; it computes nothing itself.
 """
 
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import eight_jobs
 import torch
 
 from weft import faults
@@ -112,15 +114,19 @@ def kill_until_done(spec: RunSpec, data: Path, out: Path, rng: random.Random) ->
     return ends
 
 
-def main(place: Path, seed: int) -> None:
+def main(place: Path, seed: int, *, is_eight: bool) -> None:
     """Trains the run twice, once in peace and once under fire."""
     torch.set_num_threads(1)
-    spec = run_spec(place)
+    spec = eight_jobs.run_spec(place) if is_eight else run_spec(place)
     for module in LATE_IMPORTS:
         importlib.import_module(module)
-    assert ended(child(lambda: train(spec, place, place / "undisturbed"))) == "done"
+    runs = {place / "undisturbed": spec}
+    if is_eight:
+        runs |= {place / f"alone-{job.name}": eight_jobs.run_spec(place, job.name) for job in spec.jobs}
+    for out, own in runs.items():
+        assert ended(child(lambda own=own, out=out: train(own, place, out))) == "done"
     print(json.dumps(kill_until_done(spec, place, place / "killed", random.Random(seed))))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), is_eight=sys.argv[3:] == ["eight"])
