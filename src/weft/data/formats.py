@@ -53,13 +53,13 @@ def convert_rows(
         raise ConfigError(f"got {data_format!r}; accepted are {', '.join(FORMATS)}.", where="data_format")
     if data_format != "auto":
         for row in rows:
-            _refuse_media(row, is_stated=True)
+            refuse_media(row, is_stated=True)
         return data_format, [READERS[data_format](row, need_answer) for row in rows]
     chosen = first_format or _detect_first(rows[0], need_answer)
     forms: list[Form] = []
     for row in rows:
         _refuse_preferences(row)
-        _refuse_media(row, is_stated=False)
+        refuse_media(row, is_stated=False)
         found = detect(row, need_answer)
         if found not in (chosen, None):
             raise DataError(f"is in the {found} format, but the rows before it are {chosen}.", where=row.where)
@@ -94,7 +94,7 @@ def _is_labelled(row: Row) -> bool:
 
 def _detect_first(row: Row, need_answer: bool) -> str:
     _refuse_preferences(row)
-    _refuse_media(row, is_stated=False)
+    refuse_media(row, is_stated=False)
     found = detect(row, need_answer)
     if found is not None:
         return found
@@ -137,7 +137,7 @@ def _refuse_preferences(row: Row) -> None:
         )
 
 
-def _refuse_media(row: Row, *, is_stated: bool) -> None:
+def refuse_media(row: Row, *, is_stated: bool) -> None:
     """Refuses rows with images, audios or videos; where a format is stated, only if the text has a place for them."""
     name = next((name for name in MEDIA_COLUMNS if row.values.get(name) not in (None, "", [], {})), None)
     if name is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from weft.backbone.load import load_tokenizer
+from weft.data.load import load_dataset
 from weft.errors import DataError
 from weft.objectives.preference.pair_rows import is_preference, read_preference
 
@@ -73,3 +76,13 @@ def test_row_when_it_is_no_pair_then_one_sentence_says_why(values, says):
     with pytest.raises(DataError) as error:
         read_preference(values, "p.jsonl line 1")
     assert str(error.value).startswith(f"p.jsonl line 1: {says}")
+
+
+def test_pair_when_it_has_an_image_then_is_refused_by_line(tmp_path):
+    rows = [
+        {"prompt": "q", "chosen": "g", "rejected": "b"},
+        {"prompt": "q", "chosen": "g", "rejected": "b", "image": "a.png"},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="line 2: has image, but only text can be trained on"):
+        load_dataset(["p.jsonl"], load_tokenizer("tiny"), max_length=64, base_dir=tmp_path)

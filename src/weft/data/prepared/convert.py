@@ -19,7 +19,7 @@ import numpy.typing as npt
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.renderer import Renderer
 from weft.data.conversation import Conversation, Form, Passage, Tokens, Words
-from weft.data.formats import convert_rows
+from weft.data.formats import convert_rows, refuse_media
 from weft.data.prepared.settings import DataSettings
 from weft.data.prepared.sieve import Account, Sieve
 from weft.data.rows.column_map import ColumnMap
@@ -135,6 +135,9 @@ def _convert(
     parts = [(row.where, part) for row, several in zip(rows, of_rows, strict=True) for part in several]
     made = [Row(part.values, where) for where, part in parts]
     if objective.part_format is not None:
+        for row in rows:
+            # What objectives make of a row has only the columns that they know.
+            refuse_media(row, is_stated=data_format != "auto")
         _check_stated(data_format, objective)
         data_format = objective.part_format
     found, forms = convert_rows(made, data_format, first_format=first_format)
