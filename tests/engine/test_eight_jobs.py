@@ -1,4 +1,4 @@
-"""One run of eight jobs that differ in method, objective and optimizer: each is as if it were alone, and can be used."""
+"""One run of eight jobs that differ in method, objective and optimizer: each is as if alone, and can be used."""
 
 from __future__ import annotations
 
