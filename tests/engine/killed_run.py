@@ -97,9 +97,11 @@ def ended(pid: int) -> str:
 def kill_until_done(spec: RunSpec, data: Path, out: Path, rng: random.Random) -> list[str]:
     """Children that die at a random durable operation or at a random time, one after another, until one finishes."""
     ends: list[str] = []
+    # More jobs do more before one of them has come any further.
+    scale = len(spec.jobs) / 3
     while len(ends) < MAX_CHILDREN and (not ends or ends[-1] == "killed"):
         if len(ends) % 3 < 2:
-            plan = faults.parse(f"kill@{rng.randint(1, 220)}")
+            plan = faults.parse(f"kill@{rng.randint(1, int(220 * scale))}")
 
             def work(plan: faults.FaultPlan = plan) -> None:
                 faults.arm(plan)
@@ -108,7 +110,7 @@ def kill_until_done(spec: RunSpec, data: Path, out: Path, rng: random.Random) ->
             ends.append(ended(child(work)))
         else:
             pid = child(lambda: train(spec, data, out))
-            time.sleep(rng.uniform(0.05, 0.6))
+            time.sleep(rng.uniform(0.05, 0.6 * scale))
             os.kill(pid, signal.SIGKILL)
             ends.append(ended(pid))
     return ends
