@@ -150,6 +150,27 @@ def replicas(
     raise typer.Exit(run_parts(parts, TARGETS, json, on_gpu=ON_GPU))
 
 
+@bench.command("methods")
+def methods(
+    model: Annotated[str, typer.Option(help="Shape to build with random weights.")] = "llama-3.1-8b",
+    regime: Annotated[list[str] | None, typer.Option(help="Figure to measure; may be repeated. Default: all.")] = None,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """PEFT methods and objectives mixed in one run, beside LoRA alone and beside PEFT."""
+    from weft.bench import clock
+    from weft.bench.methods.parts import TARGETS, MethodBench, choose_parts
+    from weft.bench.output import run_parts
+    from weft.bench.shapes import find_shape
+    from weft.bench.steps.peers import need_peft
+
+    shape = find_shape(model)
+    device = _device(needs_gpu=shape.name != "tiny")
+    need_peft()
+    parts = choose_parts(regime or [], MethodBench(shape, device, clock.QUICK if quick else clock.THOROUGH))
+    raise typer.Exit(run_parts(parts, TARGETS, json, on_gpu=[] if device.type == "cpu" else list(parts)))
+
+
 @bench.command("wall")
 def wall(
     regime: Annotated[list[str] | None, typer.Option(help="tiny, 8b, share, cpu or prepare; may be repeated.")] = None,

@@ -1,0 +1,109 @@
+"""The jobs that are measured, on random tokens: eight that differ in method and objective, and eight LoRAs.
+
+Every job asks for as many rows a step as any other: a quarter of them where each sample runs four times (KTO), and so
+on. So whoever trains beside whom, the work of a step is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from weft.data.dataset import Dataset, JobData
+from weft.data.sample import Sample
+from weft.objectives.heads.classes import Classification
+from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference.kto import Kto
+from weft.spec import AdapterSpec, JobSpec
+
+SEED = 20260101
+FOREVER = 10**6
+NUM_VIRTUAL = 16
+CLASSES = ("no", "yes")
+
+
+@dataclass(frozen=True)
+class MethodJobs:
+    """Makes jobs whose steps have so many rows, in samples of so many tokens."""
+
+    rows: int
+    """Of one step of a job."""
+    length: int
+    """Tokens of a sample."""
+    num_steps: int
+    vocabulary: int
+    widest: int = 64
+    """The rank of the LoRA on pairs; no more than the backbone's narrowest linear."""
+
+    def lora(self, number: int, rank: int = 16) -> tuple[JobSpec, JobData]:
+        """A LoRA on answers."""
+        return self._job(f"lora{number}", number, {"r": rank})
+
+    def dora(self, number: int) -> tuple[JobSpec, JobData]:
+        """A DoRA on answers."""
+        return self._job(f"dora{number}", number, {"method": "dora", "r": 16})
+
+    def ia3(self, number: int) -> tuple[JobSpec, JobData]:
+        """IA³ on answers: the method that is least like LoRA of those that everybody has."""
+        return self._job(f"ia3-{number}", number, {"method": "ia3"})
+
+    def dpo(self, number: int, rank: int = 16) -> tuple[JobSpec, JobData]:
+        """A LoRA on pairs; both answers run again without it."""
+        spec, data = self._job(f"dpo{number}", number, {"r": rank}, runs=2, group=2, objective="dpo")
+        return spec, JobData(replace(data.train, objective=Dpo()), None)
+
+    def mixed(self) -> list[tuple[JobSpec, JobData]]:
+        """Eight jobs, no two alike."""
+        marked, marks = self._job("vera-kto", 6, {"method": "vera"}, runs=4, labels=2, objective="kto")
+        classed, classes = self._job("ia3-classes", 3, {"method": "ia3"}, labels=2, objective="classification")
+        ends = Dataset.of([sample.labelled_end(sample.label) for sample in classes.train.samples], "random tokens")
+        ends = replace(ends, objective=Classification(CLASSES))
+        prompt = {"method": "prompt_tuning", "num_virtual_tokens": NUM_VIRTUAL}
+        return [
+            self.lora(0, 8),
+            self.dpo(1, self.widest),
+            self.dora(2),
+            (replace(classed, labels=CLASSES), JobData(ends, None)),
+            self._job("bottleneck", 4, {"method": "bottleneck"}),
+            self._job("diff-pruning", 5, {"method": "diff_pruning"}),
+            (marked, JobData(replace(marks.train, objective=Kto()), None)),
+            self._job("prompt", 7, prompt, leading=NUM_VIRTUAL),
+        ]
+
+    def _job(
+        self,
+        name: str,
+        seed: int,
+        adapter: dict[str, Any],
+        *,
+        runs: int = 1,
+        group: int = 1,
+        labels: int = 0,
+        leading: int = 0,
+        objective: str = "supervised",
+    ) -> tuple[JobSpec, JobData]:
+        """A job whose groups of `group` samples run `runs` times each."""
+        num_groups = max(1, self.rows // (self.length * runs * group))
+        spec = JobSpec(
+            name,
+            ("random tokens",),
+            max_steps=self.num_steps,
+            save_steps=FOREVER,
+            save_minutes=0.0,
+            global_batch_size=num_groups,
+            max_length=self.length,
+            objective=objective,
+            adapter=AdapterSpec(**adapter),
+        )
+        rng = np.random.default_rng([SEED, seed])
+        samples = [self._sample(rng, i, labels, leading) for i in range(2 * num_groups * group)]
+        return spec, JobData(Dataset.of(samples, "random tokens"), None)
+
+    def _sample(self, rng: np.random.Generator, number: int, labels: int, leading: int) -> Sample:
+        """Random tokens, of which the second half is an answer."""
+        length = self.length - leading
+        tokens = rng.integers(3, self.vocabulary, length, dtype=np.int32)
+        sample = Sample(tokens, np.arange(length) >= length // 2)
+        return sample.labelled(float(number % labels)) if labels else sample

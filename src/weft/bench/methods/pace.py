@@ -1,0 +1,67 @@
+"""How fast an engine trains jobs, from the moment when all of them are under way to the last one's last step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.backbone.backbone import Backbone
+from weft.bench.clock import peak_gb, release
+from weft.data.dataset import JobData
+from weft.engine.engine import Engine
+from weft.engine.events import JobFailed, MicrobatchDone, StepDone
+from weft.errors import WeftError
+from weft.spec import JobSpec
+
+WARM_UP = 4
+"""Steps of every job before time counts: kernels are compiled, graphs captured and moments there."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What was seen."""
+
+    tokens: int
+    """That went through the backbone, those without an adapter included."""
+    trained: int
+    """Of the samples that steps were taken on."""
+    seconds: float
+    alone_s: dict[str, float]
+    """Seconds of microbatches that only one job had rows in, by job."""
+    peak_gb: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The speed of all jobs together."""
+        return self.tokens / self.seconds
+
+    @property
+    def trained_per_s(self) -> float:
+        """The same without what ran for comparison only."""
+        return self.trained / self.seconds
+
+
+def measure_pace(backbone: Backbone, jobs: Sequence[tuple[JobSpec, JobData]], capacity: int) -> Pace:
+    """Trains the jobs to their end; leaves the backbone without adapters."""
+    backbone.path.forget()
+    release(backbone.device)
+    engine = Engine(backbone, capacity=capacity)
+    for spec, data in jobs:
+        engine.submit(spec, data)
+    steps = dict.fromkeys(engine.jobs, 0)
+    tokens, trained, alone, begun_s = 0, 0, dict.fromkeys(engine.jobs, 0.0), None
+    for event in engine.events():
+        if isinstance(event, JobFailed):
+            raise WeftError(f"{event.job} failed: {event.reason}.", where="bench methods")
+        if isinstance(event, StepDone):
+            steps[event.job] = event.step
+            trained += event.tokens if begun_s is not None else 0
+            if begun_s is None and min(steps.values()) >= WARM_UP:
+                begun_s = time.perf_counter()
+        elif isinstance(event, MicrobatchDone) and begun_s is not None:
+            tokens += event.tokens
+            if len(event.jobs) == 1:
+                alone[event.jobs[0]] += event.seconds
+    assert begun_s is not None, "jobs have more steps than the warm-up"
+    return Pace(tokens, trained, time.perf_counter() - begun_s, alone, peak_gb(backbone.device))
