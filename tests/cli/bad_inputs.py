@@ -193,7 +193,6 @@ JOB = [
     rate("1e300", "'1e300' is too large; the most is 1e+18."),
     rate("fast", "expected a number, got 'fast'."),
     rate("[1]", "expected a number, got a list."),
-    rate("", "expected a number, got nothing."),
     job("warmup_steps: -1", "warmup_steps", "must be at least 0, got -1.0."),
     job("save_steps: 1e30", "save_steps", "'1e30' is too large; the most is 1e+18."),
     job("epochs: 1e18", "num_train_epochs", "must be at most 1000000, got 1e+18."),

@@ -24,6 +24,10 @@ from weft.store.atomic import make_directories, staged_directory
 def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     """Writes the merged model and its tokenizer to `out`; returns the number of merged modules."""
     method = method_of(stored.spec)
+    if stored.head is not None:
+        raise AdapterFileError(
+            "has a head for labels, for which a language model has no place; load it with PEFT.", where=str(stored.path)
+        )
     if method.attachment is not Attachment.LINEAR:
         raise AdapterFileError(
             f"a {method.files.title} adapter changes no weights, so there are none to merge it into.",

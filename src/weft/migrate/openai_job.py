@@ -61,7 +61,9 @@ def move_job(job: ExportedJob, models: Mapping[str, str], default: str | None) -
 def _move_job(job: ExportedJob, models: Mapping[str, str], default: str | None) -> MovedJob:
     values = job.values
     if values.get("status") in ENDED_BADLY:
-        raise ConfigError(f"its status is {values['status']}; only jobs that went well are carried over.", where=job.id)
+        raise ConfigError(
+            f"its status is {values['status']}; jobs that failed or were cancelled are left out.", where=job.id
+        )
     kind, given = _method(job)
     train_file, eval_file = job.file("training_file"), job.file("validation_file")
     if train_file is None:

@@ -31,6 +31,7 @@ AUTO_TARGETS = {
 """The PEFT methods, and what `target_modules: auto` means for each."""
 LORA_RATE = 2e-4
 LEARNING_RATES = {
+    "vera": 5e-3,
     "ia3": 1e-2,
     "bottleneck": 5e-4,
     "diff_pruning": 5e-3,
@@ -40,6 +41,7 @@ LEARNING_RATES = {
 }
 """Learning rates of jobs that state none, by method; all others have LoRA's. Each is about a tenth of the best one on
 the tiny backbone (docs/methods.md), as LoRA's is of LoRA's."""
+L0_WEIGHT = 1e-5
 VIRTUAL_TOKENS = ("prompt_tuning", "prefix_tuning")
 """Methods that put rows in front of every sample."""
 
@@ -119,7 +121,7 @@ class AdapterSpec(KnownKeywords):
     mask: str = setting("magnitude", choices=("magnitude", "l0"), methods=("diff_pruning",))
     """magnitude: all of that share change; l0: a gate on each of them opens or closes while the job trains, and only
     open ones are in the adapter's files."""
-    l0_weight: float = setting(1e-5, aliases=("sparsity_pen",), rule=at_least(0), methods=("diff_pruning",))
+    l0_weight: float = setting(L0_WEIGHT, aliases=("sparsity_pen",), rule=at_least(0), methods=("diff_pruning",))
     """What an open gate adds to the loss: it stays open where it lowers the loss by more. For `mask: l0`."""
     num_virtual_tokens: int = setting(20, rule=at_least(1), methods=VIRTUAL_TOKENS)
     """Rows in front of every sample that the adapter fills; they count as tokens, also in max_length."""
@@ -138,6 +140,8 @@ class AdapterSpec(KnownKeywords):
         if self.method == "dora":
             object.__setattr__(self, "use_dora", False)
         self._check_virtual_tokens()
+        if self.method == "diff_pruning" and self.mask != "l0" and self.l0_weight != L0_WEIGHT:
+            raise ConfigError(f"is for mask l0; mask is {self.mask}.", where="l0_weight")
         if self.target_modules == "auto":
             object.__setattr__(self, "target_modules", self._auto_targets())
         refuse_foreign(self, self.method)

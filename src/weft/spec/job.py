@@ -132,8 +132,8 @@ class JobSpec(KnownKeywords):
     """A PEFT adapter directory to continue from. `adapter` may be left out; if given, rank and targets must match."""
 
     learning_rate: float = setting(None, aliases=("lr",), rule=above(0))
-    """Peak learning rate. Default: by the adapter's method; bottleneck 5e-4, bitfit 3e-3, diff_pruning 5e-3, ia3 1e-2,
-    prompt_tuning and prefix_tuning 3e-2, all others 2e-4."""
+    """Peak learning rate. Default: by the adapter's method; bottleneck 5e-4, bitfit 3e-3, vera and diff_pruning 5e-3,
+    ia3 1e-2, prompt_tuning and prefix_tuning 3e-2, all others 2e-4."""
     lr_scheduler_type: str = setting("linear", aliases=("lr_scheduler",), choices=SCHEDULES)
     """Shape of the learning rate over the job's steps."""
     lr_scheduler_kwargs: dict[str, float | str] = setting(factory=dict)

@@ -50,7 +50,7 @@ LABELS_FILE = "labels.json"
 
 _PREFIX = "base_model.model."
 _SHARED_PREFIX = "base_model."
-_TASKS = {
+TASKS = {
     "SEQ_CLS": ("text-classification", "AutoModelForSequenceClassification"),
     "TOKEN_CLS": ("token-classification", "AutoModelForTokenClassification"),
 }
@@ -221,14 +221,14 @@ def adapter_files(
 
 def _model_card(spec: AdapterSpec, base_model: str, head: HeadObjective | None) -> str:
     files = method_of(spec).files
-    task = "text-generation" if head is None else _TASKS[head.task_type][0]
+    task = "text-generation" if head is None else TASKS[head.task_type][0]
     if files.in_peft:
         library = "library_name: peft\n"
         made = (
             ""
             if head is None
             else (
-                f"# base_model = {_TASKS[head.task_type][1]}.from_pretrained({base_model!r}, "
+                f"# base_model = {TASKS[head.task_type][1]}.from_pretrained({base_model!r}, "
                 f"num_labels={head.num_labels})\n"
             )
         )

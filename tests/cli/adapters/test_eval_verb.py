@@ -96,6 +96,12 @@ def test_eval_when_an_adapter_has_a_head_then_measures_its_classes_and_no_verb_l
     (found,) = report["results"]
     assert found == {"adapter": "mood", "loss": pytest.approx(math.log(2)), "accuracy": 0.5, "f1": pytest.approx(1 / 3)}
     assert refused("generate", "--adapter", mood, "--prompt", "x").endswith("it classifies and does not write.")
+    assert refused("export", mood, "--for", "vllm").endswith("it classifies and does not write.")
+    assert "AutoModelForSequenceClassification.from_pretrained(" in (said := weft("export", mood, "--for", "peft").out)
+    assert "num_labels=2)" in said
+    assert "has a head for labels, for which a language model has no place" in refused(
+        "merge", mood, "--out", tmp_path / "merged"
+    )
     both = ("eval", "--adapter", mood, "--adapter", adapters / "idle", "--data", path)
     assert refused(*both) == "--adapter: mood has a head for labels and idle has none; measure them apart."
 

@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no file": ({"training_file": "file-9"}, "training_file is file-9, and there is no export/file-9.jsonl."),
     "a path": ({"training_file": "../file-1"}, "training_file is '../file-1', not the id of a file."),
     "tuned": ({"model": "ft:gpt-x:acme::1"}, "it goes on from ft:gpt-x:acme::1, whose weights OpenAI does not hand"),
-    "failed": ({"status": "failed"}, "its status is failed; only jobs that went well are carried over."),
+    "failed": ({"status": "failed"}, "its status is failed; jobs that failed or were cancelled are left out."),
     "pairs": ({"training_file": "file-pairs"}, "file-pairs line 1: is preference data, but the method is supervised."),
     "unknown number": ({"hyperparameters": {"n_epochs": "many"}}, "n_epochs is 'many', neither a number nor 'auto'."),
     "unknown setting": ({"hyperparameters": {"momentum": 1}}, "its hyper-parameter momentum has no place here."),

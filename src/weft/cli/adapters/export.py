@@ -40,6 +40,8 @@ def export(
         raise ConfigError(f"got {server!r}; accepted are {', '.join(SERVERS)}.", where="--for")
     _refuse_existing(out)
     stored = read_named(str(adapter_dir))
+    if stored.head is not None and server != "peft":
+        raise AdapterFileError("has a head for labels: it classifies and does not write.", where=str(stored.path))
     remarks = check_servable(stored.spec, stored.tensors, server)
     refusals = [str(remark) for remark in remarks if remark.refused]
     if refusals:
@@ -117,18 +119,21 @@ def _copy(directory: Path, out: Path) -> None:
 def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     """What to type next."""
     from weft.adapters.methods import cost_ranks
-    from weft.store.peft_files import TEMPLATE_FILE
+    from weft.store.peft_files import TASKS, TEMPLATE_FILE
     from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
 
     base, adapter = shlex.quote(_base(stored)), shlex.quote(f"{stored.name}={directory}")
     # A server has one template for all it serves.
     chats = f" --chat-template {shlex.quote(str(directory / TEMPLATE_FILE))}" if stored.chat_template else ""
     if server == "peft":
+        kind, labels = "AutoModelForCausalLM", ""
+        if stored.head is not None:
+            kind, labels = TASKS[stored.head.task_type][1], f", num_labels={stored.head.num_labels}"
         return (
             "Load it in Python:\n"
             "  from peft import PeftModel\n"
-            "  from transformers import AutoModelForCausalLM\n"
-            f"  model = AutoModelForCausalLM.from_pretrained({_base(stored)!r})\n"
+            f"  from transformers import {kind}\n"
+            f"  model = {kind}.from_pretrained({_base(stored)!r}{labels})\n"
             f"  model = PeftModel.from_pretrained(model, {str(directory)!r})"
         )
     if server == "sglang":

@@ -34,6 +34,9 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
         trained_on = config.get("base_model_name_or_path")
         if spec.adapter == AdapterSpec():
             spec = replace(spec, adapter=stored)
+        if spec.adapter.method != stored.method:
+            found = f"{name} is of the method {stored.method}; adapter.method is {spec.adapter.method}."
+            raise ConfigError(found, where="init_adapter")
     data = data.led_by(spec.adapter.num_leading_rows)
     _check_samples(spec, data, executor.facts, capacity)
     job = LiveJob(spec, data, submitted=submitted)

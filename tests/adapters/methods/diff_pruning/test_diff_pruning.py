@@ -22,7 +22,7 @@ from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.backbone.packed import Placed, pack_samples
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
-from weft.errors import AdapterFileError
+from weft.errors import AdapterFileError, ConfigError
 from weft.inference.attach import attach_adapter, read_named
 from weft.kernels.dropout import mix, module_key
 from weft.spec import AdapterSpec
@@ -231,3 +231,8 @@ def test_read_when_the_files_mean_something_else_then_one_sentence_says_what(tmp
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(AdapterFileError, match=sentence):
         read_adapter(tmp_path / "a")
+
+
+def test_settings_when_a_penalty_has_no_gates_then_is_refused():
+    with pytest.raises(ConfigError, match="l0_weight: is for mask l0; mask is magnitude"):
+        AdapterSpec(method="diff_pruning", l0_weight=0.1)
