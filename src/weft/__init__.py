@@ -1,4 +1,4 @@
-"""Weft trains many LoRA adapters at once on one frozen language model.
+"""Weft trains many adapters at once on one frozen language model.
 
 import weft
 

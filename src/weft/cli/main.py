@@ -97,7 +97,7 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     cls=Verbs,
     name="weft",
-    help="Train many LoRA adapters at once on one frozen language model, each exactly as if alone.",
+    help="Train many adapters at once on one frozen language model, each exactly as if alone.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -115,7 +115,7 @@ def _show_version(value: bool) -> None:
 def options(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Train many LoRA adapters at once on one frozen language model, each exactly as if alone."""
+    """Train many adapters at once on one frozen language model, each exactly as if alone."""
 
 
 PINNED_MEMORY = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
