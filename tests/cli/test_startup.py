@@ -61,11 +61,10 @@ def test_command_when_it_imports_torch_then_waiting_threads_do_not_spin_unless_t
         "class Watch:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'torch':\n"
-        "            print(os.environ.get('OMP_WAIT_POLICY'))\n"
+        "            print(os.environ.get('OMP_WAIT_POLICY'), flush=True)\n"
         "            os._exit(0)\n"
         "sys.meta_path.insert(0, Watch())\n"
         "sys.argv = ['weft', 'doctor']\n"
-        "sys.stdout.reconfigure(write_through=True)\n"
         "from weft.cli.main import main\n"
         "main()\n"
     )

@@ -36,3 +36,15 @@ def test_stop_when_the_run_was_started_to_outlive_its_terminal_then_goes_on():
         assert not request.is_set
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_stop_when_the_signal_comes_while_a_line_is_written_then_it_is_asked_for_all_the_same():
+    """Python lets nobody write to a stream from within a write to it."""
+
+    class Busy(io.StringIO):
+        def flush(self) -> None:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+    request = StopRequest(Console(file=Busy()))
+    request(signal.SIGINT, None)
+    assert request.is_set

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -44,7 +44,9 @@ class StopRequest:
             raise KeyboardInterrupt
         self.is_set = True
         again = "press Ctrl-C again to stop" if number == signal.SIGINT else "a second signal stops"
-        self._console.print(f"stopping after this microbatch; {again} at once")
+        with suppress(RuntimeError):
+            # It may have come while a line was being written: then this one goes out with the next.
+            self._console.print(f"stopping after this microbatch; {again} at once")
 
 
 @contextmanager

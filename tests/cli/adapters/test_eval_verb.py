@@ -64,8 +64,9 @@ def test_eval_when_the_data_is_plain_text_then_measures_all_but_answers(weft, re
 
 
 def test_eval_when_the_data_is_pairs_then_measures_rewards_and_refuses_what_pairs_lack(
-    weft, refused, adapters: Path, tmp_path: Path
+    weft, refused, adapters: Path, tmp_path: Path, monkeypatch
 ):
+    monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "window"}\n')
     asked = ("eval", "--adapter", adapters / "idle", "--data", path)

@@ -122,7 +122,7 @@ def test_import_when_the_service_refuses_a_job_then_says_so_and_leaves_no_file(
         assert not list(other.sdk().files.list())
     other.database.close()
     error = capsys.readouterr().err
-    assert error.startswith("error: http://testserver/v1: the service says:") and "nowhere" in error
+    assert "error: http://testserver/v1: the service says:" in error and "nowhere" in error
 
 
 @pytest.mark.slow
