@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.planning.padded import PaddedBatch, fit_padded
 from weft.bench.profiled import EMBEDDED, default_capacity, open_backbone
 from weft.cost.fit import FitError
+from weft.cost.padded import PaddedBatch, fit_padded
 from weft.cost.profile import Measurement, Profile, load_profile
 from weft.execute.profile import measure_profile
 from weft.kernels.device import has_gpu

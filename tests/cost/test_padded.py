@@ -4,46 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planning.padded import PaddedBatch, PaddedTime, fit_padded
+from weft.bench.deploy.published import LAYERS_7B, TABLE_11
 from weft.cost.fit import FitError
+from weft.cost.padded import PaddedBatch, PaddedTime, fit_padded
 from weft.errors import ConfigError
-
-LAYERS = 32
-TABLE_11 = (
-    # (tp, pp, length, microbatches, seconds); 64 samples in all, one per microbatch
-    (1, 1, 2048, 4, 1.778),
-    (1, 2, 2048, 8, 1.978),
-    (1, 4, 2048, 16, 2.131),
-    (1, 4, 4096, 16, 4.141),
-    (1, 8, 2048, 32, 2.308),
-    (1, 8, 4096, 32, 4.492),
-    (2, 1, 2048, 8, 2.414),
-    (2, 1, 4096, 8, 4.297),
-    (2, 2, 2048, 16, 2.611),
-    (2, 2, 4096, 16, 4.612),
-    (2, 4, 2048, 32, 2.718),
-    (2, 4, 4096, 32, 4.915),
-    (2, 8, 2048, 64, 3.040),
-    (2, 8, 4096, 64, 5.391),
-    (2, 8, 8192, 64, 10.611),
-    (4, 1, 2048, 16, 3.395),
-    (4, 1, 4096, 16, 5.608),
-    (4, 1, 8192, 16, 10.530),
-    (4, 2, 2048, 32, 3.626),
-    (4, 2, 4096, 32, 5.911),
-    (4, 2, 8192, 32, 11.143),
-    (4, 4, 2048, 64, 3.793),
-    (4, 4, 4096, 64, 6.255),
-    (4, 4, 8192, 64, 11.770),
-    (8, 1, 2048, 32, 5.691),
-    (8, 1, 4096, 32, 8.649),
-    (8, 1, 8192, 32, 14.769),
-    (8, 1, 16384, 32, 29.271),
-    (8, 2, 2048, 64, 5.887),
-    (8, 2, 4096, 64, 9.032),
-    (8, 2, 8192, 64, 15.464),
-    (8, 2, 16384, 64, 30.468),
-)
 
 
 def rows_of(degree: int) -> list[tuple[int, int, int, int, float]]:
@@ -52,11 +16,11 @@ def rows_of(degree: int) -> list[tuple[int, int, int, int, float]]:
 
 def batch(row: tuple[int, int, int, int, float]) -> PaddedBatch:
     _, stages, length, count, seconds = row
-    return PaddedBatch(1, length, (count + stages - 1) * LAYERS / stages, seconds)
+    return PaddedBatch(1, length, (count + stages - 1) * LAYERS_7B / stages, seconds)
 
 
 def error_of(found: PaddedTime, rows: list[tuple[int, int, int, int, float]]) -> FitError:
-    predicted = [found.step_s([(count, 1, length)], LAYERS, stages) for _, stages, length, count, _ in rows]
+    predicted = [found.step_s([(count, 1, length)], LAYERS_7B, stages) for _, stages, length, count, _ in rows]
     return FitError.of(predicted, [row[-1] for row in rows])
 
 

@@ -1,0 +1,63 @@
+"""Deployments that others use: alike replicas for all jobs at once (Task-Fused), and one job after another.
+
+Task-Sequential runs each job by itself on the best alike replicas for it, LobRA-Sequential on the best unlike ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weft.errors import PlanError
+from weft.plan.bucket import Buckets, choose_buckets
+from weft.plan.deploy.planner import BUDGET_S, plan_deployment
+from weft.plan.deploy.types import Deployment, DeployProblem, ReplicaKind
+from weft.plan.deploy.workload import SAMPLED_BATCHES, DeployJob, draw_batches
+from weft.plan.dispatch import Fleet, dispatch_evenly
+
+
+def plan_alike(problem: DeployProblem) -> Deployment:
+    """The best plan of replicas of one layout, over which every batch is shared out evenly."""
+    found = [_alike(problem, layout) for layout in dict.fromkeys(kind.layout for kind in problem.kinds)]
+    plans = [plan for plan in found if plan is not None]
+    if not plans:
+        raise PlanError(
+            f"no layout by itself holds samples of {problem.buckets.bounds[-1]:,} tokens.", where="alike replicas"
+        )
+    best = min(plans, key=lambda plan: plan.step_s)
+    return replace(best, num_plans=float(len(plans)), num_tried=len(plans), bound_s=best.step_s)
+
+
+def expected_batch(jobs: Sequence[DeployJob], seed: int = 0) -> Buckets:
+    """The batch that a deployment of these jobs is planned for, from the lengths of a hundred batches."""
+    lengths = [length for batch in draw_batches(jobs, SAMPLED_BATCHES, seed) for length in batch]
+    return choose_buckets(lengths).expected(sum(job.batch_size for job in jobs))
+
+
+def plan_each(
+    kinds: Sequence[ReplicaKind],
+    problem: DeployProblem,
+    jobs: Sequence[DeployJob],
+    *,
+    are_alike: bool,
+    budget_s: float = BUDGET_S,
+) -> list[Deployment]:
+    """A plan of its own for every job, to be run one after another on all GPUs; from kinds that may hold less."""
+    found = []
+    for job in jobs:
+        own = DeployProblem(tuple(kinds), problem.pools, expected_batch([job]))
+        found.append(plan_alike(own) if are_alike else plan_deployment(own, budget_s=budget_s))
+    return found
+
+
+def _alike(problem: DeployProblem, layout: object) -> Deployment | None:
+    """Replicas of one layout wherever it holds every sample; None if it does nowhere."""
+    longest = problem.buckets.bounds[-1]
+    counts = tuple(
+        problem.pools[kind.pool] // kind.num_gpus if kind.layout == layout and kind.model.most_tokens >= longest else 0
+        for kind in problem.kinds
+    )
+    if not any(counts):
+        return None
+    shared = dispatch_evenly(Fleet.of(problem.models(counts), problem.buckets))
+    return Deployment(problem, counts, shared, shared.step_s, 1.0, 1)

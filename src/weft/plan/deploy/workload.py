@@ -1,0 +1,86 @@
+"""What a cluster is to train: jobs with their batch sizes and the lengths of their samples.
+
+Lengths are those of real data, or drawn from a log-normal distribution with a given mean and skewness, cut off at the
+longest: few published data sets come with more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.errors import PlanError
+
+SHORTEST = 16
+SAMPLED_BATCHES = 100
+"""Batches whose lengths a deployment is planned for, as LobRA samples them."""
+
+
+@dataclass(frozen=True)
+class LengthSpread:
+    """Lengths known only by their distribution."""
+
+    mean: float
+    skewness: float
+    longest: int
+
+    def __post_init__(self) -> None:
+        if not (SHORTEST <= self.mean <= self.longest and self.skewness > 0):
+            raise PlanError(
+                f"the mean length is {self.mean:g}, the longest {self.longest:,} and the skewness {self.skewness:g}; "
+                f"the mean must be from {SHORTEST} to the longest, the skewness above 0."
+            )
+
+    def draw(self, count: int, rng: np.random.Generator) -> list[int]:
+        """So many lengths."""
+        spread = np.sqrt(np.log(_growth(self.skewness)))
+        drawn = rng.lognormal(np.log(self.mean) - spread**2 / 2, spread, count)
+        found: list[int] = np.clip(np.rint(drawn), SHORTEST, self.longest).astype(int).tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class KnownLengths:
+    """Lengths of real samples, of which some are drawn."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(self.lengths)
+
+    def draw(self, count: int, rng: np.random.Generator) -> list[int]:
+        """So many of them, any of them more than once."""
+        found: list[int] = rng.choice(self.lengths, count).tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class DeployJob:
+    """A job as far as a deployment is concerned."""
+
+    name: str
+    batch_size: int
+    """Samples of its global batch."""
+    lengths: LengthSpread | KnownLengths
+
+
+def draw_batches(jobs: Sequence[DeployJob], num_batches: int, seed: int = 0) -> list[list[int]]:
+    """Fused global batches, one of every job in each: the lengths of their samples, job after job."""
+    rng = np.random.default_rng(seed)
+    drawn = [job.lengths.draw(job.batch_size * num_batches, rng) for job in jobs]
+    sizes = [job.batch_size for job in jobs]
+    return [
+        [length for own, size in zip(drawn, sizes, strict=True) for length in own[batch * size : (batch + 1) * size]]
+        for batch in range(num_batches)
+    ]
+
+
+def _growth(skewness: float) -> float:
+    """exp(σ²) of the log-normal distribution with this skewness: the root w > 1 of (w + 2)²·(w − 1) = skewness²."""
+    roots = np.roots([1.0, 3.0, 0.0, -4.0 - skewness**2])
+    real = roots[np.abs(roots.imag) < 1e-6].real
+    return float(real[real > 1.0][0])

@@ -1,0 +1,120 @@
+"""The time of all replicas for any counts of samples, as matrix operations over replicas (K) and buckets (R).
+
+Padded, a replica with p stages takes (LobRA's equation 12)
+
+    Σ_j chunk_j(b_j)·⌊n_j / b_j⌋ + chunk_j(n_j mod b_j)  +  (p − 1) · the longest of these chunks
+
+Packed, c = ⌈tokens / most_tokens⌉ even chunks of any buckets:
+
+    (Σ_j slope_j · n_j + base · c) · (1 + (p − 1) / c)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.errors import PlanError
+from weft.plan.bucket import Buckets
+from weft.plan.dispatch.replica_time import FloatArray, IntArray, ReplicaModel
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Replicas and the buckets they are to run."""
+
+    models: tuple[ReplicaModel, ...]
+    buckets: Buckets
+    slope_KR: FloatArray
+    base_KR: FloatArray
+    size_KR: FloatArray
+    sample_s_KR: FloatArray
+    """Seconds of a sample in full chunks; infinite where a replica cannot hold it."""
+    extra_K: FloatArray
+    """Stages after the first: so many chunks a replica waits while its pipeline fills and drains."""
+    mean_R: FloatArray
+    """Tokens of a bucket's mean sample."""
+    most_K: FloatArray
+    """Tokens of a chunk."""
+    kind_K: IntArray
+    """Replicas of one model have the same number, counted from 0 in the order of the replicas."""
+
+    @staticmethod
+    def of(models: Sequence[ReplicaModel], buckets: Buckets) -> Fleet:
+        """Prices all buckets on all replicas; refuses buckets that no replica holds."""
+        if not models:
+            raise PlanError("there are no replicas; give at least one.", where="dispatch")
+        if len({model.is_packed for model in models}) > 1:
+            raise PlanError("some replicas are packed and some padded; all must be alike in that.", where="dispatch")
+        longest = max(model.most_tokens for model in models)
+        if buckets.bounds[-1] > longest:
+            raise PlanError(
+                f"samples are padded to up to {buckets.bounds[-1]:,} tokens; the largest replica holds {longest:,}.",
+                where="dispatch",
+            )
+        kinds = list({id(model): model for model in models}.values())
+        number = {id(model): place for place, model in enumerate(kinds)}
+        kind_K = np.array([number[id(model)] for model in models])
+        priced = [model.costs(buckets) for model in kinds]
+        costs = [priced[kind] for kind in kind_K]
+        return Fleet(
+            models=tuple(models),
+            buckets=buckets,
+            slope_KR=np.stack([cost.slope_R for cost in costs]),
+            base_KR=np.stack([cost.base_R for cost in costs]),
+            size_KR=np.stack([cost.size_R for cost in costs]),
+            sample_s_KR=np.stack([cost.sample_s_R for cost in costs]),
+            extra_K=np.array([model.layout.num_stages - 1.0 for model in models]),
+            mean_R=np.asarray(buckets.tokens) / np.asarray(buckets.counts),
+            most_K=np.array([float(model.most_tokens) for model in models]),
+            kind_K=kind_K,
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether chunks mix samples of different lengths without padding."""
+        return self.models[0].is_packed
+
+    @property
+    def holds_KR(self) -> np.ndarray:
+        """Which replica can run which bucket."""
+        return self.size_KR > 0
+
+    def seconds(self, counts_KR: IntArray) -> FloatArray:
+        """Of every replica."""
+        if self.is_packed:
+            base_K = np.max(np.where(counts_KR > 0, self.base_KR, 0.0), axis=1)
+            return self._packed_s((self.slope_KR * counts_KR).sum(axis=1), counts_KR @ self.mean_R, base_K, 0)
+        sums_KR, longest_KR = self._chunks(counts_KR)
+        seconds_K: FloatArray = sums_KR.sum(axis=1) + self.extra_K * longest_KR.max(axis=1)
+        return seconds_K
+
+    def seconds_with(self, counts_KR: IntArray, added_KR: IntArray) -> FloatArray:
+        """Of every replica, if its count of one bucket were changed by so many; at [k, j], that of bucket j."""
+        if self.is_packed:
+            base_K = np.max(np.where(counts_KR > 0, self.base_KR, 0.0), axis=1)
+            compute_KR = (self.slope_KR * counts_KR).sum(axis=1)[:, None] + self.slope_KR * added_KR
+            tokens_KR = (counts_KR @ self.mean_R)[:, None] + self.mean_R * added_KR
+            return self._packed_s(compute_KR, tokens_KR, base_K[:, None], 1)
+        sums_KR, longest_KR = self._chunks(counts_KR)
+        new_KR, new_longest_KR = self._chunks(counts_KR + added_KR)
+        # Where the longest chunk itself shrinks this is a little too long.
+        longest = np.maximum(longest_KR.max(axis=1)[:, None], new_longest_KR)
+        seconds_KR: FloatArray = sums_KR.sum(axis=1)[:, None] - sums_KR + new_KR + self.extra_K[:, None] * longest
+        return seconds_KR
+
+    def _chunks(self, counts_KR: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Seconds of all chunks of a bucket, and of the longest of them."""
+        size = np.maximum(self.size_KR, 1)
+        full, rest = np.divmod(counts_KR, size)
+        full_s = self.slope_KR * size + self.base_KR
+        rest_s = np.where(rest > 0, self.slope_KR * rest + self.base_KR, 0.0)
+        return full * full_s + rest_s, np.maximum(np.where(full > 0, full_s, 0.0), rest_s)
+
+    def _packed_s(self, compute: FloatArray, tokens: FloatArray, base: FloatArray, num_axes: int) -> FloatArray:
+        most, extra = (x[:, None] if num_axes else x for x in (self.most_K, self.extra_K))
+        chunks = np.maximum(np.ceil(tokens / most - 1e-9), 1.0)
+        seconds: FloatArray = (compute + base * np.where(tokens > 0, chunks, 0.0)) * (1.0 + extra / chunks)
+        return seconds

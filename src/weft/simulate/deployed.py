@@ -1,0 +1,27 @@
+"""Steps of a deployment on predicted seconds: batch after batch is bucketed and shared out over the replicas.
+
+Planning of a step needs only the lengths of its samples, so it goes on beside the step before; it is not counted here.
+Nor is the sum of the adapters' gradients over replicas, which is a few thousandths of a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from weft.plan.bucket import choose_buckets, fixed_buckets
+from weft.plan.dispatch import Dispatch, Fleet, ReplicaModel, dispatch
+
+
+def mean_step_s(
+    models: Sequence[ReplicaModel],
+    batches: Sequence[Sequence[int]],
+    share: Callable[[Fleet], Dispatch] = dispatch,
+    bounds: Sequence[int] | None = None,
+) -> float:
+    """Mean seconds of a step over batches of sample lengths; with bounds, buckets are those and not chosen anew."""
+    steps = []
+    for lengths in batches:
+        buckets = choose_buckets(lengths) if bounds is None else fixed_buckets(lengths, bounds)
+        steps.append(share(Fleet.of(models, buckets)).step_s)
+    return statistics.mean(steps)

@@ -1,0 +1,180 @@
+"""Deployment plans."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.cost.padded import PaddedTime
+from weft.errors import PlanError
+from weft.plan.bucket import choose_buckets, fixed_buckets
+from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment, planner
+from weft.plan.deploy.baselines import plan_alike
+from weft.plan.deploy.bounds import PlanBounds
+from weft.plan.deploy.candidates import possible_layouts, without_dominated
+from weft.plan.deploy.partitions import all_plans, num_plans
+from weft.plan.deploy.program import relaxed_plan
+from weft.plan.deploy.workload import DeployJob, KnownLengths, LengthSpread, draw_batches
+from weft.plan.dispatch import Fleet, RatedReplica, ReplicaLayout, ReplicaTime, dispatch
+from weft.plan.dispatch.linear import relax
+
+LENGTHS = (2048, 4096, 8192, 16384)
+TABLE_3 = {
+    (1, 1): (5110,),
+    (2, 1): (4300, 4120),
+    (4, 1): (3630, 3500, 3250),
+    (8, 1): (2790, 2710, 2560, 2330),
+}
+
+
+def figure_4() -> DeployProblem:
+    """16 GPUs, four layouts, and the batch of LobRA's Figure 4."""
+    kinds = tuple(
+        ReplicaKind(RatedReplica(ReplicaLayout(*layout), dict(zip(LENGTHS, rates, strict=False))))
+        for layout, rates in TABLE_3.items()
+    )
+    lengths = [n for n, count in zip(LENGTHS, (196, 62, 16, 4), strict=True) for _ in range(count)]
+    return DeployProblem(kinds, {"gpus": 16}, fixed_buckets(lengths, LENGTHS))
+
+
+def drawn_problem(seed: int, num_gpus: int = 16) -> DeployProblem:
+    """Five kinds of made-up speeds, two of them with stages, and a skewed batch."""
+    rng = np.random.default_rng(seed)
+    kinds = []
+    for tensor_parallel, num_stages in ((1, 1), (2, 1), (1, 2), (4, 1), (8, 1)):
+        slow = 1 + 0.25 * np.log2(tensor_parallel) * rng.uniform(0.5, 1.5)
+        time = PaddedTime((2e-8 * slow / tensor_parallel, 0, 2e-4 * slow / tensor_parallel, 0, 0, 0.02 * slow))
+        layout = ReplicaLayout(tensor_parallel, num_stages)
+        kinds.append(ReplicaKind(ReplicaTime(layout, 512 * tensor_parallel * num_stages, time, 8)))
+    drawn = np.clip(rng.lognormal(5.5, 1.0, 150), 16, 4096)
+    return DeployProblem(tuple(kinds), {"gpus": num_gpus}, choose_buckets(drawn.astype(int).tolist(), 6))
+
+
+def step_of(problem: DeployProblem, plan: np.ndarray) -> float:
+    return dispatch(Fleet.of(problem.models(plan), problem.buckets)).step_s
+
+
+def holding_plans(problem: DeployProblem) -> np.ndarray:
+    plans = all_plans(problem)
+    most = [kind.model.most_tokens for kind in problem.kinds]
+    longest = problem.buckets.bounds[-1]
+    return plans[[max(m for m, count in zip(most, plan, strict=True) if count) >= longest for plan in plans]]
+
+
+def test_plan_when_given_figure_4_then_finds_the_published_plan():
+    found = plan_deployment(figure_4())
+    assert found.counts == (4, 2, 0, 1) and str(found) == "<1,1>×4, <2,1>×2, <8,1>×1"
+    assert found.step_s == pytest.approx(14.829, abs=1e-3) and found.gap == 0
+    assert found.gpus_used == 16 and found.gpu_seconds == pytest.approx(16 * found.step_s)
+
+
+def test_plan_when_replicas_of_figure_4_must_be_alike_then_two_large_ones():
+    found = plan_alike(figure_4())
+    assert found.counts == (0, 0, 0, 2) and found.step_s == pytest.approx(19.807, abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plan_when_all_plans_are_tried_then_none_is_better(seed):
+    """Of all kinds, on 16 GPUs, each with its own dispatch: neither the filter nor the bounds lose the best."""
+    problem = drawn_problem(seed)
+    best = min(step_of(problem, plan) for plan in holding_plans(problem))
+    chosen = tuple(without_dominated(problem.kinds, problem.buckets))
+    found = plan_deployment(DeployProblem(chosen, problem.pools, problem.buckets))
+    assert found.step_s <= best * (1 + 1e-9)
+    assert found.num_tried < num_plans(problem) / 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bounds_when_sharpened_by_any_plan_then_stay_below_every_step(seed):
+    problem = drawn_problem(seed)
+    plans = holding_plans(problem)[::2]
+    known = PlanBounds(problem, plans)
+    steps = np.array([step_of(problem, plan) for plan in plans])
+    before = known.bounds_P
+    assert np.all(before <= steps * (1 + 1e-9))
+    for plan in plans[::3]:
+        known.learn(plan, relax(Fleet.of(problem.models(plan), problem.buckets)))
+    assert np.all(known.bounds_P <= steps * (1 + 1e-9)) and known.bounds_P.sum() > before.sum()
+
+
+def test_relaxed_plan_when_compared_with_every_plan_then_its_bound_is_below_all():
+    problem = drawn_problem(0)
+    found = relaxed_plan(problem, budget_s=5)
+    steps = [step_of(problem, plan) for plan in holding_plans(problem)]
+    assert found.bound_s <= min(steps) and step_of(problem, np.array(found.counts)) <= 1.1 * min(steps)
+
+
+def test_plan_when_there_are_too_many_to_list_then_close_to_the_best_and_says_how_close(monkeypatch):
+    monkeypatch.setattr(planner, "MAX_LISTED", 1)
+    for seed in range(3):
+        problem = drawn_problem(seed)
+        found = plan_deployment(problem)
+        best = min(step_of(problem, plan) for plan in holding_plans(problem))
+        assert best / (1 + found.gap) <= found.bound_s * (1 + 1e-9) <= best * (1 + 1e-9) and found.step_s <= 1.05 * best
+
+
+def test_plan_when_pools_differ_then_no_pool_is_overdrawn():
+    first, second = drawn_problem(1).kinds, drawn_problem(2).kinds
+    kinds = (*first, *(ReplicaKind(kind.model, "others") for kind in second))
+    problem = DeployProblem(kinds, {"gpus": 8, "others": 4}, drawn_problem(1).buckets)
+    found = plan_deployment(problem)
+    used = {"gpus": 0, "others": 0}
+    for kind in found.replicas:
+        used[kind.pool] += kind.num_gpus
+    assert used == {"gpus": 8, "others": 4} and " on others" in str(found)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), num_gpus=st.integers(1, 10))
+def test_all_plans_when_counted_by_hand_then_the_same_and_none_leaves_room(sizes, num_gpus):
+    time = PaddedTime((0, 0, 1, 0, 0, 0))
+    kinds = tuple(ReplicaKind(ReplicaTime(ReplicaLayout(size, 1), 100, time, 1)) for size in sizes)
+    if min(sizes) > num_gpus:
+        return
+    problem = DeployProblem(kinds, {"gpus": num_gpus}, choose_buckets([64]))
+    ranges = [range(num_gpus // size + 1) for size in sizes]
+    by_hand = {plan for plan in itertools.product(*ranges) if 0 <= num_gpus - np.dot(plan, sizes) < min(sizes)}
+    assert {tuple(plan) for plan in all_plans(problem).tolist()} == by_hand and num_plans(problem) == len(by_hand)
+
+
+def test_candidates_when_one_is_slower_everywhere_then_it_is_left_out():
+    buckets = choose_buckets([100, 900], 2)
+    fast, slow = PaddedTime((0, 0, 1, 0, 0, 0)), PaddedTime((0, 0, 2, 0, 0, 0))
+    short = ReplicaKind(ReplicaTime(ReplicaLayout(1, 2), 512, fast, 2))
+    long = ReplicaKind(ReplicaTime(ReplicaLayout(2, 1), 1024, slow, 1))
+    worse = ReplicaKind(ReplicaTime(ReplicaLayout(1, 2), 512, slow, 2))
+    assert without_dominated([short, long, worse], buckets) == [short, long]
+
+
+def test_possible_layouts_when_machines_have_eight_then_replicas_divide_or_fill_them():
+    found = possible_layouts(16, 8, num_layers=80)
+    sizes = {layout.num_gpus for layout in found}
+    assert sizes == {1, 2, 4, 8, 16} and ReplicaLayout(2, 4) in found and ReplicaLayout(1, 3) not in found
+
+
+def test_problem_when_it_cannot_be_then_refused():
+    kinds, buckets = drawn_problem(0).kinds, drawn_problem(0).buckets
+    with pytest.raises(PlanError, match="gpus: has 0 GPUs; at least 1"):
+        DeployProblem(kinds, {"gpus": 0}, buckets)
+    with pytest.raises(PlanError, match=r"the largest replica on these GPUs \(4 of gpus\) holds 2,048"):
+        DeployProblem(kinds, {"gpus": 4}, choose_buckets([4000]))
+    with pytest.raises(PlanError, match="there is no layout"):
+        DeployProblem((), {"gpus": 4}, buckets)
+
+
+def test_lengths_when_drawn_then_have_the_mean_and_skewness_asked_for():
+    drawn = np.array(LengthSpread(500, 1.5, 100_000).draw(200_000, np.random.default_rng(0)))
+    centred = drawn - drawn.mean()
+    assert drawn.mean() == pytest.approx(500, rel=0.01)
+    assert (centred**3).mean() / (centred**2).mean() ** 1.5 == pytest.approx(1.5, rel=0.1)
+    with pytest.raises(PlanError, match="the mean length is 5"):
+        LengthSpread(5, 1.0, 100)
+
+
+def test_batches_when_drawn_then_every_job_has_its_part_in_each():
+    jobs = [DeployJob("a", 2, KnownLengths((7,))), DeployJob("b", 3, KnownLengths((90,)))]
+    assert draw_batches(jobs, 2) == [[7, 7, 90, 90, 90]] * 2
