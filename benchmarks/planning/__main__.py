@@ -8,9 +8,9 @@ from __future__ import annotations
 from benchmarks.command import run_command
 from benchmarks.planning.cluster import measure_cluster
 from benchmarks.planning.cost import measure_cost
-from benchmarks.planning.fuse import measure_fuse
 from benchmarks.planning.pack import measure_pack
 from benchmarks.planning.pipeline import measure_pipeline, measure_settings, summary
+from weft.bench.deploy.fusing import measure_fuse
 from weft.bench.figures import Kind, Parts, Targets
 
 TARGETS: Targets = {

@@ -3,22 +3,15 @@
 from benchmarks.planning.fusion.align import align
 from benchmarks.planning.fusion.interleave import interleave, tensor_parallel_clock
 from benchmarks.planning.fusion.operators import FusedOperator, Subgraph, segment
-from benchmarks.planning.fusion.partition import fuse, fuse_by_count
 from benchmarks.planning.fusion.plan import plan_fusion
-from benchmarks.planning.fusion.tasks import FusedTask, FuseTask, Pipe
 from benchmarks.planning.fusion.template import Template, build_template
 
 __all__ = [
-    "FuseTask",
     "FusedOperator",
-    "FusedTask",
-    "Pipe",
     "Subgraph",
     "Template",
     "align",
     "build_template",
-    "fuse",
-    "fuse_by_count",
     "interleave",
     "plan_fusion",
     "segment",

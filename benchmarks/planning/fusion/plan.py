@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.planning.fusion.buckets import balance
-from benchmarks.planning.fusion.partition import Fusion, fuse_by_count
-from benchmarks.planning.fusion.tasks import FuseTask, Pipe
 from benchmarks.planning.fusion.template import Interleave, Template, build_template, fits_alone
+from weft.plan.fuse.partition import Fusion, fuse_by_count
+from weft.plan.fuse.tasks import FuseTask, Pipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.planning.fusion.tasks import FusedTask, Pipe
 from weft.errors import PlanError
+from weft.plan.fuse.tasks import FusedTask, Pipe
 from weft.plan.pipeline.arrange import slowest_first
 from weft.plan.pipeline.eager import Clock, Pass, play
 

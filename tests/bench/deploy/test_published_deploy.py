@@ -18,8 +18,9 @@ from weft.bench.deploy.published import (
 )
 from weft.cost.fit import FitError
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
-from weft.plan.deploy.baselines import expected_batch, plan_alike
+from weft.plan.deploy.baselines import plan_alike
 from weft.plan.deploy.candidates import without_dominated
+from weft.plan.deploy.expected import expected_batch
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])

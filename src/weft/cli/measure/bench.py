@@ -150,6 +150,15 @@ def replicas(
     raise typer.Exit(run_parts(parts, TARGETS, json, on_gpu=ON_GPU))
 
 
+@bench.command("deploy")
+def deploy(json: JsonFile = None) -> None:
+    """Deployments of unlike replicas: how long planning and dispatch take, and the GPU-seconds they save, predicted."""
+    from weft.bench.deploy.parts import PARTS, TARGETS
+    from weft.bench.output import run_parts
+
+    raise typer.Exit(run_parts(PARTS, TARGETS, json))
+
+
 @bench.command("methods")
 def methods(
     model: Annotated[str, typer.Option(help="Shape to build with random weights.")] = "llama-3.1-8b",

@@ -5,15 +5,15 @@ Task-Sequential runs each job by itself on the best alike replicas for it, LobRA
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from weft.errors import PlanError
-from weft.plan.bucket import Buckets, choose_buckets
+from weft.plan.deploy.expected import expected_batch
 from weft.plan.deploy.planner import BUDGET_S, plan_deployment
 from weft.plan.deploy.types import Deployment, DeployProblem, ReplicaKind
-from weft.plan.deploy.workload import SAMPLED_BATCHES, DeployJob, draw_batches
-from weft.plan.dispatch import Fleet, dispatch_evenly
+from weft.plan.deploy.workload import DeployJob
+from weft.plan.dispatch import Fleet, ReplicaLayout, dispatch_evenly
 
 
 def plan_alike(problem: DeployProblem) -> Deployment:
@@ -28,29 +28,20 @@ def plan_alike(problem: DeployProblem) -> Deployment:
     return replace(best, num_plans=float(len(plans)), num_tried=len(plans), bound_s=best.step_s)
 
 
-def expected_batch(jobs: Sequence[DeployJob], seed: int = 0) -> Buckets:
-    """The batch that a deployment of these jobs is planned for, from the lengths of a hundred batches."""
-    lengths = [length for batch in draw_batches(jobs, SAMPLED_BATCHES, seed) for length in batch]
-    return choose_buckets(lengths).expected(sum(job.batch_size for job in jobs))
-
-
 def plan_each(
     kinds: Sequence[ReplicaKind],
-    problem: DeployProblem,
+    pools: Mapping[str, int],
     jobs: Sequence[DeployJob],
     *,
     are_alike: bool,
     budget_s: float = BUDGET_S,
 ) -> list[Deployment]:
-    """A plan of its own for every job, to be run one after another on all GPUs; from kinds that may hold less."""
-    found = []
-    for job in jobs:
-        own = DeployProblem(tuple(kinds), problem.pools, expected_batch([job]))
-        found.append(plan_alike(own) if are_alike else plan_deployment(own, budget_s=budget_s))
-    return found
+    """A plan of its own for every job, to be run one after another on all GPUs, within a budget for each."""
+    problems = [DeployProblem(tuple(kinds), pools, expected_batch([job])) for job in jobs]
+    return [plan_alike(own) if are_alike else plan_deployment(own, budget_s=budget_s) for own in problems]
 
 
-def _alike(problem: DeployProblem, layout: object) -> Deployment | None:
+def _alike(problem: DeployProblem, layout: ReplicaLayout) -> Deployment | None:
     """Replicas of one layout wherever it holds every sample; None if it does nowhere."""
     longest = problem.buckets.bounds[-1]
     counts = tuple(

@@ -14,8 +14,6 @@ import numpy as np
 from weft.errors import PlanError
 
 SHORTEST = 16
-SAMPLED_BATCHES = 100
-"""Batches whose lengths a deployment is planned for, as LobRA samples them."""
 
 
 @dataclass(frozen=True)

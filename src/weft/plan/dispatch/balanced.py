@@ -66,11 +66,11 @@ def _move(fleet: Fleet, counts_KR: IntArray) -> bool:
         worse_KR = np.maximum(taker_KR, giver_R[None, :])
         taker, bucket = np.unravel_index(int(np.argmin(worse_KR)), worse_KR.shape)
         best = min(best, (float(worse_KR[taker, bucket]), int(taker), int(bucket), int(moved_R[bucket])))
-    _, taker, bucket, size = best
+    _, to, of_bucket, size = best
     if size == 0:
         return False
-    counts_KR[slowest, bucket] -= size
-    counts_KR[taker, bucket] += size
+    counts_KR[slowest, of_bucket] -= size
+    counts_KR[to, of_bucket] += size
     return True
 
 
@@ -108,7 +108,8 @@ def _exchange(fleet: Fleet, counts_KR: IntArray) -> bool:
     tried_KR[taker, given] += 1
     tried_KR[slowest, got] += 1
     tried_KR[taker, got] -= 1
-    if fleet.seconds(tried_KR)[[slowest, taker]].max() >= seconds_K[slowest] * (1 - 1e-9):
+    tried_K = fleet.seconds(tried_KR)
+    if max(tried_K[slowest], tried_K[taker]) >= seconds_K[slowest] * (1 - 1e-9):
         return False
     counts_KR[:] = tried_KR
     return True

@@ -10,19 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.fusion import (
-    FusedTask,
-    FuseTask,
-    Pipe,
-    Template,
-    build_template,
-    fuse,
-    plan_fusion,
-    tensor_parallel_clock,
-)
+from benchmarks.planning.fusion import Template, build_template, plan_fusion, tensor_parallel_clock
 from benchmarks.planning.fusion.plan import bucket_templates
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
+from weft.plan.fuse import FusedTask, FuseTask, Pipe, fuse
 
 
 def lone(job: str, tokens: int) -> FusedTask:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.planning.fusion.tasks import FusedTask, FuseTask, Pipe, check_tasks
 from weft.errors import PlanError
+from weft.plan.fuse.tasks import FusedTask, FuseTask, Pipe, check_tasks
 
 CostTable = npt.NDArray[np.float64]
 

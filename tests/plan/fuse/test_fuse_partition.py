@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.fuse import measure_fuse
-from benchmarks.planning.fusion import FusedTask, FuseTask, Pipe, fuse, fuse_by_count
+from weft.bench.deploy.fusing import measure_fuse
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
+from weft.plan.fuse import FusedTask, FuseTask, Pipe, fuse, fuse_by_count
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import random
 import statistics
 import time
 
-from benchmarks.planning.fusion import FuseTask, Pipe, fuse
 from weft.cost.types import LinearCost
+from weft.plan.fuse import FuseTask, Pipe, fuse
 
 PADDED_LENGTHS = (64, 128, 256)
 """SST2, OpenBookQA and RTE."""

@@ -1,0 +1,54 @@
+"""How long it takes to plan a deployment, and to share out a step's batch.
+
+plan64_s, plan256_s, plan1024_s   seconds for Llama-70B-like layouts on so many A800-80G and LobRA's twelve tasks
+plan64_gap, …                     how much longer the plan's step is at most than the best plan's, as a share
+dispatch_ms                       median of buckets, dispatch and the samples of each replica: 1,500 samples in 16
+                                  buckets over 12 replicas of five layouts
+dispatch_gap                      how much longer the step is at most than the best dispatch's, the mean
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from weft.bench.deploy.published import published_jobs, replicas_70b
+from weft.plan.bucket import choose_buckets
+from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
+from weft.plan.deploy.candidates import without_dominated
+from weft.plan.deploy.expected import expected_batch
+from weft.plan.deploy.workload import draw_batches
+from weft.plan.dispatch import Fleet, ReplicaModel, dispatch
+
+NUM_SAMPLES = 1500
+REPLICAS = {"<2,2>": 5, "<2,4>": 2, "<4,2>": 2, "<8,1>": 2, "<16,1>": 1}
+
+
+def measure_plans(cluster_sizes: tuple[int, ...] = (64, 256, 1024)) -> dict[str, float]:
+    """Keys as in `weft bench deploy --json`."""
+    values: dict[str, float] = {}
+    batch = expected_batch(published_jobs())
+    for num_gpus in cluster_sizes:
+        kinds = [ReplicaKind(model) for model in replicas_70b(num_gpus)]
+        began = time.perf_counter()
+        chosen = tuple(without_dominated(kinds, batch))
+        found = plan_deployment(DeployProblem(chosen, {"gpus": num_gpus}, batch))
+        values[f"plan{num_gpus}_s"] = time.perf_counter() - began
+        values[f"plan{num_gpus}_gap"] = found.gap
+    return values
+
+
+def measure_dispatch(num_batches: int = 20) -> dict[str, float]:
+    """Keys as in `weft bench deploy --json`."""
+    known = {str(model.layout): model for model in replicas_70b(64)}
+    models: list[ReplicaModel] = [known[layout] for layout, count in REPLICAS.items() for _ in range(count)]
+    times, gaps = [], []
+    for batch in draw_batches(published_jobs(), num_batches):
+        lengths = batch[:NUM_SAMPLES]
+        began = time.perf_counter()
+        buckets = choose_buckets(lengths)
+        found = dispatch(Fleet.of(models, buckets))
+        found.assign(lengths, buckets)
+        times.append(time.perf_counter() - began)
+        gaps.append(found.gap)
+    return {"dispatch_ms": 1e3 * statistics.median(times), "dispatch_gap": statistics.mean(gaps)}

@@ -1,0 +1,119 @@
+"""The kinds of replicas that a pool of alike GPUs can hold, with their time and memory by the cost models.
+
+How many tokens a layout holds follows from the memory model: what is left of the fullest stage beside weights, adapters
+and working space, with as many chunks under way as its place in the pipeline asks for. Chunks are no larger than what
+fills a GPU or holds the longest sample. Replicas take at most two machines, or twice the GPUs that hold the longest
+sample. Tensor parallelism goes over the links within a machine, or over the network where it needs more GPUs than a
+machine has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from weft.cost.analytic import AnalyticCost
+from weft.cost.hardware import Hardware
+from weft.cost.memory import MemoryModel
+from weft.cost.profile import Profile
+from weft.cost.profiled import ProfiledCost
+from weft.cost.rows import GPU_CAPACITY
+from weft.cost.shape import ModelShape
+from weft.plan.bucket import GRAIN
+from weft.plan.deploy.candidates import possible_layouts
+from weft.plan.deploy.price import chunk_s, fit_replica
+from weft.plan.deploy.types import ReplicaKind
+from weft.plan.dispatch import ReplicaLayout
+
+MIN_TOKENS = 512
+"""A layout that holds less is left out."""
+
+
+@dataclass(frozen=True)
+class GpuPool:
+    """Alike machines."""
+
+    name: str
+    hardware: Hardware
+    """Its link is that between GPUs of one machine."""
+    gpus_per_machine: int
+    num_machines: int
+    network_rate: float
+    """Bytes per second that a machine sends to another, all its cards together."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all its machines."""
+        return self.gpus_per_machine * self.num_machines
+
+
+@dataclass(frozen=True)
+class BackboneSetup:
+    """What every replica is a copy of, and how it trains."""
+
+    shape: ModelShape
+    ranks: tuple[int, ...]
+    """Of the adapters, all of which are on every replica."""
+    quantize: str = "none"
+    recompute: str = "none"
+
+    def memory(self, layout: ReplicaLayout, hardware: Hardware) -> MemoryModel:
+        """Bytes on the GPUs of a layout."""
+        return MemoryModel(
+            self.shape,
+            self.quantize,
+            self.recompute,
+            hardware.activation_bytes,
+            num_stages=layout.num_stages,
+            tensor_parallel=layout.tensor_parallel,
+        )
+
+    def most_tokens(self, layout: ReplicaLayout, hardware: Hardware) -> int:
+        """Tokens of the largest chunk that fits on every stage; 0 if the weights alone do not."""
+        memory = self.memory(layout, hardware)
+        return min(
+            memory.most_rows(hardware.memory_bytes, self.ranks, GRAIN, stage, num_held=layout.num_stages - stage)
+            for stage in {0, layout.num_stages - 1}
+        )
+
+
+def kinds_on(
+    pool: GpuPool, setup: BackboneSetup, longest: int, *, profile: Profile | None = None, is_packed: bool = True
+) -> list[ReplicaKind]:
+    """Every layout that fits, small ones first; a profile of one GPU replaces what the hardware table says of it."""
+    largest = max(GPU_CAPACITY, -(-longest // GRAIN) * GRAIN)
+    found: list[ReplicaKind] = []
+    enough = pool.num_gpus
+    for layout in possible_layouts(pool.num_gpus, pool.gpus_per_machine, setup.shape.num_layers):
+        if layout.num_gpus > 2 * max(enough, pool.gpus_per_machine):
+            break
+        most = min(setup.most_tokens(layout, pool.hardware), largest)
+        if most < MIN_TOKENS:
+            continue
+        cost = analytic_cost(pool, setup, layout)
+        scale = 1.0
+        if profile is not None:
+            alone = replace(cost, tensor_parallel=1)
+            measured = ProfiledCost(profile, layout.num_stages, cost.rank, cost.num_jobs)
+            flat = ReplicaLayout(1, layout.num_stages)
+            scale = chunk_s(measured, flat, 1, most) / chunk_s(alone, flat, 1, most)
+        model = fit_replica(cost, layout, setup.shape.num_layers, most, scale=scale, is_packed=is_packed)
+        found.append(ReplicaKind(model, pool.name))
+        if most >= longest:
+            enough = min(enough, layout.num_gpus)
+    return found
+
+
+def analytic_cost(pool: GpuPool, setup: BackboneSetup, layout: ReplicaLayout) -> AnalyticCost:
+    """Seconds of a layout by the hardware table, over the links that its tensor parallelism crosses."""
+    is_within = layout.tensor_parallel <= pool.gpus_per_machine
+    rate = pool.hardware.link_rate if is_within else min(pool.hardware.link_rate, pool.network_rate)
+    return AnalyticCost(
+        setup.shape,
+        replace(pool.hardware, link_rate=rate),
+        layout.num_stages,
+        layout.tensor_parallel,
+        setup.quantize,
+        setup.recompute,
+        rank=max(setup.ranks),
+        num_jobs=len(setup.ranks),
+    )
