@@ -40,8 +40,12 @@ CASE_NAMES = sorted(CASES)
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora_fa": {"method": "lora", "freeze_a": True},
     "pissa": {"method": "lora", "r": 4, "init_lora_weights": "pissa"},
-}
-"""Settings of a method that change which of its groups are trained."""
+    "token_rows": {
+        "method": "dora", "r": 4, "trainable_token_indices": {"embed_tokens": (9, 4, 30, 5), "lm_head": (30, 7)}
+    },
+    "saved_modules": {"method": "lora", "r": 4, "modules_to_save": ("embed_tokens", "lm_head")},
+}  # fmt: skip
+"""Settings of a method that change which groups of parameters are trained."""
 TARGETS = {Attachment.LINEAR: ("q_proj", "v_proj", "down_proj"), Attachment.BLOCK_OUTPUT: ("self_attn", "mlp")}
 
 

@@ -18,7 +18,7 @@ from weft.spec.run import BackboneSpec
         ({"lora_bias": True}, "lora_bias: LoRA with a bias is not supported yet."),
         ({"bias": "all"}, "bias: `method: bitfit` trains biases"),
         ({"task_type": "SEQ_CLS"}, "task_type: only CAUSAL_LM is accepted."),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save: whole modules belong to the shared backbone"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying: rows of trainable_token_indices are tied"),
         ({"load_in_4bit": True}, "load_in_4bit: write `quantize` of the run: fp8, int8 or nf4."),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha: NEFTune's noise is not supported yet."),
     ],
@@ -30,7 +30,7 @@ def test_setting_when_it_is_another_trainers_then_refused_by_name(settings, says
 
 
 def test_setting_when_its_value_changes_nothing_then_accepted():
-    harmless = {"bias": "none", "task_type": "CAUSAL_LM", "lora_bias": False, "modules_to_save": None}
+    harmless = {"bias": "none", "task_type": "CAUSAL_LM", "lora_bias": False, "ensure_weight_tying": False}
     assert read(AdapterSpec, {"r": 4, **harmless}) == AdapterSpec(r=4)
     given = {"name": "a", "train_data": "x", "gradient_checkpointing": True, "packing": False, "load_in_4bit": False}
     assert read(JobSpec, given) == JobSpec("a", ("x",))

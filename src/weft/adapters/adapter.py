@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.adapters.head import HEAD, HeadShape, HeadWeights
+from weft.adapters.head import HEAD, HeadWeights
 from weft.adapters.method import ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import method_of
+from weft.adapters.part import PartShape
+from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape, TokenRows
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
 from weft.spec import AdapterSpec, JobSpec
@@ -36,9 +38,9 @@ class Adapter:
         places: Mapping[str, Place],
         seed: int,
         device: torch.device,
-        head: HeadShape | None = None,
+        parts: Mapping[str, PartShape] | None = None,
     ) -> None:
-        """Places: where it sits, by path, in the backbone's order. A head is one more group of parameters."""
+        """Places: where it sits, by path, in the backbone's order. Each part is one more group of parameters."""
         self.spec = spec
         self.method = method_of(spec)
         shapes = {path: (place.out_features, place.in_features) for path, place in places.items()}
@@ -54,15 +56,19 @@ class Adapter:
         """The flat buffers of those that are not."""
         self.modules: dict[str, SlotWeights] = {}
         """What a slot of each module holds."""
-        self.head_shape = head
+        self._parts = dict(parts or {})
         self.head: HeadWeights | None = None
         """What makes logits of hidden states, for objectives that have a head."""
+        self.token_rows: dict[str, TokenRows] = {}
+        """Rows of the embedding and of the output head that are its own, by their names."""
+        self._tied_grad: torch.Tensor | None = None
+        """What tied rows get from the output head, until the global batch is whole."""
         self._views: dict[str, ModuleTensors] = {}
         self._penalised_at: int | None = None
         """The version of the weights whose penalty the gradients have in them already."""
         names = self.method.groups[: len(next(iter(self._shapes.values())))]
         sizes = {name: sum(self._sizes(i)) for i, name in enumerate(names)}
-        sizes |= {} if head is None else {HEAD: sum(head.sizes)}
+        sizes |= {name: sum(part.sizes) for name, part in self._parts.items()}
         self._take({name: torch.zeros(size, device=device) for name, size in sizes.items()})
         self.version = 0
         """Counts the changes of the weights, for those who keep a copy."""
@@ -86,6 +92,8 @@ class Adapter:
         """Forget the gradients."""
         for group in self.groups.values():
             group.grad.zero_()
+        if self._tied_grad is not None:
+            self._tied_grad.zero_()
         self._penalised_at = None
 
     def add_penalties(self) -> None:
@@ -98,12 +106,14 @@ class Adapter:
         for path, own in found.items():
             for grad, penalty in zip(grads[path], own, strict=True):
                 grad.add_(penalty)
+        if self._tied_grad is not None:
+            self.token_rows[INPUT_ROWS].grad_KD.add_(self._tied_grad)
         self._penalised_at = self.version
 
     def flat(self) -> dict[str, torch.Tensor]:
         """The buffers themselves, by group, frozen ones included."""
         found = {**self.frozen, **self.trained()}
-        return {name: found[name] for name in (*self.method.groups, HEAD) if name in found}
+        return {name: found[name] for name in (*self.method.groups, *self._parts) if name in found}
 
     def trained(self) -> dict[str, torch.Tensor]:
         """The buffers of the groups that are trained."""
@@ -122,7 +132,7 @@ class Adapter:
 
     def in_files(self, tensors: Mapping[str, ModuleTensors]) -> dict[str, ModuleTensors]:
         """Weights of this adapter by module path, as files hold them."""
-        return {path: self.modules[path].in_files(own) if path != HEAD else own for path, own in tensors.items()}
+        return {path: own if path in self._parts else self.modules[path].in_files(own) for path, own in tensors.items()}
 
     def load(self, tensors: Mapping[str, ModuleTensors], where: str) -> None:
         """Takes the weights of every module, as files hold them; modules and shapes must be this adapter's."""
@@ -134,9 +144,9 @@ class Adapter:
             raise AdapterFileError(f"{path} {side}; target_modules must be those it was trained with.", where=where)
         for path, stored in tensors.items():
             mine = self._views[path]
-            given = stored if path == HEAD else self.modules[path].from_files(stored)
+            given = stored if path in self._parts else self.modules[path].from_files(stored)
             if [x.shape for x in given] != [view.shape for view in mine]:
-                names = ["WEIGHT", "BIAS"] if path == HEAD else [name.upper() for name in self.method.groups]
+                names = ["WEIGHT", "BIAS"] if path in self._parts else [name.upper() for name in self.method.groups]
                 found = " and ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, given, strict=False))
                 expected = " and ".join(str(tuple(view.shape)) for view in mine)
                 raise AdapterFileError(f"{path} has {found}; expected {expected}.", where=where)
@@ -161,7 +171,7 @@ class Adapter:
         self.shared = self.method.shared(self.spec, self._linears, self.device)
         self._views = self.split(self.flat())
         grads = self._split_grads()
-        self.head = None if self.head_shape is None else HeadWeights(self._views[HEAD], grads[HEAD])
+        self._take_parts(grads)
         for path, place in self._places.items():
             params = (*self._views[path], *self.shared.values())
             weights = self.method.weights(self.spec, path, place, params, grads[path])
@@ -169,15 +179,26 @@ class Adapter:
                 weights.keep_from(self.modules[path])
             self.modules[path] = weights
 
+    def _take_parts(self, grads: Mapping[str, ModuleTensors]) -> None:
+        """Makes what the parts are used by."""
+        self.head = HeadWeights(self._views[HEAD], grads[HEAD]) if HEAD in self._parts else None
+        for name, shape in self._parts.items():
+            if isinstance(shape, RowsShape):
+                ((rows_KD,), (grad_KD,)) = self._views[name], grads[name]
+                self.token_rows[name] = TokenRows(shape.ids, rows_KD, grad_KD)
+                if shape.is_tied:
+                    self._tied_grad = torch.zeros_like(grad_KD)
+                    self.token_rows[OUTPUT_ROWS] = TokenRows(shape.ids, rows_KD, self._tied_grad)
+
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
         """Views of flat buffers of some groups, given by name in the method's order, by module path.
 
-        A head is a module of its own.
+        A part is a module of its own.
         """
         found: dict[str, list[torch.Tensor]] = {path: [] for path in self._shapes}
         for name, buffer in buffers.items():
-            if self.head_shape is not None and name == HEAD:
-                found[HEAD] = list(self.head_shape.split(buffer))
+            if name in self._parts:
+                found[name] = list(self._parts[name].split(buffer))
                 continue
             group = self.method.groups.index(name)
             for (path, shapes), piece in zip(self._shapes.items(), buffer.split(self._sizes(group)), strict=True):
@@ -192,17 +213,17 @@ class Adapter:
         nothing = torch.empty(0, device=self.device)
         own = {path: dict(zip(self.groups_of(path), trained[path], strict=True)) for path in self._shapes}
         grads = {path: tuple(views.get(name, nothing) for name in self.method.groups) for path, views in own.items()}
-        return grads if self.head_shape is None else {**grads, HEAD: trained[HEAD]}
+        return {**grads, **{name: trained[name] for name in self._parts}}
 
     def groups_of(self, path: str) -> tuple[str, ...]:
         """The group of each trained tensor of a module."""
-        if path == HEAD:
-            return (HEAD,) * len(self._views[path])
-        return tuple(name for name in self.groups if name != HEAD)
+        if path in self._parts:
+            return (path,) * len(self._views[path])
+        return tuple(name for name in self.groups if name not in self._parts)
 
     def rate_factors(self, job: JobSpec) -> list[float]:
-        """What multiplies the job's learning rate, for each group; a head has that of the job."""
-        return [*self.method.rate_factors(job), *([] if self.head is None else [1.0])]
+        """What multiplies the job's learning rate, for each group; parts have that of the job."""
+        return [*self.method.rate_factors(job), *(1.0 for _ in self._parts)]
 
     def _sizes(self, group: int) -> list[int]:
         return [torch.Size(shapes[group]).numel() for shapes in self._shapes.values()]
@@ -211,8 +232,8 @@ class Adapter:
         """Starting values, drawn per module from the job's seed: no module's depends on the others."""
         for path, views in self._views.items():
             generator = torch.Generator().manual_seed(mix(seed, module_key(path), 0x1417))
-            if path == HEAD and self.head_shape is not None:
-                values = self.head_shape.initial(generator)
+            if path in self._parts:
+                values = self._parts[path].initial(generator)
             else:
                 values = self.method.initial(self.spec, path, self._places[path], generator)
             for view, value in zip(views, values, strict=True):

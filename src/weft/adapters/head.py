@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.adapters.part import PartShape
+
 HEAD = "score"
 """Its name as a module, as a group of parameters, and in PEFT's files."""
 INITIAL_STD = 0.02
@@ -17,7 +19,7 @@ INITIAL_STD = 0.02
 
 
 @dataclass(frozen=True)
-class HeadShape:
+class HeadShape(PartShape):
     """How large a head is."""
 
     num_labels: int
@@ -29,16 +31,6 @@ class HeadShape:
     def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of the weight and, where there is one, the bias."""
         return ((self.num_labels, self.width), *(((self.num_labels,),) if self.has_bias else ()))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of each tensor."""
-        return [torch.Size(shape).numel() for shape in self.tensor_shapes]
-
-    def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of a flat buffer as the weight and the bias."""
-        pieces = zip(flat.split(self.sizes), self.tensor_shapes, strict=True)
-        return tuple(piece.view(shape) for piece, shape in pieces)
 
     def initial(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Starting values: normal weights and no bias, as transformers has them."""

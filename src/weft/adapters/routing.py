@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -91,6 +92,8 @@ class Routing:
     """On a GPU: int32, the first row of each segment and, last, the end of the buffer; padding is a segment too."""
     longest: int = 0
     """Rows of the longest segment, padding included."""
+    tokens: np.ndarray | None = None
+    """The token of every row, on the host."""
     slots: tuple[SlotRows, ...] = ()
     """The rows that an adapter applies to; all others see the bare backbone."""
     dropout_keys_T: torch.Tensor | None = None

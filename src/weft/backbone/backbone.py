@@ -11,19 +11,23 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.block_output import BlockOutput
 from weft.adapters.frozen import Fp8, quantisation
-from weft.adapters.head import HeadShape, HeadWeights
+from weft.adapters.head import HEAD, HeadShape, HeadWeights
 from weft.adapters.leading_rows import InputRows, KeyValueRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment, LinearShape, Method
-from weft.adapters.methods import cost_ranks, method_of
+from weft.adapters.methods import cost_ranks, has_kernels, method_of
 from weft.adapters.methods.virtual_tokens.files import INPUT_PATH, layer_path
+from weft.adapters.part import PartShape
 from weft.adapters.routing import Routing
 from weft.adapters.row_place import RowPlace
 from weft.adapters.targets import choose_modules, refuse_experts
+from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, InputTokenRows, TokenRows
+from weft.backbone.embeddings import Embeddings
 from weft.backbone.fused.model import fuse, why_not
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.loss import Head, head_of
+from weft.backbone.own_head import logits_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.packing import experts, own_attention
 from weft.backbone.path import Memory, Path
@@ -64,8 +68,13 @@ class Backbone:
         """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
         self._heads: dict[int, HeadWeights] = {}
         """The heads of jobs that have one, by slot; both paths read them."""
+        self.embeddings = Embeddings(model)
+        """The input embedding and the output head, of which adapters may have rows of their own."""
+        self._output_rows: dict[int, TokenRows] = {}
+        """Rows of the output head that jobs have of their own, by slot."""
         inputs = _inputs(model, tokenizer, self.routing)
-        self._reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads)
+        self._inputs = inputs
+        self._reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
         self.path: Path = self._reference
         """How microbatches run, unless an adapter's method has no kernels."""
         self._places: dict[Attachment, Mapping[str, SlotLinear | RowPlace]] = {
@@ -157,20 +166,26 @@ class Backbone:
         head = None
         if objective is not None:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
-        return Adapter(spec, self._targets(spec), seed, self.device if device is None else device, head)
+        device = self.device if device is None else device
+        return Adapter(spec, self._targets(spec), seed, device, self._parts(spec, head))
 
     def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
         """An adapter beside the backbone that sits where a file says; its weights are loaded next."""
         places = self._places[method_of(spec).attachment]
-        return Adapter(spec, {path: places[path] for path in paths}, 0, self.device, head)
+        return Adapter(spec, {path: places[path] for path in paths}, 0, self.device, self._parts(spec, head))
+
+    def _parts(self, spec: AdapterSpec, head: HeadShape | None) -> dict[str, PartShape]:
+        """What an adapter has besides its method's tensors, by name."""
+        return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes(spec)}
 
     def check_adapter(self, spec: AdapterSpec) -> None:
         """ConfigError if an adapter does not fit this backbone; makes none."""
         method_of(spec).check(spec, _shapes(self._targets(spec)))
+        self.embeddings.shapes(spec)
 
-    def lane(self, method: Method) -> str:
-        """Adapters of different lanes cannot share a microbatch: those whose method has no kernels have one apart."""
-        path = self._path_for(method)
+    def lane(self, spec: AdapterSpec) -> str:
+        """Adapters of different lanes cannot share a microbatch: those that no kernel can run have one apart."""
+        path = self._path_for(spec)
         return "" if path is self.path else path.name
 
     def path_of(self, slot: int | None) -> Path:
@@ -183,13 +198,13 @@ class Backbone:
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
-        fused = [spec for spec in adapters if method_of(spec).has_kernels]
+        fused = [spec for spec in adapters if has_kernels(spec)]
         widest = max((cost_ranks(spec).widest for spec in fused), default=1)
         found = [self.path.activation_bytes(capacity, widest)]
         for spec in adapters:
-            if not method_of(spec).has_kernels:
+            if not has_kernels(spec):
                 kept = capacity * self._kept_width(spec) * self.dtype.itemsize
-                kept += method_of(spec).workspace_bytes
+                kept += method_of(spec).workspace_bytes + self._rows_bytes(spec)
                 found.append(self._reference.activation_bytes(capacity, widest) + kept)
         return max(found)
 
@@ -198,8 +213,13 @@ class Backbone:
         method = method_of(spec)
         return sum(method.kept_width(spec, path, shape) for path, shape in _shapes(self._targets(spec)).items())
 
-    def _path_for(self, method: Method) -> Path:
-        return self.path if method.has_kernels else self._reference
+    def _rows_bytes(self, spec: AdapterSpec) -> int:
+        """What a microbatch holds of rows of tokens: a copy as the activations are, and a sum of gradients."""
+        num = sum(sum(shape.sizes) for shape in self.embeddings.shapes(spec).values())
+        return num * (self.dtype.itemsize + 4)
+
+    def _path_for(self, spec: AdapterSpec) -> Path:
+        return self.path if has_kernels(spec) else self._reference
 
     def shapes_for(self, method: Method) -> dict[str, LinearShape]:
         """Every place that adapters of a method can sit in, by path, with its outputs and inputs."""
@@ -212,7 +232,7 @@ class Backbone:
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""
-        path = self._path_for(adapter.method)
+        path = self._path_for(adapter.spec)
         slot = path.take_slot(adapter)
         self._slot_paths[slot] = path
         self._leading[slot] = adapter.spec.num_leading_rows
@@ -221,6 +241,11 @@ class Backbone:
         places = self._places[adapter.method.attachment]
         for module, weights in adapter.modules.items():
             places[module].put(slot, weights)
+        if INPUT_ROWS in adapter.token_rows:
+            own = InputTokenRows(adapter.token_rows[INPUT_ROWS], self.embeddings.input_scale)
+            self._inputs.put(slot, own)
+        if OUTPUT_ROWS in adapter.token_rows:
+            self._output_rows[slot] = adapter.token_rows[OUTPUT_ROWS]
         return slot
 
     def detach(self, slot: int) -> None:
@@ -228,6 +253,7 @@ class Backbone:
         self._slot_paths.pop(slot).free_slot(slot)
         self._leading.pop(slot)
         self._heads.pop(slot, None)
+        self._output_rows.pop(slot, None)
         for places in self._places.values():
             for place in places.values():
                 place.free(slot)
@@ -270,7 +296,8 @@ class Backbone:
     ) -> torch.Tensor:
         """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating."""
         hidden_TD = self._reference.hidden(batch, None, caches)
-        return self.head.logits(hidden_TD if rows is None else hidden_TD[list(rows)])
+        chosen = range(len(hidden_TD)) if rows is None else rows
+        return logits_of(self.head, batch, self._output_rows, hidden_TD, chosen)
 
     @property
     def head(self) -> Head:

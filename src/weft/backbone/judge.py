@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from weft.backbone.loss import BlockedLoss
 from weft.kernels.device_event import sent
 from weft.objectives.objective import Judged, LikelihoodObjective
 
@@ -84,8 +84,22 @@ class LossPass:
     """Of each judgement of the batch."""
 
 
+class MicrobatchLoss(Protocol):
+    """The cross entropy of a microbatch's supervised rows."""
+
+    def among(self, rows: np.ndarray) -> MicrobatchLoss:
+        """The loss of some of the rows."""
+        ...
+
+    def __call__(
+        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Unweighted loss and hit of every row (2, N, fp32) and, given weights, the weighted sum's gradient (N, D)."""
+        ...
+
+
 def run_loss(
-    loss: BlockedLoss,
+    loss: MicrobatchLoss,
     hidden_ND: torch.Tensor,
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
@@ -105,13 +119,13 @@ def run_loss(
 
 
 def _groups(
-    judgement: Judgement, loss: BlockedLoss, hidden_ND: torch.Tensor, targets_N: torch.Tensor
+    judgement: Judgement, loss: MicrobatchLoss, hidden_ND: torch.Tensor, targets_N: torch.Tensor
 ) -> tuple[Groups, torch.Tensor]:
     """Log-probabilities of the groups' rows, by a first pass over them only; and which rows learn."""
     device, num_rows = hidden_ND.device, len(judgement.rows)
     both = judgement.rows if judgement.references is None else np.concatenate([judgement.rows, judgement.references])
     both_N = sent(torch.from_numpy(both), device)
-    (losses_N, _), _ = loss(hidden_ND[both_N], targets_N[both_N])
+    (losses_N, _), _ = loss.among(both)(hidden_ND[both_N], targets_N[both_N])
     references_N = None if judgement.references is None else -losses_N[num_rows:]
     lengths_S = sent(torch.from_numpy(judgement.lengths), device)
     size = num_judged(judgement.objective)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -41,7 +42,11 @@ class Head:
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """(B, V) in fp32, after the soft cap."""
-        raw_BV = self.linear(hidden_BD).float()
+        return self.capped(self.linear(hidden_BD))
+
+    def capped(self, raw_BV: torch.Tensor) -> torch.Tensor:
+        """What `linear` gave, in fp32, after the soft cap."""
+        raw_BV = raw_BV.float()
         return raw_BV if self.softcap is None else torch.tanh(raw_BV / self.softcap) * self.softcap
 
     def linear(self, hidden_BD: torch.Tensor) -> torch.Tensor:
@@ -73,6 +78,10 @@ class BlockedLoss:
     """Rows whose logits exist at once: fixed, so that a row's result does not depend on how many others there are."""
     row_losses: RowLosses = cross_entropy_rows_reference
     """What is done with a block's logits: the plain twin, or the kernel where there is one."""
+
+    def among(self, rows: np.ndarray) -> BlockedLoss:
+        """The loss of some of a microbatch's rows: all have the same head."""
+        return self
 
     @torch.no_grad()
     def __call__(

@@ -12,9 +12,11 @@ from weft.adapters.head import HeadWeights
 from weft.adapters.leading_rows import InputRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
+from weft.adapters.token_rows import TokenRows
 from weft.backbone.heads import run_heads
-from weft.backbone.judge import run_loss
+from weft.backbone.judge import MicrobatchLoss, run_loss
 from weft.backbone.loss import BlockedLoss, head_of
+from weft.backbone.own_head import loss_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores
@@ -41,9 +43,12 @@ class ReferencePath:
         inputs: InputRows,
         routing: Routing,
         heads: Mapping[int, HeadWeights],
+        output_rows: Mapping[int, TokenRows],
     ) -> None:
-        """`routing` is the table that all places of the model share, `heads` those of jobs, by slot."""
+        """`routing` is the table that all places of the model share, `heads` those of jobs, by slot, and `output_rows`
+        their own rows of the output head."""
         self._heads = heads
+        self._output_rows = output_rows
         self._model = model
         self._linears = linears
         self._inputs = inputs
@@ -63,7 +68,7 @@ class ReferencePath:
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile, through=through)
         rows_ND = hidden_TD.detach()[batch.supervised_N]
-        passed = run_loss(self._loss, rows_ND, batch.targets_N, batch.weights_N, batch.judgements)
+        passed = run_loss(self._loss(batch), rows_ND, batch.targets_N, batch.weights_N, batch.judgements)
         assert passed.grad_ND is not None
         grad_TD = torch.zeros_like(hidden_TD)
         grad_TD[batch.supervised_N] = passed.grad_ND
@@ -77,7 +82,7 @@ class ReferencePath:
         """Starts a microbatch forward only."""
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile)
-        passed = run_loss(self._loss, hidden_TD[batch.supervised_N], batch.targets_N, None, batch.judgements)
+        passed = run_loss(self._loss(batch), hidden_TD[batch.supervised_N], batch.targets_N, None, batch.judgements)
         return PendingScores(passed, batch, begun, run_heads(hidden_TD, batch.heads, self._heads))
 
     def hidden(
@@ -85,6 +90,7 @@ class ReferencePath:
     ) -> torch.Tensor:
         """Last hidden states (T, D), after the final norm; they continue from `caches` while generating."""
         self._routing.segments, self._routing.slots = batch.segments, batch.slots
+        self._routing.tokens = batch.ids
         self._routing.bounds, self._routing.longest = batch.bounds, batch.longest
         self._routing.dropout_keys_T = batch.dropout_keys_T
         self._routing.row_tile = row_tile
@@ -107,9 +113,8 @@ class ReferencePath:
         width = sum(linear.in_features + linear.out_features for linear in self._linears.values())
         return capacity * self._model.dtype.itemsize * width
 
-    @property
-    def _loss(self) -> BlockedLoss:
-        return BlockedLoss(head_of(self._model))
+    def _loss(self, batch: PackedBatch) -> MicrobatchLoss:
+        return loss_of(BlockedLoss(head_of(self._model)), batch, self._output_rows, self._model.dtype)
 
     def forget(self) -> None:
         """Has nothing to give back."""

@@ -83,15 +83,22 @@ def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:
 
 
 def _outlines(spec: RunSpec, base_dir: Path, num_planned: int, *, is_fused: bool) -> list[JobOutline]:
-    from weft.backbone.load import load_tokenizer
+    from weft.backbone.load import find_source, load_config, load_tokenizer
     from weft.data.load import load_job_data
 
     tokenizer = load_tokenizer(spec.base_model)
-    return [_outline(job, load_job_data(job, tokenizer, base_dir), num_planned, is_fused=is_fused) for job in spec.jobs]
+    vocabulary = load_config(find_source(spec.base_model)).get("vocab_size", 0)
+    return [
+        replace(
+            _outline(job, load_job_data(job, tokenizer, base_dir), num_planned, is_fused=is_fused),
+            num_own_rows=job.adapter.own_rows.count(vocabulary),
+        )
+        for job in spec.jobs
+    ]
 
 
 def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -> JobOutline:
-    from weft.adapters.methods import cost_ranks, method_of
+    from weft.adapters.methods import cost_ranks, has_kernels
     from weft.cost.job_state import job_state_bytes
     from weft.data.global_batch import GlobalBatches
     from weft.data.order import BatchSchedule
@@ -102,7 +109,7 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
     ahead, planned = GlobalBatches(data.train, order), min(order.num_steps, num_planned)
     batches = tuple(Batch(step, 0, tuple(ahead.lengths(step)), ahead.groups(step)) for step in range(planned))
     # As `Backbone.lane` says it: a method without kernels runs apart from those that have them.
-    lane = "reference" if is_fused and not method_of(job.adapter).has_kernels else ""
+    lane = "reference" if is_fused and not has_kernels(job.adapter) else ""
     queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority, lane=lane)
     evals = 0 if data.eval is None else data.eval.summary.num_tokens * order.num_evals(job.eval_steps)
     return JobOutline(
@@ -229,6 +236,10 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
         + ("" if found.fits else ": does not fit")
         + f"; microbatches of up to {found.largest_capacity:,} tokens would fit",
     ]
+    if found.own_rows_bytes:
+        owners = ", ".join(f"{job.queue.job} {job.num_own_rows:,}" for job in found.jobs if job.num_own_rows)
+        size = f"{found.own_rows_bytes / gib:,.2f} GiB of that"
+        lines.append(f"own rows  {size}, with gradients and optimizer, for rows of embedding and head: {owners}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 

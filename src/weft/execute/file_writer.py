@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from weft.backbone.embeddings import Embeddings
 from weft.execute.microbatch import ExecutedJob
 from weft.execute.protocol import AdapterWork, CheckpointWork
 from weft.store.checkpoint import Checkpoint, save_checkpoint
@@ -44,7 +45,7 @@ class FileWriter:
 
 
 def writing(
-    work: CheckpointWork | AdapterWork, job: ExecutedJob, base_model: str, target_names: list[str]
+    work: CheckpointWork | AdapterWork, job: ExecutedJob, base_model: str, target_names: list[str], rows: Embeddings
 ) -> Callable[[], None]:
     """What writes the files of a job as it is now, whatever becomes of it in the meantime."""
     snapshot, spec = job.weights.snapshot(moments=isinstance(work, CheckpointWork)), job.given.spec
@@ -57,13 +58,14 @@ def writing(
             return
         write_adapter(
             work.directory,
-            spec.adapter,
+            rows.named(spec.adapter),
             job.weights.modules(tensors, best=work.best),
             base_model=base_model,
             target_names=target_names,
             chat_template=spec.chat_template,
             shared=job.weights.adapter.shared,
             head=job.given.batches.head,
+            row_modules=rows.paths,
         )
 
     return write

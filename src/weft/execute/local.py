@@ -108,7 +108,7 @@ class LocalExecutor:
         if job.start is not None:
             adapter.load(job.start, job.start_name)
         self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter))
-        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.method))
+        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.spec))
 
     def drop(self, job: str) -> None:
         """Forgets a job."""
@@ -194,7 +194,8 @@ class LocalExecutor:
         with _told_of_device():
             if isinstance(work, CheckpointWork | AdapterWork):
                 job, names = self.jobs[work.job], self.target_names(work.job)
-                self._writing[number] = self._files.submit(work.job, writing(work, job, self.facts.base_model, names))
+                write = writing(work, job, self.facts.base_model, names, self.backbone.embeddings)
+                self._writing[number] = self._files.submit(work.job, write)
             else:
                 self._started[number] = self._begin(work, number)
         return Ticket(number)

@@ -17,7 +17,7 @@ from weft.data.chat.renderer import check_template
 from weft.errors import AdapterFileError, ConfigError, ModelError
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.spec import AdapterSpec, BackboneSpec
-from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, read_adapter, read_chat_template, read_head
+from weft.store.peft_files import CONFIG_FILE, PARTS, TEMPLATE_FILE, read_adapter, read_chat_template, read_head
 
 T = TypeVar("T")
 BASE = "base"
@@ -94,7 +94,7 @@ def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_mod
     """AdapterFileError says why an adapter does not fit a model where its method has these places (path to shape)."""
     where, method = str(stored.path), method_of(stored.spec)
     for path, tensors in stored.tensors.items():
-        if path == HEAD:
+        if path in PARTS:
             continue
         if path not in shapes:
             place = method.attachment.value
@@ -128,7 +128,7 @@ def attach_adapter(backbone: Backbone, stored: StoredAdapter, *, with_head: bool
     # Jobs that train beside it need no kernels for its dropout.
     spec = replace(stored.spec, lora_dropout=0.0)
     try:
-        adapter = backbone.stored_adapter(spec, [path for path in stored.tensors if path != HEAD], head_shape)
+        adapter = backbone.stored_adapter(spec, [path for path in stored.tensors if path not in PARTS], head_shape)
     except ConfigError as error:
         raise AdapterFileError(error.message, where=str(stored.path)) from None
     adapter.load(stored.tensors, str(stored.path))

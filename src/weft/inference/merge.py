@@ -16,8 +16,10 @@ from weft.adapters.methods import method_of
 from weft.backbone.load import load_plain_model, load_tokenizer
 from weft.errors import AdapterFileError, StorageError
 from weft.inference.attach import StoredAdapter, check_fit
+from weft.inference.merge_rows import merge_rows
 from weft.spec import BackboneSpec
 from weft.store.atomic import make_directories, staged_directory
+from weft.store.row_files import ROWS
 
 
 @torch.no_grad()
@@ -37,10 +39,12 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     tokenizer = load_tokenizer(spec.base_model)
     linears = linear_modules(model)
     check_fit(stored, {path: (m.out_features, m.in_features) for path, m in linears.items()}, spec.base_model)
-    shapes = {path: (linears[path].out_features, linears[path].in_features) for path in stored.tensors}
+    modules = {path: tensors for path, tensors in stored.tensors.items() if path not in ROWS}
+    shapes = {path: (linears[path].out_features, linears[path].in_features) for path in modules}
     shared = method.shared(stored.spec, shapes, torch.device("cpu")).values()
-    for path, tensors in stored.tensors.items():
+    for path, tensors in modules.items():
         method.merge(stored.spec, path, (*tensors, *shared), linears[path])
+    merge_rows(stored, model)
     if stored.chat_template is not None:
         tokenizer.chat_template = stored.chat_template
     _write(model, tokenizer, out)

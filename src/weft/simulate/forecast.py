@@ -42,6 +42,8 @@ class JobOutline:
     """Run forward by all of its evaluations together."""
     state_bytes: float = MOMENT_BYTES
     """Kept of each trainable parameter besides its weight and gradient; AdamW's moments if nothing else is said."""
+    num_own_rows: int = 0
+    """Rows of the embedding and the output head that it trains of its own."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Forecast:
     """The largest microbatch that fits in the device's memory, by the memory model; 0: none does."""
     keeps_order: bool
     """True if every job's samples run in its own order: then its bits do not depend on the plan."""
+    own_rows_bytes: int = 0
+    """Of the memory, what rows of the embedding and the output head take that jobs train of their own."""
 
     @property
     def planned_s(self) -> float:
@@ -191,6 +195,7 @@ def forecast(
             for stage, held in enumerate(num_held)
         ),
         keeps_order=keeps_order,
+        own_rows_bytes=sum(_own_rows_bytes(job, cost) for job in jobs),
     )
 
 
@@ -207,10 +212,17 @@ def _eval_s(jobs: Sequence[JobOutline], capacity: int, times: CostModel, num_sta
 
 
 def _unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) -> int:
-    """What the jobs keep on a stage beyond AdamW's moments, which the memory model counts; below zero for less."""
+    """What the jobs keep on a stage beyond linears' adapters with AdamW's moments, which the memory model counts; below
+    zero for less."""
     each = cost.memory.adapter_bytes_each
     found = ((job.state_bytes - MOMENT_BYTES) * cost.memory.adapter_bytes(job.rank, stage=stage) / each for job in jobs)
-    return math.ceil(sum(found))
+    return math.ceil(sum(found)) + sum(_own_rows_bytes(job, cost) for job in jobs)
+
+
+def _own_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
+    """What a job's own rows of the embedding and the output head take, with gradients and moments."""
+    each = cost.memory.adapter_bytes_each - MOMENT_BYTES + job.state_bytes
+    return math.ceil(job.num_own_rows * cost.shape.hidden * each)
 
 
 def _free_bytes(cost: AnalyticCost, capacity: int, jobs: Sequence[JobOutline]) -> list[int] | None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from weft.errors import ConfigError
 from weft.spec.fields import KnownKeywords, above, at_least, between, refuse_foreign, setting, validate
+from weft.spec.own_rows import OwnRows, TokenIds
 
 V = TypeVar("V", int, float)
 _FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "mlp.c_proj")
@@ -88,6 +89,14 @@ class AdapterSpec(KnownKeywords):
     freeze_a: bool = setting(False, aliases=("lora_fa",), methods=LORA_KINDS)
     """LoRA-FA: A stays as it starts and only B is trained, which saves A's gradients and moments."""
 
+    trainable_token_indices: TokenIds | dict[str, TokenIds] | None = setting(None, methods=LORA_KINDS)
+    """Ids of tokens whose rows of the input embedding the adapter replaces by rows of its own and trains; where the
+    output head is tied to the embedding, they are its rows too. {embed_tokens: [ids], lm_head: [ids]} names the rows of
+    a head that is not tied."""
+    modules_to_save: tuple[str, ...] | None = setting(None, methods=LORA_KINDS)
+    """Of [embed_tokens, lm_head] those that the job trains as a whole copy of its own: vocabulary times width numbers
+    each, with gradients and moments. For a few tokens use trainable_token_indices."""
+
     vera_rank: int = setting(256, rule=at_least(1), methods=("vera",))
     """Rank of VeRA's shared matrices, PEFT's `r` of VeRA: each module trains this many numbers and one per output."""
     projection_prng_key: int = setting(0, rule=at_least(0), methods=("vera",))
@@ -160,6 +169,7 @@ class AdapterSpec(KnownKeywords):
             self._check_weight_start()
         if not self.target_modules:
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
+        OwnRows.of(self.trainable_token_indices, self.modules_to_save)
 
     def _check_virtual_tokens(self) -> None:
         """ConfigError for what virtual tokens cannot have."""
@@ -173,6 +183,11 @@ class AdapterSpec(KnownKeywords):
         if (self.prompt_tuning_init == "text") != bool(self.prompt_tuning_init_text):
             found = "needs prompt_tuning_init_text" if self.prompt_tuning_init == "text" else "is not text"
             raise ConfigError(f"{self.prompt_tuning_init} {found}.", where="prompt_tuning_init")
+
+    @property
+    def own_rows(self) -> OwnRows:
+        """Rows of the embedding and of the output head that are its own."""
+        return OwnRows.of(self.trainable_token_indices, self.modules_to_save)
 
     @property
     def num_leading_rows(self) -> int:

@@ -283,6 +283,11 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
         specs = [option for option in others if _holds_spec(option)]
         if len(specs) == 1:
             return convert(value, specs[0], where)
+        # What is wrong inside a list or a mapping is said of the item, where there is only one such option.
+        kind = dict if isinstance(value, Mapping) else tuple
+        alike = [option for option in others if typing.get_origin(option) is kind]
+        if len(alike) == 1:
+            return convert(value, alike[0], where)
     if len(others) == 1:
         return convert(value, others[0], where)
     for option in others:

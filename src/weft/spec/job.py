@@ -307,6 +307,8 @@ class JobSpec(KnownKeywords):
 
     def _check_optim(self) -> None:
         refuse_foreign_optim(self, self.optim)
+        if self.optim == "muon" and self.adapter.own_rows:
+            raise ConfigError("muon is for matrices, and rows of tokens are none; use another.", where="optim")
         if self.nesterov and not self.momentum:
             raise ConfigError("needs a momentum above 0.", where="nesterov")
 

@@ -99,8 +99,8 @@ def _refuse_unsupported(config: Mapping[str, Any], files: PeftFormat, where: str
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise AdapterFileError(f"task_type is {describe(task)}; only CAUSAL_LM can be read.", where=where)
-    if config.get("modules_to_save"):
-        reason = "it carries whole modules that would replace those of the shared backbone"
+    if config.get("modules_to_save") and files.peft_type != "LORA":
+        reason = "it carries whole modules, which only LoRA adapters can have here"
         raise AdapterFileError(f"modules_to_save is set, and {reason}.", where=where)
     for key, reason in files.refused.items():
         if config.get(key):

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from weft.spec import AdapterSpec
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.peft_config import config_of, method_named, spec_of
+from weft.store.row_files import ROWS, check_rows, names_in_file, rows_in_file
 from weft.store.tensor_file import file_pieces
 
 CONFIG_FILE = "adapter_config.json"
@@ -48,6 +50,8 @@ MAX_HEADER_BYTES = 1 << 20
 LABELS_FILE = "labels.json"
 """Beside an adapter with a head: what its logits are."""
 
+PARTS = (HEAD, *ROWS)
+"""What an adapter has besides the tensors of its method, by the names they have among these."""
 _PREFIX = "base_model.model."
 _SHARED_PREFIX = "base_model."
 TASKS = {
@@ -79,20 +83,28 @@ def write_adapter(
     chat_template: str | None = None,
     shared: Mapping[str, torch.Tensor] | None = None,
     head: HeadObjective | None = None,
+    row_modules: Mapping[str, str] | None = None,
 ) -> None:
     """The directory holds the whole adapter once this returns; an adapter that was there before is replaced.
 
     `tensors` are those of every module, by path. `target_names` becomes target_modules: full paths, or leaf names where
     these mean no other module of the backbone. `chat_template` is what the adapter was trained with instead of the
     base's. `shared` are the frozen tensors of all modules together, if the method has any. `head` is the objective of
-    an adapter that has a head among its tensors.
+    an adapter that has a head among its tensors, `row_modules` the paths of the modules that it has rows of.
     """
-    of_head = {path: own for path, own in tensors.items() if path == HEAD}
-    spec, modules = method_of(spec).exported(spec, {path: tensors[path] for path in tensors if path != HEAD})
-    tensors = {**modules, **of_head}
-    files = adapter_files(spec, tensors, base_model=base_model, target_names=target_names, shared=shared)
+    parts = {path: own for path, own in tensors.items() if path in PARTS}
+    spec, modules = method_of(spec).exported(spec, {path: tensors[path] for path in tensors if path not in parts})
+    files = adapter_files(
+        spec,
+        {**modules, **parts},
+        base_model=base_model,
+        target_names=target_names,
+        shared=shared,
+        row_modules=row_modules or {},
+    )
     if head is not None:
-        files.config.update({"task_type": head.task_type, "modules_to_save": [HEAD]})
+        saved = [*(files.config.get("modules_to_save") or ()), HEAD]
+        files.config.update({"task_type": head.task_type, "modules_to_save": saved})
     with staged_directory(directory) as staged:
         write_unsynced(staged / CONFIG_FILE, json_text.dump(files.config))
         write_unsynced(staged / TENSORS_FILE, *file_pieces(files.tensors, {"format": "pt"}))
@@ -110,7 +122,8 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
     files = METHODS[method_named(read.config, str(directory / CONFIG_FILE))].files
     shared = _shared(read, files, where)
     heads = {name: read.tensors[name] for name in _head_names(files) if name in read.tensors}
-    own = {name: tensor for name, tensor in read.tensors.items() if name not in {*heads, *shared}}
+    rows = rows_in_file([name for name in read.tensors if name.startswith(_PREFIX)])
+    own = {name: tensor for name, tensor in read.tensors.items() if name not in {*heads, *shared, *rows}}
     modules = files.part(own, read.config, where) if isinstance(files, JoinedFormat) else _modules(own, files, where)
     spec = spec_of(read.config, modules, where=str(directory / CONFIG_FILE), has_head=bool(heads))
     for path, tensors in modules.items():
@@ -123,6 +136,8 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
         files.check_shared(spec, {name.removeprefix(_SHARED_PREFIX): read.tensors[name] for name in shared}, where)
     if heads:
         modules[HEAD] = _head(list(heads.values()), where)
+    check_rows(spec, {kind: read.tensors[name] for name, kind in rows.items()}, where)
+    modules |= {kind: (read.tensors[name],) for name, kind in rows.items()}
     return spec, modules, read.config
 
 
@@ -198,11 +213,14 @@ def adapter_files(
     base_model: str,
     target_names: list[str],
     shared: Mapping[str, torch.Tensor] | None = None,
+    row_modules: Mapping[str, str] = MappingProxyType({}),
 ) -> AdapterFiles:
     """The files of an adapter, not yet on disk."""
     files = method_of(spec).files
     heads = {name: x.detach().cpu() for name, x in zip(_head_names(files), tensors.get(HEAD, ()), strict=False)}
-    tensors = {path: own for path, own in tensors.items() if path != HEAD}
+    names = names_in_file(spec, tensors, row_modules)
+    heads |= {f"{_PREFIX}{name}": tensors[kind][0].detach().cpu() for kind, name in names.items()}
+    tensors = {path: own for path, own in tensors.items() if path not in PARTS}
     config = config_of(spec, base_model=base_model, target_names=target_names, paths=tensors)
     if isinstance(files, JoinedFormat):
         joined = {name: tensor.detach().cpu() for name, tensor in files.join(tensors).items()}

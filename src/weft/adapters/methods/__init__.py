@@ -35,6 +35,11 @@ def method_of(spec: AdapterSpec) -> Method:
     return _RESIDUAL_LORA if spec.starts_as_weight else METHODS[spec.method]
 
 
+def has_kernels(spec: AdapterSpec) -> bool:
+    """Whether the fused path can run an adapter."""
+    return method_of(spec).has_kernels and not spec.own_rows
+
+
 def cost_ranks(spec: AdapterSpec) -> CostRanks:
     """What an adapter costs, in the unit of the cost models."""
     return method_of(spec).cost_ranks(spec)

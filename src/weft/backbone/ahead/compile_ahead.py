@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.adapters.methods import cost_ranks, method_of
+from weft.adapters.methods import cost_ranks, has_kernels
 from weft.backbone.ahead.request import READY, KernelRequest
 from weft.backbone.load import choose_device, choose_dtype, find_source
 from weft.families.registry import why_unfit
@@ -118,7 +118,7 @@ def _request(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int)
     """None where no Triton kernel is launched, or nobody can say which."""
     device = choose_device(spec)
     dtype = choose_dtype(spec, device)
-    fused = [adapter for adapter in adapters if method_of(adapter).has_kernels]
+    fused = [adapter for adapter in adapters if has_kernels(adapter)]
     if not (has_streams(device) and has_triton() and fused) or os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if spec.kernels == "reference" or dtype == torch.float32 or capability(device) < (8, 0):

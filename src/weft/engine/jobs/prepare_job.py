@@ -37,6 +37,9 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
         if spec.adapter.method != stored.method:
             found = f"{name} is of the method {stored.method}; adapter.method is {spec.adapter.method}."
             raise ConfigError(found, where="init_adapter")
+        if spec.adapter.own_rows != stored.own_rows:
+            found = f"{name} has other rows of tokens"
+            raise ConfigError(f"{found}; trainable_token_indices and modules_to_save must be its own.", where="adapter")
     data = data.led_by(spec.adapter.num_leading_rows)
     _check_samples(spec, data, executor.facts, capacity)
     job = LiveJob(spec, data, submitted=submitted)

@@ -87,7 +87,7 @@ def test_files_when_a_name_means_inputs_and_outputs_then_whole_paths_tell_them_a
     [
         ({"feedforward_modules": None}, "feedforward_modules is missing"),
         ({"feedforward_modules": []}, r"has ia3_l \(1, 6\); expected \(out, 1\)"),
-        ({"modules_to_save": ["lm_head"]}, "would replace those of the shared backbone"),
+        ({"modules_to_save": ["lm_head"]}, "which only LoRA adapters can have here"),
         ({"r": 8}, "unknown setting r = 8"),
     ],
 )

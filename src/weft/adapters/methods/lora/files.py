@@ -13,6 +13,7 @@ from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 from weft.spec.fields import describe
+from weft.spec.own_rows import TokenIds
 
 DEFAULTS: dict[str, Any] = {
     "alora_invocation_tokens": None,
@@ -59,7 +60,6 @@ DEFAULTS: dict[str, Any] = {
 
 _REFUSED = {
     "lora_bias": "LoRA with a bias is not supported yet",
-    "trainable_token_indices": "it changes rows of the shared backbone's embedding",
     "layer_replication": "it changes the layers of the shared backbone",
     "kasa_config": "KaSA changes the weights of the shared backbone",
     "target_parameters": "adapters on bare parameters are not supported yet",
@@ -93,21 +93,25 @@ class LoraFiles(PeftFormat):
             "alpha_pattern": {name: _whole(value) for name, value in spec.alpha_pattern.items()},
             "init_lora_weights": spec.init_lora_weights,
             "layers_to_transform": None if spec.layers_to_transform is None else list(spec.layers_to_transform),
+            "modules_to_save": None if spec.modules_to_save is None else list(spec.modules_to_save),
             "lora_alpha": _whole(spec.default_alpha),
             "lora_dropout": spec.lora_dropout,
             "r": spec.r,
             "rank_pattern": dict(spec.rank_pattern),
+            "trainable_token_indices": _listed(spec.trainable_token_indices),
             "use_rslora": spec.use_rslora,
         }
 
     def check_config(self, config: Mapping[str, Any], where: str) -> None:
-        """Refuses trained biases and starts that change the backbone."""
+        """Refuses trained biases, tied copies of modules and starts that change the backbone."""
         bias = config.get("bias", "none")
         if bias != "none":
             raise AdapterFileError(
                 f"bias is {describe(bias)}, which trains biases of the shared backbone; only 'none' can be read.",
                 where=where,
             )
+        if config.get("ensure_weight_tying") and config.get("modules_to_save"):
+            raise AdapterFileError("ensure_weight_tying is set, which ties whole modules of an adapter.", where=where)
         init = config.get("init_lora_weights", True)
         if not isinstance(init, str) or init in ("gaussian", "orthogonal"):
             return
@@ -129,6 +133,8 @@ class LoraFiles(PeftFormat):
             "alpha_pattern": config.get("alpha_pattern") or {},
             "use_rslora": config.get("use_rslora", False),
             "init_lora_weights": config.get("init_lora_weights", True),
+            "trainable_token_indices": config.get("trainable_token_indices"),
+            "modules_to_save": config.get("modules_to_save"),
         }
 
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
@@ -162,7 +168,15 @@ class LoraFiles(PeftFormat):
     def summary(self, spec: AdapterSpec) -> str:
         """Rank and scale."""
         stabilised = ", rank-stabilised scaling" if spec.use_rslora else ""
-        return f"rank {spec.r}, alpha {spec.default_alpha:g}{stabilised}"
+        rows = ", with rows of tokens" if spec.own_rows else ""
+        return f"rank {spec.r}, alpha {spec.default_alpha:g}{stabilised}{rows}"
+
+
+def _listed(indices: TokenIds | Mapping[str, TokenIds] | None) -> list[int] | dict[str, list[int]] | None:
+    """Ids of tokens as JSON has them."""
+    if isinstance(indices, Mapping):
+        return {name: list(ids) for name, ids in indices.items()}
+    return None if indices is None else list(indices)
 
 
 def _whole(value: float) -> float | int:

@@ -1,0 +1,68 @@
+"""An adapter's own rows of the embedding and of the output head in PEFT's files.
+
+    base_model.model.<path>.token_adapter.trainable_tokens_delta   (K, width): the rows of trainable_token_indices
+    base_model.model.<path>.weight                                 (vocabulary, width): a module of modules_to_save
+
+PEFT calls the first a delta, but they are the rows themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from weft.adapters.method import ModuleTensors
+from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
+from weft.errors import AdapterFileError
+from weft.spec import AdapterSpec
+from weft.spec.own_rows import EMBEDDINGS, OUTPUT_HEADS, is_output_head
+
+ROWS = (INPUT_ROWS, OUTPUT_ROWS)
+_SOME = ".token_adapter.trainable_tokens_delta"
+_ALL = ".weight"
+
+
+def names_in_file(spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], paths: Mapping[str, str]) -> dict[str, str]:
+    """What the file calls each kind of rows among an adapter's tensors, less its prefix.
+
+    `paths` are those of the backbone's two modules.
+    """
+    own = spec.own_rows
+    is_whole = {INPUT_ROWS: own.all_inputs, OUTPUT_ROWS: own.all_outputs}
+    return {name: paths[name] + (_ALL if is_whole[name] else _SOME) for name in ROWS if name in tensors}
+
+
+def rows_in_file(names: Collection[str]) -> dict[str, str]:
+    """The kind of rows that a tensor of a file is, for those of its names that are rows."""
+    found = {}
+    for name in names:
+        path, leaf = name.removesuffix(_SOME).removesuffix(_ALL), name.rpartition(".")[2]
+        is_embedding = path.rpartition(".")[2] in (*EMBEDDINGS, *OUTPUT_HEADS)
+        if name.endswith(_SOME) or (f".{leaf}" == _ALL and is_embedding):
+            found[name] = OUTPUT_ROWS if is_output_head(path) else INPUT_ROWS
+    return found
+
+
+def check_rows(spec: AdapterSpec, rows: Mapping[str, torch.Tensor], where: str) -> None:
+    """AdapterFileError if rows are not those of the spec; how many rows a whole module has, only the backbone knows."""
+    own = spec.own_rows
+    asked = {INPUT_ROWS: (own.inputs, own.all_inputs), OUTPUT_ROWS: (own.outputs, own.all_outputs)}
+    for name, (ids, is_whole) in asked.items():
+        # A head that is tied to the embedding has its rows there.
+        is_tied = name == OUTPUT_ROWS and ids is not None and ids == own.inputs
+        if name not in rows and (is_whole or (ids is not None and not is_tied)):
+            raise AdapterFileError(f"{_words(name)} are missing, which the config names.", where=where)
+    for name, tensor in rows.items():
+        ids, is_whole = asked[name]
+        if ids is None and not is_whole:
+            raise AdapterFileError(f"holds {_words(name)}, which the config does not name.", where=where)
+        if tensor.dim() != 2 or not tensor.numel() or (ids is not None and len(tensor) != len(ids)):
+            expected = "(vocabulary, width)" if ids is None else f"({len(ids)}, width)"
+            raise AdapterFileError(f"{_words(name)} are {tuple(tensor.shape)}; expected {expected}.", where=where)
+        if not tensor.isfinite().all():
+            raise AdapterFileError(f"{_words(name)} hold a NaN or an infinity.", where=where)
+
+
+def _words(name: str) -> str:
+    return f"rows of the {'output head' if name == OUTPUT_ROWS else 'input embedding'}"
