@@ -19,7 +19,7 @@ from tiny_models import (
 
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
-from weft.execute.evaluate import mean_scores
+from weft.execute.evaluate import ScoreRequest, mean_scores
 from weft.spec import AdapterSpec
 
 
@@ -46,7 +46,7 @@ def test_mean_scores_when_bare_then_those_of_transformers(name):
             total += F.cross_entropy(logits[rows], ids[1:][rows], reduction="sum").item()
             num_hits += int((logits.argmax(dim=-1) == ids[1:])[rows].sum())
             count += int(rows.sum())
-    (mine,) = mean_scores(backbone, [(None, dataset(asked))], 64, 128)
+    (mine,) = mean_scores(backbone, [ScoreRequest(None, dataset(asked))], 64, 128)
     assert mine.loss == pytest.approx(total / count, rel=1e-5)
     assert mine.accuracy == num_hits / count and 0.2 < mine.accuracy < 0.6
 
@@ -55,8 +55,8 @@ def test_mean_scores_when_bare_then_those_of_transformers(name):
 def test_mean_scores_when_evaluated_together_or_apart_then_the_same_bits(dtype):
     backbone = random_backbone("llama_odd", dtype=dtype)
     adapters = [backbone.new_adapter(AdapterSpec(r=r, init_lora_weights=False, lora_dropout=0.5), r) for r in (1, 3, 8)]
-    requests = [(backbone.attach(adapter), dataset(samples(i))) for i, adapter in enumerate(adapters)]
-    requests.append((None, dataset(samples(9))))
+    requests = [ScoreRequest(backbone.attach(adapter), dataset(samples(i))) for i, adapter in enumerate(adapters)]
+    requests.append(ScoreRequest(None, dataset(samples(9))))
     alone = [mean_scores(backbone, [request], 24, 128)[0] for request in requests]
     assert len({means.loss for means in alone}) == 4
     for capacity in (20, 33, 300):
@@ -66,9 +66,8 @@ def test_mean_scores_when_evaluated_together_or_apart_then_the_same_bits(dtype):
 
 def test_mean_scores_when_nothing_is_supervised_then_nan():
     quiet = Sample(np.array([3, 4, 5]), np.zeros(3, dtype=bool))
-    silent, other = mean_scores(
-        random_backbone("llama"), [(None, dataset([quiet])), (None, dataset(samples(0)))], 64, 128
-    )
+    asked = [ScoreRequest(None, dataset(each)) for each in ([quiet], samples(0))]
+    silent, other = mean_scores(random_backbone("llama"), asked, 64, 128)
     assert math.isnan(silent.loss) and math.isnan(silent.accuracy) and math.isfinite(other.loss)
 
 

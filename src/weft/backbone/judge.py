@@ -1,8 +1,9 @@
 """The loss of a microbatch: one weighted pass over its supervised rows, after a first one where weights depend on it.
 
 Rows whose weight is known go through the output head once. An objective that judges log-probabilities first gets those
-of its groups' rows; the weights it returns then count in the one weighted pass that all rows share. Nothing waits for
-the device, and each row's weight comes from its own group, so neighbours keep their bits.
+of its groups' rows; the weights it returns then count in the one weighted pass that all rows share. What a reference
+says of the same rows is known by then. Nothing waits for the device, and each row's weight comes from its own group, so
+neighbours keep their bits.
 Shape suffixes: N supervised rows of the microbatch or of some groups, G groups, M samples of a group, S = G · M.
 """
 
@@ -15,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from weft.backbone.reference_rows import ReferenceRows
 from weft.kernels.device_event import sent
 from weft.objectives.objective import Judged, LikelihoodObjective
 
@@ -25,13 +27,11 @@ class Judgement:
 
     objective: LikelihoodObjective
     learners: tuple[int, ...]
-    """Segments with the adapter, group by group; the group's loss and metrics are counted to its first."""
-    bare: tuple[int, ...]
-    """The same samples' segments without an adapter, where the objective reads them; nothing is counted to these."""
+    """Its segments, group by group; the group's loss and metrics are counted to its first."""
     rows: np.ndarray
-    """Supervised rows that learn, among all of the microbatch; group by group."""
-    references: np.ndarray | None
-    """The same tokens' rows without an adapter, in the same order."""
+    """Their supervised rows, among all of the microbatch; group by group."""
+    references: tuple[ReferenceRows, ...]
+    """What the reference says of each segment's rows, where the objective reads it."""
     lengths: np.ndarray
     """Supervised rows of each sample (S)."""
     shares: np.ndarray
@@ -46,10 +46,9 @@ class Judgement:
 
     @property
     def unlearned(self) -> tuple[int, ...]:
-        """Segments that teach nothing: those without an adapter, and prompts with another row's answer."""
+        """Segments that teach nothing: prompts with another row's answer."""
         size, whole = self.objective.group_size, num_judged(self.objective)
-        mismatched = tuple(s for place, s in enumerate(self.learners) if place % whole >= size)
-        return self.bare + mismatched
+        return tuple(s for place, s in enumerate(self.learners) if place % whole >= size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,17 +121,15 @@ def _groups(
     judgement: Judgement, loss: MicrobatchLoss, hidden_ND: torch.Tensor, targets_N: torch.Tensor
 ) -> tuple[Groups, torch.Tensor]:
     """Log-probabilities of the groups' rows, by a first pass over them only; and which rows learn."""
-    device, num_rows = hidden_ND.device, len(judgement.rows)
-    both = judgement.rows if judgement.references is None else np.concatenate([judgement.rows, judgement.references])
-    both_N = sent(torch.from_numpy(both), device)
-    (losses_N, _), _ = loss.among(both)(hidden_ND[both_N], targets_N[both_N])
-    references_N = None if judgement.references is None else -losses_N[num_rows:]
+    device = hidden_ND.device
+    rows_N = sent(torch.from_numpy(judgement.rows), device)
+    (losses_N, _), _ = loss.among(judgement.rows)(hidden_ND[rows_N], targets_N[rows_N])
+    references_N = torch.cat([each.logprobs_N for each in judgement.references]) if judgement.references else None
     lengths_S = sent(torch.from_numpy(judgement.lengths), device)
     size = num_judged(judgement.objective)
     labels = judgement.labels
     labels_GM = None if labels is None else sent(torch.from_numpy(labels), device).view(-1, size)
-    groups = Groups(-losses_N[:num_rows], references_N, lengths_S, size, labels_GM)
-    return groups, both_N[:num_rows]
+    return Groups(-losses_N, references_N, lengths_S, size, labels_GM), rows_N
 
 
 def num_judged(objective: LikelihoodObjective) -> int:
@@ -145,18 +142,18 @@ def find_judgements(
     counts: Sequence[int],
     weights: Sequence[float],
     labels: Sequence[float],
+    references: Sequence[ReferenceRows | None],
 ) -> tuple[Judgement, ...]:
     """The groups of segments whose weights depend on log-probabilities.
 
-    Given per segment: its objective, if it has such a one, its supervised rows, its share of the loss, and its label.
-    A group's segments follow each other: first those with the adapter, then, where the objective reads them, the same
-    without.
+    Given per segment: its objective, if it has such a one, its supervised rows, its share of the loss, its label, and
+    what a reference says of it. A group's segments follow each other.
     """
     found: dict[LikelihoodObjective, list[int]] = {}
     for segment, objective in enumerate(objectives):
         if objective is not None:
             found.setdefault(objective, []).append(segment)
-    return tuple(_judgement(o, segments, counts, weights, labels) for o, segments in found.items())
+    return tuple(_judgement(o, segments, counts, weights, labels, references) for o, segments in found.items())
 
 
 def _judgement(
@@ -165,23 +162,20 @@ def _judgement(
     counts: Sequence[int],
     weights: Sequence[float],
     labels: Sequence[float],
+    references: Sequence[ReferenceRows | None],
 ) -> Judgement:
-    size = num_judged(objective)
-    whole = size * (1 + objective.reads_reference)
-    assert len(segments) % whole == 0, "a group shares a microbatch"
+    assert len(segments) % num_judged(objective) == 0, "a group shares a microbatch"
     ends = np.cumsum(counts)
     rows = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    learning = [s for place, s in enumerate(segments) if place % whole < size]
-    others = [s for place, s in enumerate(segments) if place % whole >= size]
-    lengths = np.array([counts[s] for s in learning], dtype=np.int64)
-    assert not others or lengths.tolist() == [counts[s] for s in others], "a reference has its sample's tokens"
+    lengths = np.array([counts[s] for s in segments], dtype=np.int64)
+    known = tuple(each for s in segments if (each := references[s]) is not None)
+    assert len(known) == len(segments) * objective.reads_reference, "a reference speaks of every sample or of none"
     return Judgement(
         objective=objective,
-        learners=tuple(learning),
-        bare=tuple(others),
-        rows=np.concatenate([rows[s] for s in learning]).astype(np.int64),
-        references=np.concatenate([rows[s] for s in others]).astype(np.int64) if others else None,
+        learners=tuple(segments),
+        rows=np.concatenate([rows[s] for s in segments]).astype(np.int64),
+        references=known,
         lengths=lengths,
-        shares=np.repeat(np.array([weights[s] for s in learning], dtype=np.float32), lengths),
-        labels=np.array([labels[s] for s in learning], dtype=np.float32) if objective.reads_labels else None,
+        shares=np.repeat(np.array([weights[s] for s in segments], dtype=np.float32), lengths),
+        labels=np.array([labels[s] for s in segments], dtype=np.float32) if objective.reads_labels else None,
     )

@@ -17,6 +17,7 @@ import torch
 from weft.adapters.routing import Rows, SlotRows, slot_rows
 from weft.backbone.heads import LabelledRows
 from weft.backbone.judge import Judgement, find_judgements
+from weft.backbone.reference_rows import ReferenceRows
 from weft.data.sample import Sample
 from weft.kernels.device import is_cpu, is_gpu
 from weft.kernels.device_event import sent
@@ -46,6 +47,8 @@ class Placed:
     """Who weighs its tokens, where that takes their log-probabilities; its group's samples then follow each other."""
     head: HeadObjective | None = None
     """Who learns from its labels by the head of its slot; its tokens then teach nothing else."""
+    reference: ReferenceRows | None = None
+    """What the objective compares with; it is known when the microbatch runs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +79,8 @@ class PackedBatch:
     """Groups whose rows get their weights from log-probabilities."""
     heads: tuple[LabelledRows, ...] = ()
     """Rows that heads of jobs look at; none of these is among the supervised."""
+    references: tuple[ReferenceRows | None, ...] = ()
+    """Of each segment, what its objective compares with; all of it must be known before the loss is."""
 
     @property
     def num_rows(self) -> int:
@@ -199,8 +204,10 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
             counts,
             [item.weight for item in placed],
             [math.nan if item.sample.labels is None else item.sample.label for item in placed],
+            [item.reference for item in placed],
         ),
         heads=_labelled_rows(placed, starts),
+        references=tuple(item.reference for item in placed),
     )
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+import torch
+
 from weft.adapters.adapter import Adapter
+from weft.backbone.judge import MicrobatchLoss
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
 
@@ -61,6 +64,14 @@ class Path(Protocol):
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
+        ...
+
+    def loss(self, batch: PackedBatch) -> MicrobatchLoss:
+        """What makes losses of the hidden states of a microbatch's supervised rows."""
+        ...
+
+    def read(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
+        """Starts a microbatch forward only: the last hidden states of its supervised rows (N, D)."""
         ...
 
     def row_tile(self, capacity: int) -> int:

@@ -68,7 +68,7 @@ class ReferencePath:
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile, through=through)
         rows_ND = hidden_TD.detach()[batch.supervised_N]
-        passed = run_loss(self._loss(batch), rows_ND, batch.targets_N, batch.weights_N, batch.judgements)
+        passed = run_loss(self.loss(batch), rows_ND, batch.targets_N, batch.weights_N, batch.judgements)
         assert passed.grad_ND is not None
         grad_TD = torch.zeros_like(hidden_TD)
         grad_TD[batch.supervised_N] = passed.grad_ND
@@ -82,8 +82,13 @@ class ReferencePath:
         """Starts a microbatch forward only."""
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile)
-        passed = run_loss(self._loss(batch), hidden_TD[batch.supervised_N], batch.targets_N, None, batch.judgements)
+        passed = run_loss(self.loss(batch), hidden_TD[batch.supervised_N], batch.targets_N, None, batch.judgements)
         return PendingScores(passed, batch, begun, run_heads(hidden_TD, batch.heads, self._heads))
+
+    @torch.no_grad()
+    def read(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
+        """Starts a microbatch forward only: the last hidden states of its supervised rows (N, D)."""
+        return self.hidden(batch, row_tile)[batch.supervised_N]
 
     def hidden(
         self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None, *, through: bool = False
@@ -113,7 +118,8 @@ class ReferencePath:
         width = sum(linear.in_features + linear.out_features for linear in self._linears.values())
         return capacity * self._model.dtype.itemsize * width
 
-    def _loss(self, batch: PackedBatch) -> MicrobatchLoss:
+    def loss(self, batch: PackedBatch) -> MicrobatchLoss:
+        """What makes losses of the hidden states of a microbatch's supervised rows."""
         return loss_of(BlockedLoss(head_of(self._model)), batch, self._output_rows, self._model.dtype)
 
     def forget(self) -> None:

@@ -77,9 +77,9 @@ class PendingScores:
         """Until the device has done it; returns when that was first known, by `time.perf_counter`."""
         return self._arrival.moment.wait()
 
-    def seconds(self) -> float:
-        """How long it took; waits for the device."""
-        return self._arrival.moment.seconds_since(self._begun)
+    def seconds(self, begun: DeviceEvent | None = None) -> float:
+        """How long it took, or all since another moment; waits for the device."""
+        return self._arrival.moment.seconds_since(begun or self._begun)
 
     def finite(self, owners: Sequence[int], num_owners: int) -> torch.Tensor:
         """For each owner, on the device: 1 if all losses of its segments are finite, else 0.

@@ -67,8 +67,9 @@ class Member:
     """One run of a sample in its group."""
 
     sample: Sample
-    is_bare: bool = False
-    """Without any adapter: the reference that the objective compares with."""
+    """With the rows in front of it that the job's adapter fills."""
+    own: Sample
+    """Its own tokens alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +121,9 @@ class Dataset:
         return self.objective if isinstance(self.objective, HeadObjective) else None
 
     @property
-    def num_runs(self) -> int:
-        """How often each sample of a group runs: once more where the objective compares with the bare backbone."""
-        return 2 if self.judge is not None and self.judge.reads_reference else 1
+    def reads_reference(self) -> bool:
+        """Whether the objective compares with what a reference says of the samples."""
+        return self.judge is not None and self.judge.reads_reference
 
     @property
     def has_mismatches(self) -> bool:
@@ -132,7 +133,7 @@ class Dataset:
     @property
     def num_members(self) -> int:
         """Runs that one group asks for."""
-        return self.num_runs * self.objective.group_size * (1 + self.has_mismatches)
+        return self.objective.group_size * (1 + self.has_mismatches)
 
     def places(self, index: int) -> range:
         """Where the samples of one group stand among all samples."""
@@ -144,8 +145,7 @@ class Dataset:
         group = [self.samples[i] for i in self.places(index)]
         if self.has_mismatches:
             group.append(self._mismatched(index))
-        led = [sample.led_by(self.num_leading) for sample in group]
-        return (*map(Member, led), *(Member(sample, is_bare=True) for sample in group * (self.num_runs - 1)))
+        return tuple(Member(sample.led_by(self.num_leading), sample) for sample in group)
 
     def member_lengths(self, index: int) -> list[int]:
         """The tokens of each member of one group, in their order."""
@@ -153,7 +153,7 @@ class Dataset:
         lengths = [int(length) for length in self.samples.lengths[places.start : places.stop]]
         if self.has_mismatches:
             lengths.append(int(self._mismatch_lengths[index]))
-        return [self.num_leading + length for length in lengths] + lengths * (self.num_runs - 1)
+        return [self.num_leading + length for length in lengths]
 
     def _mismatched(self, index: int) -> Sample:
         """A group's prompt with the answer of the next group, the last one's with that of the first."""
@@ -188,7 +188,7 @@ class Dataset:
         tokens = self.group_tokens
         if self.has_mismatches:
             tokens = tokens + self._mismatch_lengths + self.num_leading
-        return self.num_runs * int(tokens.max())
+        return int(tokens.max())
 
     def subset(self, groups: Iterable[int] | npt.NDArray[np.int64]) -> Dataset:
         """Some of the groups, in order; the account of the rows stays that of the sources."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weft.data.dataset import Dataset, Member
 from weft.data.order import BatchSchedule
+from weft.data.sample import Sample
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective
 
@@ -66,6 +68,18 @@ class GlobalBatches:
     def lengths(self, step: int) -> list[int]:
         """The tokens of each member of a step, in order."""
         return self[step].lengths
+
+    def samples_from(self, step: int) -> Iterator[Sample]:
+        """What the members of a step and of those behind it in its epoch have of their own tokens, in order."""
+        end = min((step // self.order.steps_per_epoch + 1) * self.order.steps_per_epoch, self.order.num_steps)
+        for later in range(step, end):
+            for group in self.order.batch(later).tolist():
+                yield from (member.own for member in self._data.members(group))
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the job compares with what a reference says of its samples."""
+        return self._data.reads_reference
 
     @property
     def judge(self) -> LikelihoodObjective | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,11 +12,19 @@ from weft.backbone.packed import Placed, pack_samples
 from weft.backbone.scores import PendingScores
 from weft.data.dataset import Dataset
 from weft.execute.protocol import EvaluationOutcome
+from weft.execute.references import Asked, JobReference, KnownRows, hear_references
 from weft.kernels.device_event import DeviceEvent
 from weft.objectives.metrics import MeanScores, Tally
 
-ScoreRequest = tuple[int | None, Dataset]
-"""A slot (None: the bare backbone) and what it is evaluated on."""
+
+class ScoreRequest(NamedTuple):
+    """What is evaluated on what."""
+
+    slot: int | None
+    """None: the bare backbone."""
+    data: Dataset
+    reference: JobReference | None = None
+    """What the data's objective compares with, where it does; None: the bare backbone."""
 
 
 class EvaluationInFlight:
@@ -26,8 +35,21 @@ class EvaluationInFlight:
         self._begun = DeviceEvent(backbone.device)
         self._running: list[tuple[list[int], PendingScores]] = []
         """Each microbatch with the request of each of its samples."""
-        for owners, placed in _microbatches(backbone, requests, capacity):
+        known = KnownRows(backbone)
+        requests = [
+            request._replace(reference=JobReference(known))
+            if request.data.reads_reference and request.reference is None
+            else request
+            for request in requests
+        ]
+        for owners, placed in _microbatches(backbone, requests, capacity, row_tile):
             batch = pack_samples(placed, row_tile, backbone.device)
+            asked = [
+                Asked(reference, slot, rows)
+                for (slot, _, reference), rows in zip((requests[o] for o in owners), batch.references, strict=True)
+                if reference is not None and rows is not None
+            ]
+            hear_references(backbone, asked, row_tile, capacity)
             self._running.append((owners, backbone.look(batch, row_tile)))
         self._ended = DeviceEvent(backbone.device)
 
@@ -47,25 +69,39 @@ def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: 
 
 
 def _microbatches(
-    backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int
+    backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int
 ) -> Iterator[tuple[list[int], list[Placed]]]:
     """Groups of samples that share a path and fit a microbatch, in the order of the requests; and whose each is."""
-    owners_of = np.repeat(np.arange(len(requests)), [data.num_groups for _, data in requests])
-    groups = np.concatenate([np.arange(data.num_groups) for _, data in requests])
+    sizes = [request.data.num_groups for request in requests]
+    owners_of = np.repeat(np.arange(len(requests)), sizes)
+    groups = np.concatenate([np.arange(size) for size in sizes])
     start = 0
     while start < len(groups):
         end, tokens, placed, owners = start, 0, [], []
-        path = backbone.path_of(requests[owners_of[start]][0])
+        path = backbone.path_of(requests[owners_of[start]].slot)
         while end < len(groups):
-            slot, data = requests[owners_of[end]]
-            tokens += sum(data.member_lengths(int(groups[end])))
-            if end > start and (tokens > capacity or backbone.path_of(slot) is not path):
+            request = requests[owners_of[end]]
+            tokens += sum(request.data.member_lengths(int(groups[end])))
+            if end > start and (tokens > capacity or backbone.path_of(request.slot) is not path):
                 break
-            members = data.members(int(groups[end]))
-            placed += [
-                Placed(m.sample, None if m.is_bare else slot, objective=data.judge, head=data.head) for m in members
-            ]
-            owners += [int(owners_of[end])] * len(members)
+            of_group = _placed(request, int(groups[end]), row_tile)
+            placed += of_group
+            owners += [int(owners_of[end])] * len(of_group)
             end += 1
         yield owners, placed
         start = end
+
+
+def _placed(request: ScoreRequest, group: int, row_tile: int) -> list[Placed]:
+    """One group of a request."""
+    slot, data, reference = request
+    return [
+        Placed(
+            member.sample,
+            slot,
+            objective=data.judge,
+            head=data.head,
+            reference=None if reference is None else reference.rows(member.own, slot, row_tile),
+        )
+        for member in data.members(group)
+    ]

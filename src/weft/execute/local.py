@@ -18,7 +18,7 @@ from weft.backbone.load import load_backbone
 from weft.backbone.out_of_memory import is_device_fault, memory_errors
 from weft.backbone.packed import PackedBatch
 from weft.data.chat.chat_template import Tokenizer
-from weft.execute.evaluate import EvaluationInFlight
+from weft.execute.evaluate import EvaluationInFlight, ScoreRequest
 from weft.execute.file_writer import FileWriter, writing
 from weft.execute.memory import measure, release_memory, usable_bytes, weight_bytes
 from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
@@ -42,8 +42,10 @@ from weft.execute.protocol import (
     TrialRun,
     Work,
 )
+from weft.execute.references import JobReference, KnownRows
 from weft.execute.weights import JobWeights
 from weft.inference.answers import answers
+from weft.inference.attach import adapter_on
 from weft.kernels.device import CPU, allocated_bytes, device_name, is_cpu, is_gpu, peak_bytes, reset_peak
 from weft.kernels.dropout import MASKS
 from weft.spec import AdapterSpec, BackboneSpec
@@ -57,6 +59,7 @@ class LocalExecutor:
         self.facts = replica_facts(backbone)
         self.tokenizer: Tokenizer = backbone.tokenizer
         self.jobs: dict[str, ExecutedJob] = {}
+        self._known = KnownRows(backbone)
         self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
         self._started: dict[int, Callable[[], Any]] = {}
         self._files = FileWriter(is_beside=backbone.works_on)
@@ -107,8 +110,14 @@ class LocalExecutor:
         adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU, job.batches.head)
         if job.start is not None:
             adapter.load(job.start, job.start_name)
-        self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter))
-        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.spec))
+        # Only to see that it fits; it is made again when it takes its slot.
+        compared = None if job.reference is None else adapter_on(self.backbone, job.reference)
+        self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter), self._reference(job))
+        num_compared = 0 if compared is None else compared.num_parameters
+        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.spec), num_compared)
+
+    def _reference(self, job: NewJob) -> JobReference | None:
+        return JobReference(self._known, job.reference) if job.batches.reads_reference else None
 
     def drop(self, job: str) -> None:
         """Forgets a job."""
@@ -116,27 +125,33 @@ class LocalExecutor:
 
     def seat(self, job: str) -> None:
         """Takes a job's weights and moments to the backbone's device, and a slot for it."""
-        weights = self.jobs[job].weights
+        weights, reference = self.jobs[job].weights, self.jobs[job].reference
         has_place = False
         try:
             with _told_of_device():
                 weights.move_to(self.backbone.device)
                 weights.optimizer.make_moments()
+                if reference is not None:
+                    reference.take_slot()
                 weights.slot = self.backbone.attach(weights.adapter)
             has_place = True
         finally:
             self._ready = None
             if not has_place:
                 weights.move_to(CPU)
+                if reference is not None:
+                    reference.free_slot()
 
     def unseat(self, job: str) -> None:
         """Frees a job's slot; its state waits on the CPU."""
         self._ready = None
-        weights = self.jobs[job].weights
+        weights, reference = self.jobs[job].weights, self.jobs[job].reference
         if weights.slot is not None:
             self.backbone.detach(weights.slot)
             weights.slot = None
             weights.move_to(CPU)
+            if reference is not None:
+                reference.free_slot()
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives a job the state that `StateWork` once brought."""
@@ -182,6 +197,21 @@ class LocalExecutor:
             self.backbone.detach(slot)
             weights.move_to(CPU)
 
+    @contextmanager
+    def _evaluated(self, job: str) -> Iterator[ScoreRequest]:
+        """A job's evaluation, while it and what it compares with have slots."""
+        data, reference = self.jobs[job].given.eval_data, self.jobs[job].reference
+        assert data is not None, "only jobs with evaluation data are asked for"
+        is_passing = reference is not None and self.jobs[job].weights.slot is None
+        if reference is not None and is_passing:
+            reference.take_slot()
+        try:
+            with self._slot_of(job) as slot:
+                yield ScoreRequest(slot, data, reference)
+        finally:
+            if reference is not None and is_passing:
+                reference.free_slot()
+
     def prepare(self, work: MicrobatchWork) -> None:
         """Packs a microbatch; it is used if the very same is started before a job comes or goes."""
         with _told_of_device():
@@ -218,8 +248,7 @@ class LocalExecutor:
         twins = {name: self._twin(name) for name in work.microbatch.job_tokens}
 
         def run() -> None:
-            batch = pack_microbatch(self.backbone, twins, work)
-            self.backbone.launch(batch, work.row_tile).scores()
+            MicrobatchInFlight(self.backbone, twins, work, pack_microbatch(self.backbone, twins, work)).outcome()
 
         try:
             with _told_of_device():
@@ -228,12 +257,14 @@ class LocalExecutor:
             for twin in twins.values():
                 assert twin.weights.slot is not None
                 self.backbone.detach(twin.weights.slot)
+                if twin.reference is not None:
+                    twin.reference.free_slot()
 
     def _begin(self, work: Work[Any], number: int) -> Callable[[], Any]:
         """Starts work; what is returned waits for it."""
         match work:
             case MicrobatchWork():
-                in_flight = MicrobatchInFlight(self.backbone, work, self._packed(work))
+                in_flight = MicrobatchInFlight(self.backbone, self.jobs, work, self._packed(work))
                 self._in_flight = {**dict([*self._in_flight.items()][-1:]), number: in_flight}
                 # What came before the last two and was never waited for was given up when memory ran out.
                 self._started = {n: wait for n, wait in self._started.items() if n >= min(self._in_flight)}
@@ -243,9 +274,7 @@ class LocalExecutor:
                 return begin(self.jobs, steps)
             case EvaluationWork(names, capacity, row_tile):
                 with ExitStack() as slots:
-                    asked = [(slots.enter_context(self._slot_of(n)), self.jobs[n].given.eval_data) for n in names]
-                    requests = [(slot, data) for slot, data in asked if data is not None]
-                    assert len(requests) == len(names), "only jobs with evaluation data are asked for"
+                    requests = [slots.enter_context(self._evaluated(name)) for name in names]
                     return EvaluationInFlight(self.backbone, requests, capacity, row_tile).outcome
             case AnswersWork(prompts, decoding, is_bare):
                 with ExitStack() as slots:
@@ -267,9 +296,11 @@ class LocalExecutor:
     def _twin(self, name: str) -> ExecutedJob:
         given = self.jobs[name].given
         adapter = self.backbone.new_adapter(given.spec.adapter, given.spec.seed, objective=given.batches.head)
-        weights = JobWeights(given.spec, adapter)
+        weights, reference = JobWeights(given.spec, adapter), self._reference(given)
         weights.slot = self.backbone.attach(weights.adapter)
-        return ExecutedJob(given, weights)
+        if reference is not None:
+            reference.take_slot()
+        return ExecutedJob(given, weights, reference)
 
 
 def executor_on(replica: Executor | Backbone | BackboneSpec | str) -> Executor:

@@ -1,6 +1,7 @@
 """The whole idea: one microbatch of many jobs through one backbone, then each job steps by itself.
 
 for every segment:   its sample, its slot, its weight 1 / (what its job's global batch is divided by)
+references         → what objectives compare with, of samples that nobody has asked for before
 one packed buffer →  the backbone runs once for all; each slot adds its A and B on its own rows
 per-segment scores → each to its own job;   gradients → each into its own adapter
 steps              → each job alone is checked, clipped, stepped
@@ -18,8 +19,10 @@ from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.scores import PendingScores
 from weft.execute.optimizers.step_together import step_together
 from weft.execute.protocol import MicrobatchOutcome, MicrobatchWork, NewJob, StepOrder
+from weft.execute.references import Asked, JobReference, hear_references
 from weft.execute.weights import JobWeights
 from weft.kernels.adamw import Updated
+from weft.kernels.device_event import DeviceEvent
 from weft.kernels.dropout import mix
 from weft.plan.types import Segment
 
@@ -30,17 +33,25 @@ class ExecutedJob:
 
     given: NewJob
     weights: JobWeights
+    reference: JobReference | None = None
+    """What its objective compares with, where it does."""
 
-    def place(self, segment: Segment) -> Placed:
+    def place(self, segment: Segment, row_tile: int) -> Placed:
         """The sample of a segment with all the backbone needs to know of it; changes nothing."""
-        batch = self.given.batches[segment.step]
-        member, share = batch.members[segment.index], 1.0 / batch.divisor
-        judge = self.given.batches.judge
-        if member.is_bare:
-            return Placed(member.sample, None, share, objective=judge)
-        seed, step = self.given.spec.seed, segment.step
-        keys = {"dropout_key": mix(seed, step, segment.index), "step_key": mix(seed, step)}
-        return Placed(member.sample, self.weights.slot, share, objective=judge, head=self.given.batches.head, **keys)
+        batches, seed, step = self.given.batches, self.given.spec.seed, segment.step
+        batch = batches[step]
+        member = batch.members[segment.index]
+        reference = self.reference
+        return Placed(
+            sample=member.sample,
+            slot=self.weights.slot,
+            weight=1.0 / batch.divisor,
+            dropout_key=mix(seed, step, segment.index),
+            step_key=mix(seed, step),
+            objective=batches.judge,
+            head=batches.head,
+            reference=None if reference is None else reference.rows(member.own, self.weights.slot, row_tile),
+        )
 
 
 Jobs = Mapping[str, ExecutedJob]
@@ -48,28 +59,54 @@ Jobs = Mapping[str, ExecutedJob]
 
 def pack_microbatch(backbone: Backbone, jobs: Jobs, work: MicrobatchWork) -> PackedBatch:
     """One buffer with every segment's sample. Changes no job, so it may be made early and thrown away."""
-    placed = [jobs[segment.job].place(segment) for segment in work.microbatch.segments]
+    placed = [jobs[segment.job].place(segment, work.row_tile) for segment in work.microbatch.segments]
     return pack_samples(placed, work.row_tile, backbone.device)
 
 
 class MicrobatchInFlight:
     """A microbatch that has been started; the device adds every segment's gradients to those of its own job."""
 
-    def __init__(self, backbone: Backbone, work: MicrobatchWork, batch: PackedBatch) -> None:
+    def __init__(self, backbone: Backbone, jobs: Jobs, work: MicrobatchWork, batch: PackedBatch) -> None:
         self._owners = [segment.job for segment in work.microbatch.segments]
-        self._num_rows = batch.num_rows
+        self._begun = DeviceEvent(backbone.device)
+        asked = _asked(jobs, work, batch)
+        self._num_rows = batch.num_rows + hear_references(backbone, asked, work.row_tile, batch.num_rows)
         self._running: PendingScores = backbone.launch(batch, work.row_tile)
 
     def outcome(self) -> MicrobatchOutcome:
         """Waits for it; every segment's score over its own rows only."""
         running = self._running
-        return MicrobatchOutcome(running.scores(), self._num_rows, running.seconds(), running.wait())
+        return MicrobatchOutcome(running.scores(), self._num_rows, running.seconds(self._begun), running.wait())
 
     def take_steps(self, jobs: Jobs, orders: Sequence[StepOrder]) -> Callable[[], list[Updated]]:
         """Starts the steps of jobs whose global batch ends here, behind it and before anybody has waited for it."""
         places = {order.job: place for place, order in enumerate(orders)}
         owners = [places.get(owner, -1) for owner in self._owners]
         return take_steps(jobs, orders, self._running.finite(owners, len(orders)))
+
+
+def _asked(jobs: Jobs, work: MicrobatchWork, batch: PackedBatch) -> list[Asked]:
+    """What a microbatch has to know of references; and what its jobs will have to, as far as there is room for it in
+    one pass as large as the microbatch."""
+    asked: list[Asked] = []
+    steps: dict[str, int] = {}
+    for segment, rows in zip(work.microbatch.segments, batch.references, strict=True):
+        if rows is not None and not rows.is_known:
+            job = jobs[segment.job]
+            assert job.reference is not None
+            asked.append(Asked(job.reference, job.weights.slot, rows))
+            steps.setdefault(segment.job, segment.step)
+    room = batch.num_rows - sum(each.num_tokens for each in asked)
+    for name, step in steps.items():
+        job = jobs[name]
+        assert job.reference is not None
+        for sample in job.given.batches.samples_from(step):
+            later = Asked(job.reference, job.weights.slot, job.reference.rows(sample, job.weights.slot, work.row_tile))
+            room -= later.num_tokens
+            if room < 0:
+                return asked
+            asked.append(later)
+    return asked
 
 
 def take_steps(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from weft.inference.answers import Answer
+    from weft.inference.attach import StoredAdapter
     from weft.inference.generate import Decoding
     from weft.kernels.adamw import Updated
 
@@ -91,6 +92,8 @@ class AddedJob:
     """That are trained."""
     lane: str
     """The job shares microbatches only with those of the same lane."""
+    num_reference_parameters: int = 0
+    """Of the adapter that it compares with."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class NewJob:
     """The adapter it starts from, by module path; a fresh one if None."""
     start_name: str = ""
     """Where that comes from, for an error."""
+    reference: StoredAdapter | None = None
+    """The frozen adapter that its objective compares with; the bare backbone if None."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from weft.adapters.adapter import Adapter
 from weft.adapters.head import HEAD, HeadShape
 from weft.adapters.method import LinearShape, ModuleTensors
 from weft.adapters.methods import method_of
@@ -117,6 +118,11 @@ def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_mod
 def attach_adapter(backbone: Backbone, stored: StoredAdapter, *, with_head: bool = False) -> int:
     """Puts an adapter that answers, and does not train, on a free slot and returns the slot; AdapterFileError says why
     it does not fit the backbone. One with a head does not answer: only `with_head` it is attached."""
+    return backbone.attach(adapter_on(backbone, stored, with_head=with_head))
+
+
+def adapter_on(backbone: Backbone, stored: StoredAdapter, *, with_head: bool = False) -> Adapter:
+    """An adapter as `attach_adapter` puts it on a slot, on none yet."""
     _refuse_head(stored, with_head=with_head)
     shapes = backbone.shapes_for(method_of(stored.spec))
     check_fit(stored, shapes, backbone.name)
@@ -132,7 +138,7 @@ def attach_adapter(backbone: Backbone, stored: StoredAdapter, *, with_head: bool
     except ConfigError as error:
         raise AdapterFileError(error.message, where=str(stored.path)) from None
     adapter.load(stored.tensors, str(stored.path))
-    return backbone.attach(adapter)
+    return adapter
 
 
 def _refuse_head(stored: StoredAdapter, *, with_head: bool) -> None:

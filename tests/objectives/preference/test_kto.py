@@ -65,8 +65,7 @@ def test_job_when_every_label_is_the_same_then_is_refused(tmp_path):
 def test_members_when_read_then_each_prompt_also_has_the_next_rows_answer_within_the_limit(tmp_path):
     rows = [GOOD, {**BAD, "completion": "n" * 90}, {**GOOD, "prompt": "p" * 90, "completion": "y"}]
     data = load(tmp_path, rows[:2])
-    own, mismatched, *bare = data.members(0)
-    assert [m.sample.tokens.tolist() for m in bare] == [m.sample.tokens.tolist() for m in (own, mismatched)]
+    own, mismatched = data.members(0)
     prompt, other = own.sample.tokens[: own.sample.first_supervised], data.samples[1]
     expected = np.concatenate([prompt, other.tokens[other.first_supervised :]])[:64]
     assert mismatched.sample.tokens.tolist() == expected.tolist()

@@ -115,14 +115,25 @@ class FusedPath:
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
         begun = DeviceEvent(self._device)
-        shape = input_shape(batch, with_longest=needs_bounds(self._device))
         rows_N, targets_N, _ = self._supervised(batch)
-        if self._is_captured:
-            hidden_TD = self._replay(batch, shape, row_tile).hidden_TD
-        else:
-            hidden_TD = self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
+        hidden_TD = self._hidden(batch, row_tile)
         found = run_loss(self._loss, hidden_TD[rows_N], targets_N, None, batch.judgements)
         return PendingScores(found, batch, begun, run_heads(hidden_TD, batch.heads, self._heads))
+
+    def read(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
+        """Starts a microbatch forward only: the last hidden states of its supervised rows (N, D)."""
+        return self._hidden(batch, row_tile)[self._supervised(batch)[0]]
+
+    def _hidden(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
+        """The last hidden states of a microbatch that goes forward only; the next one may overwrite them."""
+        shape = input_shape(batch, with_longest=needs_bounds(self._device))
+        if self._is_captured:
+            return self._replay(batch, shape, row_tile).hidden_TD
+        return self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
+
+    def loss(self, batch: PackedBatch) -> BlockedLoss:
+        """What makes losses of the hidden states of a microbatch's supervised rows."""
+        return self._loss
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in: whole tiles make up a capacity."""

@@ -202,13 +202,13 @@ def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: st
 
 
 def _add_scores(results: dict[str, dict[str, float]], loaded: Attached, datasets: dict[str, Dataset]) -> None:
-    from weft.execute.evaluate import mean_scores
+    from weft.execute.evaluate import ScoreRequest, mean_scores
 
     asked = [
-        (slot, replace(datasets[name], num_leading=loaded.backbone.leading_rows(slot)))
+        ScoreRequest(slot, replace(datasets[name], num_leading=loaded.backbone.leading_rows(slot)))
         for name, slot in loaded.slots.items()
     ]
-    capacity = max(CAPACITY, *(dataset.longest_group for _, dataset in asked))
+    capacity = max(CAPACITY, *(request.data.longest_group for request in asked))
     found = mean_scores(loaded.backbone, asked, capacity, loaded.backbone.path.row_tile(capacity))
     for name, means in zip(loaded.slots, found, strict=True):
         perplexity = math.exp(means.loss) if means.loss < 700 else math.inf

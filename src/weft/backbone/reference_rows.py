@@ -1,0 +1,41 @@
+"""What a reference, the bare backbone or another adapter, says of the supervised rows of one sample."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.data.sample import Sample
+
+
+class ReferenceRows:
+    """The rows of one sample: asked for when a microbatch is packed, known when it runs.
+
+    Somebody runs the sample through the reference in between, if nobody has before: whatever runs beside it, the
+    numbers are the same.
+    """
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample: Sample | None = sample
+        self._logprobs_N: torch.Tensor | None = None
+
+    @property
+    def sample(self) -> Sample:
+        """What has to run."""
+        assert self._sample is not None, "nobody needs it any more"
+        return self._sample
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the reference has spoken."""
+        return self._logprobs_N is not None
+
+    @property
+    def logprobs_N(self) -> torch.Tensor:
+        """fp32, of the tokens that the rows predict."""
+        assert self._logprobs_N is not None, "the sample has not run through the reference"
+        return self._logprobs_N
+
+    def learn(self, logprobs_N: torch.Tensor) -> None:
+        """Takes what the reference says."""
+        self._sample = None
+        self._logprobs_N = logprobs_N

@@ -1,0 +1,136 @@
+"""What the objectives of jobs compare with: the bare backbone, or a frozen adapter on a slot of its own.
+
+A reference never changes, and what it says of a sample depends on nothing else. So each sample runs through its job's
+reference once, forward only, in front of the first microbatch that has to know it. The numbers stay beside the backbone
+until the job leaves it, and jobs that compare the same samples with the same reference share them. Rows of a fixed tile
+do not depend on their neighbours: whether numbers are kept, shared or made again changes no bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from weft.backbone.backbone import Backbone
+from weft.backbone.packed import Placed, pack_samples
+from weft.backbone.path import Path
+from weft.backbone.reference_rows import ReferenceRows
+from weft.data.sample import Sample
+from weft.inference.attach import StoredAdapter, attach_adapter
+
+
+class KnownRows:
+    """What references say of samples, for as long as somebody keeps it."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        self._rows: weakref.WeakValueDictionary[bytes, ReferenceRows] = weakref.WeakValueDictionary()
+
+    def rows(self, reference: str, sample: Sample) -> ReferenceRows:
+        """What a reference says of a sample, known or not; the same for all who ask."""
+        digest = hashlib.blake2b(reference.encode(), digest_size=16)
+        digest.update(sample.tokens.data)
+        digest.update(sample.supervised.data)
+        key = digest.digest()
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = ReferenceRows(sample)
+        return found
+
+
+class JobReference:
+    """What one job compares with."""
+
+    def __init__(self, known: KnownRows, adapter: StoredAdapter | None = None) -> None:
+        """`adapter`: the reference, which takes part once it has a slot; None: the bare backbone."""
+        self._known = known
+        self._adapter = adapter
+        self._identity = "" if adapter is None else adapter_digest(adapter)
+        self._kept: set[ReferenceRows] = set()
+        self._slot: int | None = None
+
+    def take_slot(self) -> None:
+        """Puts the reference on the backbone."""
+        if self._adapter is not None:
+            self._slot = attach_adapter(self._known.backbone, self._adapter)
+
+    def free_slot(self) -> None:
+        """Takes the reference off the backbone, and forgets what it has said."""
+        self._kept.clear()
+        if self._slot is not None:
+            self._known.backbone.detach(self._slot)
+            self._slot = None
+
+    def rows(self, sample: Sample, slot: int | None, row_tile: int) -> ReferenceRows:
+        """What it says of a sample that an adapter learns on a slot, known or not."""
+        return self._known.rows(f"{self._identity} {self.path(slot).name} {row_tile} ", sample)
+
+    def path(self, slot: int | None) -> Path:
+        """The path it runs on: its own adapter's, or that of who compares itself with the bare backbone."""
+        assert self._adapter is None or self._slot is not None, "a reference takes part while it has a slot"
+        return self._known.backbone.path_of(slot if self._slot is None else self._slot)
+
+    def placed(self, sample: Sample) -> Placed:
+        """A sample as the reference reads it."""
+        return Placed(sample.led_by(self._known.backbone.leading_rows(self._slot)), self._slot)
+
+    def keep(self, rows: ReferenceRows) -> None:
+        """Holds on to what it has said."""
+        self._kept.add(rows)
+
+
+class Asked(NamedTuple):
+    """Rows that somebody has to know."""
+
+    reference: JobReference
+    slot: int | None
+    """Of who asks."""
+    rows: ReferenceRows
+
+    @property
+    def num_tokens(self) -> int:
+        """What has to run for it."""
+        return 0 if self.rows.is_known else self.reference.placed(self.rows.sample).sample.length
+
+
+def hear_references(backbone: Backbone, asked: Sequence[Asked], row_tile: int, limit: int) -> int:
+    """Makes all that is asked known, in passes of at most `limit` tokens or one sample; returns the rows that ran."""
+    by_path: dict[Path, dict[ReferenceRows, Asked]] = {}
+    for each in asked:
+        each.reference.keep(each.rows)
+        if not each.rows.is_known:
+            by_path.setdefault(each.reference.path(each.slot), {}).setdefault(each.rows, each)
+    num_rows = 0
+    for path, unknown in by_path.items():
+        waiting = list(unknown.values())
+        while waiting:
+            count, tokens = 1, waiting[0].num_tokens
+            while count < len(waiting) and tokens + waiting[count].num_tokens <= limit:
+                tokens += waiting[count].num_tokens
+                count += 1
+            num_rows += _hear(backbone, path, waiting[:count], row_tile)
+            waiting = waiting[count:]
+    return num_rows
+
+
+def _hear(backbone: Backbone, path: Path, asked: Sequence[Asked], row_tile: int) -> int:
+    """Runs samples of one path through their references."""
+    batch = pack_samples([each.reference.placed(each.rows.sample) for each in asked], row_tile, backbone.device)
+    results_2N, _ = path.loss(batch)(path.read(batch, row_tile), batch.targets_N)
+    for each, losses_N in zip(asked, results_2N[0].neg().split(list(batch.counts)), strict=True):
+        each.rows.learn(losses_N)
+    return batch.num_rows
+
+
+def adapter_digest(adapter: StoredAdapter) -> str:
+    """SHA-256 of what an adapter is; where it lies is no part of it."""
+    digest = hashlib.sha256(repr(adapter.spec).encode())
+    for path, tensors in sorted(adapter.tensors.items()):
+        digest.update(path.encode())
+        for tensor in tensors:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
