@@ -12,6 +12,7 @@ from tiny_models import random_backbone, random_sample
 from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import Placed, pack_samples
+from weft.execute.references import Asked, JobReference, KnownRows, hear_references
 from weft.objectives.metrics import ACCURACY, LOSS, Score
 from weft.objectives.preference.dpo import Dpo
 from weft.spec import AdapterSpec
@@ -32,10 +33,13 @@ def attached(backbone: Backbone, seed: int) -> tuple[Adapter, int]:
     return adapter, backbone.attach(adapter)
 
 
-def pair(slot: int, better, worse, weight: float = 1.0) -> list[Placed]:
-    """A group: both answers with the adapter, then both without."""
-    slots = (slot, slot, None, None)
-    return [Placed(s, at, weight, objective=DPO) for s, at in zip((better, worse, better, worse), slots, strict=True)]
+def pair(backbone: Backbone, slot: int, better, worse, weight: float = 1.0) -> list[Placed]:
+    """A group: both answers, of which the bare backbone has spoken."""
+    bare = JobReference(KnownRows(backbone))
+    asked = [Asked(bare, slot, bare.rows(sample, slot, 128)) for sample in (better, worse)]
+    hear_references(backbone, asked, 128, 128)
+    pairs = zip((better, worse), asked, strict=True)
+    return [Placed(s, slot, weight, objective=DPO, reference=each.rows) for s, each in pairs]
 
 
 def run(backbone: Backbone, placed: list[Placed]) -> list[Score]:
@@ -50,7 +54,8 @@ def by_autograd(seed: int, pairs: list[tuple]) -> tuple[list[float], torch.Tenso
     """The loss of each pair and the gradient of half their sum, by autograd through all logits of a packed batch."""
     backbone = random_backbone("llama", kernels="reference")
     adapter, slot = attached(backbone, seed)
-    batch = pack_samples([p for two in pairs for p in pair(slot, *two)], 128, backbone.device)
+    placed = [Placed(sample, at) for two in pairs for at in (slot, None) for sample in two]
+    batch = pack_samples(placed, 128, backbone.device)
     hidden_TD = backbone._reference.hidden(batch, 128)
     logits_NV = backbone.head.logits(hidden_TD[batch.supervised_N])
     logprobs_N = logits_NV.log_softmax(dim=1).gather(1, batch.targets_N[:, None])[:, 0]
@@ -68,13 +73,13 @@ def test_pairs_when_run_beside_supervised_jobs_then_loss_and_gradient_are_those_
     losses, expected = by_autograd(1, [(FIRST, SECOND), (THIRD, FOURTH)])
     backbone = random_backbone("llama", kernels=kernels)
     (neighbour, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
-    groups = [pair(slot, FIRST, SECOND, 0.5), pair(slot, THIRD, FOURTH, 0.5)]
+    groups = [pair(backbone, slot, FIRST, SECOND, 0.5), pair(backbone, slot, THIRD, FOURTH, 0.5)]
     scores = run(backbone, [Placed(ONE, other, 0.1), *groups[0], Placed(OTHER, other, 0.1), *groups[1]])
-    assert [scores[i][LOSS].total for i in (1, 6)] == pytest.approx(losses, rel=1e-5)
-    assert [scores[i]["rewards/margins"].total for i in (1, 6)] == pytest.approx(
+    assert [scores[i][LOSS].total for i in (1, 4)] == pytest.approx(losses, rel=1e-5)
+    assert [scores[i]["rewards/margins"].total for i in (1, 4)] == pytest.approx(
         [-math.log(math.expm1(x)) for x in losses], 1e-4
     )
-    assert [sorted(score) for score in scores[1:5]] == [sorted([LOSS, ACCURACY, *REWARDS]), [ACCURACY], [], []]
+    assert [sorted(score) for score in scores[1:3]] == [sorted([LOSS, ACCURACY, *REWARDS]), [ACCURACY]]
     mine = gradients(adapter)
     assert expected.norm() > 0 and (mine - expected).norm() <= 1e-5 * expected.norm()
     assert gradients(neighbour).norm() > 0
@@ -87,7 +92,7 @@ def test_supervised_neighbour_when_pairs_share_the_microbatch_then_keeps_its_bit
     for judged in (True, False):
         backbone = random_backbone("llama", kernels=kernels)
         (neighbour, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
-        group = pair(slot, FIRST, SECOND) if judged else [Placed(s, slot) for s in (FIRST, SECOND, FIRST, SECOND)]
+        group = pair(backbone, slot, FIRST, SECOND) if judged else [Placed(s, slot) for s in (FIRST, SECOND)]
         if judged:
             adapter.groups["b"].params.fill_(math.nan)
             adapter.changed()
@@ -102,8 +107,8 @@ def test_pair_when_other_pairs_are_judged_with_it_then_keeps_its_bits(kernels):
     for front, back in (([], []), ([(THIRD, FOURTH)], []), ([(SECOND, ONE)], [(OTHER, FOURTH)])):
         backbone = random_backbone("llama", kernels=kernels)
         (_, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
-        before, after = ([p for two in pairs for p in pair(other, *two)] for pairs in (front, back))
-        scores = run(backbone, [*before, *pair(slot, FIRST, THIRD), *after])
+        before, after = ([p for two in pairs for p in pair(backbone, other, *two)] for pairs in (front, back))
+        scores = run(backbone, [*before, *pair(backbone, slot, FIRST, THIRD), *after])
         seen.append((scores[len(before)], gradients(adapter)))
     assert all(score == seen[0][0] and torch.equal(grad, seen[0][1]) for score, grad in seen[1:])
 
@@ -112,7 +117,7 @@ def test_pair_when_other_pairs_are_judged_with_it_then_keeps_its_bits(kernels):
 def test_pairs_when_only_evaluated_then_the_same_scores_without_gradients(kernels):
     backbone = random_backbone("llama", kernels=kernels)
     adapter, slot = attached(backbone, 1)
-    batch = pack_samples(pair(slot, FIRST, SECOND), 128, backbone.device)
+    batch = pack_samples(pair(backbone, slot, FIRST, SECOND), 128, backbone.device)
     looked = backbone.scores(batch, 128)
     assert not gradients(adapter).any()
     assert looked == backbone.launch(batch, 128).scores()
@@ -123,6 +128,6 @@ def test_finite_when_a_pair_has_no_finite_loss_then_only_its_owner_hears_of_it()
     (_, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
     adapter.groups["b"].params.fill_(math.nan)
     adapter.changed()
-    placed = [Placed(ONE, other), *pair(slot, FIRST, SECOND), *pair(other, THIRD, FOURTH)]
+    placed = [Placed(ONE, other), *pair(backbone, slot, FIRST, SECOND), *pair(backbone, other, THIRD, FOURTH)]
     running = backbone.launch(pack_samples(placed, 256, backbone.device), 256)
-    assert running.finite([0, *[1] * 4, *[2] * 4], 3).tolist() == [1.0, 0.0, 1.0]
+    assert running.finite([0, *[1] * 2, *[2] * 2], 3).tolist() == [1.0, 0.0, 1.0]

@@ -126,6 +126,12 @@ class Dataset:
         return self.judge is not None and self.judge.reads_reference
 
     @property
+    def reference_bytes(self) -> int:
+        """What a reference says of all samples, as it is kept: a number for each supervised token."""
+        num_runs = (1 + self.has_mismatches) * self.reads_reference
+        return 4 * num_runs * int(self.samples.num_supervised.sum())
+
+    @property
     def has_mismatches(self) -> bool:
         """Whether a group's prompt also runs with the next group's answer."""
         return self.judge is not None and self.judge.reads_mismatch

@@ -102,7 +102,7 @@ def load_job_data(
         data = JobData(train, load("eval_data", job.eval_data, train.objective.name))
     else:
         data = _split(train, job.eval_data, job)
-    data = JobData(_of_job(data.train, job), None if data.eval is None else _of_job(data.eval, job))
+    data = of_job(data, job)
     data = data.led_by(job.adapter.num_leading_rows)
     return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
 
@@ -130,9 +130,12 @@ def _check_labels(data: Dataset, job: JobSpec) -> None:
         raise DataError(f"{found}; objective {data.objective.name} needs both.", where=f"{job.name}: train_data")
 
 
-def _of_job(data: Dataset, job: JobSpec) -> Dataset:
+def of_job(data: JobData, job: JobSpec) -> JobData:
     """The data with the job's own settings of its objective."""
-    return replace(data, objective=data.objective.of_job(job))
+    parts = (data.train, data.eval)
+    train, evaluated = (part and replace(part, objective=part.objective.of_job(job)) for part in parts)
+    assert train is not None
+    return JobData(train, evaluated)
 
 
 def _mixed(data: Dataset, job: JobSpec) -> Dataset:

@@ -76,6 +76,9 @@ class RunRecorder:
             self.run_dir.truncate_metrics(name, 0)
             return
         check_data(checkpoint, job.data, name)
+        if checkpoint.state.get("reference") != job.progress.reference:
+            found = "the adapter that the job compares with is not the one its checkpoint was trained with"
+            raise CheckpointError(f"{found}; start a new run.", where=name)
         shapes = {name: tensor.shape for name, tensor in self._state(job).items() if name.startswith("params")}
         if {n: t.shape for n, t in checkpoint.tensors.items() if n.startswith("params")} != shapes:
             raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)

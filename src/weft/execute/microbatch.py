@@ -86,16 +86,17 @@ class MicrobatchInFlight:
 
 
 def _asked(jobs: Jobs, work: MicrobatchWork, batch: PackedBatch) -> list[Asked]:
-    """What a microbatch has to know of references; and what its jobs will have to, as far as there is room for it in
-    one pass as large as the microbatch."""
+    """What a microbatch has to know of references; where somebody has to speak anyway, also what its jobs will have to,
+    as far as there is room for it in one pass as large as the microbatch."""
     asked: list[Asked] = []
     steps: dict[str, int] = {}
     for segment, rows in zip(work.microbatch.segments, batch.references, strict=True):
-        if rows is not None and not rows.is_known:
+        if rows is not None:
             job = jobs[segment.job]
             assert job.reference is not None
             asked.append(Asked(job.reference, job.weights.slot, rows))
-            steps.setdefault(segment.job, segment.step)
+            if not rows.is_known:
+                steps.setdefault(segment.job, segment.step)
     room = batch.num_rows - sum(each.num_tokens for each in asked)
     for name, step in steps.items():
         job = jobs[name]

@@ -81,7 +81,12 @@ def read_named(text: str) -> StoredAdapter:
     name, equals, rest = text.partition("=")
     if Path(text).exists() or not equals:
         name, rest = "", text
-    path = adapter_dir(Path(rest).expanduser())
+    return read_stored(Path(rest).expanduser(), name)
+
+
+def read_stored(path: Path, name: str = "") -> StoredAdapter:
+    """The adapter in a directory, or in that of a job; without a name it is called like its job or directory."""
+    path = adapter_dir(path)
     spec, tensors, config = read_adapter(path)
     whole = path.resolve()
     name = name or (whole.parent.name if whole.name == "adapter" else whole.name)

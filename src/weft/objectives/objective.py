@@ -67,7 +67,7 @@ class GroupRows(Protocol):
 
     @property
     def references_N(self) -> Tensor | None:
-        """The same without any adapter, where the objective asks for them."""
+        """The same of the job's reference, where the objective asks for them."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class LikelihoodObjective(Objective, Protocol):
     """An objective whose weights depend on log-probabilities, so its rows go through the output head twice."""
 
     reads_reference: ClassVar[bool]
-    """Whether a group's samples also run without any adapter, behind the group's own and in the same microbatch."""
+    """Whether it compares with what a reference says: the bare backbone, or an adapter that the job names."""
     reads_mismatch: ClassVar[bool]
     """Whether a group's prompt also runs with the next group's answer, which learns nothing: M is then 2."""
     reads_labels: ClassVar[bool]

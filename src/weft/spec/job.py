@@ -100,7 +100,7 @@ class JobSpec(KnownKeywords):
         rule=above(0),
         objectives=("dpo", "cpo", "simpo", "orpo", "kto"),
     )
-    """How strongly preferences count: dpo's and kto's hold on the bare backbone, orpo's share of the odds.
+    """How strongly preferences count: dpo's and kto's hold on the reference, orpo's share of the odds.
     Default: 0.1; simpo: 2."""
     loss_type: str = setting(
         "sigmoid",
@@ -113,6 +113,9 @@ class JobSpec(KnownKeywords):
         0.0, aliases=("dpo_label_smoothing",), rule=between(0, 0.5), objectives=("dpo", "cpo", "simpo")
     )
     """The share of pairs that may be the wrong way round; for the sigmoid loss."""
+    reference: str = setting("base", aliases=("ref_model_adapters",), objectives=("dpo", "kto"), is_path=True)
+    """What answers are compared with: base, the bare backbone, or a PEFT adapter directory on the same backbone, e.g.
+    the one that init_adapter names. It stays as it is, and says what it thinks of each sample once."""
     cpo_alpha: float = setting(1.0, rule=at_least(0), objectives=("cpo",))
     """What the chosen answer's own loss counts."""
     simpo_gamma: float = setting(0.5, rule=at_least(0), objectives=("simpo",))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.dataset import JobData
-from weft.data.load import load_job_data
+from weft.data.load import load_job_data, of_job
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, WeftError
 from weft.spec import JobSpec
@@ -25,7 +25,7 @@ from weft.sweeps.sweep_engine import CheckingSide
 MAX_CHECKED = 1000
 """Points of a grid that are checked one by one before the sweep starts; beyond them, every value at least once."""
 _DATA_SETTINGS = (
-    "train_data",
+    "train_sources",
     "eval_data",
     "objective",
     "data_format",
@@ -33,6 +33,8 @@ _DATA_SETTINGS = (
     "long_samples",
     "train_on_inputs",
     "mask_history",
+    "group_texts",
+    "labels",
 )
 
 
@@ -76,14 +78,15 @@ class Configurations:
         return replace(job, eval_steps=self._eval_steps(job, data))
 
     def data(self, job: JobSpec) -> JobData:
-        """The data of a job; jobs that read the same files in the same way get the very same samples."""
+        """The data of a job with its own settings; jobs that read files in the same way get the very same samples."""
         is_split = job.eval_data is not None and not isinstance(job.eval_data, tuple)
         named = tuple(sorted(job.data_columns.items()))
         settings = (getattr(job, name) for name in _DATA_SETTINGS)
-        key = (*settings, named, job.chat_template, job.seed if is_split else None)
+        leading = job.adapter.num_leading_rows
+        key = (*settings, leading, named, job.chat_template, job.seed if is_split else None)
         if key not in self._data:
             self._data[key] = load_job_data(job, self.executor.tokenizer, self._base_dir, clock=self.clock)
-        return self._data[key]
+        return of_job(self._data[key], job)
 
     def loaded(self) -> list[JobData]:
         """All data that has been read so far."""

@@ -29,7 +29,7 @@ def test_pace_when_jobs_are_trained_then_counts_what_ran_and_what_was_trained():
     backbone = random_backbone("llama_odd")
     jobs = MethodJobs(rows=64, length=16, num_steps=WARM_UP + 2, vocabulary=backbone.vocabulary)
     found = measure_pace(backbone, [jobs.lora(0, 4), jobs.dpo(1, 4), jobs.ia3(2)], 256)
-    assert found.seconds > 0 and found.trained < found.tokens
+    assert found.seconds > 0 and 0 < found.trained <= found.tokens
     assert found.trained % 16 == 0 and found.alone_s.keys() == {"lora0", "dpo1", "ia3-2"}
 
 

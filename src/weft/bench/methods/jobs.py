@@ -1,7 +1,8 @@
 """The jobs that are measured, on random tokens: eight that differ in method and objective, and eight LoRAs.
 
-Every job asks for as many rows a step as any other: a quarter of them where each sample runs four times (KTO), and so
-on. So whoever trains beside whom, the work of a step is the same.
+Every job asks for as many rows a step as any other: half of them where each sample runs twice (KTO), and so on. So
+whoever trains beside whom, the work of a step is the same. What a reference says of a sample is asked for once; no job
+meets a sample twice, so every step pays for its own.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class MethodJobs:
         return self._job(f"ia3-{number}", number, {"method": "ia3"})
 
     def dpo(self, number: int, rank: int = 16) -> tuple[JobSpec, JobData]:
-        """A LoRA on pairs; both answers run again without it."""
-        spec, data = self._job(f"dpo{number}", number, {"r": rank}, runs=2, group=2, objective="dpo")
+        """A LoRA on pairs; the bare backbone reads both answers too."""
+        spec, data = self._job(f"dpo{number}", number, {"r": rank}, group=2, objective="dpo")
         return spec, JobData(replace(data.train, objective=Dpo()), None)
 
     def mixed(self) -> list[tuple[JobSpec, JobData]]:
         """Eight jobs, no two alike."""
-        marked, marks = self._job("vera-kto", 6, {"method": "vera"}, runs=4, labels=2, objective="kto")
+        marked, marks = self._job("vera-kto", 6, {"method": "vera"}, runs=2, labels=2, objective="kto")
         classed, classes = self._job("ia3-classes", 3, {"method": "ia3"}, labels=2, objective="classification")
         ends = Dataset.of([sample.labelled_end(sample.label) for sample in classes.train.samples], "random tokens")
         ends = replace(ends, objective=Classification(CLASSES))
@@ -98,7 +99,7 @@ class MethodJobs:
             adapter=AdapterSpec(**adapter),
         )
         rng = np.random.default_rng([SEED, seed])
-        samples = [self._sample(rng, i, labels, leading) for i in range(2 * num_groups * group)]
+        samples = [self._sample(rng, i, labels, leading) for i in range(self.num_steps * num_groups * group)]
         return spec, JobData(Dataset.of(samples, "random tokens"), None)
 
     def _sample(self, rng: np.random.Generator, number: int, labels: int, leading: int) -> Sample:

@@ -23,7 +23,7 @@ class Pace:
     """What was seen."""
 
     tokens: int
-    """That went through the backbone, those without an adapter included."""
+    """Of all microbatches, those that teach nothing included."""
     trained: int
     """Of the samples that steps were taken on."""
     seconds: float

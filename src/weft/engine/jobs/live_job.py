@@ -72,6 +72,8 @@ class LiveJob:
         """A microbatch raised in which it took part with others; it runs its next step alone."""
         self.num_parameters = 0
         """That are trained, once the executor knows the job."""
+        self.num_reference_parameters = 0
+        """Of the frozen adapter that it compares with."""
         self.lane = ""
         """It shares microbatches only with jobs of the same lane; the executor knows which."""
         self.notes: tuple[str, ...] = ()

@@ -16,7 +16,8 @@ from weft.data.samples import Samples
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, DataError
 from weft.execute.protocol import Executor, NewJob, ReplicaFacts
-from weft.inference.attach import adapter_dir
+from weft.execute.references import adapter_digest
+from weft.inference.attach import BASE, StoredAdapter, adapter_dir, read_stored
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter
 
@@ -41,12 +42,20 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
             found = f"{name} has other rows of tokens"
             raise ConfigError(f"{found}; trainable_token_indices and modules_to_save must be its own.", where="adapter")
     data = data.led_by(spec.adapter.num_leading_rows)
-    _check_samples(spec, data, executor.facts, capacity)
+    reference = None if spec.reference == BASE else read_stored(base_dir / spec.reference)
+    _check_samples(spec, data, executor.facts, capacity, reference)
     job = LiveJob(spec, data, submitted=submitted)
-    added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name))
-    job.num_parameters, job.lane = added.num_parameters, added.lane
-    if isinstance(trained_on, str) and trained_on != executor.facts.base_model:
-        job.notes = (f"{spec.name}: init_adapter was trained on {trained_on}, not on {executor.facts.base_model}.",)
+    if reference is not None:
+        job.progress.reference = adapter_digest(reference)
+    added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name, reference))
+    job.num_parameters, job.num_reference_parameters = added.num_parameters, added.num_reference_parameters
+    job.lane = added.lane
+    bases = {"init_adapter": trained_on, "reference": None if reference is None else reference.base_model}
+    job.notes = tuple(
+        f"{spec.name}: {setting} was trained on {base}, not on {executor.facts.base_model}."
+        for setting, base in bases.items()
+        if isinstance(base, str) and base != executor.facts.base_model
+    )
     return job
 
 
@@ -57,10 +66,13 @@ def _check_length(spec: JobSpec, facts: ReplicaFacts, capacity: int) -> None:
         raise ConfigError(f"max_length {spec.max_length} is above the {what} ({limit}).", where="max_length")
 
 
-def _check_samples(spec: JobSpec, data: JobData, facts: ReplicaFacts, capacity: int) -> None:
+def _check_samples(
+    spec: JobSpec, data: JobData, facts: ReplicaFacts, capacity: int, reference: StoredAdapter | None
+) -> None:
     longest = min(capacity, facts.max_positions)
+    leading = max(data.train.num_leading, 0 if reference is None else reference.spec.num_leading_rows)
     for part in (data.train, data.eval):
-        found = None if part is None else _flaw(part.samples, longest - part.num_leading, facts.vocabulary)
+        found = None if part is None else _flaw(part.samples, longest - leading, facts.vocabulary)
         if found is not None:
             raise DataError(f"{found}.", where=spec.name)
     group = max(part.longest_group for part in (data.train, data.eval) if part is not None)

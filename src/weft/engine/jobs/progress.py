@@ -45,6 +45,8 @@ class JobProgress:
     def __init__(self, spec: JobSpec, data: JobData) -> None:
         self._spec = spec
         self._fingerprint = data.train.fingerprint
+        self.reference: str | None = None
+        """What tells the adapter that the job compares with from any other, if there is one."""
         self.order = BatchSchedule.of(spec, *data.train.sizes)
         self.batches = GlobalBatches(data.train, self.order)
         self.step = 0
@@ -168,6 +170,7 @@ class JobProgress:
             "evals_since_best": self.evals_since_best,
             "stopped_early": self.stopped_early,
             "data": self._fingerprint,
+            **({} if self.reference is None else {"reference": self.reference}),
         }
 
     def restore(self, step: int, counters: Mapping[str, Any]) -> None:

@@ -48,8 +48,8 @@ class Classification:
         return len(self.labels)
 
     def of_job(self, job: JobSpec) -> Classification:
-        """With the job's classes."""
-        return type(self)(job.labels)
+        """With the job's classes, where it names them; else with those that its data has."""
+        return type(self)(job.labels or self.labels)
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """Only a job that names the objective has it: a text with a label is also a prompt with its answer."""

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the chosen answer is to gain more on the bare backbone than the rejected one.
+"""Direct preference optimisation: the chosen answer is to gain more on the reference than the rejected one.
 
 With h the difference of what both sides gain, the sum of log π/π_ref over an answer's tokens, and β the strength:
 
@@ -6,8 +6,8 @@ With h the difference of what both sides gain, the sum of log π/π_ref over an 
     hinge     max(0, 1 - β h)
     ipo       (h - 1 / 2β)², where a gain is the mean over an answer's tokens
 
-The reference is the same backbone without any adapter, in the same microbatch, so there is no second model. Shape
-suffixes as in `objective`.
+The reference is the same backbone without any adapter or with a frozen one, so there is no second model. Shape suffixes
+as in `objective`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dpo(Pairs):
-    """Compares with the bare backbone."""
+    """Compares with a reference."""
 
     beta: float = 0.1
     loss_type: str = "sigmoid"

@@ -1,7 +1,7 @@
-"""Kahneman-Tversky optimisation: single answers that are good or bad, each compared with the bare backbone.
+"""Kahneman-Tversky optimisation: single answers that are good or bad, each compared with a reference.
 
-With r the sum of log π/π_ref over an answer's tokens, z ≥ 0 how far the adapter has moved away from the backbone, and w
-the weight of good or of bad answers:
+With r the sum of log π/π_ref over an answer's tokens, z ≥ 0 how far the adapter has moved away from the reference, and
+w the weight of good or of bad answers:
 
     good   w (1 - σ(β (r - z)))
     bad    w (1 - σ(β (z - r)))
