@@ -16,6 +16,7 @@ from weft.spec.job import OBJECTIVES as NAMES
 
 ROWS = {
     "supervised": {"prompt": "a", "completion": "b"},
+    "distillation": {"prompt": "a", "completion": "b"},
     "weighted": {"prompt": "a", "completion": "b", "weight": 0.5},
     "classification": {"text": "a", "label": "yes"},
     "token_classification": {"tokens": ["a", "b"], "ner_tags": ["no", -100]},
@@ -25,7 +26,7 @@ ROWS = {
 """A row that asks for each."""
 
 
-NAMED = ("cpo", "simpo", "orpo", "reward", "classification", "token_classification")
+NAMED = ("cpo", "simpo", "orpo", "reward", "classification", "token_classification", "distillation")
 
 
 def test_registry_when_compared_with_the_setting_then_both_name_the_same():

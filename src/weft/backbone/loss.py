@@ -49,6 +49,10 @@ class Head:
         raw_BV = raw_BV.float()
         return raw_BV if self.softcap is None else torch.tanh(raw_BV / self.softcap) * self.softcap
 
+    def uncapped(self, grad_BV: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
+        """The gradient of what `linear` makes, from that of the logits."""
+        return grad_BV if self.softcap is None else grad_BV * (1 - (logits_BV / self.softcap) ** 2)
+
     def linear(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """(B, V) in the type of the hidden states, before the soft cap."""
         raw_BV = hidden_BD @ self.weight_VD.t()

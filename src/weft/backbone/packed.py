@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from weft.adapters.routing import Rows, SlotRows, slot_rows
+from weft.backbone.distill import TaughtRows
 from weft.backbone.heads import LabelledRows
 from weft.backbone.judge import Judgement, find_judgements
 from weft.backbone.reference_rows import ReferenceRows
@@ -22,6 +23,7 @@ from weft.data.sample import Sample
 from weft.kernels.device import is_cpu, is_gpu
 from weft.kernels.device_event import sent
 from weft.kernels.dropout import row_keys
+from weft.objectives.distillation import Distillation
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective
 
@@ -49,6 +51,8 @@ class Placed:
     """Who learns from its labels by the head of its slot; its tokens then teach nothing else."""
     reference: ReferenceRows | None = None
     """What the objective compares with; it is known when the microbatch runs."""
+    distillation: Distillation | None = None
+    """Who learns from its tokens as its reference predicts them; they then teach nothing else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,8 @@ class PackedBatch:
     """Groups whose rows get their weights from log-probabilities."""
     heads: tuple[LabelledRows, ...] = ()
     """Rows that heads of jobs look at; none of these is among the supervised."""
+    taught: tuple[TaughtRows, ...] = ()
+    """Rows that learn from a teacher; none of these is among the supervised."""
     references: tuple[ReferenceRows | None, ...] = ()
     """Of each segment, what its objective compares with; all of it must be known before the loss is."""
 
@@ -176,8 +182,8 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         positions[start : start + length] = np.arange(item.position, item.position + length)
         if item.dropout_key is not None:
             keys[start : start + length] = row_keys(item.dropout_key, length)
-        is_predicted = item.sample.supervised[1:] if item.head is None else np.empty(0, np.bool_)
-        predicted = np.flatnonzero(is_predicted) + 1
+        is_other = item.head is not None or item.distillation is not None
+        predicted = np.empty(0, np.int64) if is_other else _predicted(item.sample)
         rows.append(predicted - 1 + start)
         targets.append(item.sample.tokens[predicted])
         own = item.sample.weights
@@ -207,6 +213,7 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
             [item.reference for item in placed],
         ),
         heads=_labelled_rows(placed, starts),
+        taught=_taught_rows(placed, starts),
         references=tuple(item.reference for item in placed),
     )
 
@@ -236,3 +243,35 @@ def _labelled_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[Lab
             )
         )
     return tuple(found)
+
+
+def _taught_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[TaughtRows, ...]:
+    """The rows that learn from teachers, objective by objective."""
+    of_objectives: dict[Distillation, list[int]] = {}
+    for segment, item in enumerate(placed):
+        if item.distillation is not None:
+            of_objectives.setdefault(item.distillation, []).append(segment)
+    found = []
+    for objective, segments in of_objectives.items():
+        own = [_predicted(placed[s].sample) for s in segments]
+        counts = [len(tokens) for tokens in own]
+        teacher = tuple(each for s in segments if (each := placed[s].reference) is not None)
+        assert len(teacher) == len(segments), "a teacher speaks of every sample"
+        found.append(
+            TaughtRows(
+                objective=objective,
+                rows=np.concatenate([tokens - 1 + starts[s] for tokens, s in zip(own, segments, strict=True)]),
+                targets=np.concatenate(
+                    [placed[s].sample.tokens[tokens] for tokens, s in zip(own, segments, strict=True)]
+                ).astype(np.int64),
+                shares=np.repeat(np.array([placed[s].weight for s in segments], dtype=np.float32), counts),
+                segments=np.repeat(np.array(segments), counts),
+                teacher=teacher,
+            )
+        )
+    return tuple(found)
+
+
+def _predicted(sample: Sample) -> np.ndarray:
+    """The tokens of a sample that are predicted, and learned from."""
+    return np.flatnonzero(sample.supervised[1:]) + 1

@@ -13,6 +13,7 @@ from weft.adapters.leading_rows import InputRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
 from weft.adapters.token_rows import TokenRows
+from weft.backbone.distill import run_taught
 from weft.backbone.heads import run_heads
 from weft.backbone.judge import MicrobatchLoss, run_loss
 from weft.backbone.loss import BlockedLoss, head_of
@@ -73,9 +74,10 @@ class ReferencePath:
         grad_TD = torch.zeros_like(hidden_TD)
         grad_TD[batch.supervised_N] = passed.grad_ND
         headed = run_heads(hidden_TD.detach(), batch.heads, self._heads, grad_TD)
+        taught = run_taught(head_of(self._model), hidden_TD.detach(), batch.taught, grad_TD)
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
-        return PendingScores(passed, batch, begun, headed)
+        return PendingScores(passed, batch, begun, headed, taught)
 
     @torch.no_grad()
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
@@ -83,7 +85,9 @@ class ReferencePath:
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile)
         passed = run_loss(self.loss(batch), hidden_TD[batch.supervised_N], batch.targets_N, None, batch.judgements)
-        return PendingScores(passed, batch, begun, run_heads(hidden_TD, batch.heads, self._heads))
+        headed = run_heads(hidden_TD, batch.heads, self._heads)
+        taught = run_taught(head_of(self._model), hidden_TD, batch.taught)
+        return PendingScores(passed, batch, begun, headed, taught)
 
     @torch.no_grad()
     def read(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:

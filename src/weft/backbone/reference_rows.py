@@ -16,7 +16,7 @@ class ReferenceRows:
 
     def __init__(self, sample: Sample) -> None:
         self._sample: Sample | None = sample
-        self._logprobs_N: torch.Tensor | None = None
+        self._values: tuple[torch.Tensor, ...] = ()
 
     @property
     def sample(self) -> Sample:
@@ -27,15 +27,20 @@ class ReferenceRows:
     @property
     def is_known(self) -> bool:
         """Whether the reference has spoken."""
-        return self._logprobs_N is not None
+        return bool(self._values)
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Tensors of as many rows as the sample has supervised tokens: whatever the objective wants to know."""
+        assert self._values, "the sample has not run through the reference"
+        return self._values
 
     @property
     def logprobs_N(self) -> torch.Tensor:
-        """fp32, of the tokens that the rows predict."""
-        assert self._logprobs_N is not None, "the sample has not run through the reference"
-        return self._logprobs_N
+        """fp32, of the tokens that the rows predict, where the objective wants to know these."""
+        (logprobs_N,) = self.values
+        return logprobs_N
 
-    def learn(self, logprobs_N: torch.Tensor) -> None:
+    def learn(self, *values: torch.Tensor) -> None:
         """Takes what the reference says."""
-        self._sample = None
-        self._logprobs_N = logprobs_N
+        self._values, self._sample = values, None

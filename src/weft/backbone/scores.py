@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from weft.backbone.distill import TaughtPass
 from weft.backbone.heads import HeadPass
 from weft.backbone.judge import LossPass
 from weft.backbone.packed import PackedBatch
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
+from weft.objectives.distillation import MEASURED
 from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Score, Tally
 
 
@@ -19,7 +21,12 @@ class PendingScores:
     """The scores of a microbatch that a device works on; it is made once all of that work has been asked for."""
 
     def __init__(
-        self, passed: LossPass, batch: PackedBatch, begun: DeviceEvent, headed: Sequence[HeadPass] = ()
+        self,
+        passed: LossPass,
+        batch: PackedBatch,
+        begun: DeviceEvent,
+        headed: Sequence[HeadPass] = (),
+        taught: Sequence[TaughtPass] = (),
     ) -> None:
         # Not all of it: the gradient's memory is needed again.
         self._results_2N, self._judged = passed.results_2N, passed.judged
@@ -32,6 +39,8 @@ class PendingScores:
         self._headed = headed
         told = [torch.cat([one.judged.losses_U[:, None], one.judged.measured_UK], dim=1) for one in headed]
         self._told = [AsyncCopy(values).begin() for values in told]
+        self._taught = taught
+        self._taught_told = [AsyncCopy(one.measured_KN).begin() for one in taught]
         self._arrival = AsyncCopy(passed.results_2N).begin()
 
     def scores(self) -> list[Score]:
@@ -56,6 +65,7 @@ class PendingScores:
                 known = {name: metric for name, metric in metrics.items() if not math.isnan(metric.total)}
                 found[segment] = {**found[segment], LOSS: MetricSum(loss, 1), **known}
         self._add_heads(found)
+        self._add_taught(found)
         return found
 
     def _add_heads(self, found: list[Score]) -> None:
@@ -68,6 +78,15 @@ class PendingScores:
                 tallies[int(segment)].add(labelled.objective.score(float(label), loss, measured))
             for segment, tally in tallies.items():
                 found[segment] = tally.sums
+
+    def _add_taught(self, found: list[Score]) -> None:
+        """The scores of what learns from teachers, summed over each segment's own rows."""
+        for one, values in zip(self._taught, self._taught_told, strict=True):
+            measured_KN = values.get().double().numpy()
+            for segment in np.unique(one.segments).tolist():
+                own_KN = measured_KN[:, one.segments == segment]
+                sums = zip(MEASURED, own_KN.sum(axis=1).tolist(), strict=True)
+                found[segment] = {name: MetricSum(total, own_KN.shape[1]) for name, total in sums}
 
     def losses(self) -> list[float]:
         """Each segment's summed loss, over its own rows only; waits for the device."""
@@ -92,6 +111,8 @@ class PendingScores:
             checked.append((places[list(judgement.leaders)], judged.losses_G))
         for one in self._headed:
             checked.append((places[one.labelled.unit_segments], one.judged.losses_U))
+        for taught in self._taught:
+            checked.append((places[taught.segments], taught.measured_KN[0]))
         device = self._results_2N.device
         bad_J = torch.zeros(num_owners + 1, device=device)
         for owner, losses in checked:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from weft.data.sample import Sample
 from weft.data.samples import Samples
+from weft.objectives.distillation import Distillation
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import SUPERVISED
@@ -120,16 +121,23 @@ class Dataset:
         """The objective, if it learns by a head."""
         return self.objective if isinstance(self.objective, HeadObjective) else None
 
+    @functools.cached_property
+    def distillation(self) -> Distillation | None:
+        """The objective, if it learns from a teacher."""
+        return self.objective if isinstance(self.objective, Distillation) else None
+
     @property
     def reads_reference(self) -> bool:
-        """Whether the objective compares with what a reference says of the samples."""
-        return self.judge is not None and self.judge.reads_reference
+        """Whether the objective compares with what a reference, or a teacher, says of the samples."""
+        return self.distillation is not None or (self.judge is not None and self.judge.reads_reference)
 
     @property
     def reference_bytes(self) -> int:
-        """What a reference says of all samples, as it is kept: a number for each supervised token."""
+        """What a reference says of all samples, as it is kept: a number for each supervised token, or for each of the
+        most likely ones in its place an id and a number; nothing where it is too much to be kept."""
         num_runs = (1 + self.has_mismatches) * self.reads_reference
-        return 4 * num_runs * int(self.samples.num_supervised.sum())
+        each = 4 if self.distillation is None else 8 * (self.distillation.top_k or 0)
+        return each * num_runs * int(self.samples.num_supervised.sum())
 
     @property
     def has_mismatches(self) -> bool:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from weft.data.dataset import Dataset, Member
 from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
-from weft.objectives.heads.head_objective import HeadObjective
-from weft.objectives.objective import LikelihoodObjective
 
 MAX_HELD = 16
 """Global batches at hand: what runs, and what a planner sees ahead of it."""
@@ -53,13 +51,13 @@ class GlobalBatches:
 
     def __init__(self, data: Dataset, order: BatchSchedule) -> None:
         self.order = order
-        self._data = data
+        self.data = data
         self._held: OrderedDict[int, GlobalBatch] = OrderedDict()
 
     def __getitem__(self, step: int) -> GlobalBatch:
         held = self._held.get(step)
         if held is None:
-            held = GlobalBatch(self._data, tuple(self.order.batch(step).tolist()))
+            held = GlobalBatch(self.data, tuple(self.order.batch(step).tolist()))
             self._held[step] = held
             if len(self._held) > MAX_HELD:
                 self._held.popitem(last=False)
@@ -74,24 +72,9 @@ class GlobalBatches:
         end = min((step // self.order.steps_per_epoch + 1) * self.order.steps_per_epoch, self.order.num_steps)
         for later in range(step, end):
             for group in self.order.batch(later).tolist():
-                yield from (member.own for member in self._data.members(group))
-
-    @property
-    def reads_reference(self) -> bool:
-        """Whether the job compares with what a reference says of its samples."""
-        return self._data.reads_reference
-
-    @property
-    def judge(self) -> LikelihoodObjective | None:
-        """The job's objective, if it weighs tokens by their log-probabilities."""
-        return self._data.judge
-
-    @property
-    def head(self) -> HeadObjective | None:
-        """The job's objective, if it learns by a head."""
-        return self._data.head
+                yield from (member.own for member in self.data.members(group))
 
     def groups(self, step: int, first: int = 0) -> tuple[int, ...]:
         """How many members from `first` on share a microbatch, group by group; empty where each is by itself."""
-        size = self._data.num_members
+        size = self.data.num_members
         return (size,) * ((len(self[step].lengths) - first) // size) if size > 1 else ()

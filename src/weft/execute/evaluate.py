@@ -37,7 +37,7 @@ class EvaluationInFlight:
         """Each microbatch with the request of each of its samples."""
         known = KnownRows(backbone)
         requests = [
-            request._replace(reference=JobReference(known))
+            request._replace(reference=JobReference(known, request.data))
             if request.data.reads_reference and request.reference is None
             else request
             for request in requests
@@ -101,6 +101,7 @@ def _placed(request: ScoreRequest, group: int, row_tile: int) -> list[Placed]:
             slot,
             objective=data.judge,
             head=data.head,
+            distillation=data.distillation,
             reference=None if reference is None else reference.rows(member.own, slot, row_tile),
         )
         for member in data.members(group)

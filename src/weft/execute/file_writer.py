@@ -64,7 +64,7 @@ def writing(
             target_names=target_names,
             chat_template=spec.chat_template,
             shared=job.weights.adapter.shared,
-            head=job.given.batches.head,
+            head=job.given.batches.data.head,
             row_modules=rows.paths,
         )
 

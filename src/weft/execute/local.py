@@ -107,7 +107,7 @@ class LocalExecutor:
 
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state on the CPU."""
-        adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU, job.batches.head)
+        adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU, job.batches.data.head)
         if job.start is not None:
             adapter.load(job.start, job.start_name)
         # Only to see that it fits; it is made again when it takes its slot.
@@ -117,7 +117,8 @@ class LocalExecutor:
         return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.spec), num_compared)
 
     def _reference(self, job: NewJob) -> JobReference | None:
-        return JobReference(self._known, job.reference) if job.batches.reads_reference else None
+        data = job.batches.data
+        return JobReference(self._known, data, job.reference) if data.reads_reference else None
 
     def drop(self, job: str) -> None:
         """Forgets a job."""
@@ -295,7 +296,7 @@ class LocalExecutor:
 
     def _twin(self, name: str) -> ExecutedJob:
         given = self.jobs[name].given
-        adapter = self.backbone.new_adapter(given.spec.adapter, given.spec.seed, objective=given.batches.head)
+        adapter = self.backbone.new_adapter(given.spec.adapter, given.spec.seed, objective=given.batches.data.head)
         weights, reference = JobWeights(given.spec, adapter), self._reference(given)
         weights.slot = self.backbone.attach(weights.adapter)
         if reference is not None:

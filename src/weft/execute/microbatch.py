@@ -48,8 +48,9 @@ class ExecutedJob:
             weight=1.0 / batch.divisor,
             dropout_key=mix(seed, step, segment.index),
             step_key=mix(seed, step),
-            objective=batches.judge,
-            head=batches.head,
+            objective=batches.data.judge,
+            head=batches.data.head,
+            distillation=batches.data.distillation,
             reference=None if reference is None else reference.rows(member.own, self.weights.slot, row_tile),
         )
 
@@ -95,7 +96,7 @@ def _asked(jobs: Jobs, work: MicrobatchWork, batch: PackedBatch) -> list[Asked]:
             job = jobs[segment.job]
             assert job.reference is not None
             asked.append(Asked(job.reference, job.weights.slot, rows))
-            if not rows.is_known:
+            if not rows.is_known and job.reference.wanted.is_kept:
                 steps.setdefault(segment.job, segment.step)
     room = batch.num_rows - sum(each.num_tokens for each in asked)
     for name, step in steps.items():

@@ -2,8 +2,9 @@
 
 A reference never changes, and what it says of a sample depends on nothing else. So each sample runs through its job's
 reference once, forward only, in front of the first microbatch that has to know it. The numbers stay beside the backbone
-until the job leaves it, and jobs that compare the same samples with the same reference share them. Rows of a fixed tile
-do not depend on their neighbours: whether numbers are kept, shared or made again changes no bit.
+until the job leaves it, and jobs that compare the same samples with the same reference share them. Only the last hidden
+states of a teacher whose whole distribution is wanted are too many to keep: these are made for each microbatch. Rows of
+a fixed tile do not depend on their neighbours: whether numbers are kept, shared or made again changes no bit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import NamedTuple
 import torch
 
 from weft.backbone.backbone import Backbone
-from weft.backbone.packed import Placed, pack_samples
+from weft.backbone.distill import top_tokens
+from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.path import Path
 from weft.backbone.reference_rows import ReferenceRows
+from weft.data.dataset import Dataset
 from weft.data.sample import Sample
 from weft.inference.attach import StoredAdapter, attach_adapter
 
@@ -42,14 +45,46 @@ class KnownRows:
         return found
 
 
+class Wanted(NamedTuple):
+    """What an objective wants to know of each supervised token."""
+
+    is_whole: bool
+    """The whole distribution: the last hidden state, which the output head makes one of."""
+    top_k: int | None
+    """So many of the most likely tokens; None and not whole: only the token that is there."""
+
+    @classmethod
+    def of(cls, data: Dataset) -> Wanted:
+        """What the objective of some data wants."""
+        taught = data.distillation
+        return cls(taught is not None and taught.top_k is None, None if taught is None else taught.top_k)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is little enough to be kept."""
+        return not self.is_whole
+
+    def read(
+        self, backbone: Backbone, path: Path, batch: PackedBatch, hidden_ND: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What is to be known of a microbatch's supervised rows, which have these hidden states."""
+        if self.is_whole:
+            return (hidden_ND,)
+        if self.top_k is not None:
+            return top_tokens(backbone.head, hidden_ND, self.top_k)
+        results_2N, _ = path.loss(batch)(hidden_ND, batch.targets_N)
+        return (results_2N[0].neg(),)
+
+
 class JobReference:
     """What one job compares with."""
 
-    def __init__(self, known: KnownRows, adapter: StoredAdapter | None = None) -> None:
+    def __init__(self, known: KnownRows, data: Dataset, adapter: StoredAdapter | None = None) -> None:
         """`adapter`: the reference, which takes part once it has a slot; None: the bare backbone."""
         self._known = known
         self._adapter = adapter
-        self._identity = "" if adapter is None else adapter_digest(adapter)
+        self.wanted = Wanted.of(data)
+        self._identity = f"{'' if adapter is None else adapter_digest(adapter)} {self.wanted}"
         self._kept: set[ReferenceRows] = set()
         self._slot: int | None = None
 
@@ -79,8 +114,9 @@ class JobReference:
         return Placed(sample.led_by(self._known.backbone.leading_rows(self._slot)), self._slot)
 
     def keep(self, rows: ReferenceRows) -> None:
-        """Holds on to what it has said."""
-        self._kept.add(rows)
+        """Holds on to what it has said, if that is not too much."""
+        if self.wanted.is_kept:
+            self._kept.add(rows)
 
 
 class Asked(NamedTuple):
@@ -99,30 +135,32 @@ class Asked(NamedTuple):
 
 def hear_references(backbone: Backbone, asked: Sequence[Asked], row_tile: int, limit: int) -> int:
     """Makes all that is asked known, in passes of at most `limit` tokens or one sample; returns the rows that ran."""
-    by_path: dict[Path, dict[ReferenceRows, Asked]] = {}
+    kinds: dict[tuple[Path, Wanted], dict[ReferenceRows, Asked]] = {}
     for each in asked:
         each.reference.keep(each.rows)
         if not each.rows.is_known:
-            by_path.setdefault(each.reference.path(each.slot), {}).setdefault(each.rows, each)
+            kind = (each.reference.path(each.slot), each.reference.wanted)
+            kinds.setdefault(kind, {}).setdefault(each.rows, each)
     num_rows = 0
-    for path, unknown in by_path.items():
+    for (path, wanted), unknown in kinds.items():
         waiting = list(unknown.values())
         while waiting:
             count, tokens = 1, waiting[0].num_tokens
             while count < len(waiting) and tokens + waiting[count].num_tokens <= limit:
                 tokens += waiting[count].num_tokens
                 count += 1
-            num_rows += _hear(backbone, path, waiting[:count], row_tile)
+            num_rows += _hear(backbone, path, wanted, waiting[:count], row_tile)
             waiting = waiting[count:]
     return num_rows
 
 
-def _hear(backbone: Backbone, path: Path, asked: Sequence[Asked], row_tile: int) -> int:
+def _hear(backbone: Backbone, path: Path, wanted: Wanted, asked: Sequence[Asked], row_tile: int) -> int:
     """Runs samples of one path through their references."""
     batch = pack_samples([each.reference.placed(each.rows.sample) for each in asked], row_tile, backbone.device)
-    results_2N, _ = path.loss(batch)(path.read(batch, row_tile), batch.targets_N)
-    for each, losses_N in zip(asked, results_2N[0].neg().split(list(batch.counts)), strict=True):
-        each.rows.learn(losses_N)
+    said = wanted.read(backbone, path, batch, path.read(batch, row_tile))
+    pieces = zip(*(values.split(list(batch.counts)) for values in said), strict=True)
+    for each, own in zip(asked, pieces, strict=True):
+        each.rows.learn(*own)
     return batch.num_rows
 
 

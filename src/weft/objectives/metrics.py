@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 LOSS = "loss"
 ACCURACY = "mean_token_accuracy"
 """The share of supervised tokens that had the largest logit; ties count, rows that are not a number do not."""
-HEADLINES = ("rewards/accuracies", "rewards/margins", "accuracy", "f1")
+HEADLINES = ("rewards/accuracies", "rewards/margins", "accuracy", "f1", "teacher_agreement")
 """Of what objectives measure beside loss and token accuracy, what a short account shows, in this order."""
 
 
@@ -19,7 +19,7 @@ CLASS_F1 = "f1/"
 
 def is_share(name: str) -> bool:
     """Whether a metric goes from 0 to 1, which its name tells."""
-    return name.endswith(("accuracy", "accuracies", "f1"))
+    return name.endswith(("accuracy", "accuracies", "f1", "agreement"))
 
 
 class MetricSum(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from weft.objectives.distillation import Distillation
 from weft.objectives.heads.classes import Classification, TokenClassification
 from weft.objectives.heads.reward import Reward
 from weft.objectives.objective import Objective
@@ -24,6 +25,7 @@ OBJECTIVES: dict[str, Objective] = {
     "reward": Reward(),
     "classification": Classification(),
     "token_classification": TokenClassification(),
+    "distillation": Distillation(),
     "weighted": Weighted(),
     "supervised": SUPERVISED,
 }

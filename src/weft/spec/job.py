@@ -33,7 +33,7 @@ COLUMNS = (
 )
 OBJECTIVES = (
     *("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo", "kto"),
-    *("reward", "classification", "token_classification"),
+    *("reward", "classification", "token_classification", "distillation"),
 )
 DEFAULT_MOMENTUM = {"muon": 0.95}
 LONG_SAMPLES = ("truncate", "drop", "error")
@@ -93,7 +93,7 @@ class JobSpec(KnownKeywords):
     """What the job learns by: supervised (every supervised token counts the same), weighted (as much as the row's
     `weight` and its messages' weights say), pairs of a chosen and a rejected answer: dpo, cpo, simpo or orpo, or single
     answers that are good or bad: kto. With a head of their own: reward (of pairs), classification (of texts) and
-    token_classification (of words). auto: by the columns; dpo for pairs."""
+    token_classification (of words). distillation: what a teacher predicts. auto: by the columns; dpo for pairs."""
     beta: float | None = setting(
         None,
         aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),
@@ -116,6 +116,26 @@ class JobSpec(KnownKeywords):
     reference: str = setting("base", aliases=("ref_model_adapters",), objectives=("dpo", "kto"), is_path=True)
     """What answers are compared with: base, the bare backbone, or a PEFT adapter directory on the same backbone, e.g.
     the one that init_adapter names. It stays as it is, and says what it thinks of each sample once."""
+    teacher: str | None = setting(None, objectives=("distillation",), is_path=True)
+    """Whom the job learns from: base, the bare backbone, or a PEFT adapter directory on the same backbone."""
+    distillation_alpha: float = setting(
+        0.5, aliases=("kd_alpha", "kd_ratio"), rule=at_least(0, 1), objectives=("distillation",)
+    )
+    """The teacher's share of the loss; the rest is the cross entropy of the data's own tokens."""
+    distillation_temperature: float = setting(
+        1.0, aliases=("kd_temperature",), rule=above(0, 1000), objectives=("distillation",)
+    )
+    """What the logits of both are divided by; the divergence counts its square times as much, so that gradients stay
+    as large."""
+    distillation_divergence: str = setting(
+        "forward_kl", choices=("forward_kl", "reverse_kl", "jsd"), objectives=("distillation",)
+    )
+    """How the two distributions are compared; reverse_kl needs all tokens of the teacher's."""
+    distillation_top_k: int | None = setting(
+        None, aliases=("kd_top_k",), rule=at_least(1, 1000), objectives=("distillation",)
+    )
+    """Learn only from the teacher's so many most likely tokens, which are kept, so that it speaks of each sample once.
+    Default: from all, which it then says anew in every epoch."""
     cpo_alpha: float = setting(1.0, rule=at_least(0), objectives=("cpo",))
     """What the chosen answer's own loss counts."""
     simpo_gamma: float = setting(0.5, rule=at_least(0), objectives=("simpo",))
@@ -238,6 +258,12 @@ class JobSpec(KnownKeywords):
             raise ConfigError(f"got {', '.join(self.labels)}; expected two or more different names.", where="labels")
         if self.objective == "simpo" and self.loss_type == "ipo":
             raise ConfigError("got ipo; for simpo accepted are sigmoid and hinge.", where="loss_type")
+        if self.distillation_top_k is not None and self.distillation_divergence == "reverse_kl":
+            found = "reverse_kl asks for all tokens of the teacher's"
+            raise ConfigError(f"{found}; use forward_kl or jsd, or leave it out.", where="distillation_top_k")
+        if self.objective == "distillation" and self.teacher is None:
+            found = "is missing; name an adapter directory, or base for the bare backbone"
+            raise ConfigError(f"{found}: objective distillation learns from it.", where="teacher")
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ConfigError(f"is for the sigmoid loss; loss_type is {self.loss_type}.", where="label_smoothing")
         if not JOB_NAME.fullmatch(self.name):

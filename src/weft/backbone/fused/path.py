@@ -15,6 +15,7 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.head import HeadWeights
 from weft.adapters.method import KernelCopy
+from weft.backbone.distill import TaughtPass, run_taught
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.captures import CapturedGraphs, GraphKey
 from weft.backbone.fused.graph import Captured, capture
@@ -97,20 +98,20 @@ class FusedPath:
             passed = self._pass(batch, shape, row_tile, needs_grad=goes_back)
             found = run_loss(self._loss, passed.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
             grad_TD = torch.zeros_like(passed.hidden_TD)
-            labelled = run_heads(passed.hidden_TD, batch.heads, self._heads, grad_TD)
+            headed, taught = self._other_rows(passed.hidden_TD, batch, grad_TD)
             if goes_back:
                 assert found.grad_ND is not None
                 run_backward(passed, grad_TD.index_copy_(0, rows_N, found.grad_ND))
-            return PendingScores(found, batch, begun, labelled)
+            return PendingScores(found, batch, begun, headed, taught)
         captured = self._replay(batch, shape, row_tile)
         found = run_loss(self._loss, captured.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
-        headed: list[HeadPass] = []
+        headed, taught = [], []
         if goes_back:
             assert found.grad_ND is not None
             captured.grad_TD.zero_().index_copy_(0, rows_N, found.grad_ND)
-            headed = run_heads(captured.hidden_TD, batch.heads, self._heads, captured.grad_TD)
+            headed, taught = self._other_rows(captured.hidden_TD, batch, captured.grad_TD)
             captured.backward.replay()
-        return PendingScores(found, batch, begun, headed)
+        return PendingScores(found, batch, begun, headed, taught)
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
@@ -118,11 +119,18 @@ class FusedPath:
         rows_N, targets_N, _ = self._supervised(batch)
         hidden_TD = self._hidden(batch, row_tile)
         found = run_loss(self._loss, hidden_TD[rows_N], targets_N, None, batch.judgements)
-        return PendingScores(found, batch, begun, run_heads(hidden_TD, batch.heads, self._heads))
+        return PendingScores(found, batch, begun, *self._other_rows(hidden_TD, batch))
 
     def read(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
         """Starts a microbatch forward only: the last hidden states of its supervised rows (N, D)."""
         return self._hidden(batch, row_tile)[self._supervised(batch)[0]]
+
+    def _other_rows(
+        self, hidden_TD: torch.Tensor, batch: PackedBatch, grad_TD: torch.Tensor | None = None
+    ) -> tuple[list[HeadPass], list[TaughtPass]]:
+        """The rows whose loss is no cross entropy, and what they add to the gradient."""
+        headed = run_heads(hidden_TD, batch.heads, self._heads, grad_TD)
+        return headed, run_taught(self._loss.head, hidden_TD, batch.taught, grad_TD)
 
     def _hidden(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
         """The last hidden states of a microbatch that goes forward only; the next one may overwrite them."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weft.data.chat.chat_template import Tokenizer
     from weft.data.dataset import Dataset
     from weft.data.prompts import Prompt
-    from weft.inference.attach import Attached
+    from weft.inference.attach import Attached, StoredAdapter
 
 METRICS = ("loss", "perplexity", "token-accuracy", "exact-match")
 SCORED = METRICS[:-1]
@@ -46,6 +46,13 @@ def evaluate(
     objective: Annotated[
         str, typer.Option(help="What to measure by, as a job names it; auto: by the columns, dpo for pairs.")
     ] = "auto",
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="An adapter that dpo and kto compare with, or the teacher of distillation. Default: the bare model.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first rows.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     device: Device = "auto",
@@ -62,11 +69,14 @@ def evaluate(
     find_source(data, Path())
     status = Console(stderr=True).status
     with status("loading the model"):
+        compared = _compared(reference)
         loaded = load_voices(adapter, base_model, device, dtype, with_base=True, with_heads=True)
         loaded = _only_heads(loaded) if loaded.heads else loaded
         datasets = _datasets(data, loaded, limit, objective)
         first = next(iter(datasets.values()))
         _refuse_foreign_metrics(chosen, first)
+        if compared is not None and not first.reads_reference:
+            raise ConfigError(f"objective {first.objective.name} compares with nothing.", where="--reference")
         prompts: dict[str, list[Prompt]] = {}
         if _wants_answers(chosen, first):
             stated = chosen is not None
@@ -74,7 +84,7 @@ def evaluate(
     results: dict[str, dict[str, float]] = {name: {} for name in loaded.slots}
     with status("evaluating"):
         if chosen is None or set(SCORED) & set(chosen):
-            _add_scores(results, loaded, datasets)
+            _add_scores(results, loaded, datasets, compared)
         if any(prompts.values()):
             _add_exact_match(results, loaded, prompts)
     fitting = [name for name in METRICS if name not in _foreign_metrics(first)]
@@ -85,7 +95,14 @@ def evaluate(
     if as_json:
         typer.echo(_as_json(data, first, loaded, results, shown), nl=False)
     else:
-        _show(data, first, results, shown, output_console())
+        _show(first, compared, results, shown, output_console())
+
+
+def _compared(reference: str | None) -> StoredAdapter | None:
+    """The adapter that is compared with, if it is one."""
+    from weft.inference.attach import BASE, read_stored
+
+    return None if reference in (None, BASE) else read_stored(Path(reference).expanduser())
 
 
 def _metrics(text: str | None) -> list[str] | None:
@@ -109,7 +126,7 @@ def _wants_answers(chosen: list[str] | None, dataset: Dataset) -> bool:
     """Exact match is asked for by name, or nothing is and the data may have answers."""
     if chosen is not None:
         return "exact-match" in chosen
-    return not _foreign_metrics(dataset) and dataset.summary.format not in ("text", "tokens")
+    return "exact-match" not in _foreign_metrics(dataset) and dataset.summary.format not in ("text", "tokens")
 
 
 def _check_objective(name: str) -> None:
@@ -139,7 +156,10 @@ def _foreign_metrics(dataset: Dataset) -> tuple[str, ...]:
     """What an objective lacks: pairs have no perplexity and no one reference, and a head predicts no token."""
     if dataset.head is not None:
         return METRICS[1:]
-    return ("perplexity", "exact-match") if dataset.judge is not None else ()
+    if dataset.judge is not None:
+        return ("perplexity", "exact-match")
+    # The loss of a student is no cross entropy.
+    return ("perplexity",) if dataset.distillation is not None else ()
 
 
 def _only_heads(loaded: Attached) -> Attached:
@@ -201,11 +221,21 @@ def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: st
     return answered
 
 
-def _add_scores(results: dict[str, dict[str, float]], loaded: Attached, datasets: dict[str, Dataset]) -> None:
+def _add_scores(
+    results: dict[str, dict[str, float]],
+    loaded: Attached,
+    datasets: dict[str, Dataset],
+    compared: StoredAdapter | None,
+) -> None:
     from weft.execute.evaluate import ScoreRequest, mean_scores
+    from weft.execute.references import JobReference, KnownRows
 
+    reference = None
+    if compared is not None:
+        reference = JobReference(KnownRows(loaded.backbone), next(iter(datasets.values())), compared)
+        reference.take_slot()
     asked = [
-        ScoreRequest(slot, replace(datasets[name], num_leading=loaded.backbone.leading_rows(slot)))
+        ScoreRequest(slot, replace(datasets[name], num_leading=loaded.backbone.leading_rows(slot)), reference)
         for name, slot in loaded.slots.items()
     ]
     capacity = max(CAPACITY, *(request.data.longest_group for request in asked))
@@ -243,7 +273,11 @@ def _as_json(
 
 
 def _show(
-    data: str, dataset: Dataset, results: dict[str, dict[str, float]], shown: list[str], console: Console
+    dataset: Dataset,
+    compared: StoredAdapter | None,
+    results: dict[str, dict[str, float]],
+    shown: list[str],
+    console: Console,
 ) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("adapter")
@@ -252,21 +286,22 @@ def _show(
     for name, found in results.items():
         style = "dim" if name == "base" else None
         table.add_row(name, *(_number(metric, found[metric]) for metric in shown), style=style)
-    for line in (dataset.summary.describe(), *_measured_by(dataset)):
+    for line in (dataset.summary.describe(), *_measured_by(dataset, compared)):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
 
 
-def _measured_by(dataset: Dataset) -> list[str]:
+def _measured_by(dataset: Dataset, compared: StoredAdapter | None) -> list[str]:
     """What the loss of an objective with settings of its own is, in words."""
-    judge = dataset.judge
+    judge = dataset.judge or dataset.distillation
     if dataset.head is not None:
         labels = f": {', '.join(dataset.head.labels)}" if dataset.head.labels else ""
         return [f"measured by objective {dataset.head.name}{labels}"]
     if judge is None:
         return []
     settings = ", ".join(f"{name} {value}" for name, value in vars(judge).items())
-    against = "compared with the bare model" if judge.reads_reference else "compared with nothing"
+    whom = "the bare model" if compared is None else compared.name
+    against = f"compared with {whom if dataset.reads_reference else 'nothing'}"
     return [f"measured by objective {judge.name} ({settings}), {against}"]
 
 

@@ -74,6 +74,8 @@ class LiveJob:
         """That are trained, once the executor knows the job."""
         self.num_reference_parameters = 0
         """Of the frozen adapter that it compares with."""
+        self.reference_bytes = sum(part.reference_bytes for part in (data.train, data.eval) if part is not None)
+        """What is kept of what its reference says."""
         self.lane = ""
         """It shares microbatches only with jobs of the same lane; the executor knows which."""
         self.notes: tuple[str, ...] = ()

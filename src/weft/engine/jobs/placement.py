@@ -155,14 +155,14 @@ class Placement:
         """Memory a job takes while it has a place."""
         weight_bytes = self._executor.facts.weight_bytes
         own = job.num_parameters * (weight_bytes + job_state_bytes(job.spec))
-        return math.ceil(own + job.num_reference_parameters * weight_bytes) + _kept_bytes(job)
+        return math.ceil(own + job.num_reference_parameters * weight_bytes) + job.reference_bytes
 
     def _allocated_bytes(self) -> int:
         # A best that is yet to come is no part of what there is, nor what steps hold for a moment.
         placed = self._placed()
         best = sum(job.num_parameters * best_bytes(job.spec) for job in placed if not job.progress.has_best)
         # What references say of samples comes bit by bit, too.
-        coming = sum(job.num_parameters * passing_bytes(job.spec) + _kept_bytes(job) for job in placed)
+        coming = sum(job.num_parameters * passing_bytes(job.spec) + job.reference_bytes for job in placed)
         return self.held_bytes() - best - coming
 
     def _placed(self) -> list[LiveJob]:
@@ -216,8 +216,3 @@ class Placement:
             self._credit[tenant] = self._credit.get(tenant, 0) + max(level - had[tenant], 0)
             had[tenant] = max(had[tenant], level)
         return {tenant: Share(weight[tenant], tokens) for tenant, tokens in had.items()}
-
-
-def _kept_bytes(job: LiveJob) -> int:
-    """What a job's reference says of all its samples."""
-    return sum(part.reference_bytes for part in (job.data.train, job.data.eval) if part is not None)

@@ -42,7 +42,9 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
             found = f"{name} has other rows of tokens"
             raise ConfigError(f"{found}; trainable_token_indices and modules_to_save must be its own.", where="adapter")
     data = data.led_by(spec.adapter.num_leading_rows)
-    reference = None if spec.reference == BASE else read_stored(base_dir / spec.reference)
+    setting = "reference" if data.train.distillation is None else "teacher"
+    named = getattr(spec, setting)
+    reference = None if named in (None, BASE) else read_stored(base_dir / named)
     _check_samples(spec, data, executor.facts, capacity, reference)
     job = LiveJob(spec, data, submitted=submitted)
     if reference is not None:
@@ -50,10 +52,10 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name, reference))
     job.num_parameters, job.num_reference_parameters = added.num_parameters, added.num_reference_parameters
     job.lane = added.lane
-    bases = {"init_adapter": trained_on, "reference": None if reference is None else reference.base_model}
+    bases = {"init_adapter": trained_on, setting: None if reference is None else reference.base_model}
     job.notes = tuple(
-        f"{spec.name}: {setting} was trained on {base}, not on {executor.facts.base_model}."
-        for setting, base in bases.items()
+        f"{spec.name}: {which} was trained on {base}, not on {executor.facts.base_model}."
+        for which, base in bases.items()
         if isinstance(base, str) and base != executor.facts.base_model
     )
     return job

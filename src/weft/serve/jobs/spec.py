@@ -19,6 +19,7 @@ OURS = ("name", "train_data", "eval_data", "tenant", "priority", "seed")
 REFUSED = {
     "init_adapter": "names a directory of the server",
     "reference": "names a directory of the server",
+    "teacher": "names a directory of the server",
     "chat_template": "is a program that would run on the server",
 }
 """Settings of a jobs file that a stranger may not use, and why."""

@@ -126,8 +126,8 @@ def jobs_file(job: JobSpec, spec: SweepSpec, base_dir: Path, folder: Path) -> st
         value = getattr(job, name)
         if isinstance(value, tuple):
             settings[name] = [_whole_source(source, base_dir) for source in value]
-    named = {"init_adapter": job.init_adapter, "reference": None if job.reference == "base" else job.reference}
-    settings |= {name: _whole_path(path, base_dir) for name, path in named.items() if path is not None}
+    named = {"init_adapter": job.init_adapter, "reference": job.reference, "teacher": job.teacher}
+    settings |= {name: _whole_path(path, base_dir) for name, path in named.items() if path not in (None, "base")}
     base_model = {"base_model": spec.base_model, "output_dir": f"{spec.output_dir}-best"}
     tree = {**base_model, **json.loads(json.dumps(run)), "jobs": [{"name": "best", **settings}]}
     head = f"# {job.name} of the sweep in {folder.name}; train it again with: weft train jobs.yaml\n"

@@ -1,0 +1,111 @@
+"""Distillation: the adapter is to predict what a teacher predicts, every supervised token as a whole distribution.
+
+With z the logits of a token, p the teacher's distribution and s the adapter's, both at temperature T, i.e. of z / T:
+
+    loss         α T² D + (1 - α) · cross entropy of the data's own token
+    forward_kl   D = Σ p log(p / s)                          dD/d(z/T) = s - p
+    reverse_kl   D = Σ s log(s / p)                          dD/d(z/T) = s (log(s / p) - D)
+    jsd          D = ½ Σ p log(p / m) + ½ Σ s log(s / m)     dD/d(z/T) = s (g - Σ s g),  g = ½ log(s / m),  m = ½ (p + s)
+
+Where only the teacher's most likely tokens are known, p is made of these alone, and the adapter's is what it is. Shape
+suffixes: B rows of a block, V vocabulary, K numbers that are measured of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from weft.objectives.metrics import ACCURACY, LOSS
+from weft.objectives.supervised import Supervised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weft.spec import JobSpec
+
+MEASURED = (LOSS, ACCURACY, "kl", "cross_entropy", "teacher_agreement")
+"""What is measured of a row, in this order: kl is the forward one at the job's temperature, whatever is learned by; the
+last is whether the adapter's most likely token is the teacher's."""
+
+
+@dataclass(frozen=True)
+class TaughtBlock:
+    """What the objective makes of a block of rows."""
+
+    measured_KB: tuple[Tensor, ...]
+    """As `MEASURED` names them."""
+    slopes_BV: Tensor
+    """dloss / dlogit."""
+
+
+@dataclass(frozen=True)
+class Distillation(Supervised):
+    """Every row is one sample, and every supervised token counts the same."""
+
+    alpha: float = 0.5
+    """The teacher's share of the loss."""
+    temperature: float = 1.0
+    divergence: str = "forward_kl"
+    top_k: int | None = None
+    """How many of the teacher's most likely tokens it hears of; None: all."""
+    name: ClassVar[str] = "distillation"
+
+    def of_job(self, job: JobSpec) -> Distillation:
+        """As a job's settings have it."""
+        return Distillation(
+            job.distillation_alpha,
+            job.distillation_temperature,
+            job.distillation_divergence,
+            job.distillation_top_k,
+        )
+
+    def claims(self, values: Mapping[str, Any]) -> bool:
+        """Only a job that names the objective has it."""
+        return False
+
+    def judge_rows(self, logits_BV: Tensor, teacher_BV: Tensor, targets_B: Tensor) -> TaughtBlock:
+        """Losses and slopes, on the device: nothing here may wait for it.
+
+        `teacher_BV` are logits or log-probabilities, -inf for tokens that the teacher says nothing of.
+        """
+        logs_BV = (logits_BV / self.temperature).log_softmax(dim=1)
+        divergence_B, kl_B, slopes_BV = self._compare(logs_BV, (teacher_BV / self.temperature).log_softmax(dim=1))
+        own_B1 = logits_BV.gather(1, targets_B[:, None])
+        entropy_B = logits_BV.logsumexp(dim=1) - own_B1[:, 0]
+        losses_B = self.alpha * self.temperature**2 * divergence_B + (1 - self.alpha) * entropy_B
+        # As often as T², less once for what z is divided by.
+        slopes_BV = slopes_BV.mul(self.alpha * self.temperature)
+        if self.alpha < 1:
+            slopes_BV = slopes_BV.add(logits_BV.softmax(dim=1), alpha=1 - self.alpha)
+            slopes_BV.scatter_add_(1, targets_B[:, None], own_B1.new_full(own_B1.shape, self.alpha - 1))
+        is_hit_B = (own_B1[:, 0] >= logits_BV.amax(dim=1)) & ~entropy_B.isnan()
+        agrees_B = logits_BV.argmax(dim=1) == teacher_BV.argmax(dim=1)
+        return TaughtBlock((losses_B, is_hit_B.float(), kl_B, entropy_B, agrees_B.float()), slopes_BV)
+
+    def _compare(self, logs_BV: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The divergence of two distributions, given by their logarithms; the forward KL; the divergence's slopes."""
+        s_BV, p_BV = logs_BV.exp(), teacher_BV.exp()
+        kl_B = _expected(p_BV, teacher_BV - logs_BV)
+        if self.divergence == "forward_kl":
+            return kl_B, kl_B, s_BV - p_BV
+        if self.divergence == "reverse_kl":
+            ratios_BV = logs_BV - teacher_BV
+            divergence_B = _expected(s_BV, ratios_BV)
+            return divergence_B, kl_B, _weighted(s_BV, ratios_BV - divergence_B[:, None])
+        middle_BV = (s_BV + p_BV).div(2).log()
+        ratios_BV = (logs_BV - middle_BV) / 2
+        mean_B = _expected(s_BV, ratios_BV)
+        divergence_B = mean_B + _expected(p_BV, teacher_BV - middle_BV) / 2
+        return divergence_B, kl_B, _weighted(s_BV, ratios_BV - mean_B[:, None])
+
+
+def _weighted(weights_BV: Tensor, values_BV: Tensor) -> Tensor:
+    """The product, 0 where nothing counts: a probability of 0 has no finite logarithm."""
+    return (weights_BV * values_BV).masked_fill(weights_BV == 0, 0.0)
+
+
+def _expected(weights_BV: Tensor, values_BV: Tensor) -> Tensor:
+    """Σ of the product over the vocabulary."""
+    return _weighted(weights_BV, values_BV).sum(dim=1)
