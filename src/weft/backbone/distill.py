@@ -91,7 +91,7 @@ def top_tokens(head: Head, hidden_ND: torch.Tensor, number: int) -> tuple[torch.
 
 
 def _teacher_logits(head: Head, said: Sequence[torch.Tensor], like_BV: torch.Tensor) -> torch.Tensor:
-    """What the teacher says of a block: logits of its hidden states, or the log-probabilities of the tokens it names."""
+    """What the teacher says of a block: logits of its hidden states, or log-probabilities of the tokens it names."""
     if len(said) == 1:
         return head.logits(said[0])
     ids_BK, logprobs_BK = said

@@ -3,9 +3,9 @@
 With z the logits of a token, p the teacher's distribution and s the adapter's, both at temperature T, i.e. of z / T:
 
     loss         α T² D + (1 - α) · cross entropy of the data's own token
-    forward_kl   D = Σ p log(p / s)                          dD/d(z/T) = s - p
-    reverse_kl   D = Σ s log(s / p)                          dD/d(z/T) = s (log(s / p) - D)
-    jsd          D = ½ Σ p log(p / m) + ½ Σ s log(s / m)     dD/d(z/T) = s (g - Σ s g),  g = ½ log(s / m),  m = ½ (p + s)
+    forward_kl   D = Σ p log(p / s)                        dD/d(z/T) = s - p
+    reverse_kl   D = Σ s log(s / p)                        dD/d(z/T) = s (log(s / p) - D)
+    jsd          D = ½ Σ p log(p / m) + ½ Σ s log(s / m)   dD/d(z/T) = s (g - Σ s g), g = ½ log(s / m), m = ½ (p + s)
 
 Where only the teacher's most likely tokens are known, p is made of these alone, and the adapter's is what it is. Shape
 suffixes: B rows of a block, V vocabulary, K numbers that are measured of a row.
