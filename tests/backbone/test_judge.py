@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_models import random_backbone, random_sample
+from tiny_models import dataset, random_backbone, random_sample
 
 from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
@@ -35,7 +35,7 @@ def attached(backbone: Backbone, seed: int) -> tuple[Adapter, int]:
 
 def pair(backbone: Backbone, slot: int, better, worse, weight: float = 1.0) -> list[Placed]:
     """A group: both answers, of which the bare backbone has spoken."""
-    bare = JobReference(KnownRows(backbone))
+    bare = JobReference(KnownRows(backbone), dataset([better, worse]))
     asked = [Asked(bare, slot, bare.rows(sample, slot, 128)) for sample in (better, worse)]
     hear_references(backbone, asked, 128, 128)
     pairs = zip((better, worse), asked, strict=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import (
     assert_same_bits,
+    dataset,
     finish,
     job_spec,
     random_backbone,
@@ -79,7 +80,7 @@ def test_rows_when_heard_alone_or_among_others_then_the_same_bits(kernels, tmp_p
     for given in (None, adapter):
         found = []
         for order, limit in ((range(6), 20), (range(5, -1, -1), 500)):
-            reference = JobReference(KnownRows(backbone), given)
+            reference = JobReference(KnownRows(backbone), dataset(samples), given)
             reference.take_slot()
             asked = {i: Asked(reference, None, reference.rows(samples[i], None, TILE)) for i in order}
             assert hear_references(backbone, list(asked.values()), TILE, limit) >= TILE
