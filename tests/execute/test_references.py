@@ -28,6 +28,7 @@ from weft.engine.events import CheckpointSaved, JobFailed, MicrobatchDone, StepD
 from weft.errors import AdapterFileError, ConfigError
 from weft.execute.references import Asked, JobReference, KnownRows, hear_references
 from weft.inference.attach import read_stored
+from weft.objectives.distillation import Distillation
 from weft.objectives.preference.dpo import Dpo
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
@@ -143,6 +144,25 @@ def test_reference_when_it_is_prompt_tuned_then_reads_samples_behind_its_virtual
     path = stored(tmp_path / "soft", spec=spec, backbone=backbone)
     job = pair_job("mine", reference=str(path), objective="dpo")
     assert_same_bits(train(backbone, [job])["mine"], train(backbone, [small_job("n0"), job])["mine"])
+
+
+def test_reference_when_it_has_rows_of_the_head_of_its_own_then_speaks_by_these(tmp_path):
+    backbone = random_backbone()
+    spec = replace(STORED, trainable_token_indices=(3, 7, 11))
+    adapter = backbone.new_adapter(spec, seed=9)
+    for rows in adapter.token_rows.values():
+        rows.rows_KD.add_(1.0)
+    paths, names = backbone.embeddings.paths, ["q_proj", "down_proj"]
+    write_adapter(tmp_path / "old", spec, adapter.tensors(), base_model="llama", target_names=names, row_modules=paths)
+    job = pair_job("mine", reference=str(tmp_path / "old"), objective="dpo")
+    plain = pair_job("mine", reference=str(stored(tmp_path / "plain")), objective="dpo")
+    alone = train(backbone, [job])["mine"]
+    assert_same_bits(alone, train(backbone, [small_job("n0"), job])["mine"])
+    assert alone.losses[0] != pytest.approx(train(backbone, [plain])["mine"].losses[0], abs=1e-4)
+    taught = JobData(replace(random_data(0).train, objective=Distillation()), None)
+    student = job_spec("student", objective="distillation", teacher=str(tmp_path / "old"))
+    with pytest.raises(ConfigError, match=r"teacher: .* has rows of tokens of its own; a teacher predicts by the"):
+        Engine(backbone, capacity=64).submit(student, taught)
 
 
 def test_neighbour_when_a_reference_is_not_finite_then_keeps_its_bits(tmp_path, monkeypatch):

@@ -258,12 +258,7 @@ class JobSpec(KnownKeywords):
             raise ConfigError(f"got {', '.join(self.labels)}; expected two or more different names.", where="labels")
         if self.objective == "simpo" and self.loss_type == "ipo":
             raise ConfigError("got ipo; for simpo accepted are sigmoid and hinge.", where="loss_type")
-        if self.distillation_top_k is not None and self.distillation_divergence == "reverse_kl":
-            found = "reverse_kl asks for all tokens of the teacher's"
-            raise ConfigError(f"{found}; use forward_kl or jsd, or leave it out.", where="distillation_top_k")
-        if self.objective == "distillation" and self.teacher is None:
-            found = "is missing; name an adapter directory, or base for the bare backbone"
-            raise ConfigError(f"{found}: objective distillation learns from it.", where="teacher")
+        self._check_distillation()
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ConfigError(f"is for the sigmoid loss; loss_type is {self.loss_type}.", where="label_smoothing")
         if not JOB_NAME.fullmatch(self.name):
@@ -333,6 +328,19 @@ class JobSpec(KnownKeywords):
         if not isinstance(split, int | float):
             return trained
         return trained + int(split) if split >= 1 else math.ceil(Fraction(trained) / (1 - Fraction(split)))
+
+    def _check_distillation(self) -> None:
+        if self.distillation_top_k is not None and self.distillation_divergence == "reverse_kl":
+            found = "reverse_kl asks for all tokens of the teacher's"
+            raise ConfigError(f"{found}; use forward_kl or jsd, or leave it out.", where="distillation_top_k")
+        if self.objective != "distillation":
+            return
+        if self.adapter.own_rows:
+            found = "rows of tokens are not trained by objective distillation"
+            raise ConfigError(f"{found}; leave them out.", where="adapter")
+        if self.teacher is None:
+            found = "is missing; name an adapter directory, or base for the bare backbone"
+            raise ConfigError(f"{found}: objective distillation learns from it.", where="teacher")
 
     def _check_optim(self) -> None:
         refuse_foreign_optim(self, self.optim)

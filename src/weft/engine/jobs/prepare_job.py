@@ -45,6 +45,9 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     setting = "reference" if data.train.distillation is None else "teacher"
     named = getattr(spec, setting)
     reference = None if named in (None, BASE) else read_stored(base_dir / named)
+    if setting == "teacher" and reference is not None and reference.spec.own_rows:
+        found = f"{reference.path} has rows of tokens of its own; a teacher predicts by the backbone's"
+        raise ConfigError(f"{found}, so name another.", where=setting)
     _check_samples(spec, data, executor.facts, capacity, reference)
     job = LiveJob(spec, data, submitted=submitted)
     if reference is not None:
