@@ -38,3 +38,10 @@ def make_tokenizer(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+def word_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
+    """The words w0, w1 and so on, one token each; texts have white space between them."""
+    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(num_words)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w2")

@@ -155,7 +155,7 @@ def test_merge_when_done_and_saved_then_the_plain_model_computes_what_the_slot_d
         for path, tensors in stored.tensors.items():
             if path not in (INPUT_ROWS, OUTPUT_ROWS):
                 adapter.method.merge(adapter.spec, path, tensors, plain.get_submodule(path))
-    merge_rows(stored, plain)
+    merge_rows(stored, plain, None)
     plain.save_pretrained(tmp_path / "merged")
     again = type(plain).from_pretrained(tmp_path / "merged", attn_implementation="eager")
     torch.testing.assert_close(plain_logits(again), logits(backbone, backbone.attach(adapter)), rtol=1e-4, atol=1e-5)
@@ -171,7 +171,7 @@ def test_job_when_it_goes_on_from_an_adapter_then_has_its_rows(tmp_path):
     assert mine.keys() == tensors.keys()
     assert all(x.equal(y) for name in mine for x, y in zip(mine[name], tensors[name], strict=True))
     other = AdapterSpec(r=4, target_modules=("q_proj", "v_proj"), trainable_token_indices=(9, 30, 4, 5))
-    with pytest.raises(ConfigError, match="has other rows of tokens; trainable_token_indices and modules_to_save"):
+    with pytest.raises(ConfigError, match="has other rows of tokens; trainable_token_indices, new_tokens"):
         engine.submit(replace(job_spec("b"), adapter=other, init_adapter=str(path)), random_data(3))
 
 

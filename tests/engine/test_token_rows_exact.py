@@ -9,17 +9,21 @@ import peft
 import pytest
 import torch
 from test_exact import BOUND, CAPACITY, STEPS, largest_difference, peft_config, peft_tensors, train_peft_model
-from tiny_models import Job, finish, job_spec, random_backbone, random_data, random_model
+from tiny_models import VOCABULARY, Job, finish, job_spec, random_data, random_model
+from tiny_tokenizer import word_tokenizer
 
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
+from weft.backbone.backbone import Backbone
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
+from weft.spec import AdapterSpec
 
 ROWS = (INPUT_ROWS, OUTPUT_ROWS)
 TIED: list[dict[str, Any]] = [
     {"trainable_token_indices": (30, 9, 4, 5)},
     {"trainable_token_indices": (9, 11), "method": "dora"},
     {"modules_to_save": ("embed_tokens",)},
+    {"new_tokens": ("<a>", "<b>"), "trainable_token_indices": (9,)},
     {},
 ]
 UNTIED: list[dict[str, Any]] = [
@@ -27,6 +31,7 @@ UNTIED: list[dict[str, Any]] = [
     {"trainable_token_indices": {"embed_tokens": (9, 11), "lm_head": (11, 30, 8)}},
     {"modules_to_save": ("lm_head",), "trainable_token_indices": (5, 6)},
     {"modules_to_save": ("embed_tokens", "lm_head")},
+    {"new_tokens": ("<a>", "<b>")},
 ]
 
 
@@ -35,7 +40,7 @@ def made(settings: list[dict[str, Any]]) -> list[Job]:
     return [
         (
             job_spec(f"job{i}", max_steps=STEPS, seed=i, adam_epsilon=1e-3, adapter={"method": "lora", "r": 4, **own}),
-            random_data(i, num_samples=14 + i),
+            random_data(i, num_samples=14 + i, high=VOCABULARY + (2 if "new_tokens" in own else 0)),
         )
         for i, own in enumerate(settings)
     ]
@@ -50,9 +55,8 @@ def peft_rows(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def peft_model(plain: Any, job: LiveJob, start: dict[str, tuple[torch.Tensor, ...]]) -> Any:
-    """The plain model with PEFT's own adapter and rows, set to where our job started."""
-    adapter = job.spec.adapter
+def peft_model(plain: Any, job: LiveJob, adapter: AdapterSpec, start: dict[str, tuple[torch.Tensor, ...]]) -> Any:
+    """The plain model with PEFT's own adapter and rows, set to where our job started; `adapter` names all of them."""
     config = peft_config(job, {path: own for path, own in start.items() if path not in ROWS}, plain.config.model_type)
     given = adapter.trainable_token_indices
     config.trainable_token_indices = (
@@ -73,13 +77,17 @@ def peft_model(plain: Any, job: LiveJob, start: dict[str, tuple[torch.Tensor, ..
 def test_rows_when_jobs_with_others_train_beside_them_then_each_job_equals_peft_alone(family, settings):
     plain = random_model(family)
     plain.set_attn_implementation("eager")
-    engine = Engine(random_backbone(family), capacity=CAPACITY)
+    backbone = Backbone(random_model(family), word_tokenizer(VOCABULARY), family)
+    engine = Engine(backbone, capacity=CAPACITY)
     for spec, data in made(settings):
         engine.submit(spec, data)
     starts = {job: engine.executor.adapter_of(job) for job in engine.jobs}
     outcomes = finish(engine)
     for job, live in engine.jobs.items():
-        model, mine = peft_model(plain, live, starts[job]), outcomes[job].adapter
+        base, mine = copy.deepcopy(plain), outcomes[job].adapter
+        if live.spec.adapter.new_tokens:
+            base.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)
+        model = peft_model(base, live, backbone.embeddings.named(live.spec.adapter), starts[job])
         modules = [path for path in mine if path not in ROWS]
         expected, losses, _ = train_peft_model(model, live, modules)
         expected |= {name: (rows.detach(),) for name, rows in peft_rows(model).items()}

@@ -36,6 +36,8 @@ class RowsShape(PartShape):
     """Of the tokens (K); None: all rows."""
     weight_VD: torch.Tensor
     """The frozen rows, which they start as."""
+    num_known: int
+    """Tokens that the backbone knows: the rows of those behind them start as the mean of theirs."""
     is_tied: bool = False
     """Whether rows of the embedding are those of the output head too."""
 
@@ -46,10 +48,16 @@ class RowsShape(PartShape):
         return ((num_rows, self.weight_VD.shape[1]),)
 
     def initial(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """The frozen rows."""
+        """The frozen rows; of new tokens the mean of those that the backbone knows."""
         if self.ids is None:
             return (self.weight_VD.float(),)
-        return (self.weight_VD[torch.from_numpy(self.ids).to(self.weight_VD.device)].float(),)
+        last = self.weight_VD.shape[0] - 1
+        rows_KD = self.weight_VD[torch.from_numpy(self.ids.clip(max=last)).to(self.weight_VD.device)].float()
+        is_new = self.ids >= self.num_known
+        if is_new.any():
+            mean_D = self.weight_VD[: self.num_known].mean(dim=0, dtype=torch.float32)
+            rows_KD[torch.from_numpy(is_new).to(rows_KD.device)] = mean_D
+        return (rows_KD,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,7 @@ from weft.backbone.reference import ReferencePath
 from weft.backbone.scores import PendingScores
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
+from weft.data.tokens.new_tokens import with_new_tokens
 from weft.errors import ModelError
 from weft.families.registry import FAMILIES, describe
 from weft.kernels.device import capability, is_gpu
@@ -68,7 +69,7 @@ class Backbone:
         """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
         self._heads: dict[int, HeadWeights] = {}
         """The heads of jobs that have one, by slot; both paths read them."""
-        self.embeddings = Embeddings(model)
+        self.embeddings = Embeddings(model, tokenizer)
         """The input embedding and the output head, of which adapters may have rows of their own."""
         self._output_rows: dict[int, TokenRows] = {}
         """Rows of the output head that jobs have of their own, by slot."""
@@ -84,6 +85,8 @@ class Backbone:
             Attachment.KEYS_AND_VALUES: _keys_and_values(model, self.routing),
         }
         self._leading: dict[int, int] = {}
+        self._tokenizers: dict[int, PreTrainedTokenizerBase] = {}
+        """Of slots whose adapters have new tokens."""
         self._slot_paths: dict[int, Path] = {}
         self.ahead: CompileAhead | None = None
         """Kernels that are being compiled for it; the first microbatch waits for them."""
@@ -196,6 +199,10 @@ class Backbone:
         """Rows in front of each sample that a slot's adapter fills."""
         return 0 if slot is None else self._leading.get(slot, 0)
 
+    def tokenizer_of(self, slot: int | None) -> PreTrainedTokenizerBase:
+        """The tokenizer that a slot's adapter reads and writes with."""
+        return self.tokenizer if slot is None else self._tokenizers.get(slot, self.tokenizer)
+
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
         fused = [spec for spec in adapters if has_kernels(spec)]
@@ -241,6 +248,8 @@ class Backbone:
         places = self._places[adapter.method.attachment]
         for module, weights in adapter.modules.items():
             places[module].put(slot, weights)
+        if adapter.spec.new_tokens:
+            self._tokenizers[slot] = with_new_tokens(self.tokenizer, adapter.spec.new_tokens)
         if INPUT_ROWS in adapter.token_rows:
             own = InputTokenRows(adapter.token_rows[INPUT_ROWS], self.embeddings.input_scale)
             self._inputs.put(slot, own)
@@ -254,6 +263,7 @@ class Backbone:
         self._leading.pop(slot)
         self._heads.pop(slot, None)
         self._output_rows.pop(slot, None)
+        self._tokenizers.pop(slot, None)
         for places in self._places.values():
             for place in places.values():
                 place.free(slot)

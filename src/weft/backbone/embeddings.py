@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape
+from weft.data.tokens.new_tokens import new_token_ids, with_new_tokens
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
+from weft.spec.own_rows import OwnRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 class Embeddings:
     """Where both are, and which of their rows an adapter has of its own."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
         named = {module: path for path, module in model.named_modules()}
@@ -38,38 +41,58 @@ class Embeddings:
 
     def shapes(self, spec: AdapterSpec) -> dict[str, RowsShape]:
         """The rows that an adapter has of its own, by their names; ConfigError if the model has no such rows."""
-        own, found = spec.own_rows, {}
-        if own.all_outputs and getattr(self._modules[OUTPUT_ROWS], "bias", None) is not None:
-            name = self.paths[OUTPUT_ROWS]
-            raise ConfigError(
-                f"{name} of the backbone has a bias, which no job trains.", where="adapter.modules_to_save"
-            )
-        outputs = own.outputs
-        if self.is_tied and outputs is not None:
-            if outputs != own.inputs:
+        own = self._resolved(spec)
+        self._check(own, spec)
+        found = {}
+        for name, ids, is_whole in (
+            (INPUT_ROWS, own.inputs, own.all_inputs),
+            (OUTPUT_ROWS, own.outputs, own.all_outputs),
+        ):
+            if ids is not None or is_whole:
+                weight_VD = self._modules[name].weight
+                num_known = len(self._tokenizer) if spec.new_tokens else weight_VD.shape[0]
+                is_tied = self.is_tied and name == INPUT_ROWS and not is_whole and not own.all_outputs
+                array = None if ids is None else np.array(ids, dtype=np.int64)
+                found[name] = RowsShape(array, weight_VD, num_known, is_tied)
+        return found
+
+    def _resolved(self, spec: AdapterSpec) -> OwnRows:
+        """The rows with those of new tokens; the rows of a tied head are those of the embedding."""
+        own, new = spec.own_rows, new_token_ids(self._tokenizer, spec.new_tokens)
+        if self.is_tied and own.outputs is not None:
+            if own.outputs != own.inputs:
                 raise ConfigError(
                     "the output head is tied to the input embedding; name tokens of the embedding, which are its too.",
                     where="adapter.trainable_token_indices",
                 )
-            outputs = None
-        for name, ids, is_whole in (
-            (INPUT_ROWS, own.inputs, own.all_inputs),
-            (OUTPUT_ROWS, outputs, own.all_outputs),
-        ):
-            if ids is not None or is_whole:
-                is_tied = self.is_tied and name == INPUT_ROWS and not is_whole and not own.all_outputs
-                found[name] = RowsShape(self._checked(name, ids), self._modules[name].weight, is_tied)
-        return found
+            own = dataclasses.replace(own, outputs=None)
+        if not new:
+            return own
+        inputs, outputs = (tuple(dict.fromkeys([*(ids or ()), *new])) for ids in (own.inputs, own.outputs))
+        return dataclasses.replace(own, inputs=inputs, outputs=None if self.is_tied else outputs)
 
-    def _checked(self, name: str, ids: tuple[int, ...] | None) -> np.ndarray | None:
-        """The ids as an array; None: all rows."""
-        num_rows = self._modules[name].weight.shape[0]
-        if ids is not None and max(ids) >= num_rows:
-            raise ConfigError(
-                f"got token {max(ids)}; {self.paths[name]} of the backbone has rows 0 to {num_rows - 1}.",
-                where="adapter.trainable_token_indices",
-            )
-        return None if ids is None else np.array(ids, dtype=np.int64)
+    def _check(self, own: OwnRows, spec: AdapterSpec) -> None:
+        """ConfigError for rows that no adapter can have on this model."""
+        if own.all_outputs and getattr(self._modules[OUTPUT_ROWS], "bias", None) is not None:
+            found = f"{self.paths[OUTPUT_ROWS]} of the backbone has a bias"
+            raise ConfigError(f"{found}, which no job trains.", where="adapter.modules_to_save")
+        num_rows = self._modules[INPUT_ROWS].weight.shape[0]
+        if spec.new_tokens and len(self._tokenizer) > num_rows:
+            found = f"the tokenizer has {len(self._tokenizer):,} tokens and the backbone rows of {num_rows:,}"
+            raise ConfigError(f"{found}; new ones would take the place of others.", where="adapter.new_tokens")
+        new = new_token_ids(self._tokenizer, spec.new_tokens)
+        for name, ids in ((INPUT_ROWS, own.inputs), (OUTPUT_ROWS, own.outputs)):
+            beyond = [one for one in ids or () if one >= num_rows and one not in new]
+            if beyond:
+                raise ConfigError(
+                    f"got token {beyond[0]}; {self.paths[name]} of the backbone has rows 0 to {num_rows - 1}.",
+                    where="adapter.trainable_token_indices",
+                    hint="New tokens are named by new_tokens.",
+                )
+
+    def tokenizer_for(self, spec: AdapterSpec) -> Any:
+        """The tokenizer that is written beside an adapter: one with its new tokens, or None where it has none."""
+        return with_new_tokens(self._tokenizer, spec.new_tokens) if spec.new_tokens else None
 
     def named(self, spec: AdapterSpec) -> AdapterSpec:
         """The same adapter in the words of this model, as its files have it."""
@@ -77,6 +100,5 @@ class Embeddings:
         leaves = {name: path.rpartition(".")[2] for name, path in self.paths.items()}
         saved = [leaves[name] for name, whole in zip(leaves, (own.all_inputs, own.all_outputs), strict=True) if whole]
         ids = {leaves[name]: tuple(map(int, s.ids)) for name, s in shapes.items() if s.ids is not None}
-        only_inputs = own.inputs if list(ids) == [leaves[INPUT_ROWS]] else None
-        indices: Any = only_inputs or ids or None
+        indices: Any = ids[leaves[INPUT_ROWS]] if list(ids) == [leaves[INPUT_ROWS]] else ids or None
         return dataclasses.replace(spec, trainable_token_indices=indices, modules_to_save=tuple(saved) or None)

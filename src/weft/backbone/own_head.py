@@ -35,6 +35,10 @@ class OwnHead:
         self._rows_KD = own.rows_KD.to(dtype)
         self._frozen = frozen if own.ids is not None else replace(frozen, weight_VD=self._rows_KD)
         self._ids_K = None if own.ids is None else sent(torch.from_numpy(own.ids), self._rows_KD.device)
+        self.num_tokens = len(frozen.weight_VD)
+        """V, with the job's new tokens behind the backbone's."""
+        if own.ids is not None:
+            self.num_tokens = max(self.num_tokens, int(own.ids.max()) + 1)
         self.softcap = frozen.softcap
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
@@ -46,9 +50,11 @@ class OwnHead:
         raw_BV = self._frozen.linear(hidden_BD)
         if self._ids_K is None:
             return raw_BV
+        num_new = self.num_tokens - raw_BV.shape[1]
+        raw_BV = F.pad(raw_BV, (0, num_new)) if num_new else raw_BV
         own_BK = hidden_BD @ self._rows_KD.t()
         if self._frozen.bias_V is not None:
-            own_BK.add_(self._frozen.bias_V[self._ids_K])
+            own_BK.add_(F.pad(self._frozen.bias_V, (0, num_new))[self._ids_K])
         if self._frozen.scale is not None:
             own_BK.mul_(self._frozen.scale)
         return raw_BV.index_copy_(1, self._ids_K, own_BK)
@@ -61,7 +67,8 @@ class OwnHead:
             return self._frozen.input_gradient(grad_BV)
         grad_BK = grad_BV[:, self._ids_K]
         add_product(self._own.grad_KD, grad_BK, hidden_BD, scale)
-        grad_BD = self._frozen.input_gradient(grad_BV.index_fill_(1, self._ids_K, 0))
+        of_others_BV = grad_BV.index_fill_(1, self._ids_K, 0)[:, : len(self._frozen.weight_VD)]
+        grad_BD = self._frozen.input_gradient(of_others_BV)
         return grad_BD.add_(grad_BK @ self._rows_KD, alpha=scale)
 
 
@@ -128,13 +135,18 @@ class OwnHeadLoss:
 def logits_of(
     head: Head, batch: PackedBatch, own: Mapping[int, TokenRows], hidden_TD: torch.Tensor, rows: Sequence[int]
 ) -> torch.Tensor:
-    """The logits of some rows of a microbatch (rows, V), each by its own job's head."""
+    """The logits of some rows of a microbatch (rows, V), each by its own job's head; of tokens that are another job's
+    alone, they are -inf."""
     logits = head.logits(hidden_TD[list(rows)])
+    heads = _own_heads(head, batch, own, hidden_TD.dtype)
+    num_tokens = max([logits.shape[1], *(found.num_tokens for found in heads.values())])
+    if num_tokens > logits.shape[1]:
+        logits = F.pad(logits, (0, num_tokens - logits.shape[1]), value=-torch.inf)
     for segment, slot in zip(batch.segments, batch.segment_slots, strict=True):
-        places = [place for place, row in enumerate(rows) if segment.start <= row < segment.end]
-        if slot is not None and slot in own and places:
-            hidden_BD = hidden_TD[[rows[place] for place in places]]
-            logits[places] = OwnHead(head, own[slot], hidden_TD.dtype).logits(hidden_BD)
+        if slot is not None and slot in heads:
+            places = [place for place, row in enumerate(rows) if segment.start <= row < segment.end]
+            mine = heads[slot].logits(hidden_TD[[rows[place] for place in places]])
+            logits[places, : mine.shape[1]] = mine
     return logits
 
 
@@ -142,9 +154,13 @@ def loss_of(
     plain: BlockedLoss, batch: PackedBatch, own: Mapping[int, TokenRows], dtype: torch.dtype
 ) -> BlockedLoss | OwnHeadLoss:
     """The loss of a microbatch, given the rows of jobs that have some of their own, by slot."""
-    taking_part = {slot: rows for slot, rows in own.items() if slot in batch.segment_slots}
-    if not taking_part:
+    heads = _own_heads(plain.head, batch, own, dtype)
+    if not heads:
         return plain
-    heads = {slot: OwnHead(plain.head, rows, dtype) for slot, rows in taking_part.items()}
     segments = np.repeat(np.arange(len(batch.counts)), batch.counts)
     return OwnHeadLoss(plain, heads, batch.segment_slots, segments)
+
+
+def _own_heads(head: Head, batch: PackedBatch, own: Mapping[int, TokenRows], dtype: torch.dtype) -> dict[int, OwnHead]:
+    """The heads of the jobs in a microbatch that have rows of their own."""
+    return {slot: OwnHead(head, rows, dtype) for slot, rows in own.items() if slot in batch.segment_slots}

@@ -104,7 +104,7 @@ class ReferencePath:
         self._routing.dropout_keys_T = batch.dropout_keys_T
         self._routing.row_tile = row_tile
         self._routing.caches = caches or []
-        embeds_1TD = self._model.get_input_embeddings()(batch.input_ids_T[None]).requires_grad_(through)
+        embeds_1TD = self._embedded(batch)[None].requires_grad_(through)
         output = self._model.base_model(
             inputs_embeds=self._inputs.adapted(embeds_1TD),
             position_ids=batch.positions_T[None],
@@ -112,6 +112,15 @@ class ReferencePath:
             use_cache=False,
         )
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _embedded(self, batch: PackedBatch) -> torch.Tensor:
+        """What the first layer sees of the tokens (T, D); new tokens have anything, until their jobs fill it in."""
+        embeddings: Any = self._model.get_input_embeddings()
+        ids_T, num_rows = batch.input_ids_T, embeddings.weight.shape[0]
+        if batch.num_rows and batch.ids.max() >= num_rows:
+            ids_T = ids_T.clamp(max=num_rows - 1)
+        embedded: torch.Tensor = embeddings(ids_T)
+        return embedded
 
     def row_tile(self, capacity: int) -> int:
         """A fixed block on a CPU; the whole microbatch on a GPU."""

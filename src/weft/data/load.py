@@ -17,6 +17,7 @@ from weft.data.labels import find_labels
 from weft.data.order import Mixture, permutation
 from weft.data.prepared.prepared_data import prepared_data
 from weft.data.prepared.settings import DataSettings
+from weft.data.tokens.new_tokens import with_new_tokens
 from weft.errors import DataError
 from weft.objectives.heads.classes import Classification
 from weft.objectives.registry import OBJECTIVES
@@ -66,9 +67,11 @@ def load_job_data(
 ) -> JobData:
     """The training and evaluation data of a job; a fraction or count is split off by the job's seed.
 
+    The tokenizer is the backbone's; the job's new tokens come to it here.
     `clock` is what time it is for chat templates that ask: when the job's run began; None: now.
     """
     at = clock or datetime.datetime.now()
+    tokenizer = with_new_tokens(tokenizer, job.adapter.new_tokens)
     job = _with_labels(job, base_dir)
 
     def load(setting: str, sources: Sequence[str | SourceSpec], objective: str) -> Dataset:

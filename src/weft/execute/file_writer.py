@@ -5,6 +5,7 @@ On a CPU they are written at once instead: the cores that would write are those 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -49,6 +50,8 @@ def writing(
 ) -> Callable[[], None]:
     """What writes the files of a job as it is now, whatever becomes of it in the meantime."""
     snapshot, spec = job.weights.snapshot(moments=isinstance(work, CheckpointWork)), job.given.spec
+    # Threads must not share a tokenizer.
+    tokenizer = copy.deepcopy(rows.tokenizer_for(spec.adapter)) if isinstance(work, AdapterWork) else None
 
     def write() -> None:
         tensors = snapshot()
@@ -66,6 +69,7 @@ def writing(
             shared=job.weights.adapter.shared,
             head=job.given.batches.data.head,
             row_modules=rows.paths,
+            tokenizer=tokenizer,
         )
 
     return write

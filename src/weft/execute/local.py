@@ -18,6 +18,7 @@ from weft.backbone.load import load_backbone
 from weft.backbone.out_of_memory import is_device_fault, memory_errors
 from weft.backbone.packed import PackedBatch
 from weft.data.chat.chat_template import Tokenizer
+from weft.errors import ConfigError
 from weft.execute.evaluate import EvaluationInFlight, ScoreRequest
 from weft.execute.file_writer import FileWriter, writing
 from weft.execute.memory import measure, release_memory, usable_bytes, weight_bytes
@@ -109,6 +110,7 @@ class LocalExecutor:
         """Makes a job's state on the CPU."""
         adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU, job.batches.data.head)
         if job.start is not None:
+            self._check_rows(job)
             adapter.load(job.start, job.start_name)
         # Only to see that it fits; it is made again when it takes its slot.
         compared = None if job.reference is None else adapter_on(self.backbone, job.reference)
@@ -119,6 +121,17 @@ class LocalExecutor:
     def _reference(self, job: NewJob) -> JobReference | None:
         data = job.batches.data
         return JobReference(self._known, data, job.reference) if data.reads_reference else None
+
+    def _check_rows(self, job: NewJob) -> None:
+        """ConfigError if a job has other rows of tokens than the adapter it goes on from."""
+        assert job.start_spec is not None
+        mine, theirs = (self.backbone.embeddings.named(spec) for spec in (job.spec.adapter, job.start_spec))
+        if mine.own_rows != theirs.own_rows:
+            raise ConfigError(
+                f"{job.start_name} has other rows of tokens; trainable_token_indices, new_tokens and modules_to_save "
+                "must be its own.",
+                where="adapter",
+            )
 
     def drop(self, job: str) -> None:
         """Forgets a job."""

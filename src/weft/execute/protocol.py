@@ -107,6 +107,8 @@ class NewJob:
     """The adapter it starts from, by module path; a fresh one if None."""
     start_name: str = ""
     """Where that comes from, for an error."""
+    start_spec: AdapterSpec | None = None
+    """What that is."""
     reference: StoredAdapter | None = None
     """The frozen adapter that its objective compares with; the bare backbone if None."""
 

@@ -40,8 +40,9 @@ def answers(
             )
     written = generate(backbone, [Request(prompt.tokens.tolist(), slot, i) for _, slot, i, prompt in flat], decoding)
     results: dict[str, list[Answer]] = {name: [] for name in asked}
-    for (name, _, _, prompt), tokens in zip(flat, written, strict=True):
-        results[name].append(Answer(prompt, str(backbone.tokenizer.decode(tokens, skip_special_tokens=True))))
+    for (name, slot, _, prompt), tokens in zip(flat, written, strict=True):
+        text = backbone.tokenizer_of(slot).decode(tokens, skip_special_tokens=True)
+        results[name].append(Answer(prompt, str(text)))
     return results
 
 

@@ -14,6 +14,7 @@ from weft.adapters.methods import method_of
 from weft.adapters.targets import is_target
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
+from weft.data.chat.chat_template import Tokenizer
 from weft.data.chat.renderer import check_template
 from weft.errors import AdapterFileError, ConfigError, ModelError
 from weft.objectives.heads.head_objective import HeadObjective
@@ -55,10 +56,21 @@ class Attached:
     heads: dict[str, HeadObjective] = field(default_factory=dict)
     """By name, what the heads of those that have one were trained for."""
 
-    def by_template(self, read: Callable[[str | None], T]) -> dict[str, T]:
-        """By name, what `read` makes of the name's chat template: each reads data as it was trained to."""
-        made = {template: read(template) for template in dict.fromkeys(self.chat_templates.values())}
-        return {name: made[template] for name, template in self.chat_templates.items()}
+    def tokenizer(self, name: str) -> Tokenizer:
+        """What a name reads and writes with."""
+        return self.backbone.tokenizer_of(self.slots[name])
+
+    def as_each_reads(self, read: Callable[[Tokenizer, str | None], T]) -> dict[str, T]:
+        """By name, what `read` makes of its tokenizer and chat template: each reads data as it was trained to."""
+        found: dict[str, T] = {}
+        made: dict[tuple[int, str | None], T] = {}
+        for name, template in self.chat_templates.items():
+            tokenizer = self.tokenizer(name)
+            key = (id(tokenizer), template)
+            if key not in made:
+                made[key] = read(tokenizer, template)
+            found[name] = made[key]
+        return found
 
 
 def adapter_dir(path: Path) -> Path:

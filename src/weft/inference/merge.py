@@ -44,7 +44,7 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     shared = method.shared(stored.spec, shapes, torch.device("cpu")).values()
     for path, tensors in modules.items():
         method.merge(stored.spec, path, (*tensors, *shared), linears[path])
-    merge_rows(stored, model)
+    tokenizer = merge_rows(stored, model, tokenizer)
     if stored.chat_template is not None:
         tokenizer.chat_template = stored.chat_template
     _write(model, tokenizer, out)

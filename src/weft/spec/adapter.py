@@ -93,6 +93,10 @@ class AdapterSpec(KnownKeywords):
     """Ids of tokens whose rows of the input embedding the adapter replaces by rows of its own and trains; where the
     output head is tied to the embedding, they are its rows too. {embed_tokens: [ids], lm_head: [ids]} names the rows of
     a head that is not tied."""
+    new_tokens: tuple[str, ...] = setting((), methods=LORA_KINDS)
+    """Texts that become one token each in this job's data, and whose rows of the embedding and of the output head it
+    trains; those that the tokenizer lacks start as the mean of all rows. The tokenizer is written beside the
+    adapter."""
     modules_to_save: tuple[str, ...] | None = setting(None, methods=LORA_KINDS)
     """Of [embed_tokens, lm_head] those that the job trains as a whole copy of its own: vocabulary times width numbers
     each, with gradients and moments. For a few tokens use trainable_token_indices."""
@@ -170,6 +174,7 @@ class AdapterSpec(KnownKeywords):
         if not self.target_modules:
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
         OwnRows.of(self.trainable_token_indices, self.modules_to_save)
+        self._check_new_tokens()
 
     def _check_virtual_tokens(self) -> None:
         """ConfigError for what virtual tokens cannot have."""
@@ -184,9 +189,27 @@ class AdapterSpec(KnownKeywords):
             found = "needs prompt_tuning_init_text" if self.prompt_tuning_init == "text" else "is not text"
             raise ConfigError(f"{self.prompt_tuning_init} {found}.", where="prompt_tuning_init")
 
+    def _check_new_tokens(self) -> None:
+        """ConfigError for what new tokens cannot be."""
+        for place, token in enumerate(self.new_tokens):
+            if not token.strip():
+                raise ConfigError("a token of nothing but white space is none.", where="new_tokens")
+            if token in self.new_tokens[:place]:
+                raise ConfigError(f"{token!r} is there twice.", where="new_tokens")
+        if self.new_tokens and self.modules_to_save:
+            raise ConfigError(
+                "modules_to_save copies the backbone's rows, among which new tokens have none; keep one of the two.",
+                where="new_tokens",
+            )
+
+    @property
+    def trains_rows(self) -> bool:
+        """Whether rows of the embedding or of the output head are its own."""
+        return bool(self.own_rows or self.new_tokens)
+
     @property
     def own_rows(self) -> OwnRows:
-        """Rows of the embedding and of the output head that are its own."""
+        """Rows of the embedding and of the output head that are its own, new tokens' apart."""
         return OwnRows.of(self.trainable_token_indices, self.modules_to_save)
 
     @property

@@ -335,7 +335,7 @@ class JobSpec(KnownKeywords):
             raise ConfigError(f"{found}; use forward_kl or jsd, or leave it out.", where="distillation_top_k")
         if self.objective != "distillation":
             return
-        if self.adapter.own_rows:
+        if self.adapter.trains_rows:
             found = "rows of tokens are not trained by objective distillation"
             raise ConfigError(f"{found}; leave them out.", where="adapter")
         if self.teacher is None:
@@ -344,7 +344,7 @@ class JobSpec(KnownKeywords):
 
     def _check_optim(self) -> None:
         refuse_foreign_optim(self, self.optim)
-        if self.optim == "muon" and self.adapter.own_rows:
+        if self.optim == "muon" and self.adapter.trains_rows:
             raise ConfigError("muon is for matrices, and rows of tokens are none; use another.", where="optim")
         if self.nesterov and not self.momentum:
             raise ConfigError("needs a momentum above 0.", where="nesterov")

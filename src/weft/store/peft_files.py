@@ -3,6 +3,7 @@
     adapter_config.json         PEFT's config of the method, see peft_config
     adapter_model.safetensors   base_model.model.<module path>.lora_A.weight (r, in) and the like, as the method says
     chat_template.jinja         the job's own chat template, if it had one
+    tokenizer.json, …           the tokenizer of an adapter with new tokens
     labels.json                 the objective and the labels of an adapter with a head
     README.md                   a short model card
 
@@ -37,6 +38,7 @@ from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.peft_config import config_of, method_named, spec_of
 from weft.store.row_files import ROWS, check_rows, names_in_file, rows_in_file
 from weft.store.tensor_file import file_pieces
+from weft.store.tokenizer_files import read_new_tokens, resizing, write_tokenizer
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -84,13 +86,15 @@ def write_adapter(
     shared: Mapping[str, torch.Tensor] | None = None,
     head: HeadObjective | None = None,
     row_modules: Mapping[str, str] | None = None,
+    tokenizer: Any = None,
 ) -> None:
     """The directory holds the whole adapter once this returns; an adapter that was there before is replaced.
 
     `tensors` are those of every module, by path. `target_names` becomes target_modules: full paths, or leaf names where
     these mean no other module of the backbone. `chat_template` is what the adapter was trained with instead of the
     base's. `shared` are the frozen tensors of all modules together, if the method has any. `head` is the objective of
-    an adapter that has a head among its tensors, `row_modules` the paths of the modules that it has rows of.
+    an adapter that has a head among its tensors, `row_modules` the paths of the modules that it has rows of,
+    and `tokenizer` what it reads with if it has new tokens.
     """
     parts = {path: own for path, own in tensors.items() if path in PARTS}
     spec, modules = method_of(spec).exported(spec, {path: tensors[path] for path in tensors if path not in parts})
@@ -111,6 +115,8 @@ def write_adapter(
         write_unsynced(staged / CARD_FILE, _model_card(spec, base_model, head))
         if head is not None:
             write_unsynced(staged / LABELS_FILE, json_text.dump(_labels(head)))
+        if tokenizer is not None:
+            write_tokenizer(staged, tokenizer)
         if chat_template is not None:
             write_unsynced(staged / TEMPLATE_FILE, chat_template)
 
@@ -137,6 +143,9 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
     if heads:
         modules[HEAD] = _head(list(heads.values()), where)
     check_rows(spec, {kind: read.tensors[name] for name, kind in rows.items()}, where)
+    if spec.trainable_token_indices is not None:
+        ids = {*(spec.own_rows.inputs or ()), *(spec.own_rows.outputs or ())}
+        spec = dataclasses.replace(spec, new_tokens=read_new_tokens(directory, ids))
     modules |= {kind: (read.tensors[name],) for name, kind in rows.items()}
     return spec, modules, read.config
 
@@ -250,6 +259,7 @@ def _model_card(spec: AdapterSpec, base_model: str, head: HeadObjective | None) 
                 f"num_labels={head.num_labels})\n"
             )
         )
+        made += "".join(f"{line}\n" for line in resizing("base_model", "adapter_directory")) if spec.new_tokens else ""
         use = (
             f"```python\nfrom peft import PeftModel\n\n{made}"
             "model = PeftModel.from_pretrained(base_model, adapter_directory)\n```\n"

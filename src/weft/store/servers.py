@@ -54,7 +54,7 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
         if method.attachment is not Attachment.LINEAR:
             return [ServingRemark(f"{only}, and this {title} cannot be merged into its base.", True)]
         return [ServingRemark(f"{only}; merge this {title} into its base.", True)]
-    if spec.own_rows:
+    if spec.trains_rows:
         found = f"{_TITLES[server]} takes adapters on linear modules only, and this {title} has rows of tokens"
         return [ServingRemark(f"{found}; merge it into its base.", True)]
     remarks = _outside(module_paths, server)

@@ -176,9 +176,9 @@ def prepare_sweep(
     configurations = Configurations(spec, engine.executor, base_dir, clock)
     with engine.timeline.wall.spending(Activity.PREPARING):
         configurations.check(space, spec.trials)
-    for data in configurations.loaded():
+    for data, tokenizer in zip(configurations.loaded(), configurations.read_with(), strict=True):
         if data.eval is not None:
-            objective.check(data.eval.samples, engine.executor.tokenizer)
+            objective.check(data.eval.samples, tokenizer)
     return PreparedSweep(
         spec=spec,
         base_dir=base_dir,

@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data, of_job
 from weft.data.order import BatchSchedule
+from weft.data.tokens.new_tokens import with_new_tokens
 from weft.errors import ConfigError, WeftError
 from weft.spec import JobSpec
 from weft.spec.load_sweep import trial_job
@@ -50,6 +52,7 @@ class Configurations:
         self._base_dir = base_dir
         self.clock = clock or datetime.datetime.now()
         self._data: dict[tuple[Any, ...], JobData] = {}
+        self._new_tokens: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._jobs: dict[tuple[str, str], JobSpec] = {}
 
     def job(self, name: str, params: Mapping[str, Any]) -> JobSpec:
@@ -82,15 +85,20 @@ class Configurations:
         is_split = job.eval_data is not None and not isinstance(job.eval_data, tuple)
         named = tuple(sorted(job.data_columns.items()))
         settings = (getattr(job, name) for name in _DATA_SETTINGS)
-        leading = job.adapter.num_leading_rows
-        key = (*settings, leading, named, job.chat_template, job.seed if is_split else None)
+        tokens, leading = job.adapter.new_tokens, job.adapter.num_leading_rows
+        key = (*settings, leading, named, job.chat_template, tokens, job.seed if is_split else None)
         if key not in self._data:
             self._data[key] = load_job_data(job, self.executor.tokenizer, self._base_dir, clock=self.clock)
+            self._new_tokens[key] = tokens
         return of_job(self._data[key], job)
 
     def loaded(self) -> list[JobData]:
         """All data that has been read so far."""
         return list(self._data.values())
+
+    def read_with(self) -> list[Tokenizer]:
+        """The tokenizers that all data so far was read with, in the same order."""
+        return [with_new_tokens(self.executor.tokenizer, tokens) for tokens in self._new_tokens.values()]
 
     def check(self, space: Space, budget: int | None) -> None:
         """Raises for the first configuration that cannot be trained, looking at as many as can be looked at."""

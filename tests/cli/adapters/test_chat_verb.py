@@ -114,7 +114,7 @@ def test_answer_when_interrupted_then_keeps_what_was_said_and_goes_on(
 def test_stream_when_a_character_spans_tokens_then_prints_it_once_it_is_whole(
     loaded: Attached, capsys: pytest.CaptureFixture[str]
 ):
-    stream = chat_verb.AnswerStream(loaded.backbone)
+    stream = chat_verb.AnswerStream(loaded.backbone.tokenizer)
     printed = []
     for token in loaded.backbone.tokenizer.encode("né!", add_special_tokens=False):
         stream.take(0, token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,7 +24,6 @@ from weft.cli.adapters.generate import (
 from weft.errors import DataError, WeftError
 
 if TYPE_CHECKING:
-    from weft.backbone.backbone import Backbone
     from weft.inference.attach import Attached
     from weft.inference.generate import Decoding
 
@@ -131,17 +130,19 @@ class Talk:
 
         backbone = self.loaded.backbone
         messages = [*self._messages, {"role": "user", "content": text}]
-        stream = AnswerStream(backbone)
+        slot = self.loaded.slots[self.voice]
+        tokenizer = backbone.tokenizer_of(slot)
+        stream = AnswerStream(tokenizer)
         try:
             template = self.loaded.chat_templates[self.voice]
-            prompt = prompt_of_chat(messages, backbone.tokenizer, chat_template=template)
+            prompt = prompt_of_chat(messages, tokenizer, chat_template=template)
             if len(prompt.tokens) >= backbone.max_positions:
                 raise DataError(
                     f"the conversation has {len(prompt.tokens):,} tokens; the model has {backbone.max_positions:,} "
                     "positions. /reset starts anew."
                 )
             # Each turn draws anew, and the same turn of another adapter's conversation draws the same.
-            request = Request(prompt.tokens.tolist(), self.loaded.slots[self.voice], seed=len(messages))
+            request = Request(prompt.tokens.tolist(), slot, seed=len(messages))
             generate(backbone, [request], self.decoding, on_token=stream.take)
         except WeftError as error:
             if not self._interactive:
@@ -161,15 +162,15 @@ class Talk:
 class AnswerStream:
     """Prints an answer token by token, holding back characters that are not complete yet."""
 
-    def __init__(self, backbone: Backbone) -> None:
-        self._backbone = backbone
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._printed = 0
 
     @property
     def text(self) -> str:
         """The whole answer so far."""
-        return str(self._backbone.tokenizer.decode(self._tokens, skip_special_tokens=True))
+        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
 
     def take(self, _: int, token: int) -> None:
         """Hears one more token."""

@@ -18,7 +18,6 @@ from weft.objectives.metrics import is_share
 from weft.report.console import output_console
 
 if TYPE_CHECKING:
-    from weft.backbone.backbone import Backbone
     from weft.data.chat.chat_template import Tokenizer
     from weft.data.dataset import Dataset
     from weft.data.prompts import Prompt
@@ -80,7 +79,7 @@ def evaluate(
         prompts: dict[str, list[Prompt]] = {}
         if _wants_answers(chosen, first):
             stated = chosen is not None
-            prompts = loaded.by_template(lambda template: _prompts(data, loaded.backbone, limit, template, stated))
+            prompts = loaded.as_each_reads(lambda reader, template: _prompts(data, reader, limit, template, stated))
     results: dict[str, dict[str, float]] = {name: {} for name in loaded.slots}
     with status("evaluating"):
         if chosen is None or set(SCORED) & set(chosen):
@@ -175,14 +174,17 @@ def _only_heads(loaded: Attached) -> Attached:
 def _datasets(data: str, loaded: Attached, limit: int | None, objective: str) -> dict[str, Dataset]:
     """By the names of adapters, the data as each reads it."""
     leading = max(map(loaded.backbone.leading_rows, loaded.slots.values()))
-    longest, tokenizer = loaded.backbone.max_positions - leading, loaded.backbone.tokenizer
+    longest = loaded.backbone.max_positions - leading
     if not loaded.heads:
-        return loaded.by_template(lambda template: _samples(data, tokenizer, longest, limit, template, objective))
+        return loaded.as_each_reads(
+            lambda reader, template: _samples(data, reader, longest, limit, template, objective)
+        )
     found = {}
     for name, head in loaded.heads.items():
         if objective not in ("auto", head.name):
             raise ConfigError(f"got {objective}; {name} was trained for {head.name}.", where="--objective")
-        read = _samples(data, tokenizer, longest, limit, loaded.chat_templates[name], head.name, head.labels)
+        reader, template = loaded.tokenizer(name), loaded.chat_templates[name]
+        read = _samples(data, reader, longest, limit, template, head.name, head.labels)
         found[name] = replace(read, objective=head)
     return found
 
@@ -210,11 +212,13 @@ def _samples(
     return dataset if limit is None else dataset.subset(range(min(limit, dataset.num_groups)))
 
 
-def _prompts(data: str, backbone: Backbone, limit: int | None, chat_template: str | None, stated: bool) -> list[Prompt]:
+def _prompts(
+    data: str, tokenizer: Tokenizer, limit: int | None, chat_template: str | None, stated: bool
+) -> list[Prompt]:
     """Rows with an answer to compare with. None at all is an error only if exact match was asked for by name."""
     from weft.data.prompts import load_prompts
 
-    prompts = load_prompts(data, backbone.tokenizer, chat_template=chat_template, base_dir=Path())[:limit]
+    prompts = load_prompts(data, tokenizer, chat_template=chat_template, base_dir=Path())[:limit]
     answered = [prompt for prompt in prompts if prompt.reference is not None]
     if stated and not answered:
         raise DataError("has no answers to compare with, which exact-match needs.", where=data)

@@ -106,11 +106,12 @@ def _refuse_existing(out: Path | None) -> None:
 def _copy(directory: Path, out: Path) -> None:
     from weft.store.atomic import make_directories, staged_directory, write_unsynced
     from weft.store.peft_files import CARD_FILE, CONFIG_FILE, LABELS_FILE, TEMPLATE_FILE, TENSORS_FILE
+    from weft.store.tokenizer_files import TOKENIZER_FILES
 
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
         with staged_directory(out) as staged:
-            for name in (CONFIG_FILE, TENSORS_FILE, CARD_FILE, TEMPLATE_FILE, LABELS_FILE):
+            for name in (CONFIG_FILE, TENSORS_FILE, CARD_FILE, TEMPLATE_FILE, LABELS_FILE, *TOKENIZER_FILES):
                 if (directory / name).is_file():
                     write_unsynced(staged / name, (directory / name).read_bytes())
         undo.pop_all()
@@ -121,6 +122,7 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     from weft.adapters.methods import cost_ranks
     from weft.store.peft_files import TASKS, TEMPLATE_FILE
     from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
+    from weft.store.tokenizer_files import resizing
 
     base, adapter = shlex.quote(_base(stored)), shlex.quote(f"{stored.name}={directory}")
     # A server has one template for all it serves.
@@ -129,11 +131,13 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
         kind, labels = "AutoModelForCausalLM", ""
         if stored.head is not None:
             kind, labels = TASKS[stored.head.task_type][1], f", num_labels={stored.head.num_labels}"
+        tokens = "".join(f"  {line}\n" for line in resizing("model", repr(str(directory))))
         return (
             "Load it in Python:\n"
             "  from peft import PeftModel\n"
-            f"  from transformers import {kind}\n"
+            f"  from transformers import {kind}{', AutoTokenizer' if stored.spec.new_tokens else ''}\n"
             f"  model = {kind}.from_pretrained({_base(stored)!r}{labels})\n"
+            f"{tokens if stored.spec.new_tokens else ''}"
             f"  model = PeftModel.from_pretrained(model, {str(directory)!r})"
         )
     if server == "sglang":

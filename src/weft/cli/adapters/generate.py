@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +18,7 @@ from weft.errors import ConfigError, StorageError
 from weft.report.console import output_console
 
 if TYPE_CHECKING:
-    from weft.backbone.backbone import Backbone
+    from weft.data.chat.chat_template import Tokenizer
     from weft.data.prompts import Prompt
     from weft.inference.answers import Answer
     from weft.inference.attach import Attached
@@ -84,7 +84,7 @@ def generate(
         find_source(data, Path())
     with Console(stderr=True).status("loading the model"):
         loaded = load_voices(adapter, base_model, device, dtype)
-        prompts = loaded.by_template(lambda template: _prompts(prompt or [], data, loaded.backbone, template))
+        prompts = loaded.as_each_reads(lambda reader, template: _prompts(prompt or [], data, reader, template))
         asked = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
     decoding = Decoding(max_new_tokens, temperature, top_p, seed)
     with Console(stderr=True).status(f"writing {sum(map(len, prompts.values())):,} answers"):
@@ -97,7 +97,7 @@ def generate(
     elif out is not None:
         typer.echo(f"{lines.count(chr(10)):,} answers are in {out}")
     else:
-        _show(given, loaded.backbone, output_console())
+        _show(given, loaded, output_console())
 
 
 def check_decoding(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
@@ -147,12 +147,12 @@ def _check_prompts(typed: list[str], data: str | None) -> None:
         raise ConfigError("the prompt is empty.", where="--prompt")
 
 
-def _prompts(typed: list[str], data: str | None, backbone: Backbone, chat_template: str | None) -> list[Prompt]:
+def _prompts(typed: list[str], data: str | None, tokenizer: Tokenizer, chat_template: str | None) -> list[Prompt]:
     from weft.data.prompts import load_prompts, prompt_of
 
     if data is not None:
-        return load_prompts(data, backbone.tokenizer, chat_template=chat_template, base_dir=Path())
-    made = [prompt_of(text, backbone.tokenizer, chat_template=chat_template) for text in typed]
+        return load_prompts(data, tokenizer, chat_template=chat_template, base_dir=Path())
+    made = [prompt_of(text, tokenizer, chat_template=chat_template) for text in typed]
     return [dataclasses.replace(item, where=f"--prompt {i}") for i, item in enumerate(made, 1)]
 
 
@@ -172,11 +172,12 @@ def _json_lines(given: dict[str, list[Answer]]) -> list[str]:
     return lines
 
 
-def _show(given: dict[str, list[Answer]], backbone: Backbone, console: Console) -> None:
+def _show(given: dict[str, list[Answer]], loaded: Attached, console: Console) -> None:
     """Each prompt, and under it what each adapter writes."""
+    tokenizer: Any = loaded.tokenizer(next(iter(given)))
     for row in zip(*given.values(), strict=True):
         asked = row[0].prompt
-        question = str(backbone.tokenizer.decode(asked.tokens, skip_special_tokens=True)).strip()
+        question = str(tokenizer.decode(asked.tokens, skip_special_tokens=True)).strip()
         table = Table.grid(padding=(0, 0, 0, 2), pad_edge=True)
         for name, answer in zip(given, row, strict=True):
             table.add_row(Text(name, style="cyan"), Text(answer.text))

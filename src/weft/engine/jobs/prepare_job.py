@@ -5,14 +5,16 @@ What would raise inside a microbatch would take the neighbours with it, so all o
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from weft.data.dataset import JobData
+from weft.data.dataset import Dataset, JobData
 from weft.data.load import load_job_data
 from weft.data.samples import Samples
+from weft.data.tokens.new_tokens import new_token_ids
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, DataError
 from weft.execute.protocol import Executor, NewJob, ReplicaFacts
@@ -27,32 +29,31 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     _check_length(spec, executor.facts, capacity)
     if data is None:
         data = load_job_data(spec, executor.tokenizer, base_dir)
-    start, name, trained_on, submitted = None, "", None, spec
+    start, name, trained_on, submitted, stored_spec = None, "", None, spec, None
     if spec.init_adapter is not None:
         path = adapter_dir(base_dir / spec.init_adapter)
         stored, start, config = read_adapter(path)
         name = str(path)
         trained_on = config.get("base_model_name_or_path")
         if spec.adapter == AdapterSpec():
+            _refuse_unread(name, stored, executor)
             spec = replace(spec, adapter=stored)
         if spec.adapter.method != stored.method:
             found = f"{name} is of the method {stored.method}; adapter.method is {spec.adapter.method}."
             raise ConfigError(found, where="init_adapter")
-        if spec.adapter.own_rows != stored.own_rows:
-            found = f"{name} has other rows of tokens"
-            raise ConfigError(f"{found}; trainable_token_indices and modules_to_save must be its own.", where="adapter")
+        stored_spec = stored
     data = data.led_by(spec.adapter.num_leading_rows)
     setting = "reference" if data.train.distillation is None else "teacher"
     named = getattr(spec, setting)
     reference = None if named in (None, BASE) else read_stored(base_dir / named)
-    if setting == "teacher" and reference is not None and reference.spec.own_rows:
+    if setting == "teacher" and reference is not None and reference.spec.trains_rows:
         found = f"{reference.path} has rows of tokens of its own; a teacher predicts by the backbone's"
         raise ConfigError(f"{found}, so name another.", where=setting)
-    _check_samples(spec, data, executor.facts, capacity, reference)
+    _check_samples(spec, data, executor, capacity, reference)
     job = LiveJob(spec, data, submitted=submitted)
     if reference is not None:
         job.progress.reference = adapter_digest(reference)
-    added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name, reference))
+    added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name, stored_spec, reference))
     job.num_parameters, job.num_reference_parameters = added.num_parameters, added.num_reference_parameters
     job.lane = added.lane
     bases = {"init_adapter": trained_on, setting: None if reference is None else reference.base_model}
@@ -71,13 +72,36 @@ def _check_length(spec: JobSpec, facts: ReplicaFacts, capacity: int) -> None:
         raise ConfigError(f"max_length {spec.max_length} is above the {what} ({limit}).", where="max_length")
 
 
+def _refuse_unread(name: str, stored: AdapterSpec, executor: Executor) -> None:
+    """ConfigError if a job that leaves its adapter out goes on from one whose new tokens its data was read without."""
+    known = len(executor.tokenizer) if stored.new_tokens else 0
+    ids = new_token_ids(executor.tokenizer, stored.new_tokens)
+    if any(one >= known for one in ids):
+        tokens = ", ".join(map(json.dumps, stored.new_tokens))
+        raise ConfigError(f"{name} has new tokens; write adapter: {{new_tokens: [{tokens}], …}}.", where="init_adapter")
+
+
+def _vocabulary(spec: JobSpec, data: Dataset, executor: Executor, reference: StoredAdapter | None) -> int:
+    """How many tokens may be in a job's samples: its new ones too, if what it is compared with knows them."""
+    readers = [spec.adapter]
+    if data.reads_reference:
+        readers.append(AdapterSpec() if reference is None else reference.spec)
+    known = executor.facts.vocabulary
+    beyond = []
+    for tokens in (reader.new_tokens for reader in readers):
+        ids = new_token_ids(executor.tokenizer, tokens)
+        beyond.append({token: one for token, one in zip(tokens, ids, strict=True) if one >= known})
+    return known + len(beyond[0]) if all(found == beyond[0] for found in beyond) else known
+
+
 def _check_samples(
-    spec: JobSpec, data: JobData, facts: ReplicaFacts, capacity: int, reference: StoredAdapter | None
+    spec: JobSpec, data: JobData, executor: Executor, capacity: int, reference: StoredAdapter | None
 ) -> None:
-    longest = min(capacity, facts.max_positions)
+    longest = min(capacity, executor.facts.max_positions)
     leading = max(data.train.num_leading, 0 if reference is None else reference.spec.num_leading_rows)
+    vocabulary = _vocabulary(spec, data.train, executor, reference)
     for part in (data.train, data.eval):
-        found = None if part is None else _flaw(part.samples, longest - leading, facts.vocabulary)
+        found = None if part is None else _flaw(part.samples, longest - leading, vocabulary)
         if found is not None:
             raise DataError(f"{found}.", where=spec.name)
     group = max(part.longest_group for part in (data.train, data.eval) if part is not None)

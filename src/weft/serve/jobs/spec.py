@@ -65,6 +65,10 @@ def user_settings(settings: Mapping[str, Any], short: Mapping[str, Any]) -> dict
         own[name] = canonical(value, AdapterSpec, "lora") if name == "adapter" else value
     adapter = own.get("adapter")
     if isinstance(adapter, Mapping):
+        if adapter.get("new_tokens"):
+            raise ConfigError(
+                "the service answers with the backbone's own tokens; leave it out.", where="lora.new_tokens"
+            )
         for name in ("target_modules", "exclude_modules", "feedforward_modules", "rank_pattern", "alpha_pattern"):
             _check_modules(adapter.get(name), f"lora.{name}")
     _check_modules(own.get("learning_rate_pattern"), "settings.learning_rate_pattern")

@@ -19,6 +19,7 @@ import numpy as np
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
+from weft.data.tokens.new_tokens import with_new_tokens
 from weft.errors import ConfigError, DataError, JobError
 from weft.inference.answers import Answer
 from weft.inference.generate import Decoding
@@ -78,7 +79,7 @@ class TrialObjective:
 
     def _answers(self, engine: SweepEngine, job: SweepJob) -> list[Answer]:
         assert job.data.eval is not None, "a sweep that is judged by answers has data with prompts"
-        tokenizer = engine.executor.tokenizer
+        tokenizer = with_new_tokens(engine.executor.tokenizer, job.spec.adapter.new_tokens)
         prompts = self._asked(job.data.eval.samples, tokenizer)
         return engine.answer(job.spec.name, prompts, self._decoding(prompts, tokenizer))
 

@@ -94,6 +94,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "lora.feedforward_modules",
         "not a module name",
     ),
+    "new tokens": ({"lora": {"new_tokens": ["<a>"]}}, "lora.new_tokens", "answers with the backbone's own tokens"),
     "regex as pattern": ({"lora": {"rank_pattern": {"(x+)+": 4}}}, "lora.rank_pattern", "not a module name"),
     "regex of rates": (
         {"settings": {"learning_rate_pattern": {"(x+)+": 2}}},

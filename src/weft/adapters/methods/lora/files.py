@@ -168,7 +168,7 @@ class LoraFiles(PeftFormat):
     def summary(self, spec: AdapterSpec) -> str:
         """Rank and scale."""
         stabilised = ", rank-stabilised scaling" if spec.use_rslora else ""
-        rows = ", with rows of tokens" if spec.own_rows else ""
+        rows = ", with rows of tokens" if spec.trains_rows else ""
         return f"rank {spec.r}, alpha {spec.default_alpha:g}{stabilised}{rows}"
 
 
