@@ -43,6 +43,7 @@ VERBS = {
     "init": Verb("init:init", "Write a commented jobs file that runs as it is, and two small data files for it."),
     "config": Verb("config:config", "List all settings, or check a jobs file and show every value it leads to."),
     "plan": Verb("plan:plan", "Show what will train with what, how full, how long and in how much memory."),
+    "plan deploy": Verb("deploy:deploy", "Show which replicas a cluster should have for its jobs, and what they save."),
     "report": Verb(
         "report:report",
         "Write report.html of a run or a sweep again, also of one that is still going on or was killed.",
@@ -87,6 +88,13 @@ class Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb of that name."""
         return VERBS[cmd_name].command(cmd_name) if cmd_name in VERBS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that arguments begin with; it may be of two words."""
+        name = " ".join(args[:2])
+        if len(args) > 1 and name in VERBS:
+            return name, self.get_command(ctx, name), args[2:]
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Lists all verbs; a sentence is wrapped and not cut."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.cost.hardware import Hardware
     from weft.cost.profile import Profile
     from weft.cost.profiled import ProfiledCost
+    from weft.cost.shape import ModelShape
     from weft.data.dataset import JobData
     from weft.simulate.forecast import Forecast, JobOutline
 
@@ -42,7 +43,10 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show what will train with what, how full, how long and in how much memory."""
+    """Show what will train with what, how full, how long and in how much memory.
+
+    `weft plan deploy` plans the replicas of a whole cluster.
+    """
     from weft.cost.profile import load_profile
     from weft.cost.rows import capacities
     from weft.plan.pack import planner_named
@@ -169,10 +173,16 @@ def _device_of(found: Profile, device: str, path: Path | None) -> str:
 
 
 def _measured(found: Profile, cost: AnalyticCost, path: Path | None) -> ProfiledCost:
-    """The cost model of a profile; it must be of the same backbone, stored and run in the same way."""
+    """The cost model of a profile, which must be of the same backbone, stored and run in the same way."""
     from weft.cost.profiled import ProfiledCost
 
-    setup, shape = found.setup, cost.shape
+    check_profile(found, cost.shape, cost.quantize, cost.recompute, path)
+    return ProfiledCost(found, cost.num_stages, cost.rank, cost.num_jobs)
+
+
+def check_profile(found: Profile, shape: ModelShape, quantize: str, recompute: str, path: Path | None) -> None:
+    """Refuses a profile of another backbone, or of one that is stored or run in another way."""
+    setup = found.setup
     where = f"--profile {path}"
     if (setup.hidden, setup.num_layers, setup.head_weights) != (shape.hidden, shape.num_layers, shape.head_weights):
         raise ConfigError(
@@ -180,12 +190,9 @@ def _measured(found: Profile, cost: AnalyticCost, path: Path | None) -> Profiled
             f"{shape.name} has {shape.num_layers} of {shape.hidden} and {shape.head_weights:,}.",
             where=where,
         )
-    for name in ("quantize", "recompute"):
-        if getattr(setup, name) != getattr(cost, name):
-            raise ConfigError(
-                f"was measured with {name} {getattr(setup, name)}; this run has {getattr(cost, name)}.", where=where
-            )
-    return ProfiledCost(found, cost.num_stages, cost.rank, cost.num_jobs)
+    for name, asked in (("quantize", quantize), ("recompute", recompute)):
+        if getattr(setup, name) != asked:
+            raise ConfigError(f"was measured with {name} {getattr(setup, name)}; this run has {asked}.", where=where)
 
 
 def _balanced(
@@ -229,9 +236,9 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
         f"planned   {found.planned_tokens:,} tokens in {found.num_microbatches:,} microbatches of up to "
         f"{found.capacity:,} (at least {found.fewest_microbatches:,}), on average {found.fill:.0%} of that; {order}",
         f"schedule  {found.schedule} on {found.num_stages} {found.device}{stages}, bubbles {found.bubble_ratio:.1%}",
-        f"speed     about {found.tokens_per_s:,.0f} tokens/s, {_duration(found.round_s)} a step; the whole run of "
+        f"speed     about {found.tokens_per_s:,.0f} tokens/s, {duration(found.round_s)} a step; the whole run of "
         f"{found.total_tokens:,} tokens{' with its evaluations' if found.eval_s else ''} about "
-        f"{_duration(found.total_s)} (predicted {source}, not measured)",
+        f"{duration(found.total_s)} (predicted {source}, not measured)",
         f"memory    {memory} GiB of {found.device_bytes / gib:,.1f}"
         + ("" if found.fits else ": does not fit")
         + f"; microbatches of up to {found.largest_capacity:,} tokens would fit",
@@ -243,7 +250,8 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time as people read it."""
     if seconds < 1:
         return f"{seconds * 1e3:,.3g} ms"
     if seconds < 120:

@@ -29,11 +29,12 @@ _HOMES: Mapping[type, str] = {
     AdapterSpec: "the adapter; write it in adapter of a job or of defaults",
 }
 """Where settings go, for those that stand elsewhere."""
-FileKind = Literal["jobs", "sweep", "space"]
+FileKind = Literal["jobs", "sweep", "space", "cluster"]
 _FIRST_FILE: Mapping[FileKind, str] = {
     "jobs": "`weft init` writes a jobs file to start from.",
     "sweep": "`weft config --sweep` lists what a sweep file says.",
     "space": "It has the parameters to search, as `space` of a sweep file.",
+    "cluster": "docs/deploy.md shows one to start from.",
 }
 """How to come to a file that is not there, or is empty."""
 

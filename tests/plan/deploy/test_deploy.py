@@ -151,9 +151,10 @@ def test_candidates_when_one_is_slower_everywhere_then_it_is_left_out():
 
 
 def test_possible_layouts_when_machines_have_eight_then_replicas_divide_or_fill_them():
-    found = possible_layouts(16, 8, num_layers=80)
+    found = possible_layouts(16, 8, num_layers=80, num_heads=8)
     sizes = {layout.num_gpus for layout in found}
     assert sizes == {1, 2, 4, 8, 16} and ReplicaLayout(2, 4) in found and ReplicaLayout(1, 3) not in found
+    assert max(layout.tensor_parallel for layout in found) == 8, "a head is not split"
 
 
 def test_problem_when_it_cannot_be_then_refused():

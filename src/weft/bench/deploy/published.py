@@ -163,7 +163,9 @@ def tokens_70b(layout: ReplicaLayout) -> int:
 def replicas_70b(num_gpus: int, *, is_packed: bool = False) -> list[ReplicaTime]:
     """Every layout of up to two machines on so many GPUs."""
     shape, found = shape_70b(), []
-    for layout in possible_layouts(min(num_gpus, 2 * GPUS_PER_MACHINE), GPUS_PER_MACHINE, shape.num_layers):
+    for layout in possible_layouts(
+        min(num_gpus, 2 * GPUS_PER_MACHINE), GPUS_PER_MACHINE, shape.num_layers, shape.num_heads
+    ):
         most = tokens_70b(layout)
         if most >= MIN_TOKENS:
             cost = AnalyticCost(

@@ -19,11 +19,11 @@ from weft.plan.deploy.types import ReplicaKind
 from weft.plan.dispatch import ReplicaLayout
 
 
-def possible_layouts(num_gpus: int, gpus_per_machine: int, num_layers: int) -> list[ReplicaLayout]:
-    """All layouts on a cluster of alike machines, small ones first."""
+def possible_layouts(num_gpus: int, gpus_per_machine: int, num_layers: int, num_heads: int) -> list[ReplicaLayout]:
+    """All layouts of a backbone on a cluster of alike machines, small ones first."""
     found = []
     tensor_parallel = 1
-    while tensor_parallel <= num_gpus:
+    while tensor_parallel <= min(num_gpus, num_heads):
         for num_stages in range(1, min(num_layers, num_gpus // tensor_parallel) + 1):
             size = tensor_parallel * num_stages
             if gpus_per_machine % size == 0 or size % gpus_per_machine == 0:

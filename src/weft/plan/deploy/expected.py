@@ -12,6 +12,10 @@ SAMPLED_BATCHES = 100
 
 
 def expected_batch(jobs: Sequence[DeployJob], seed: int = 0) -> Buckets:
-    """A batch of all jobs with the lengths of a hundred, in the buckets that suit those best."""
+    """A batch of all jobs with the lengths of a hundred, in the buckets that suit those best.
+
+    The longest sample that may come is among them, so that every plan has a replica for it.
+    """
     lengths = [length for batch in draw_batches(jobs, SAMPLED_BATCHES, seed) for length in batch]
+    lengths.append(max(job.lengths.longest for job in jobs))
     return choose_buckets(lengths).expected(sum(job.batch_size for job in jobs))

@@ -83,7 +83,7 @@ def kinds_on(
     largest = max(GPU_CAPACITY, -(-longest // GRAIN) * GRAIN)
     found: list[ReplicaKind] = []
     enough = pool.num_gpus
-    for layout in possible_layouts(pool.num_gpus, pool.gpus_per_machine, setup.shape.num_layers):
+    for layout in layouts_on(pool, setup.shape):
         if layout.num_gpus > 2 * max(enough, pool.gpus_per_machine):
             break
         most = min(setup.most_tokens(layout, pool.hardware), largest)
@@ -101,6 +101,11 @@ def kinds_on(
         if most >= longest:
             enough = min(enough, layout.num_gpus)
     return found
+
+
+def layouts_on(pool: GpuPool, shape: ModelShape) -> list[ReplicaLayout]:
+    """All layouts of a backbone on a pool, whether they fit or not, small ones first."""
+    return possible_layouts(pool.num_gpus, pool.gpus_per_machine, shape.num_layers, shape.num_heads)
 
 
 def analytic_cost(pool: GpuPool, setup: BackboneSetup, layout: ReplicaLayout) -> AnalyticCost:

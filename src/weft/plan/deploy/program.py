@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.errors import PlanError
 from weft.plan.deploy.types import DeployProblem
 from weft.plan.dispatch.replica_time import FloatArray
 
 REL_GAP = 1e-4
 ROUNDS = 4
+MIN_LIMIT_S = 0.5
+"""A solve gets at least that: it needs a hundredth of it unless the machine is busy."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,26 @@ def relaxed_plan(problem: DeployProblem, *, budget_s: float) -> RelaxedPlan:
     bound = _solve(problem, sample_s_SR, np.zeros(len(problem.kinds)), budget_s / (ROUNDS + 1))
     fill_S = np.array([kind.layout.num_stages - 1 for kind in problem.kinds]) * _chunk_s(problem)
     step_s, counts = bound.bound_s, bound.counts
-    for _ in range(ROUNDS if fill_S.any() else 0):
+    for _ in range(ROUNDS if fill_S.any() and step_s else 0):
         found = _solve(problem, sample_s_SR, np.minimum(fill_S / step_s, 1.0), budget_s / (ROUNDS + 1))
         counts, before, step_s = found.counts, step_s, found.bound_s
-        if abs(step_s / before - 1) < REL_GAP:
+        if step_s == 0 or abs(step_s / before - 1) < REL_GAP:
             break
     alone_s = float(problem.alone_s_SR.min(axis=0).max())
     return RelaxedPlan(counts, max(bound.bound_s, alone_s))
+
+
+def _alike(problem: DeployProblem) -> tuple[int, ...]:
+    """A plan that holds every sample, where there was no time for a better one: all of the smallest such kind."""
+    longest = problem.buckets.bounds[-1]
+    able = [
+        (kind.num_gpus, place)
+        for place, kind in enumerate(problem.kinds)
+        if kind.model.most_tokens >= longest and kind.num_gpus <= problem.pools[kind.pool]
+    ]
+    size, chosen = min(able)
+    count = problem.pools[problem.kinds[chosen].pool] // size
+    return tuple(count if place == chosen else 0 for place in range(len(problem.kinds)))
 
 
 def _chunk_s(problem: DeployProblem) -> FloatArray:
@@ -89,9 +103,9 @@ def _solve(problem: DeployProblem, sample_s_SR: FloatArray, fill_S: FloatArray, 
         integrality=whole,
         bounds=Bounds(0, np.inf),
         constraints=LinearConstraint(matrix.tocsr(), lower, upper),
-        options={"time_limit": max(limit_s, 0.05), "mip_rel_gap": REL_GAP},
+        options={"time_limit": max(limit_s, MIN_LIMIT_S), "mip_rel_gap": REL_GAP},
     )
-    if found.x is None or -found.fun <= 0:
-        raise PlanError(f"no plan was found ({found.message}).", where="deploy")
+    if found.x is None or found.fun >= 0:
+        return RelaxedPlan(_alike(problem), 0.0)
     counts = tuple(round(float(count)) for count in found.x[num : num + num_kinds])
     return RelaxedPlan(counts, scale / -min(float(found.mip_dual_bound), float(found.fun)))

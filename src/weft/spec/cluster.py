@@ -1,0 +1,124 @@
+"""What a cluster file says: machines, their links, the backbone, and the jobs it is to train.
+
+`weft plan deploy` reads it; docs/deploy.md explains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.spec.fields import KnownKeywords, above, at_least, describe, read, setting, validate
+from weft.spec.load import parse, place_of
+from weft.spec.run import QUANTISATIONS, RECOMPUTE
+
+MODES = ("packed", "padded")
+SOURCES = ("assumed", "measured")
+
+
+@dataclass(frozen=True)
+class MachineSpec(KnownKeywords):
+    """Alike machines."""
+
+    gpu: str = setting()
+    """Kind of their GPUs, as the hardware table calls it: h200, h100, a100-80, a100-40, l40s, rtx-4090."""
+    gpus: int = setting(8, rule=at_least(1, 64))
+    """GPUs of one machine."""
+    count: int = setting(1, rule=at_least(1, 4096))
+    """Machines of this kind."""
+    memory_gib: float | None = setting(None, rule=above(0))
+    """Memory of one GPU. Default: the table's."""
+    link_gb_s: float | None = setting(None, rule=above(0))
+    """GB/s that a GPU sends to another of its machine, one way. Default: the table's."""
+    network_gb_s: float | None = setting(None, rule=above(0))
+    """GB/s that a machine sends to another, one way, all its cards together. Default: the table's, times the GPUs."""
+    links: str = setting("assumed", choices=SOURCES)
+    """What the two rates are; the plan says it."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True)
+class LengthsSpec(KnownKeywords):
+    """Sample lengths known by their distribution, which is taken to be log-normal."""
+
+    mean: float = setting(rule=at_least(16))
+    """Tokens of a sample on average."""
+    longest: int = setting(rule=at_least(16, 10_000_000))
+    """Longer samples are cut off there, as max_length does."""
+    skewness: float = setting(2.0, rule=above(0, 50))
+    """Of a set of short answers with a few long ones 5 to 10, of articles about 1."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.mean > self.longest:
+            raise ConfigError(f"the mean {self.mean:g} is above the longest, {self.longest:,}.", where="mean")
+
+
+@dataclass(frozen=True)
+class ClusterJobSpec(KnownKeywords):
+    """A job as far as planning a cluster is concerned."""
+
+    name: str = setting()
+    """How it is called."""
+    lengths: LengthsSpec = setting()
+    """Lengths of its samples: {mean, longest, skewness}."""
+    global_batch_size: int = setting(32, aliases=("batch_size",), rule=at_least(1, 1_000_000))
+    """Samples of its global batch."""
+    r: int = setting(16, aliases=("rank",), rule=at_least(1, 4096))
+    """Rank of its adapter."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True)
+class ClusterSpec(KnownKeywords):
+    """A cluster and what it is to train."""
+
+    base_model: str = setting(aliases=("model",), is_path=True)
+    """A published shape such as llama-3.1-70b, or what base_model of a jobs file may be."""
+    machines: tuple[MachineSpec, ...] = setting()
+    """Kinds of machines."""
+    jobs: tuple[ClusterJobSpec, ...] = setting(())
+    """Jobs whose data is known by its lengths only."""
+    jobs_file: str | None = setting(None, is_path=True)
+    """A jobs file, whose data is read, instead of jobs; relative to the cluster file."""
+    mode: str = setting("packed", choices=MODES)
+    """How samples of different lengths share a chunk: packed, as Weft trains, or padded to buckets, as LobRA does."""
+    quantize: str = setting("none", choices=QUANTISATIONS)
+    """How the frozen linears are stored."""
+    recompute: str = setting("none", choices=RECOMPUTE)
+    """What is made again on the way back to save memory."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if not self.machines:
+            raise ConfigError("there are no machines; write at least one.", where="machines")
+        if bool(self.jobs) == (self.jobs_file is not None):
+            found = "both" if self.jobs else "neither"
+            raise ConfigError(f"found {found} of jobs and jobs_file; write one of them.", where="jobs")
+        names = [job.name for job in self.jobs]
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise ConfigError(f"two jobs are called {name!r}; use each name once.", where=f"jobs.{place}.name")
+
+
+def load_cluster(path: Path) -> ClusterSpec:
+    """The cluster described by a YAML file."""
+    tree, lines = parse(path, "cluster")
+    try:
+        return cluster_from_mapping(tree)
+    except ConfigError as error:
+        raise error.at(place_of(error.where, path, lines, {}, ClusterSpec)) from None
+
+
+def cluster_from_mapping(tree: Any) -> ClusterSpec:
+    """The cluster described by plain data, as YAML or JSON gives it."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"expected settings such as base_model and machines, got {describe(tree)}.")
+    return read(ClusterSpec, tree)

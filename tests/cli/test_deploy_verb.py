@@ -1,0 +1,118 @@
+"""`weft plan deploy`: a cluster file in, replicas out, and one sentence for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_train_verb import write_jobs
+
+CLUSTER = """\
+base_model: llama-3.1-8b
+machines:
+  - {gpu: a100-40, gpus: 8}
+jobs:
+  - {name: short, global_batch_size: 64, lengths: {mean: 200, skewness: 5, longest: 2048}}
+  - {name: long, global_batch_size: 8, lengths: {mean: 3000, skewness: 2, longest: 8192}}
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes cluster.yaml into the working directory, with some of it replaced."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(old: str = "", new: str = "") -> str:
+        assert old in CLUSTER
+        (tmp_path / "cluster.yaml").write_text(CLUSTER.replace(old, new, 1) if old else CLUSTER)
+        return "cluster.yaml"
+
+    return write
+
+
+def test_deploy_when_a_file_is_good_then_shows_replicas_and_says_what_is_assumed(weft, cluster, tmp_path):
+    result = weft("plan", "deploy", cluster(), "--plot", "plan.svg")
+    assert result.code == 0, result
+    for part in ("8 of 8 GPUs", "GPU-seconds", "links assumed", "nothing was run", "alike replicas, even shares", "█"):
+        assert part in result.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.yaml", "plan.svg"]
+
+
+def test_deploy_when_asked_for_json_then_every_sample_of_a_batch_is_on_a_replica(weft, cluster):
+    result = weft("plan", "deploy", cluster("gpus: 8}", "gpus: 8, links: measured}"), "--json")
+    plan = json.loads(result.out)
+    assert plan["predicted"] is True and plan["source"] == "from the hardware table, links measured"
+    assert sum(sum(replica["samples"]) for replica in plan["replicas"]) == 64 + 8
+    assert all(len(replica["samples"]) == len(plan["bounds"]) for replica in plan["replicas"])
+    names = [choice["name"] for choice in plan["choices"]]
+    assert names == ["planned", "by length", "alike", "in turn, alike", "in turn, planned"]
+    steps = {choice["name"]: choice["step_s"] for choice in plan["choices"]}
+    assert steps["planned"] <= steps["by length"] and steps["planned"] <= steps["alike"]
+    used = sum(replica["tensor_parallel"] * replica["num_stages"] for replica in plan["replicas"])
+    assert used == plan["gpus_used"] <= 8
+
+
+def test_deploy_when_given_a_jobs_file_and_unlike_gpus_then_plans_with_its_data(weft, cluster, tmp_path):
+    write_jobs(tmp_path, broken=False)
+    (tmp_path / "cluster.yaml").write_text(
+        "base_model: tiny\nmode: padded\njobs_file: jobs.yaml\n"
+        "machines: [{gpu: l40s, gpus: 1}, {gpu: rtx-4090, gpus: 2}]\n"
+    )
+    plan = json.loads(weft("plan", "deploy", "cluster.yaml", "--json").out)
+    assert plan["gpus"] == {"l40s": 1, "rtx-4090": 2} and plan["mode"] == "padded"
+    assert {replica["pool"] for replica in plan["replicas"]} == {"l40s", "rtx-4090"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "parts"),
+    [
+        ("gpus: 8", "gpus: 0", ("cluster.yaml line 3: machines.0.gpus: must be at least 1, got 0.",)),
+        ("gpus: 8", "link_gb_s: -5", ("line 3: machines.0.link_gb_s: must be above 0, got -5.0.",)),
+        ("gpus: 8", "network_gb_s: 0", ("line 3: machines.0.network_gb_s: must be above 0, got 0.0.",)),
+        ("a100-40", "a100-41", ("cluster.yaml: machines.0.gpu: there is no device 'a100-41'", "Did you mean a100-40?")),
+        ("gpu: a100-40", "gup: a100-40", ("line 3: machines.0.gup: unknown setting. Did you mean gpu?",)),
+        (
+            "base_model: llama-3.1-8b\nmachines:\n  - {gpu: a100-40, gpus: 8}",
+            "base_model: llama-3.1-70b\nmachines:\n  - {gpu: a100-40, gpus: 2}",
+            ("base_model llama-3.1-70b: fits on no layout of 2 a100-40: with <2,1> each GPU needs", "and has 39.4;"),
+        ),
+        (
+            "longest: 8192",
+            "longest: 900000",
+            ("cluster.yaml: job long: its longest sample has 900,000 tokens; the largest replica, <8,1>", "MiB; cut"),
+        ),
+        ("mean: 200", "mean: 9000", ("line 5: jobs.0.lengths.mean: the mean 9000 is above the longest, 2,048.",)),
+        ("name: long", "name: short", ("line 6: jobs.1.name: two jobs are called 'short'; use each name once.",)),
+        ("jobs:", "jobs_file: x.yaml\njobs:", ("jobs: found both of jobs and jobs_file; write one of them.",)),
+        ("machines:\n  - {gpu: a100-40, gpus: 8}", "machines: []", ("line 2: machines: there are no machines;",)),
+        (CLUSTER, "- a\n", ("cluster.yaml: expected settings such as base_model and machines, got a list.",)),
+    ],
+)
+def test_deploy_when_input_is_wrong_then_one_sentence_with_the_arithmetic(refused, cluster, old, new, parts):
+    said = refused("plan", "deploy", cluster(old, new))
+    assert all(part in said for part in parts), said
+
+
+def test_deploy_when_files_are_wrong_then_refused_before_anything_is_planned(refused, cluster):
+    assert refused("plan", "deploy", "gone.yaml").startswith("gone.yaml: there is no such file. docs/deploy.md")
+    assert "the name must end in .svg or .png" in refused("plan", "deploy", cluster(), "--plot", "plan.gif")
+
+
+def test_deploy_when_a_profile_is_of_another_backbone_or_gpu_then_refused(refused, cluster):
+    profile = Path(__file__).parents[2] / "benchmarks" / "h200_profile.json"
+    said = refused("plan", "deploy", cluster(), "--profile", profile)
+    assert "is of NVIDIA H200; the cluster has a100-40." in said
+    said = refused("plan", "deploy", cluster("llama-3.1-8b", "llama-3.2-1b"), "--profile", profile)
+    assert "llama-3.2-1b has 16 of 2048" in said
+
+
+def test_deploy_when_a_profile_fits_then_seconds_follow_it(weft, cluster):
+    profile = Path(__file__).parents[2] / "benchmarks" / "h200_profile.json"
+    file = cluster("a100-40", "h200")
+    tabled, measured = (
+        json.loads(weft("plan", "deploy", file, "--json", *more).out) for more in ((), ("--profile", profile))
+    )
+    assert measured["source"].startswith("from a profile of h200 and the hardware table")
+    ratio = measured["choices"][0]["step_s"] / tabled["choices"][0]["step_s"]
+    assert ratio != 1 and 0.7 < ratio < 1.4
