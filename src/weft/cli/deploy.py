@@ -126,7 +126,7 @@ def _read_jobs(path: Path) -> tuple[list[DeployJob], tuple[int, ...]]:
     jobs = []
     for job in run.jobs:
         lengths = load_job_data(job, tokenizer, path.parent).train.samples.lengths
-        jobs.append(DeployJob(job.name, job.global_batch_size, KnownLengths(tuple(int(n) for n in lengths))))
+        jobs.append(DeployJob(job.name, job.batch_size, KnownLengths(tuple(int(n) for n in lengths))))
     return jobs, tuple(cost_ranks(job.adapter).widest for job in run.jobs)
 
 

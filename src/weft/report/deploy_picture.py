@@ -25,9 +25,9 @@ def draw_deployment(path: Path, found: DeployForecast, title: str) -> None:
     below = 0
     for kind, seconds in zip(plan.replicas, shared.seconds, strict=True):
         colour = CALM[kinds.index(kind) % len(CALM)]
-        block = {"y": below + kind.num_gpus / 2, "height": kind.num_gpus * 0.94, "linewidth": 0}
-        axes.barh(width=shared.step_s, color=IDLE, **block)
-        axes.barh(width=seconds, color=colour, **block)
+        middle, height = below + kind.num_gpus / 2, kind.num_gpus * 0.94
+        axes.barh(middle, shared.step_s, height=height, color=IDLE)
+        axes.barh(middle, seconds, height=height, color=colour)
         below += kind.num_gpus
     for place, kind in enumerate(kinds):
         axes.barh([0], [0], color=CALM[place % len(CALM)], label=f"{kind.layout} × {plan.replicas.count(kind)}")

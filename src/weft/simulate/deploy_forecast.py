@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import PlanError
 from weft.plan.bucket import choose_buckets
 from weft.plan.deploy import Deployment, DeployProblem, ReplicaKind, plan_deployment
-from weft.plan.deploy.baselines import plan_alike, plan_each
+from weft.plan.deploy.baselines import alike_plans, plan_each
 from weft.plan.deploy.candidates import without_dominated
 from weft.plan.deploy.expected import expected_batch
 from weft.plan.deploy.workload import DeployJob, draw_batches
 from weft.plan.dispatch import Dispatch, Fleet, dispatch, dispatch_by_length, dispatch_evenly
-from weft.simulate.deployed import mean_step_s
+from weft.simulate.deployed import in_turn_step_s, mean_step_s
 
 NUM_BATCHES = 8
 SEQUENTIAL_BUDGET_S = 1.0
@@ -98,17 +97,16 @@ def forecast_deployment(
         choice("planned", str(deployment), mean_step_s(models, batches)),
         choice("by length", str(deployment), mean_step_s(models, batches, dispatch_by_length)),
     ]
-    try:
-        alike = plan_alike(everything)
-    except PlanError:
-        # In a cluster of unlike machines it may be that no layout holds everything wherever it fits.
-        pass
-    else:
-        step_s = mean_step_s(everything.models(alike.counts), batches, dispatch_evenly)
-        choices.append(choice("alike", str(alike), step_s))
+    alike = [
+        choice("alike", str(plan), mean_step_s(everything.models(plan.counts), batches, dispatch_evenly))
+        for plan in alike_plans(everything)
+    ]
+    choices.append(min(alike, key=lambda found: found.step_s))
     for name, are_alike in (("in turn, alike", True), ("in turn, planned", False)):
         plans = plan_each(kinds, pools, jobs, are_alike=are_alike, budget_s=SEQUENTIAL_BUDGET_S)
-        choices.append(choice(name, f"a plan for each of {len(plans)} jobs", sum(plan.step_s for plan in plans)))
+        share = dispatch_evenly if are_alike else dispatch
+        step_s = in_turn_step_s(plans, jobs, NUM_BATCHES, seed + 1, share)
+        choices.append(choice(name, f"a plan for each of {len(plans)} jobs", step_s))
     buckets = choose_buckets(batches[0])
     shared = dispatch(Fleet.of(models, buckets))
     return DeployForecast(deployment, tuple(choices), shared, buckets.bounds)

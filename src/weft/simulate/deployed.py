@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from weft.plan.bucket import choose_buckets, fixed_buckets
+from weft.plan.deploy import Deployment
+from weft.plan.deploy.workload import DeployJob, draw_batches
 from weft.plan.dispatch import Dispatch, Fleet, ReplicaModel, dispatch
 
 
@@ -25,3 +27,21 @@ def mean_step_s(
         buckets = choose_buckets(lengths) if bounds is None else fixed_buckets(lengths, bounds)
         steps.append(share(Fleet.of(models, buckets)).step_s)
     return statistics.mean(steps)
+
+
+def in_turn_step_s(
+    plans: Sequence[Deployment],
+    jobs: Sequence[DeployJob],
+    num_batches: int,
+    seed: int,
+    share: Callable[[Fleet], Dispatch] = dispatch,
+) -> float:
+    """Mean seconds of a step of every job, one job after another, each on its own plan and on drawn batches.
+
+    A plan's own step is that of an expected batch whose buckets are rounded up, which weighs on small batches most: it
+    is not what a job takes.
+    """
+    return sum(
+        mean_step_s(plan.problem.models(plan.counts), draw_batches([job], num_batches, seed), share)
+        for plan, job in zip(plans, jobs, strict=True)
+    )

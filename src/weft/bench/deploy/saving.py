@@ -33,14 +33,14 @@ from weft.bench.deploy.published import (
     replicas_70b,
     shape_70b,
 )
-from weft.plan.deploy import Deployment, DeployProblem, ReplicaKind, plan_deployment
-from weft.plan.deploy.baselines import plan_alike, plan_each
+from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
+from weft.plan.deploy.baselines import alike_plans, plan_each
 from weft.plan.deploy.candidates import without_dominated
 from weft.plan.deploy.expected import expected_batch
 from weft.plan.deploy.kinds import BackboneSetup, GpuPool, kinds_on
 from weft.plan.deploy.workload import DeployJob, draw_batches
 from weft.plan.dispatch import ReplicaModel, dispatch, dispatch_by_length, dispatch_evenly
-from weft.simulate.deployed import mean_step_s
+from weft.simulate.deployed import in_turn_step_s, mean_step_s
 
 NUM_STEPS = 20
 NUM_GPUS = 64
@@ -56,8 +56,8 @@ def measure_savings(num_steps: int = NUM_STEPS) -> dict[str, float]:
     ablation = padded.ablation()
     planned_s = mean_step_s(padded.planned, padded.batches)
     in_turn = {
-        name: sum(plan.step_s for plan in _in_turn(padded, are_alike=are_alike))
-        for name, are_alike in (("sequential", True), ("lobra_sequential", False))
+        "sequential": padded.in_turn_s(num_steps, are_alike=True),
+        "lobra_sequential": padded.in_turn_s(num_steps, are_alike=False),
     }
     return {
         "gpu_seconds_saving": ablation[-1],
@@ -91,28 +91,31 @@ class _Comparison:
         chosen = DeployProblem(tuple(without_dominated(self.kinds, batch)), self.pools, batch)
         everything = DeployProblem(tuple(self.kinds), self.pools, batch)
         self.planned = chosen.models(plan_deployment(chosen).counts)
-        self.alike = everything.models(plan_alike(everything).counts)
+        self.alike = [everything.models(plan.counts) for plan in alike_plans(everything)]
         self.batches = draw_batches(jobs, num_steps, seed=1)
+
+    def in_turn_s(self, num_steps: int, *, are_alike: bool) -> float:
+        """Of one job after another, each on the best replicas for it."""
+        plans = plan_each(self.kinds, self.pools, self.jobs, are_alike=are_alike, budget_s=SEQUENTIAL_BUDGET_S)
+        return in_turn_step_s(plans, self.jobs, num_steps, 1, dispatch_evenly if are_alike else dispatch)
 
     def saving(self) -> float:
         """Of planned replicas, where both sides choose buckets anew."""
-        return 1 - mean_step_s(self.planned, self.batches) / mean_step_s(self.alike, self.batches, dispatch_evenly)
+        return 1 - mean_step_s(self.planned, self.batches) / self.alike_s()
+
+    def alike_s(self, bounds: Sequence[int] | None = None) -> float:
+        """Of the alike replicas that are fastest on these very batches."""
+        return min(mean_step_s(models, self.batches, dispatch_evenly, bounds) for models in self.alike)
 
     def ablation(self) -> list[float]:
         """By length, balanced, and with buckets chosen anew, against alike replicas with fixed buckets."""
-        fused_s = mean_step_s(self.alike, self.batches, dispatch_evenly, FIXED_BOUNDS)
+        fused_s = self.alike_s(FIXED_BOUNDS)
         steps = (
             mean_step_s(self.planned, self.batches, dispatch_by_length, FIXED_BOUNDS),
             mean_step_s(self.planned, self.batches, dispatch, FIXED_BOUNDS),
             mean_step_s(self.planned, self.batches),
         )
         return [1 - step_s / fused_s for step_s in steps]
-
-
-def _in_turn(comparison: _Comparison, *, are_alike: bool) -> list[Deployment]:
-    return plan_each(
-        comparison.kinds, comparison.pools, comparison.jobs, are_alike=are_alike, budget_s=SEQUENTIAL_BUDGET_S
-    )
 
 
 def _weft_replicas() -> list[ReplicaModel]:

@@ -17,15 +17,20 @@ from weft.plan.dispatch import Fleet, ReplicaLayout, dispatch_evenly
 
 
 def plan_alike(problem: DeployProblem) -> Deployment:
-    """The best plan of replicas of one layout, over which every batch is shared out evenly."""
-    found = [_alike(problem, layout) for layout in dict.fromkeys(kind.layout for kind in problem.kinds)]
-    plans = [plan for plan in found if plan is not None]
+    """The best plan of replicas of one layout for the expected batch, which is shared out evenly."""
+    plans = alike_plans(problem)
     if not plans:
         raise PlanError(
             f"no layout by itself holds samples of {problem.buckets.bounds[-1]:,} tokens.", where="alike replicas"
         )
     best = min(plans, key=lambda plan: plan.step_s)
     return replace(best, num_plans=float(len(plans)), num_tried=len(plans), bound_s=best.step_s)
+
+
+def alike_plans(problem: DeployProblem) -> list[Deployment]:
+    """A plan for every layout that holds all samples by itself."""
+    found = [_alike(problem, layout) for layout in dict.fromkeys(kind.layout for kind in problem.kinds)]
+    return [plan for plan in found if plan is not None]
 
 
 def plan_each(

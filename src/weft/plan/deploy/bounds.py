@@ -65,5 +65,5 @@ class PlanBounds:
 
     def _cheapest(self, priced_SR: FloatArray) -> FloatArray:
         """By set of kinds and bucket, the least over the kinds of the set; infinite where none holds the bucket."""
-        found_MR: FloatArray = np.stack([np.min(priced_SR[used], axis=0, initial=np.inf) for used in self._used_MS])
+        found_MR: FloatArray = np.where(self._used_MS[:, :, None], priced_SR[None], np.inf).min(axis=1)
         return found_MR

@@ -34,23 +34,19 @@ class Relaxed:
 def relax(fleet: Fleet) -> Relaxed:
     """Solves the relaxation."""
     from scipy.optimize import linprog
-    from scipy.sparse import coo_array
 
     _, first = np.unique(fleet.kind_K, return_index=True)
     copies = np.bincount(fleet.kind_K)
     kind, bucket = np.nonzero(fleet.holds_KR[first])
     num, num_kinds = len(kind), len(copies)
     counts = np.asarray(fleet.buckets.counts)
-    seconds = fleet.sample_s_KR[first][kind, bucket] / copies[kind]
     columns = np.arange(num)
-    loads = coo_array(
-        (
-            np.concatenate([seconds, -np.ones(num_kinds)]),
-            (np.concatenate([kind, np.arange(num_kinds)]), np.concatenate([columns, np.full(num_kinds, num)])),
-        ),
-        shape=(num_kinds, num + 1),
-    )
-    shares = coo_array((np.ones(num), (bucket, columns)), shape=(len(counts), num + 1))
+    # Dense: so small a program is solved sooner than a sparse matrix is made.
+    loads = np.zeros((num_kinds, num + 1))
+    loads[kind, columns] = fleet.sample_s_KR[first][kind, bucket] / copies[kind]
+    loads[:, num] = -1.0
+    shares = np.zeros((len(counts), num + 1))
+    shares[bucket, columns] = 1.0
     objective = np.zeros(num + 1)
     objective[-1] = 1.0
     found = linprog(objective, A_ub=loads, b_ub=np.zeros(num_kinds), A_eq=shares, b_eq=counts, method="highs")
