@@ -6,7 +6,7 @@ python -m benchmarks.planning --json plan.json
 from __future__ import annotations
 
 from benchmarks.command import run_command
-from benchmarks.planning.cluster import measure_cluster
+from benchmarks.planning.cluster import measure_replay, plan_share
 from benchmarks.planning.cost import measure_cost
 from benchmarks.planning.pack import measure_pack
 from benchmarks.planning.pipeline import measure_pipeline, measure_settings, summary
@@ -27,6 +27,10 @@ TARGETS: Targets = {
     "plan_share_of_step": (Kind.WASTE, 0.01),
     "memory_mape": (Kind.WASTE, 0.0025),
     "replay_week_s": (Kind.SECONDS, 30.0),
+    "replay_weft_over_peft": (Kind.SPEEDUP, None),
+    "replay_weft_over_peft_fast": (Kind.SPEEDUP, None),
+    "replay_weft_over_mlora": (Kind.SPEEDUP, None),
+    "replay_weft_over_lobra": (Kind.SPEEDUP, None),
 }
 PARTS: Parts = {
     "packing": measure_pack,
@@ -34,7 +38,8 @@ PARTS: Parts = {
     "20 settings": lambda: summary(measure_settings()),
     "fusion": measure_fuse,
     "cost models": measure_cost,
-    "cluster": measure_cluster,
+    "a cluster's week": measure_replay,
+    "planning beside training": plan_share,
 }
 
 if __name__ == "__main__":

@@ -1,13 +1,31 @@
-"""Figures of admission and cluster replay: a published week on 128 GPUs, and what planning costs a running engine."""
+"""Figures of admission and cluster replay: a published week on 128 GPUs, and what planning costs a running engine.
+
+The week is replayed with Llama-3.1-8B on one H200 per instance, simulated from speeds measured there
+(`benchmarks/h200.json`).
+The work of a job is what PEFT alone does in its published duration. Six ways share the same jobs:
+
+weft        up to 32 jobs on an instance, packed, at Weft's measured speed, in tiles of 2,048 rows
+weft_alone  one job on an instance, the same otherwise
+peft        one job on an instance with PEFT as measured: batches padded to their own longest sample, never faster than
+            the host launches it
+peft_fast   the same with a host that launches twice as fast, because all of PEFT's time here is launches
+mlora       up to 32 jobs on an instance, all padded to the longest sample of the microbatch, as mLoRA fuses batches;
+            PEFT's measured speed is assumed for its kernels, and no more launches for more adapters
+lobra       the same with each job's samples padded to a length of their own, as LobRA's buckets come to at best
+
+A tile of a microbatch that is not full is assumed to take its share of a full one's time.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.planning.replay import Instance, ReplayReport, generate_trace, replay
+from benchmarks.planning.replay import PEFT, Instance, ReplayReport, generate_trace, replay
+from benchmarks.planning.replay.trace import WEEK_S
 from weft.cost.fit import FitError
 from weft.data.dataset import Dataset, JobData
 from weft.data.sample import Sample
@@ -17,23 +35,34 @@ from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
 SEED = 20260101
 MAX_SHARED = 32
-"""Jobs that share an instance at most: twice what fills a microbatch with the trace's jobs."""
+"""Jobs that share an instance at most."""
+WAYS = {
+    "weft": Instance(max_jobs=MAX_SHARED),
+    "weft_alone": Instance(max_jobs=1),
+    "peft": PEFT,
+    "peft_fast": replace(PEFT, launch_s=PEFT.launch_s / 2),
+    "mlora": replace(PEFT, max_jobs=MAX_SHARED, padding="fused"),
+    "lobra": replace(PEFT, max_jobs=MAX_SHARED),
+}
 
 
-def measure_cluster(*, horizon_s: float | None = None, num_steps: int = 24) -> dict[str, float]:
-    """The replay of the week, shared and with one job per instance, and planning's share of an engine's steps."""
-    start = time.perf_counter()
-    trace = generate_trace(SEED) if horizon_s is None else generate_trace(SEED, horizon_s=horizon_s)
-    shared = replay(trace, Instance(max_jobs=MAX_SHARED))
-    single = replay(trace, Instance(max_jobs=1))
-    figures = {"replay_week_s": time.perf_counter() - start}
-    for name, report in (("shared", shared), ("single", single)):
-        figures |= _figures(name, report)
-    figures["replay_throughput_ratio"] = shared.throughput_tokens_s / single.throughput_tokens_s
-    return figures | plan_share(num_steps=num_steps)
+def measure_replay(*, horizon_s: float = WEEK_S) -> dict[str, float]:
+    """The replay of the week in every way; `replay_week_s` is what one of them takes."""
+    trace = generate_trace(SEED, horizon_s=horizon_s)
+    figures, reports = {}, {}
+    for name, instance in WAYS.items():
+        start = time.perf_counter()
+        reports[name] = replay(trace, instance, recorded_on=PEFT)
+        if name == "weft":
+            figures["replay_week_s"] = time.perf_counter() - start
+        figures |= _figures(name, reports[name])
+    for name in ("peft", "peft_fast", "mlora", "lobra"):
+        ratio = reports["weft"].throughput_tokens_s / reports[name].throughput_tokens_s
+        figures[f"replay_weft_over_{name}"] = ratio
+    return figures
 
 
-def plan_share(*, num_steps: int, planner: str = "auto") -> dict[str, float]:
+def plan_share(*, num_steps: int = 24, planner: str = "auto") -> dict[str, float]:
     """Planning and admission of a run on the embedded backbone and a CPU, over its seconds of training.
 
     `plan_share_of_step` is what training waited for, `plan_share_ahead` what was planned in a thread beside it. More
@@ -69,6 +98,7 @@ def _figures(name: str, report: ReplayReport) -> dict[str, float]:
         f"replay_{name}_jct_p95_s": report.jct_p95_s,
         f"replay_{name}_queue_mean_s": report.queue_mean_s,
         f"replay_{name}_utilisation": report.utilisation,
+        f"replay_{name}_fairness": report.fairness,
     }
 
 

@@ -1,25 +1,33 @@
-"""How fast jobs go together on one backbone instance, from a cost model.
+"""How fast jobs go together on one backbone instance: Weft's, and what others would make of the same GPU.
 
-An instance runs microbatches of at most `capacity` tokens. Every job puts in up to an equal share of it, but no more
-than its global batch, because its next one needs its step first; what one leaves the others take. So
+An instance runs microbatches of at most `capacity` rows. Every job puts in up to an equal share of it, but no more than
+its global batch, because its next one needs its step first; what one leaves the others take. So
 
-    tokens of job i in a microbatch   a_i = min(step_tokens_i, level),  with Σ a_i ≤ capacity
-    its speed                         a_i / time of a microbatch of Σ a_i tokens
+    rows of job i in a microbatch   a_i = min(rows_i, level),  with Σ a_i ≤ capacity
+    its speed                       a_i · tokens_i / rows_i  over the time of a microbatch of Σ a_i rows
 
-Rows are computed in whole tiles, so a small job alone pays for a tile it does not fill. That is what sharing gains.
+rows_i are the tokens of its global batch with what they are padded by. Packed samples have no padding, but rows are
+computed in whole tiles, so that a small job alone pays for a tile it does not fill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from benchmarks.planning.replay.trace import TraceJob
 from weft.cost.rows import GPU_ROW_TILE
 from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
 
 H200_8B = LinearCost(token_s=1 / (2 * 17_400))
 """Llama-3.1-8B in bf16 with adapters of rank 16 on one H200: 17,400 tokens/s, `benchmarks/h200.json`."""
+PEFT_ROWS_S = 10_672
+"""Rows a second of PEFT with its best batch there (`peft_best_512to1024_rows_s`)."""
+PEFT_LAUNCH_S = 256 / 1303
+"""Seconds of its step when the host sets the pace (`peft_solo_256_tok_s`): no step takes less."""
+PEFT_8B = LinearCost(token_s=1 / (2 * PEFT_ROWS_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +36,17 @@ class Instance:
 
     cost: CostModel = H200_8B
     capacity: int = 8192
-    """Tokens of a microbatch."""
+    """Rows of a microbatch."""
     row_tile: int = GPU_ROW_TILE
     """Rows are computed in multiples of it."""
     job_bytes: int = 80 * 10**9
     """Memory for adapters and optimizers beside the backbone and its activations."""
     max_jobs: int | None = None
     """Most jobs at a time; 1 is what a framework without sharing does."""
+    padding: Literal["none", "own", "fused"] = "none"
+    """To the longest sample of each job's own batch, or of all batches in a microbatch."""
+    launch_s: float = 0.0
+    """No microbatch takes less."""
 
     def __post_init__(self) -> None:
         if self.capacity < 1 or self.row_tile < 1:
@@ -46,23 +58,37 @@ class Instance:
         """Whether so many jobs with so many bytes may share the instance."""
         return num_bytes <= self.job_bytes and (self.max_jobs is None or num_jobs <= self.max_jobs)
 
-    def microbatch_s(self, num_tokens: int) -> float:
+    def microbatch_s(self, num_rows: int) -> float:
         """One microbatch forward and back."""
-        rows = (-(-num_tokens // self.row_tile) * self.row_tile,)
-        return self.cost.forward_s(rows, 0) + self.cost.backward_s(rows, 0)
+        rows = (-(-num_rows // self.row_tile) * self.row_tile,)
+        return max(self.launch_s, self.cost.forward_s(rows, 0) + self.cost.backward_s(rows, 0))
 
-    def rates(self, step_tokens: Sequence[int]) -> list[float]:
-        """Tokens per second of jobs that share the instance."""
-        shares = fill_level(step_tokens, self.capacity)
-        if not shares:
+    def rates(self, jobs: Sequence[TraceJob]) -> list[float]:
+        """Tokens per second, padding not counted, of jobs that share the instance."""
+        if not jobs:
             return []
+        rows = self._rows(jobs)
+        shares = fill_level(rows, self.capacity)
         seconds = self.microbatch_s(round(sum(shares)))
-        return [share / seconds for share in shares]
+        return [share * job.step_tokens / own / seconds for share, job, own in zip(shares, jobs, rows, strict=True)]
 
     @property
     def peak_rate(self) -> float:
-        """Tokens per second with full microbatches."""
+        """Rows per second with full microbatches."""
         return self.capacity / self.microbatch_s(self.capacity)
+
+    def _rows(self, jobs: Sequence[TraceJob]) -> list[int]:
+        """Rows of each job's global batch."""
+        if self.padding == "none":
+            return [job.step_tokens for job in jobs]
+        if self.padding == "own":
+            return [job.num_samples * job.padded_to for job in jobs]
+        longest = max(job.padded_to for job in jobs)
+        return [job.num_samples * longest for job in jobs]
+
+
+PEFT = Instance(PEFT_8B, row_tile=1, max_jobs=1, padding="own", launch_s=PEFT_LAUNCH_S)
+"""One job on each instance with Hugging Face PEFT, as measured, padded to the longest of each batch."""
 
 
 def fill_level(wants: Sequence[int], capacity: int) -> list[float]:

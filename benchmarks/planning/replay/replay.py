@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,9 +32,9 @@ class ReplayReport:
     num_jobs: int
     num_instances: int
     throughput_tokens_s: float
-    """Of the whole cluster, while jobs arrive."""
+    """Of the whole cluster, while jobs arrive; padding does not count."""
     utilisation: float
-    """That over what full microbatches everywhere would give."""
+    """That over what full microbatches without padding would give everywhere."""
     busy_share: float
     """Share of instance time with at least one job, while jobs arrive."""
     jct_mean_s: float
@@ -43,6 +43,8 @@ class ReplayReport:
     queue_mean_s: float
     """Arrival to first start."""
     queue_p95_s: float
+    fairness: float
+    """Jain's index of how much jobs are slowed down, alone on such an instance over arrival to end: 1, if all alike."""
     late_share: float
     """Share of jobs that end after their deadline."""
     num_ended: int
@@ -164,7 +166,7 @@ class _Cluster:
 
     def _place(self, host: _Host, waiting: Waiting, now_s: float) -> None:
         job = waiting.job
-        alone_rate = self.instance.rates([job.step_tokens])[0]
+        alone_rate = self.instance.rates([job])[0]
         host.advance(now_s)
         host.active.append(_Active(job, waiting.left_s * alone_rate, alone_rate))
         self._count(host, job, 1)
@@ -186,7 +188,7 @@ class _Cluster:
         host.version += 1
         if not host.active:
             return
-        rates = self.instance.rates([a.job.step_tokens for a in host.active])
+        rates = self.instance.rates([a.job for a in host.active])
         for active, rate in zip(host.active, rates, strict=True):
             active.rate = rate
         soonest = min(max(a.left_tokens, 0.0) / a.rate for a in host.active)
@@ -200,9 +202,15 @@ def replay(
     num_gpus: int = 128,
     gpus_per_instance: int = 1,
     policy: str = "fcfs",
+    recorded_on: Instance | None = None,
 ) -> ReplayReport:
-    """Runs a trace to its last end; jobs that fit no instance are an error."""
+    """Runs a trace to its last end; jobs that fit no instance are an error.
+
+    Durations say what jobs took alone on an instance of `recorded_on`, by default the same; the work they stand for is
+    the same on any other.
+    """
     _check(trace, instance, num_gpus, gpus_per_instance, policy)
+    alone_s = {job.job: _alone_s(job, instance, recorded_on or instance) for job in trace}
     jobs = sorted(trace, key=lambda job: (job.arrival_s, job.job))
     cluster = _Cluster(instance, num_gpus // gpus_per_instance, policy)
     horizon_s = jobs[-1].arrival_s
@@ -216,12 +224,17 @@ def replay(
             cluster.end_jobs(cluster.hosts[number], now_s)
         else:
             now_s = arrival_s
-            cluster.queue.push(Waiting(jobs[arrived], jobs[arrived].duration_s))
+            cluster.queue.push(Waiting(jobs[arrived], alone_s[jobs[arrived].job]))
             arrived += 1
             if arrived == len(jobs):
                 figures = _while_arriving(cluster, horizon_s)
         cluster.dispatch(now_s)
-    return _report(cluster, jobs, policy, figures)
+    return _report(cluster, jobs, policy, figures, alone_s)
+
+
+def _alone_s(job: TraceJob, instance: Instance, recorded_on: Instance) -> float:
+    """What a job takes alone on an instance."""
+    return job.duration_s * recorded_on.rates([job])[0] / instance.rates([job])[0]
 
 
 def _while_arriving(cluster: _Cluster, horizon_s: float) -> tuple[float, float, int]:
@@ -233,7 +246,11 @@ def _while_arriving(cluster: _Cluster, horizon_s: float) -> tuple[float, float, 
 
 
 def _report(
-    cluster: _Cluster, jobs: Sequence[TraceJob], policy: str, figures: tuple[float, float, int]
+    cluster: _Cluster,
+    jobs: Sequence[TraceJob],
+    policy: str,
+    figures: tuple[float, float, int],
+    alone_s: Mapping[str, float],
 ) -> ReplayReport:
     tokens, busy_s, num_ended = figures
     # A single instant has no rates; a second keeps the division defined.
@@ -253,11 +270,17 @@ def _report(
         jct_p95_s=float(np.percentile(jct, 95)),
         queue_mean_s=float(queued.mean()),
         queue_p95_s=float(np.percentile(queued, 95)),
+        fairness=_jain(np.array([alone_s[job.job] for job in jobs]) / jct),
         late_share=late / len(jobs),
         num_ended=num_ended,
         num_preemptions=cluster.num_preemptions,
         makespan_s=max(cluster.ended_s.values()),
     )
+
+
+def _jain(values: np.ndarray) -> float:
+    """(Σ x)² / (n · Σ x²)."""
+    return float(values.sum() ** 2 / (len(values) * (values**2).sum()))
 
 
 def _yields(active: _Active) -> tuple[int, float, str]:

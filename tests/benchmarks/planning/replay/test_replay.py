@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.replay import POLICIES, Instance, TraceJob, generate_trace, replay
+from benchmarks.planning.replay import PEFT, POLICIES, Instance, TraceJob, generate_trace, replay
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
 
@@ -155,12 +155,26 @@ def test_replay_when_deadlines_rule_then_least_slack_goes_first_and_the_late_go_
 
 
 def test_replay_when_hours_are_shared_then_more_is_trained_and_jobs_end_sooner():
-    """The published load is far beyond one job per instance; sharing fills the tiles that small jobs leave empty."""
+    """The published load is far beyond one job per instance, with PEFT's own speed and padding."""
     trace = generate_trace(1, horizon_s=6 * 3600)
-    shared = replay(trace, Instance(max_jobs=32))
-    single = replay(trace, Instance(max_jobs=1))
+    shared = replay(trace, Instance(max_jobs=32), recorded_on=PEFT)
+    single = replay(trace, PEFT)
     assert shared.throughput_tokens_s > 2 * single.throughput_tokens_s
     assert shared.jct_mean_s < single.jct_mean_s and shared.num_ended > single.num_ended
+
+
+def test_replay_when_recorded_on_a_slower_instance_then_the_work_is_the_same_and_takes_less():
+    """Ten seconds at half the speed are five."""
+    slow = dataclasses.replace(SMALL, cost=LinearCost(token_s=2.0))
+    assert replay([job("a", 0, 10)], SMALL, recorded_on=slow).makespan_s == pytest.approx(5)
+    assert replay([job("a", 0, 10)], slow, recorded_on=slow).makespan_s == pytest.approx(10)
+
+
+def test_replay_when_one_job_waits_for_another_then_fairness_is_jains_index_of_their_slowdowns():
+    """Two of 10 s, one after the other: 1 and a half of their speed alone."""
+    trace = [job("a", 0, 10), job("b", 0, 10)]
+    assert replay(trace, dataclasses.replace(SMALL, max_jobs=1), num_gpus=1).fairness == pytest.approx(1.5**2 / 2.5)
+    assert replay(trace, SMALL, num_gpus=1).fairness == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
