@@ -25,10 +25,14 @@ from tiny_models import (
 
 from weft.data.dataset import JobData
 from weft.data.load import of_job
+from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, MicrobatchDone
 from weft.engine.jobs.live_job import LiveJob
+from weft.errors import ConfigError, DataError
+from weft.execute.teacher_file import teacher_rows
 from weft.objectives.distillation import Distillation
+from weft.objectives.teacher_columns import IDS, LOGPROBS
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
 from weft.store.run_dir import RunDirectory, RunRecord
@@ -139,6 +143,47 @@ def test_teacher_when_its_likely_tokens_are_kept_then_it_speaks_of_each_sample_o
 
     assert sum(extra_rows(distillation_top_k=3)[3:]) == 0 < sum(extra_rows(distillation_top_k=3))
     assert all(extra_rows())
+
+
+def stored_student(name: str, backbone: Any, top_k: int, **settings: Any) -> Job:
+    """A student whose data holds what the bare backbone says of it."""
+    spec, data = student(name, 0, **settings)
+
+    def told(part: Any) -> Any:
+        rows = teacher_rows(backbone, None, part, top_k, 64)
+        taught = [s.taught(r[IDS], r[LOGPROBS]) for s, r in zip(part.samples, rows, strict=True)]
+        return replace(part, samples=Samples.of(taught))
+
+    return spec, JobData(told(data.train), None)
+
+
+def test_student_when_its_data_holds_what_a_teacher_said_then_learns_as_from_the_teacher_itself():
+    backbone = random_backbone("llama")
+    live = train(backbone, [student("mine", 0, teacher="base", max_steps=6, distillation_top_k=5)])["mine"]
+    stored = stored_student("mine", backbone, 8, max_steps=6, distillation_top_k=5)
+    found = train(backbone, [stored])["mine"]
+    assert found.losses == pytest.approx(live.losses, rel=1e-4)
+    assert_same_bits(found, train(backbone, [small_job("n0"), stored], capacity=90)["mine"])
+    every = train(backbone, [stored_student("mine", backbone, 8, max_steps=6)])["mine"]
+    assert every.losses != found.losses
+
+
+def test_student_when_it_has_no_teacher_or_two_then_is_refused():
+    backbone = random_backbone("llama")
+    engine = Engine(backbone, capacity=64)
+    with pytest.raises(ConfigError, match=r"^teacher: is missing; name an adapter directory, or base for the bare"):
+        engine.submit(*student("mine"))
+    with pytest.raises(ConfigError, match=r"^teacher: the rows hold what their teacher has said .*; leave it out\.$"):
+        engine.submit(*stored_student("mine", backbone, 3, teacher="base"))
+    with pytest.raises(ConfigError, match=r"^distillation_divergence: reverse_kl asks for all tokens of the teacher's"):
+        engine.submit(*stored_student("mine", backbone, 3, distillation_divergence="reverse_kl"))
+    spec, data = stored_student("mine", backbone, 3)
+    wrong = [
+        s.taught(s.teacher.at(s.supervised).ids + 1000, s.teacher.at(s.supervised).logprobs) for s in data.train.samples
+    ]
+    with pytest.raises(DataError, match="a sample has a token outside 0 to"):
+        engine.submit(spec, JobData(replace(data.train, samples=Samples.of(wrong)), None))
+    assert not engine.jobs
 
 
 def test_neighbour_when_a_teacher_is_not_finite_then_keeps_its_bits(tmp_path, monkeypatch):

@@ -94,7 +94,6 @@ def test_row_when_the_teacher_is_not_a_number_then_neither_is_its_loss_and_other
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({}, "teacher: is missing; name an adapter directory, or base for the bare backbone"),
         ({"teacher": "base", "distillation_alpha": 1.5}, "distillation_alpha: must be at most 1, got 1.5"),
         ({"teacher": "base", "distillation_temperature": 0}, "distillation_temperature: must be above 0"),
         ({"teacher": "base", "distillation_divergence": "kl"}, "distillation_divergence: got 'kl'; accepted are"),

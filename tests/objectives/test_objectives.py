@@ -16,7 +16,7 @@ from weft.spec.job import OBJECTIVES as NAMES
 
 ROWS = {
     "supervised": {"prompt": "a", "completion": "b"},
-    "distillation": {"prompt": "a", "completion": "b"},
+    "distillation": {"prompt": "a", "completion": "b", "teacher_ids": [[3, 4]], "teacher_logprobs": [[-0.1, -3]]},
     "weighted": {"prompt": "a", "completion": "b", "weight": 0.5},
     "classification": {"text": "a", "label": "yes"},
     "token_classification": {"tokens": ["a", "b"], "ner_tags": ["no", -100]},
@@ -26,7 +26,7 @@ ROWS = {
 """A row that asks for each."""
 
 
-NAMED = ("cpo", "simpo", "orpo", "reward", "classification", "token_classification", "distillation")
+NAMED = ("cpo", "simpo", "orpo", "reward", "classification", "token_classification")
 
 
 def test_registry_when_compared_with_the_setting_then_both_name_the_same():

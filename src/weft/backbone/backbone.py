@@ -195,6 +195,10 @@ class Backbone:
         """The path that runs the samples of a slot."""
         return self.path if slot is None else self._slot_paths.get(slot, self.path)
 
+    def has_own_head(self, slot: int | None) -> bool:
+        """Whether a slot's adapter has rows of the output head of its own."""
+        return slot in self._output_rows
+
     def leading_rows(self, slot: int | None) -> int:
         """Rows in front of each sample that a slot's adapter fills."""
         return 0 if slot is None else self._leading.get(slot, 0)

@@ -132,10 +132,15 @@ class Dataset:
         return self.distillation is not None or (self.judge is not None and self.judge.reads_reference)
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether the samples hold what a teacher has said of them."""
+        return self.samples.arrays.num_taught > 0
+
+    @property
     def reference_bytes(self) -> int:
         """What a reference says of all samples, as it is kept: a number for each supervised token, or for each of the
-        most likely ones in its place an id and a number; nothing where it is too much to be kept."""
-        num_runs = (1 + self.has_mismatches) * self.reads_reference
+        most likely ones in its place an id and a number; nothing where it is too much to be kept, or in the data."""
+        num_runs = (1 + self.has_mismatches) * (self.reads_reference and not self.has_teacher)
         each = 4 if self.distillation is None else 8 * (self.distillation.top_k or 0)
         return each * num_runs * int(self.samples.num_supervised.sum())
 

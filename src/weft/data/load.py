@@ -18,9 +18,10 @@ from weft.data.order import Mixture, permutation
 from weft.data.prepared.prepared_data import prepared_data
 from weft.data.prepared.settings import DataSettings
 from weft.data.tokens.new_tokens import with_new_tokens
-from weft.errors import DataError
+from weft.errors import ConfigError, DataError
 from weft.objectives.heads.classes import Classification
 from weft.objectives.registry import OBJECTIVES
+from weft.objectives.teacher_columns import LOGPROBS
 from weft.spec.fields import refuse_foreign_objective
 from weft.spec.job import JobSpec, SourceSpec
 
@@ -98,6 +99,7 @@ def load_job_data(
 
     train = load("train_data", job.train_sources, job.objective)
     refuse_foreign_objective(job, train.objective.name)
+    check_teacher(train, job)
     _check_labels(train, job)
     if job.eval_data is None:
         data = JobData(train, None)
@@ -105,6 +107,9 @@ def load_job_data(
         data = JobData(train, load("eval_data", job.eval_data, train.objective.name))
     else:
         data = _split(train, job.eval_data, job)
+    if data.eval is not None and data.eval.has_teacher != train.has_teacher:
+        found = f"holds {'no' if train.has_teacher else 'its'} {LOGPROBS}, unlike train_data"
+        raise DataError(f"{found}.", where=f"{job.name}: eval_data")
     data = of_job(data, job)
     data = data.led_by(job.adapter.num_leading_rows)
     return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
@@ -120,6 +125,20 @@ def _with_labels(job: JobSpec, base_dir: Path) -> JobSpec:
     except DataError as error:
         error.setting = "train_data"
         raise
+
+
+def check_teacher(data: Dataset, job: JobSpec) -> None:
+    """ConfigError where a job that learns from a teacher has none, or two."""
+    if data.distillation is None:
+        return
+    if not data.has_teacher and job.teacher is None:
+        found = f"is missing; name an adapter directory, or base for the bare backbone, or give rows with {LOGPROBS}"
+        raise ConfigError(f"{found}: objective distillation learns from it.", where="teacher")
+    if data.has_teacher and job.teacher is not None:
+        raise ConfigError(f"the rows hold what their teacher has said ({LOGPROBS}); leave it out.", where="teacher")
+    if data.has_teacher and job.distillation_divergence == "reverse_kl":
+        found = "reverse_kl asks for all tokens of the teacher's, and the rows hold the most likely ones"
+        raise ConfigError(f"{found}; use forward_kl or jsd.", where="distillation_divergence")
 
 
 def _check_labels(data: Dataset, job: JobSpec) -> None:

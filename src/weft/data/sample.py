@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+
+class TeacherTokens(NamedTuple):
+    """A teacher's most likely tokens in the place of each token, [L, K], the first first."""
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+    def at(self, places: slice | npt.NDArray[np.bool_]) -> TeacherTokens:
+        """Of some of the tokens."""
+        return TeacherTokens(self.ids[places], self.logprobs[places])
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +34,8 @@ class Sample:
     where every weight is 1: all supervised tokens count the same."""
     labels: npt.NDArray[np.float32] | None = None
     """What token i is labelled as, for objectives that read labels, [L]; NaN where it has none."""
+    teacher: TeacherTokens | None = None
+    """What a teacher has said of token i, if the data holds that; of tokens that do not count, it means nothing."""
 
     def __post_init__(self) -> None:
         tokens = np.array(self.tokens, dtype=np.int32)
@@ -65,7 +79,16 @@ class Sample:
             return Sample(self.tokens[:length], self.supervised[:length]).labelled_end(float(self.labels[-1]))
         weights = None if self.weights is None else self.weights[:length]
         labels = None if self.labels is None else self.labels[:length]
-        return Sample(self.tokens[:length], self.supervised[:length], weights, labels)
+        teacher = None if self.teacher is None else self.teacher.at(slice(length))
+        return Sample(self.tokens[:length], self.supervised[:length], weights, labels, teacher)
+
+    def taught(self, ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> Sample:
+        """The same tokens with what a teacher has said of each supervised one, [supervised, K]."""
+        places = np.flatnonzero(self.supervised)
+        shape = (self.length, np.shape(ids)[1])
+        all_ids, all_logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        all_ids[places], all_logprobs[places] = ids, logprobs
+        return Sample(self.tokens, self.supervised, self.weights, self.labels, TeacherTokens(all_ids, all_logprobs))
 
     def labelled(self, label: float) -> Sample:
         """The same tokens, the first supervised one with a label; a sample that has nothing to learn stays as it is."""
@@ -106,4 +129,4 @@ class Sample:
         if weight == 1:
             return self
         before = np.ones(self.length) if self.weights is None else self.weights
-        return Sample(self.tokens, self.supervised, weight * before, self.labels)
+        return Sample(self.tokens, self.supervised, weight * before, self.labels, self.teacher)

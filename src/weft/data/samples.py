@@ -14,7 +14,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from weft.data.sample import Sample
+from weft.data.sample import Sample, TeacherTokens
 
 HASHED_TOGETHER = 1024
 """Samples whose bytes are joined before they are hashed."""
@@ -31,13 +31,31 @@ class TokenArrays:
     """What each token counts in the loss; None where no sample has weights."""
     labels: npt.NDArray[np.float32] | None = None
     """What each token is labelled as, NaN for nothing; None where no sample has labels."""
+    teacher_ids: npt.NDArray[np.int32] | None = None
+    """A teacher's most likely tokens in the place of each token, [T · K]; None where the data holds none."""
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
+    """Their log-probabilities, [T · K]."""
     known_range: tuple[int, int] | None = None
     """The token range, where somebody has looked already."""
 
     @functools.cached_property
     def token_range(self) -> tuple[int, int]:
-        """The smallest and the largest token id."""
-        return self.known_range or (int(self.tokens.min()), int(self.tokens.max()))
+        """The smallest and the largest token id, those of teachers included."""
+        every = [self.tokens] if self.teacher_ids is None else [self.tokens, self.teacher_ids]
+        return self.known_range or (min(int(ids.min()) for ids in every), max(int(ids.max()) for ids in every))
+
+    @property
+    def num_taught(self) -> int:
+        """Tokens that a teacher names for each one: K; 0 where the data holds none."""
+        return 0 if self.teacher_ids is None else len(self.teacher_ids) // max(1, len(self.tokens))
+
+    def teacher(self, place: slice) -> TeacherTokens | None:
+        """What a teacher has said of some tokens."""
+        if self.teacher_ids is None or self.teacher_logprobs is None:
+            return None
+        flat = slice(place.start * self.num_taught, place.stop * self.num_taught)
+        shape = (-1, self.num_taught)
+        return TeacherTokens(self.teacher_ids[flat].reshape(shape), self.teacher_logprobs[flat].reshape(shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +88,7 @@ class Samples(Sequence[Sample]):
             np.concatenate([np.empty(0, np.bool_), *(sample.supervised for sample in given)]),
             weights,
             None if labels is None else labels.astype(np.float32),
+            *_teachers(given),
         )
         supervised = np.array([sample.num_supervised for sample in given], dtype=np.int64)
         return cls(arrays, np.cumsum(lengths) - lengths, lengths, supervised)
@@ -89,7 +108,8 @@ class Samples(Sequence[Sample]):
         place = self._place(index)
         weights = None if self.arrays.weights is None else self.arrays.weights[place]
         labels = None if self.arrays.labels is None else self.arrays.labels[place]
-        return Sample(self.arrays.tokens[place], self.arrays.supervised[place], weights, labels)
+        teacher = self.arrays.teacher(place)
+        return Sample(self.arrays.tokens[place], self.arrays.supervised[place], weights, labels, teacher)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
@@ -104,7 +124,7 @@ class Samples(Sequence[Sample]):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all lengths, tokens, masks and, for the samples that have any, weights and labels."""
+        """SHA-256 of all lengths, tokens, masks and, for the samples that have any, weights, labels and teachers."""
         if self.known_fingerprint is not None:
             return self.known_fingerprint
         digest = hashlib.sha256()
@@ -126,11 +146,13 @@ class Samples(Sequence[Sample]):
             self.arrays.tokens[place].astype("<i4", copy=False).data,
             self.arrays.supervised[place].data,
         ]
-        if self.arrays.weights is None and self.arrays.labels is None:
+        if self.arrays.weights is None and self.arrays.labels is None and self.arrays.teacher_ids is None:
             return pieces
         sample = self[index]
         further = [None if sample.weights is None else sample.weights.astype("<f8")]
         further += [None if sample.labels is None else sample.labels.astype("<f4")]
+        if sample.teacher is not None:
+            further += [sample.teacher.ids.astype("<i4"), sample.teacher.logprobs.astype("<f4")]
         return [*pieces, *(array.tobytes() for array in further if array is not None)]
 
     def outside(self, vocabulary: int) -> Integers:
@@ -142,9 +164,20 @@ class Samples(Sequence[Sample]):
         return np.fromiter(found, np.int64)
 
     def _is_inside(self, index: int, vocabulary: int) -> bool:
-        tokens = self.arrays.tokens[self._place(index)]
-        return bool(tokens.min() >= 0 and tokens.max() < vocabulary)
+        place = self._place(index)
+        teacher = self.arrays.teacher(place)
+        every = [self.arrays.tokens[place], *([] if teacher is None else [teacher.ids])]
+        return all(bool(ids.min() >= 0 and ids.max() < vocabulary) for ids in every)
 
     def _place(self, index: int) -> slice:
         start = int(self.starts[index])
         return slice(start, start + int(self.lengths[index]))
+
+
+def _teachers(samples: Sequence[Sample]) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
+    """What teachers have said of samples, behind one another; all or none have one, of one width."""
+    told = [sample.teacher for sample in samples if sample.teacher is not None]
+    if not told:
+        return None, None
+    assert len(told) == len(samples), "a teacher speaks of every sample or of none"
+    return np.concatenate([each.ids.ravel() for each in told]), np.concatenate([each.logprobs.ravel() for each in told])

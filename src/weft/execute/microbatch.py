@@ -96,7 +96,7 @@ def _asked(jobs: Jobs, work: MicrobatchWork, batch: PackedBatch) -> list[Asked]:
             job = jobs[segment.job]
             assert job.reference is not None
             asked.append(Asked(job.reference, job.weights.slot, rows))
-            if not rows.is_known and job.reference.wanted.is_kept:
+            if not rows.is_known and job.reference.keeps:
                 steps.setdefault(segment.job, segment.step)
     room = batch.num_rows - sum(each.num_tokens for each in asked)
     for name, step in steps.items():

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from weft.backbone.backbone import Backbone
@@ -24,6 +25,7 @@ from weft.backbone.reference_rows import ReferenceRows
 from weft.data.dataset import Dataset
 from weft.data.sample import Sample
 from weft.inference.attach import StoredAdapter, attach_adapter
+from weft.kernels.device_event import sent
 
 
 class KnownRows:
@@ -59,11 +61,6 @@ class Wanted(NamedTuple):
         taught = data.distillation
         return cls(taught is not None and taught.top_k is None, None if taught is None else taught.top_k)
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is little enough to be kept."""
-        return not self.is_whole
-
     def read(
         self, backbone: Backbone, path: Path, batch: PackedBatch, hidden_ND: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
@@ -84,6 +81,8 @@ class JobReference:
         self._known = known
         self._adapter = adapter
         self.wanted = Wanted.of(data)
+        self.keeps = not (self.wanted.is_whole or data.has_teacher)
+        """Whether what is known is kept: it is little, and not at hand anyway."""
         self._identity = f"{'' if adapter is None else adapter_digest(adapter)} {self.wanted}"
         self._kept: set[ReferenceRows] = set()
         self._slot: int | None = None
@@ -101,7 +100,9 @@ class JobReference:
             self._slot = None
 
     def rows(self, sample: Sample, slot: int | None, row_tile: int) -> ReferenceRows:
-        """What it says of a sample that an adapter learns on a slot, known or not."""
+        """What it says of a sample that an adapter learns on a slot, known or not; what the data holds is known."""
+        if sample.teacher is not None:
+            return told_rows(sample, self.wanted.top_k, self._known.backbone.device)
         return self._known.rows(f"{self._identity} {self.path(slot).name} {row_tile} ", sample)
 
     def path(self, slot: int | None) -> Path:
@@ -114,8 +115,8 @@ class JobReference:
         return Placed(sample.led_by(self._known.backbone.leading_rows(self._slot)), self._slot)
 
     def keep(self, rows: ReferenceRows) -> None:
-        """Holds on to what it has said, if that is not too much."""
-        if self.wanted.is_kept:
+        """Holds on to what it has said, if it is to be kept."""
+        if self.keeps:
             self._kept.add(rows)
 
 
@@ -131,6 +132,15 @@ class Asked(NamedTuple):
     def num_tokens(self) -> int:
         """What has to run for it."""
         return 0 if self.rows.is_known else self.reference.placed(self.rows.sample).sample.length
+
+
+def told_rows(sample: Sample, top_k: int | None, device: torch.device) -> ReferenceRows:
+    """What the data holds of a sample's teacher, or of that so many of the most likely tokens."""
+    assert sample.teacher is not None
+    rows = ReferenceRows(sample)
+    said = sample.teacher.at(sample.supervised)
+    rows.learn(*(sent(torch.from_numpy(np.ascontiguousarray(each[:, :top_k])), device) for each in said))
+    return rows
 
 
 def hear_references(backbone: Backbone, asked: Sequence[Asked], row_tile: int, limit: int) -> int:

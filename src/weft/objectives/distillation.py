@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.objectives.metrics import ACCURACY, LOSS
+from weft.objectives.objective import Part
 from weft.objectives.supervised import Supervised
+from weft.objectives.teacher_columns import IDS, LOGPROBS, read_told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +64,15 @@ class Distillation(Supervised):
         )
 
     def claims(self, values: Mapping[str, Any]) -> bool:
-        """Only a job that names the objective has it."""
-        return False
+        """A row that holds what a teacher has said."""
+        return bool(values.get(LOGPROBS))
+
+    def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
+        """The row with what its teacher has said, where it holds that."""
+        if not (values.get(IDS) or values.get(LOGPROBS)):
+            return (Part(values),)
+        rest = {name: value for name, value in values.items() if name not in (IDS, LOGPROBS)}
+        return (Part(rest, teacher=read_told(values, where)),)
 
     def judge_rows(self, logits_BV: Tensor, teacher_BV: Tensor, targets_B: Tensor) -> TaughtBlock:
         """Losses and slopes, on the device: nothing here may wait for it.

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from weft.spec import JobSpec
+
+
+class Told(NamedTuple):
+    """A teacher's most likely tokens for each supervised token of a sample, as many for each; the first first."""
+
+    ids: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class Part:
     """What its supervised tokens count, beside those of other samples; 0 leaves the sample out."""
     label: float | None = None
     """What it is labelled as, for objectives that read labels."""
+    teacher: Told | None = None
+    """What a teacher has said of it, where a row holds that."""
 
 
 @runtime_checkable

@@ -29,7 +29,7 @@ FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
 COLUMNS = (
     *("prompt", "completion", "text", "instruction", "input", "output", "system", "history"),
     *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
-    *("label", "tokens", "ner_tags", "chosen", "rejected"),
+    *("label", "tokens", "ner_tags", "chosen", "rejected", "teacher_ids", "teacher_logprobs"),
 )
 OBJECTIVES = (
     *("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo", "kto"),
@@ -117,7 +117,8 @@ class JobSpec(KnownKeywords):
     """What answers are compared with: base, the bare backbone, or a PEFT adapter directory on the same backbone, e.g.
     the one that init_adapter names. It stays as it is, and says what it thinks of each sample once."""
     teacher: str | None = setting(None, objectives=("distillation",), is_path=True)
-    """Whom the job learns from: base, the bare backbone, or a PEFT adapter directory on the same backbone."""
+    """Whom the job learns from: base, the bare backbone, or a PEFT adapter directory on the same backbone. Default: who
+    wrote `teacher_ids` and `teacher_logprobs` of the rows."""
     distillation_alpha: float = setting(
         0.5, aliases=("kd_alpha", "kd_ratio"), rule=at_least(0, 1), objectives=("distillation",)
     )
@@ -333,14 +334,9 @@ class JobSpec(KnownKeywords):
         if self.distillation_top_k is not None and self.distillation_divergence == "reverse_kl":
             found = "reverse_kl asks for all tokens of the teacher's"
             raise ConfigError(f"{found}; use forward_kl or jsd, or leave it out.", where="distillation_top_k")
-        if self.objective != "distillation":
-            return
-        if self.adapter.trains_rows:
+        if self.objective == "distillation" and self.adapter.trains_rows:
             found = "rows of tokens are not trained by objective distillation"
             raise ConfigError(f"{found}; leave them out.", where="adapter")
-        if self.teacher is None:
-            found = "is missing; name an adapter directory, or base for the bare backbone"
-            raise ConfigError(f"{found}: objective distillation learns from it.", where="teacher")
 
     def _check_optim(self) -> None:
         refuse_foreign_optim(self, self.optim)

@@ -9,6 +9,8 @@ import torch
 from tiny_adapters import LEAVES, tiny_tensors
 
 from weft.adapters.head import HEAD
+from weft.backbone.load import load_tokenizer
+from weft.data.load import load_dataset
 from weft.objectives.heads.classes import Classification
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
@@ -135,3 +137,42 @@ def test_eval_when_an_answer_only_begins_like_the_reference_then_it_is_not_exact
     path.write_text('{"prompt": "planet", "completion": "plane"}\n')
     report = json.loads(weft("eval", "--base-model", "tiny", "--data", path, "--metric", "exact-match", "--json").out)
     assert report["results"] == [{"adapter": "base", "exact_match": 0.0}]
+
+
+def test_logits_when_written_then_jobs_read_what_the_adapter_says_of_every_supervised_token(
+    weft, refused, adapters: Path, echoes: Path, tmp_path: Path
+):
+    path = tmp_path / "said.jsonl"
+    result = weft("eval", "--adapter", adapters / "strong", "--data", echoes, "--logits", path, "--top-k", 3)
+    assert result.code == 0 and result.out.endswith(f"logits  {path}\n")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    data = load_dataset([str(path)], load_tokenizer("tiny"), max_length=512, base_dir=Path())
+    assert (data.objective.name, data.summary.format, len(data.samples)) == ("distillation", "tokens", len(rows))
+    for row, sample in zip(rows, data.samples, strict=True):
+        assert row["input_ids"] == sample.tokens.tolist()
+        assert len(row["teacher_ids"]) == sample.num_supervised == sum(label != -100 for label in row["labels"])
+        assert sample.teacher.at(sample.supervised).ids.tolist() == row["teacher_ids"]
+        assert all(logprobs == sorted(logprobs, reverse=True) for logprobs in row["teacher_logprobs"])
+    report = json.loads(weft("eval", "--adapter", adapters / "strong", "--data", path, "--json").out)
+    base, strong = report["results"]
+    assert strong["teacher_agreement"] == 1.0 > base["teacher_agreement"] and strong["kl"] < base["kl"]
+    asked = ("eval", "--base-model", "tiny", "--data", echoes, "--logits")
+    assert refused(*asked, path) == f"--logits: {path} is there already; name another file."
+    assert refused(*asked, tmp_path / "a.txt") == "--logits: got a.txt; expected the name of a .jsonl file."
+    assert refused(*asked, tmp_path / "b.jsonl", "--top-k", 0) == "--top-k: must be from 1 to 1,000, got 0."
+    held = ("eval", "--data", path, "--reference", adapters / "strong", "--adapter", adapters / "idle")
+    assert refused(*held) == "--reference: the rows hold what their teacher has said; leave it out."
+
+
+def test_reference_when_it_is_an_adapter_then_students_are_measured_beside_it(
+    weft, refused, adapters: Path, echoes: Path
+):
+    asked = ("eval", "--adapter", adapters / "strong", "--adapter", adapters / "idle", "--data", echoes)
+    taught = (*asked, "--objective", "distillation", "--reference", adapters / "strong")
+    base, strong, idle = json.loads(weft(*taught, "--json").out)["results"]
+    assert strong["kl"] == 0.0 < base["kl"] == idle["kl"] and strong["teacher_agreement"] == 1.0
+    assert "compared with strong" in weft(*taught).out
+    assert (
+        refused(*asked, "--reference", adapters / "strong")
+        == "--reference: objective supervised compares with nothing."
+    )

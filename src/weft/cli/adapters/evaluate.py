@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.cli.adapters.generate import Adapters, BaseModel, Device, Dtype, load_voices
+from weft.cli.adapters.logits import check_logits, speaker, write_logits
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError, DataError, closest
 from weft.objectives.metrics import is_share
 from weft.report.console import output_console
@@ -53,6 +55,17 @@ def evaluate(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first rows.", show_default=False)] = None,
+    logits: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path,
+            metavar="FILE",
+            help="Also write the data with the adapter's most likely tokens, or the bare model's, to a .jsonl file for "
+            "jobs that learn by distillation.",
+            show_default=False,
+        ),
+    ] = None,
+    top_k: Annotated[int, typer.Option(help="How many tokens --logits writes in the place of each.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -62,6 +75,8 @@ def evaluate(
     if limit is not None and limit < 1:
         raise ConfigError(f"must be at least 1, got {limit}.", where="--limit")
     _check_objective(objective)
+    if logits is not None:
+        check_logits(logits, adapter, top_k)
     from weft.data.rows.find import find_source
 
     # Nobody should wait for the model to hear that it is not there.
@@ -76,6 +91,10 @@ def evaluate(
         _refuse_foreign_metrics(chosen, first)
         if compared is not None and not first.reads_reference:
             raise ConfigError(f"objective {first.objective.name} compares with nothing.", where="--reference")
+        if compared is not None and first.has_teacher:
+            raise ConfigError("the rows hold what their teacher has said; leave it out.", where="--reference")
+        if logits is not None:
+            speaker(loaded, datasets, top_k)
         prompts: dict[str, list[Prompt]] = {}
         if _wants_answers(chosen, first):
             stated = chosen is not None
@@ -86,6 +105,8 @@ def evaluate(
             _add_scores(results, loaded, datasets, compared)
         if any(prompts.values()):
             _add_exact_match(results, loaded, prompts)
+        if logits is not None:
+            write_logits(logits, speaker(loaded, datasets, top_k), top_k, CAPACITY)
     fitting = [name for name in METRICS if name not in _foreign_metrics(first)]
     shown = [m for m in chosen or fitting if m != "exact-match" or any(prompts.values())]
     if chosen is None:
@@ -95,6 +116,8 @@ def evaluate(
         typer.echo(_as_json(data, first, loaded, results, shown), nl=False)
     else:
         _show(first, compared, results, shown, output_console())
+        if logits is not None:
+            typer.echo(f"\nlogits  {logits}")
 
 
 def _compared(reference: str | None) -> StoredAdapter | None:
@@ -305,6 +328,7 @@ def _measured_by(dataset: Dataset, compared: StoredAdapter | None) -> list[str]:
         return []
     settings = ", ".join(f"{name} {value}" for name, value in vars(judge).items())
     whom = "the bare model" if compared is None else compared.name
+    whom = "what the rows hold" if dataset.has_teacher else whom
     against = f"compared with {whom if dataset.reads_reference else 'nothing'}"
     return [f"measured by objective {judge.name} ({settings}), {against}"]
 

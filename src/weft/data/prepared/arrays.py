@@ -13,11 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data.samples import Samples, TokenArrays
+from weft.errors import DataError
 
 FILLED_TOGETHER = 2**20
 """Values that are written at a time behind tokens that had none."""
 OPTIONAL: dict[str, tuple[type, float]] = {"weights": (np.float64, 1.0), "labels": (np.float32, np.nan)}
 """Columns that only some samples have: their type, and what stands for the tokens of the others."""
+TEACHER: dict[str, type] = {"teacher_ids": np.int32, "teacher_logprobs": np.float32}
+"""Columns that all samples have or none; they have several values for a token."""
 
 
 class Column(Protocol):
@@ -110,6 +113,8 @@ class SampleColumns:
         self._num_supervised = self._column("num_supervised", np.int64)
         self._rows = self._column("rows", np.int64)
         self._num_tokens = 0
+        self._num_taught = 0
+        """Values for a token in the columns of a teacher."""
         self._digest = hashlib.sha256()
         self._range: tuple[int, int] | None = None
 
@@ -124,6 +129,7 @@ class SampleColumns:
         self._range = min(before[0], smallest), max(before[1], largest)
         for name in OPTIONAL:
             self._append_optional(name, getattr(arrays, name), len(arrays.tokens))
+        self._append_teacher(arrays)
         self._tokens.append(arrays.tokens)
         self._supervised.append(arrays.supervised)
         self._lengths.append(samples.lengths)
@@ -159,6 +165,17 @@ class SampleColumns:
         elif name in self._optional:
             self._fill(self._optional[name], absent, number)
 
+    def _append_teacher(self, arrays: TokenArrays) -> None:
+        """Adds what teachers said; as many tokens for each as before."""
+        if self._num_tokens and arrays.num_taught != self._num_taught:
+            found = f"rows hold {self._num_taught} and {arrays.num_taught} tokens of their teachers for each token"
+            raise DataError(f"{found}; give all the same number.")
+        self._num_taught = arrays.num_taught
+        for name, dtype in TEACHER.items() if self._num_taught else ():
+            if name not in self._optional:
+                self._optional[name] = self._column(name, dtype)
+            self._optional[name].append(getattr(arrays, name))
+
     def _fill(self, column: Column, value: float, number: int) -> None:
         for first in range(0, number, FILLED_TOGETHER):
             column.append(np.full(min(FILLED_TOGETHER, number - first), value))
@@ -168,7 +185,7 @@ def open_samples(
     folder: Path, known_range: tuple[int, int], known_fingerprint: str
 ) -> tuple[Samples, npt.NDArray[np.int64]]:
     """Maps samples that were written to a folder, and the row of every group."""
-    paths = {name: folder / f"{name}.npy" for name in OPTIONAL}
+    paths = {name: folder / f"{name}.npy" for name in (*OPTIONAL, *TEACHER)}
     optional = {name: open_column(path) for name, path in paths.items() if path.exists()}
     tokens, supervised = open_column(folder / "tokens.npy"), open_column(folder / "supervised.npy")
     arrays = TokenArrays(tokens, supervised, **optional, known_range=known_range)

@@ -29,10 +29,12 @@ from weft.data.samples import Samples
 from weft.data.tokens.labelled import sample_of_passage, sample_of_words
 from weft.data.tokens.tokenise import sample_of_tokens, tokenise
 from weft.errors import ConfigError, DataError
+from weft.objectives.distillation import Distillation
 from weft.objectives.heads.classes import Classification
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import Objective, Part
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
+from weft.objectives.teacher_columns import IDS
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Converter:
             max_length = sys.maxsize
         keeps_end = isinstance(chosen, HeadObjective) and chosen.labels_end
         sieve = Sieve(max_length, settings.long_samples, keeps_end=keeps_end)
+        if isinstance(chosen, Distillation):
+            _check_teachers(rows, groups)
         for row, of_row in zip(rows, groups, strict=True):
             sieve.take_row(of_row.groups, row.where, is_told_apart=of_row.is_told_apart)
         if self.renderer.ignores_tools:
@@ -185,6 +189,18 @@ def make_samples(rows: Sequence[Row], forms: Sequence[Form], renderer: Renderer)
             yield [next(tokenised) for _ in several]
 
 
+def _check_teachers(rows: Sequence[Row], groups: Sequence[RowGroups]) -> None:
+    """DataError for the first row whose teacher names another number of tokens than the one before."""
+    known = None
+    for row, of_row in zip(rows, groups, strict=True):
+        for sample in itertools.chain(*of_row.groups):
+            number = 0 if sample.teacher is None else sample.teacher.ids.shape[1]
+            if known not in (None, number):
+                found = f"holds {number} tokens of its teacher for each token"
+                raise DataError(f"{found}, and the rows before it {known}; give all the same number.", where=row.where)
+            known = number
+
+
 def _groups(parts: Sequence[Sequence[Sample]], objective: Objective, where: str) -> RowGroups:
     """The groups that a row's parts make: each sample by itself, or one group of what belongs together."""
     if objective.group_size == 1:
@@ -201,12 +217,15 @@ def _groups(parts: Sequence[Sequence[Sample]], objective: Objective, where: str)
 
 def _counted(sample: Sample, part: Part, objective: Objective, where: str) -> Sample:
     """The sample as much as it counts, with its label; weights that its objective would not name are a DataError."""
-    if objective is SUPERVISED and sample.weights is not None:
-        raise DataError(
-            "messages have weights besides 0 and 1, which objective supervised does not know; set it to weighted.",
-            where=where,
-        )
+    if (objective is SUPERVISED or isinstance(objective, Distillation)) and sample.weights is not None:
+        found = f"messages have weights besides 0 and 1, which objective {objective.name} does not know"
+        raise DataError(f"{found}{'; set it to weighted' if objective is SUPERVISED else ''}.", where=where)
     sample = sample.weighted(part.weight)
+    if part.teacher is not None:
+        if len(part.teacher.ids) != sample.num_supervised:
+            found = f"{IDS} has {len(part.teacher.ids)} items"
+            raise DataError(f"{found}, but {sample.num_supervised} tokens are supervised.", where=where)
+        sample = sample.taught(*part.teacher)
     if part.label is None:
         return sample
     return sample.labelled_end(part.label) if isinstance(objective, HeadObjective) else sample.labelled(part.label)

@@ -21,7 +21,7 @@ from weft.data.prepared.settings import DataSettings
 from weft.data.rows.chunks import line_chunks
 from weft.data.rows.sources import Source
 
-VERSION = 2
+VERSION = 3
 """Of the code that prepares data: raised when the same rows become other samples or other files."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
 _IDENTITIES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

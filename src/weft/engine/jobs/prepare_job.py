@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.dataset import Dataset, JobData
-from weft.data.load import load_job_data
+from weft.data.load import check_teacher, load_job_data
 from weft.data.samples import Samples
 from weft.data.tokens.new_tokens import new_token_ids
 from weft.engine.jobs.live_job import LiveJob
@@ -43,6 +43,7 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
             raise ConfigError(found, where="init_adapter")
         stored_spec = stored
     data = data.led_by(spec.adapter.num_leading_rows)
+    check_teacher(data.train, spec)
     setting = "reference" if data.train.distillation is None else "teacher"
     named = getattr(spec, setting)
     reference = None if named in (None, BASE) else read_stored(base_dir / named)
