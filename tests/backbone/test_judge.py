@@ -56,7 +56,7 @@ def by_autograd(seed: int, pairs: list[tuple]) -> tuple[list[float], torch.Tenso
     adapter, slot = attached(backbone, seed)
     placed = [Placed(sample, at) for two in pairs for at in (slot, None) for sample in two]
     batch = pack_samples(placed, 128, backbone.device)
-    hidden_TD = backbone._reference.hidden(batch, 128)
+    hidden_TD = backbone.reference.hidden(batch, 128)
     logits_NV = backbone.head.logits(hidden_TD[batch.supervised_N])
     logprobs_N = logits_NV.log_softmax(dim=1).gather(1, batch.targets_N[:, None])[:, 0]
     sums = [part.sum() for part in logprobs_N.split(list(batch.counts))]

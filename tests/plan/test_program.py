@@ -7,7 +7,7 @@ import json
 import pytest
 
 from weft.errors import PlanError
-from weft.plan.program import Backward, Forward, Program, Receive, Send, Step, Turn
+from weft.plan.program import Backward, Forward, Measure, Program, Receive, Send, Step, Turn
 from weft.plan.types import Microbatch, Segment
 
 NOTHING = Microbatch(())
@@ -17,8 +17,8 @@ TURNS = [Turn(NOTHING, (Step("c", 4),)), Turn(FIRST, (Step("a", 0),)), Turn(SECO
 PIPELINE = Program(
     (SECOND,),
     (
-        (Forward(0, 0), Send(0, 0, False, 1), Receive(0, 0, True, 1), Backward(0, 0), Step("b", 2)),
-        (Receive(0, 0, False, 0), Forward(0, 0), Backward(0, 0), Send(0, 0, True, 0), Step("b", 2)),
+        (Forward(0, 0), Send(0, 0, False, 1), Receive(0, 0, True, 1), Backward(0, 0), Measure("b", 2), Step("b", 2)),
+        (Receive(0, 0, False, 0), Forward(0, 0), Backward(0, 0), Measure("b", 2), Send(0, 0, True, 0), Step("b", 2)),
     ),
 )
 

@@ -144,3 +144,10 @@ def test_engine_program_gives_the_spans_that_the_engine_records() -> None:
     forward = 1.0 + 7.0 + 0.1 * 50
     assert timeline.makespan_s == pytest.approx(3 * forward + 0.5)
     assert timeline.bubble_ratio() == pytest.approx(0.0) and timeline.peak_bytes(0) == 14
+
+
+def test_step_of_a_later_stage_waits_until_the_first_has_measured_the_whole_gradient() -> None:
+    """The last batch's steps come when its gradients are back at the first stage."""
+    timeline = simulate(build(Schedule.ONE_F_ONE_B, equal(1, 1, 3), 3), LinearCost(optimizer_s=0.5))
+    last = max(span.end_s for span in timeline.spans if span.stage == 0 and span.name == "backward")
+    assert [span.start_s for span in timeline.spans if span.name == "step"] == [last] * 3

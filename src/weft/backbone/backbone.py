@@ -27,6 +27,7 @@ from weft.backbone.embeddings import Embeddings
 from weft.backbone.fused.model import fuse, why_not
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.loss import Head, head_of
+from weft.backbone.model_part import WHOLE, ModelPart
 from weft.backbone.own_head import logits_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.packing import experts, own_attention
@@ -54,9 +55,15 @@ if TYPE_CHECKING:
 class Backbone:
     """One frozen model that many adapters share."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        """Takes over `model`: its linears become slot linears. Use `backbone.load.load_backbone`."""
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, part: ModelPart | None = None
+    ) -> None:
+        """Takes over `model`: its linears become slot linears. Use `backbone.load.load_backbone`.
+
+        `part`: what of a whole model it is, if not all.
+        """
         self.model = model
+        self.part = part
         self.tokenizer = tokenizer
         self.name = name
         self.routing = Routing()
@@ -65,7 +72,8 @@ class Backbone:
         self.kernels = "reference: as loaded"
         """Which path runs, and why."""
         self._install(torch.zeros((), device=model.device, requires_grad=True))
-        self.blocks = _blocks(model, self.routing)
+        blocks = _block_paths(model)
+        self.blocks = _blocks(model, blocks, self.routing)
         """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
         self._heads: dict[int, HeadWeights] = {}
         """The heads of jobs that have one, by slot; both paths read them."""
@@ -75,15 +83,22 @@ class Backbone:
         """Rows of the output head that jobs have of their own, by slot."""
         inputs = _inputs(model, tokenizer, self.routing)
         self._inputs = inputs
-        self._reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
-        self.path: Path = self._reference
+        self.reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
+        """Transformers' own modules: the way of adapters whose method has no kernels."""
+        self.path: Path = self.reference
         """How microbatches run, unless an adapter's method has no kernels."""
         self._places: dict[Attachment, Mapping[str, SlotLinear | RowPlace]] = {
             Attachment.LINEAR: self.linears,
             Attachment.BLOCK_OUTPUT: self.blocks,
-            Attachment.INPUT: {INPUT_PATH: inputs},
-            Attachment.KEYS_AND_VALUES: _keys_and_values(model, self.routing),
+            Attachment.INPUT: {INPUT_PATH: inputs} if part is None or part.is_first else {},
+            Attachment.KEYS_AND_VALUES: _keys_and_values(model, part, self.routing),
         }
+        self._paths = {kind: list(places) for kind, places in self._places.items()}
+        """Of the whole model."""
+        if part is not None:
+            layers = [layer_path(layer) for layer in range(part.num_layers)]
+            whole = {Attachment.LINEAR: getattr(model, WHOLE), Attachment.BLOCK_OUTPUT: blocks}
+            self._paths = {**whole, Attachment.INPUT: [INPUT_PATH], Attachment.KEYS_AND_VALUES: layers}
         self._leading: dict[int, int] = {}
         self._tokenizers: dict[int, PreTrainedTokenizerBase] = {}
         """Of slots whose adapters have new tokens."""
@@ -139,7 +154,7 @@ class Backbone:
         if choice == "auto":
             obstacle = obstacle or why_slow(self.device, self.dtype)
         if choice == "reference" or (choice == "auto" and obstacle):
-            self.path = self._reference
+            self.path = self.reference
             self.kernels = "reference: asked for" if choice == "reference" else f"reference: {obstacle}"
             return
         if obstacle:
@@ -216,7 +231,7 @@ class Backbone:
             if not has_kernels(spec):
                 kept = capacity * self._kept_width(spec) * self.dtype.itemsize
                 kept += method_of(spec).workspace_bytes + self._rows_bytes(spec)
-                found.append(self._reference.activation_bytes(capacity, widest) + kept)
+                found.append(self.reference.activation_bytes(capacity, widest) + kept)
         return max(found)
 
     def _kept_width(self, spec: AdapterSpec) -> int:
@@ -230,16 +245,24 @@ class Backbone:
         return num * (self.dtype.itemsize + 4)
 
     def _path_for(self, spec: AdapterSpec) -> Path:
-        return self.path if has_kernels(spec) else self._reference
+        return self.path if has_kernels(spec) else self.reference
 
     def shapes_for(self, method: Method) -> dict[str, LinearShape]:
         """Every place that adapters of a method can sit in, by path, with its outputs and inputs."""
         return _shapes(self._places[method.attachment])
 
-    def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowPlace]:
+    def paths_for(self, method: Method) -> list[str]:
+        """Every place of the whole model that adapters of a method can sit in."""
+        return self._paths[method.attachment]
+
+    def targets(self, spec: AdapterSpec) -> list[str]:
+        """The places of the whole model where an adapter sits."""
         refuse_experts(spec, self._experts)
+        return choose_modules(spec, self.paths_for(method_of(spec)))
+
+    def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowPlace]:
         places = self._places[method_of(spec).attachment]
-        return {path: places[path] for path in choose_modules(spec, list(places))}
+        return {path: places[path] for path in self.targets(spec) if path in places}
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""
@@ -309,7 +332,7 @@ class Backbone:
         self, batch: PackedBatch, rows: Sequence[int] | None = None, caches: list[Any] | None = None
     ) -> torch.Tensor:
         """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating."""
-        hidden_TD = self._reference.hidden(batch, None, caches)
+        hidden_TD = self.reference.hidden(batch, None, caches)
         chosen = range(len(hidden_TD)) if rows is None else rows
         return logits_of(self.head, batch, self._output_rows, hidden_TD, chosen)
 
@@ -352,25 +375,30 @@ def _inputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routing:
     return inputs
 
 
-def _keys_and_values(model: PreTrainedModel, routing: Routing) -> dict[str, KeyValueRows]:
+def _keys_and_values(model: PreTrainedModel, part: ModelPart | None, routing: Routing) -> dict[str, KeyValueRows]:
     """What each layer's attention sees; nothing where the family has no description."""
     config = model.config.to_dict()
     if config.get("model_type") not in FAMILIES:
         return {}
     sizes = describe(config).sizes
     width = 2 * sizes.num_kv_heads * sizes.head_size
-    return {layer_path(layer): KeyValueRows(layer, width, routing) for layer in range(sizes.num_layers)}
+    layers = range(sizes.num_layers) if part is None else range(part.first, part.end)
+    return {layer_path(layer): KeyValueRows(layer, width, routing) for layer in layers}
 
 
-def _blocks(model: PreTrainedModel, routing: Routing) -> dict[str, BlockOutput]:
-    """The outputs of a decoder's blocks, as its family's description names them."""
+def _block_paths(model: PreTrainedModel) -> list[str]:
+    """The blocks of a decoder, as its family's description names them."""
     config = model.config
     if config.model_type not in FAMILIES:
-        return {}
-    sizes = describe(config.to_dict()).sizes
-    ends = tuple(f"layers.{layer}.{name}" for layer in range(sizes.num_layers) for name in sizes.form.blocks)
-    found = [(path, module) for path, module in model.named_modules() if path.endswith(ends)]
-    return {path: BlockOutput(block, sizes.hidden, routing) for path, block in found}
+        return []
+    sizes, decoder = describe(config.to_dict()).sizes, model.base_model_prefix
+    return [f"{decoder}.layers.{layer}.{name}" for layer in range(sizes.num_layers) for name in sizes.form.blocks]
+
+
+def _blocks(model: PreTrainedModel, paths: Sequence[str], routing: Routing) -> dict[str, BlockOutput]:
+    """The outputs of those blocks that are there."""
+    modules, config = dict(model.named_modules()), model.config.to_dict()
+    return {path: BlockOutput(modules[path], config["hidden_size"], routing) for path in paths if path in modules}
 
 
 def why_slow(device: torch.device, dtype: torch.dtype) -> str | None:

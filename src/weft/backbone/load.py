@@ -18,6 +18,7 @@ from weft.adapters.frozen import quantise
 from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
 from weft.backbone.model_files import check_directory, check_weight_files
+from weft.backbone.model_part import ModelPart, model_class_of
 from weft.backbone.packing import attention, own_attention
 from weft.backbone.packing.selfcheck import check_packing
 from weft.backbone.path import Memory
@@ -89,13 +90,13 @@ def load_tokenizer(base_model: str) -> Any:
         return AutoTokenizer.from_pretrained(source.path, **_gguf(source))
 
 
-def load_backbone(spec: BackboneSpec) -> Backbone:
-    """The frozen model, ready for adapters."""
+def load_backbone(spec: BackboneSpec, part: ModelPart | None = None) -> Backbone:
+    """The frozen model, or a part of it, ready for adapters."""
     attention.register()
     device = choose_device(spec)
     # A model to be quantised goes to its device linear by linear: dense it may not fit there.
-    model = _read_model(spec, packed=True).to("cpu" if spec.quantize != "none" else device)
-    backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model)
+    model = _read_model(spec, packed=True, part=part).to("cpu" if spec.quantize != "none" else device)
+    backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model, part)
     if not backbone.linears:
         raise ModelError("has no linear modules to adapt.", where=f"base_model {spec.base_model}")
     _check_untested(backbone, find_source(spec.base_model))
@@ -159,12 +160,12 @@ def load_plain_model(spec: BackboneSpec) -> Any:
     return _read_model(spec).to(choose_device(spec))
 
 
-def _read_model(spec: BackboneSpec, *, packed: bool = False) -> Any:
+def _read_model(spec: BackboneSpec, *, packed: bool = False, part: ModelPart | None = None) -> Any:
     """The transformers model of a directory or a Hub name, on a GPU where it can go there at once, or on the CPU.
 
-    `packed`: to run on packed samples.
+    `packed`: to run on packed samples. `part`: what of it is read.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source = find_source(spec.base_model)
     config = _read_config(source)
@@ -177,8 +178,11 @@ def _read_model(spec: BackboneSpec, *, packed: bool = False) -> Any:
     if is_gpu(device) and spec.quantize == "none" and importlib.util.find_spec("accelerate"):
         # Straight from the files, several at once, with no second copy on the way.
         options["device_map"] = {"": device}
+    kind: Any = AutoModelForCausalLM
+    if part is not None:
+        kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], part)
     with _quiet(), _readable(source, f"the {config.model_type} model cannot be loaded"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             source.path,
             dtype=choose_dtype(spec, device),
             use_safetensors=None if source.gguf_file else True,

@@ -222,8 +222,8 @@ def _labelled_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[Lab
     """The rows that heads look at, job by job."""
     of_slots: dict[int, list[int]] = {}
     for segment, item in enumerate(placed):
-        if item.head is not None:
-            assert item.slot is not None, "a head is part of an adapter"
+        # A stage of a pipeline that holds no part of an adapter has no slot for it; its head is on the last one.
+        if item.head is not None and item.slot is not None:
             of_slots.setdefault(item.slot, []).append(segment)
     found = []
     for slot, segments in of_slots.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +28,16 @@ from weft.kernels.device_event import DeviceEvent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class Learnt:
+    """What the losses of a microbatch leave to do."""
+
+    grad_TD: torch.Tensor
+    """Of the last hidden states."""
+    scores: Callable[[DeviceEvent], PendingScores]
+    """To be asked once all else has been asked of the device; given when the microbatch began."""
 
 
 class ReferencePath:
@@ -68,22 +79,30 @@ class ReferencePath:
         """Starts a microbatch forward and back; `through` also where no adapter asks for gradients."""
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile, through=through)
-        rows_ND = hidden_TD.detach()[batch.supervised_N]
+        learnt = self.learn(hidden_TD.detach(), batch)
+        if hidden_TD.requires_grad:
+            hidden_TD.backward(learnt.grad_TD)
+        return learnt.scores(begun)
+
+    def learn(self, hidden_TD: torch.Tensor, batch: PackedBatch) -> Learnt:
+        """The losses behind the last hidden states, and the gradient of these."""
+        rows_ND = hidden_TD[batch.supervised_N]
         passed = run_loss(self.loss(batch), rows_ND, batch.targets_N, batch.weights_N, batch.judgements)
         assert passed.grad_ND is not None
         grad_TD = torch.zeros_like(hidden_TD)
         grad_TD[batch.supervised_N] = passed.grad_ND
-        headed = run_heads(hidden_TD.detach(), batch.heads, self._heads, grad_TD)
-        taught = run_taught(head_of(self._model), hidden_TD.detach(), batch.taught, grad_TD)
-        if hidden_TD.requires_grad:
-            hidden_TD.backward(grad_TD)
-        return PendingScores(passed, batch, begun, headed, taught)
+        headed = run_heads(hidden_TD, batch.heads, self._heads, grad_TD)
+        taught = run_taught(head_of(self._model), hidden_TD, batch.taught, grad_TD)
+        return Learnt(grad_TD, lambda begun: PendingScores(passed, batch, begun, headed, taught))
 
     @torch.no_grad()
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
         begun = DeviceEvent(self._model.device)
-        hidden_TD = self.hidden(batch, row_tile)
+        return self.judge(self.hidden(batch, row_tile), batch, begun)
+
+    def judge(self, hidden_TD: torch.Tensor, batch: PackedBatch, begun: DeviceEvent) -> PendingScores:
+        """The scores behind the last hidden states of a microbatch that began then; nothing learns from them."""
         passed = run_loss(self.loss(batch), hidden_TD[batch.supervised_N], batch.targets_N, None, batch.judgements)
         headed = run_heads(hidden_TD, batch.heads, self._heads)
         taught = run_taught(head_of(self._model), hidden_TD, batch.taught)
@@ -95,18 +114,30 @@ class ReferencePath:
         return self.hidden(batch, row_tile)[batch.supervised_N]
 
     def hidden(
-        self, batch: PackedBatch, row_tile: int | None, caches: list[Any] | None = None, *, through: bool = False
+        self,
+        batch: PackedBatch,
+        row_tile: int | None,
+        caches: list[Any] | None = None,
+        *,
+        through: bool = False,
+        entering_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Last hidden states (T, D), after the final norm; they continue from `caches` while generating."""
+        """Last hidden states (T, D), after the final norm; they continue from `caches` while generating.
+
+        `entering_TD`: what the layers before have made, where this is a later part of a model.
+        """
         self._routing.segments, self._routing.slots = batch.segments, batch.slots
         self._routing.tokens = batch.ids
         self._routing.bounds, self._routing.longest = batch.bounds, batch.longest
         self._routing.dropout_keys_T = batch.dropout_keys_T
         self._routing.row_tile = row_tile
         self._routing.caches = caches or []
-        embeds_1TD = self._embedded(batch)[None].requires_grad_(through)
+        if entering_TD is None:
+            embeds_1TD = self._inputs.adapted(self._embedded(batch)[None].requires_grad_(through))
+        else:
+            embeds_1TD = entering_TD[None]
         output = self._model.base_model(
-            inputs_embeds=self._inputs.adapted(embeds_1TD),
+            inputs_embeds=embeds_1TD,
             position_ids=batch.positions_T[None],
             attention_mask=None,
             use_cache=False,

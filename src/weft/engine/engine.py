@@ -25,6 +25,7 @@ from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import ProgramRun
 from weft.engine.recorder import ExportTo, RunRecorder
 from weft.engine.resume import check_recorded, job_settings, open_own
+from weft.engine.staged_run import StagedRun
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.execute.local import executor_on
@@ -101,7 +102,7 @@ class Engine:
         self._commands: deque[Command] = deque()
         self._untold: deque[Event] = deque()
         """Steps that are done and not yet told."""
-        self._program: ProgramRun | None = None
+        self._program: ProgramRun | StagedRun | None = None
         """The last one; a microbatch of it may still run."""
         self._is_within = False
         """Something is under way of which jobs have not been told; for good, if it is interrupted."""
@@ -295,7 +296,8 @@ class Engine:
 
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Plans the next program and runs it, until its end or until something changes who trains."""
-        program = ProgramRun(self.executor, running, self._plans, self.limits, self.row_tile, self.timeline)
+        kind = ProgramRun if self.executor.facts.num_stages == 1 else StagedRun
+        program = kind(self.executor, running, self._plans, self.limits, self.row_tile, self.timeline)
         self._program, self._has_released = program, False
         while names := program.next_jobs():
             done: list[Event] | None = None
@@ -344,8 +346,12 @@ class Engine:
             yield event
             # A reader may have forgotten a job that failed before this was told.
             job = self.jobs.get(event.job) if isinstance(event, StepDone) else None
-            if job is not None and job.is_running:
+            if job is not None and job.is_running and not self._has_untold_step(job.name):
                 yield from self._settlement.settle(job)
+
+    def _has_untold_step(self, name: str) -> bool:
+        """Whether a job has taken a later step than the last one that was told: stages take several at once."""
+        return any(isinstance(event, StepDone) and event.job == name for event in self._untold)
 
     def _checked(self, spec: JobSpec, data: JobData | None, base_dir: Path) -> LiveJob:
         """A job that the executor knows and that fits, at least alone."""

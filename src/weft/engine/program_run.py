@@ -220,29 +220,33 @@ class ProgramRun:
         with self._timeline.span("step", jobs={step.job: 0 for step in steps}):
             work, ticket = begun or self._begin(steps, None)
             found = self._executor.wait(ticket)
-        done: list[Event] = [self._step_done(order, updated) for order, updated in zip(work.steps, found, strict=True)]
+        done: list[Event] = [
+            count_step(self._jobs[order.job], order.learning_rate, updated, self._timeline.now())
+            for order, updated in zip(work.steps, found, strict=True)
+        ]
         self.is_mid_step = False
         return done
 
-    def _step_done(self, order: StepOrder, updated: Updated) -> StepDone:
-        """Counts a step."""
-        progress = self._jobs[order.job].progress
-        result = progress.finish_step(order.learning_rate, updated)
-        return StepDone(
-            order.job,
-            step=progress.step,
-            num_steps=progress.num_steps,
-            epoch=progress.epoch,
-            loss=result.means.loss,
-            mean_token_accuracy=result.means.accuracy,
-            grad_norm=result.grad_norm,
-            learning_rate=result.learning_rate,
-            tokens=result.tokens,
-            num_tokens=progress.num_tokens,
-            seconds=self._timeline.now(),
-            skipped=result.skipped,
-            metrics=result.means.further,
-        )
+
+def count_step(job: LiveJob, learning_rate: float, updated: Updated, now_s: float) -> StepDone:
+    """Counts a step that has been taken, or left out, by now."""
+    progress = job.progress
+    result = progress.finish_step(learning_rate, updated)
+    return StepDone(
+        job.name,
+        step=progress.step,
+        num_steps=progress.num_steps,
+        epoch=progress.epoch,
+        loss=result.means.loss,
+        mean_token_accuracy=result.means.accuracy,
+        grad_norm=result.grad_norm,
+        learning_rate=result.learning_rate,
+        tokens=result.tokens,
+        num_tokens=progress.num_tokens,
+        seconds=now_s,
+        skipped=result.skipped,
+        metrics=result.means.further,
+    )
 
 
 def rewind(executor: Executor, job: LiveJob) -> None:

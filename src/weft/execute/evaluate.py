@@ -42,7 +42,7 @@ class EvaluationInFlight:
             else request
             for request in requests
         ]
-        for owners, placed in _microbatches(backbone, requests, capacity, row_tile):
+        for owners, placed in evaluation_microbatches(backbone, requests, capacity, row_tile):
             batch = pack_samples(placed, row_tile, backbone.device)
             asked = [
                 Asked(reference, slot, rows)
@@ -55,12 +55,17 @@ class EvaluationInFlight:
 
     def outcome(self) -> EvaluationOutcome:
         """Waits for them. The means are summed sample by sample in the given order; NaN if nothing is supervised."""
-        tallies = [Tally() for _ in range(self._num_requests)]
-        for owners, running in self._running:
-            for owner, score in zip(owners, running.scores(), strict=True):
-                tallies[owner].add(score)
-        seconds = self._ended.seconds_since(self._begun)
-        return EvaluationOutcome([tally.means() for tally in tallies], seconds, self._ended.wait())
+        means = mean_of(self._running, self._num_requests)
+        return EvaluationOutcome(means, self._ended.seconds_since(self._begun), self._ended.wait())
+
+
+def mean_of(running: Sequence[tuple[list[int], PendingScores]], num_requests: int) -> list[MeanScores]:
+    """Per request its means, summed sample by sample; given: microbatches with the request of each sample."""
+    tallies = [Tally() for _ in range(num_requests)]
+    for owners, pending in running:
+        for owner, score in zip(owners, pending.scores(), strict=True):
+            tallies[owner].add(score)
+    return [tally.means() for tally in tallies]
 
 
 def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int) -> list[MeanScores]:
@@ -68,7 +73,7 @@ def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: 
     return list(EvaluationInFlight(backbone, requests, capacity, row_tile).outcome().means)
 
 
-def _microbatches(
+def evaluation_microbatches(
     backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int
 ) -> Iterator[tuple[list[int], list[Placed]]]:
     """Groups of samples that share a path and fit a microbatch, in the order of the requests; and whose each is."""

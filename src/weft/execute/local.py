@@ -23,6 +23,7 @@ from weft.execute.evaluate import EvaluationInFlight, ScoreRequest
 from weft.execute.file_writer import FileWriter, writing
 from weft.execute.memory import measure, release_memory, usable_bytes, weight_bytes
 from weft.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
+from weft.execute.optimizers.rate_pattern import refuse_idle_rates
 from weft.execute.protocol import (
     AdapterWork,
     AddedJob,
@@ -109,6 +110,7 @@ class LocalExecutor:
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state on the CPU."""
         adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU, job.batches.data.head)
+        refuse_idle_rates(job.spec.learning_rate_pattern, list(adapter.modules))
         if job.start is not None:
             self._check_rows(job)
             adapter.load(job.start, job.start_name)
@@ -195,7 +197,7 @@ class LocalExecutor:
         return leaf_names(chosen, self.backbone.shapes_for(adapter.method)) or chosen
 
     @contextmanager
-    def _slot_of(self, job: str) -> Iterator[int]:
+    def slot_of(self, job: str) -> Iterator[int]:
         """A job's slot, or one for the moment: who has ended or waits has none. It holds what is evaluated."""
         weights = self.jobs[job].weights
         if weights.slot is not None:
@@ -220,7 +222,7 @@ class LocalExecutor:
         if reference is not None and is_passing:
             reference.take_slot()
         try:
-            with self._slot_of(job) as slot:
+            with self.slot_of(job) as slot:
                 yield ScoreRequest(slot, data, reference)
         finally:
             if reference is not None and is_passing:
@@ -293,7 +295,7 @@ class LocalExecutor:
             case AnswersWork(prompts, decoding, is_bare):
                 with ExitStack() as slots:
                     to_answer = {
-                        name: (None if is_bare else slots.enter_context(self._slot_of(name)), given)
+                        name: (None if is_bare else slots.enter_context(self.slot_of(name)), given)
                         for name, given in prompts.items()
                     }
                     given = answers(self.backbone, to_answer, decoding)

@@ -10,7 +10,7 @@ steps              → each job alone is checked, clipped, stepped
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,21 +38,26 @@ class ExecutedJob:
 
     def place(self, segment: Segment, row_tile: int) -> Placed:
         """The sample of a segment with all the backbone needs to know of it; changes nothing."""
-        batches, seed, step = self.given.batches, self.given.spec.seed, segment.step
-        batch = batches[step]
-        member = batch.members[segment.index]
-        reference = self.reference
-        return Placed(
-            sample=member.sample,
-            slot=self.weights.slot,
-            weight=1.0 / batch.divisor,
-            dropout_key=mix(seed, step, segment.index),
-            step_key=mix(seed, step),
-            objective=batches.data.judge,
-            head=batches.data.head,
-            distillation=batches.data.distillation,
-            reference=None if reference is None else reference.rows(member.own, self.weights.slot, row_tile),
-        )
+        reference, slot = self.reference, self.weights.slot
+        member = self.given.batches[segment.step].members[segment.index]
+        placed = place_segment(self.given, slot, segment)
+        return placed if reference is None else replace(placed, reference=reference.rows(member.own, slot, row_tile))
+
+
+def place_segment(job: NewJob, slot: int | None, segment: Segment) -> Placed:
+    """The sample of a segment whose job sits on a slot, and compares with nobody."""
+    batches, seed, step = job.batches, job.spec.seed, segment.step
+    batch = batches[step]
+    return Placed(
+        sample=batch.members[segment.index].sample,
+        slot=slot,
+        weight=1.0 / batch.divisor,
+        dropout_key=mix(seed, step, segment.index),
+        step_key=mix(seed, step),
+        objective=batches.data.judge,
+        head=batches.data.head,
+        distillation=batches.data.distillation,
+    )
 
 
 Jobs = Mapping[str, ExecutedJob]

@@ -20,7 +20,9 @@ from weft.data.dataset import Dataset
 from weft.data.global_batch import GlobalBatches
 from weft.data.prompts import Prompt
 from weft.objectives.metrics import MeanScores, Score
+from weft.plan.program import Program
 from weft.plan.types import Microbatch
+from weft.simulate.timeline import Span
 from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ class ReplicaFacts:
     """Bytes per trainable parameter of a job that has a seat: weight, gradient, and the copy that kernels read."""
     environment: Mapping[str, Any]
     """What besides a job decides the bits of its result."""
+    num_stages: int = 1
+    """With several, it takes whole programs of so many stages, `StagedWork`, and no single microbatches."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,28 @@ class StepsWork(Work[Sequence["Updated"]]):
     steps: tuple[StepOrder, ...]
     behind: Ticket[MicrobatchOutcome] | None = None
     """A microbatch that nobody has waited for: whether its losses are finite, the steps learn on the device."""
+
+
+@dataclass(frozen=True)
+class StagedOutcome:
+    """What became of a program of several stages."""
+
+    microbatches: Sequence[MicrobatchOutcome]
+    """In the program's order; one without segments has no scores."""
+    steps: Mapping[tuple[str, int], Updated]
+    """By job and step."""
+    spans: Sequence[Span]
+    """What ran when on which stage, by `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class StagedWork(Work[StagedOutcome]):
+    """A program of several stages from its beginning to its end; only a replica that has as many runs it."""
+
+    program: Program
+    row_tile: int
+    rates: Mapping[tuple[str, int], float]
+    """The learning rate of each step, by job and step."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import ModuleTensors
 from weft.backbone.out_of_memory import memory_errors
-from weft.execute.optimizers.rate_pattern import refuse_idle_rates
 from weft.execute.optimizers.registry import optimizer_of
 from weft.execute.weight_average import COUNT, WeightAverage
 from weft.kernels.adamw import Updated
@@ -32,7 +31,6 @@ class JobWeights:
         self.average = None if spec.ema_decay is None else WeightAverage(adapter, spec.ema_decay)
         """Of the weights after every step, if the job asks for it."""
         self._spec = spec
-        refuse_idle_rates(spec.learning_rate_pattern, adapter)
 
     def move_to(self, device: torch.device) -> None:
         """Takes the whole state of the last step boundary to a device, bit by bit; only while no slot is held.

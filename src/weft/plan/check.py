@@ -2,8 +2,8 @@
 
 Checked on every stage: each microbatch forward and backward exactly once per slice, forward first; exactly the
 transfers that the slices before and after need, in time; a global batch's step exactly once, after its last backward
-and before the job's next forward; memory never above the limit. Between stages: what a neighbour sends is received in
-the same order, and a run of all lists together comes to its end.
+and before the job's next forward; with several stages, its measure between the two; memory never above the limit.
+Between stages: what a neighbour sends is received in the same order, and a run of all lists together comes to its end.
 
 Against the queues it was made for: every sample is known and has its length, each job's samples come, and go backward,
 in its own order with none skipped, no microbatch holds samples of two lanes or a part of a group, and none is above the
@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from weft.cost.types import CostModel
-from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
+from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import JobQueue, Limits
 
 CheckedBatch = tuple[str, int]
@@ -54,7 +54,7 @@ def _unknown(program: Program) -> Iterator[str]:
     """Microbatches and slices that are not there."""
     for stage, instructions in enumerate(program.stages):
         for place, i in enumerate(instructions):
-            if isinstance(i, Step):
+            if isinstance(i, Measure | Step):
                 continue
             if not 0 <= i.microbatch < len(program.microbatches) or not 0 <= i.chunk < program.num_chunks:
                 yield f"stage {stage}, instruction {place}: {i} names a microbatch or slice that is not there"
@@ -160,7 +160,9 @@ class _Walk:
                 self._add("comes again")
                 continue
             self.done.add(i)
-            if isinstance(i, Step):
+            if isinstance(i, Measure):
+                self._measure(i)
+            elif isinstance(i, Step):
                 self._step(i)
             elif isinstance(i, Forward):
                 self._forward(i)
@@ -220,6 +222,15 @@ class _Walk:
         if source is not None and Receive(k, chunk, is_gradient, source) not in self.done:
             self._add("comes before its input is received")
 
+    def _measure(self, measure: Measure) -> None:
+        batch = (measure.job, measure.step)
+        if self.program.num_stages == 1:
+            self._add("is for several stages; one has the whole gradient")
+        elif batch not in self.batches.ended:
+            self._add("measures a global batch that is not there, or not whole")
+        elif self.left[batch]:
+            self._add(f"comes {self.left[batch]} backwards early")
+
     def _step(self, step: Step) -> None:
         batch = (step.job, step.step)
         self.stepped.add(batch)
@@ -227,9 +238,13 @@ class _Walk:
             self._add("steps a global batch that is not there, or not whole")
         elif self.left[batch]:
             self._add(f"comes {self.left[batch]} backwards early")
+        elif self.program.num_stages > 1 and Measure(*batch) not in self.done:
+            self._add("comes before its gradient is measured")
 
     def _missing(self) -> None:
-        expected: list[Instruction] = [Step(job, step) for job, step in sorted(self.batches.ended)]
+        ended = sorted(self.batches.ended)
+        expected: list[Instruction] = [Step(job, step) for job, step in ended]
+        expected += [Measure(job, step) for job, step in ended] if self.program.num_stages > 1 else []
         for k in range(len(self.program.microbatches)):
             for chunk in range(self.program.num_chunks):
                 expected += [Forward(k, chunk), Backward(k, chunk)]
@@ -268,6 +283,7 @@ def _stuck(program: Program) -> Iterator[str]:
     """Stages that wait for each other for ever when all lists run side by side."""
     places = [0] * program.num_stages
     arrived: set[Transfer] = set()
+    measured: Counter[Measure] = Counter()
     moved = True
     while moved:
         moved = False
@@ -276,8 +292,13 @@ def _stuck(program: Program) -> Iterator[str]:
                 i = instructions[places[stage]]
                 if isinstance(i, Receive) and _parcel(program, stage, i) not in arrived:
                     break
+                if isinstance(i, Measure) and stage == 0 and measured[i] < program.num_stages - 1:
+                    break
+                if isinstance(i, Step) and stage > 0 and measured[Measure(i.job, i.step)] < program.num_stages:
+                    break
                 if isinstance(i, Send):
                     arrived.add(_parcel(program, stage, i))
+                measured.update([i] if isinstance(i, Measure) else [])
                 places[stage] += 1
                 moved = True
     for stage, instructions in enumerate(program.stages):

@@ -1,7 +1,9 @@
 """A program is a plan as data: microbatches, and what every stage does with them in its own order.
 
 Stage s runs its instructions from the first to the last; a Receive waits for the matching Send of the neighbour. One
-device is one stage, which runs a microbatch forward, at once backward, and then the steps that are due: a `Turn`. With
+device is one stage, which runs a microbatch forward, at once backward, and then the steps that are due: a `Turn`. A
+job's step needs the norm of its whole gradient, which lies on all stages of a pipeline: each stage measures its part
+(`Measure`), the first one judges, and each steps just before the job's next forward, when the verdict is there. With
 `num_chunks` above 1 every stage holds several slices of the model (interleaving): slice c of stage s is the virtual
 stage c · num_stages + s. Programs print, hash, and come back from JSON as they were.
 """
@@ -54,20 +56,32 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A job's optimizer steps on this stage: its global batch has been backward here."""
+class Measure:
+    """A stage of several hands its part of a job's gradient to the first one, whose own Measure waits for all parts."""
 
     job: str
     step: int
 
 
-Instruction = Forward | Backward | Send | Receive | Step
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A job's optimizer steps on this stage: its global batch has been backward here.
+
+    With several stages it waits until the first one has measured the whole gradient.
+    """
+
+    job: str
+    step: int
+
+
+Instruction = Forward | Backward | Send | Receive | Measure | Step
 
 _KINDS: dict[str, type[Instruction]] = {
     "forward": Forward,
     "backward": Backward,
     "send": Send,
     "receive": Receive,
+    "measure": Measure,
     "step": Step,
 }
 _Built = TypeVar("_Built", bound=Segment | Instruction)

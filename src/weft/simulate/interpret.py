@@ -2,8 +2,9 @@
 
 A stage runs its list from the first to the last instruction. With overlap a stage has three lanes, as mLoRA's three
 streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
-receiving each keep the stage itself busy. Empty microbatches cost nothing. With several slices per stage the cost model
-is asked for virtual stages. O(instructions).
+receiving each keep the stage itself busy. Empty microbatches cost nothing. Measuring a gradient takes no time, but the
+first stage waits until all have measured theirs, and the others step when it has. With several slices per stage the
+cost model is asked for virtual stages. O(instructions).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from weft.cost.types import CostModel
 from weft.errors import PlanError
-from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
+from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import Microbatch
 from weft.simulate.timeline import COMPUTE, RECEIVE, RECEIVE_GRADIENT, SEND, MemoryPoint, Span, Timeline
 
@@ -62,13 +63,17 @@ class _Run:
         self.lengths = [[s.length for s in m.segments] for m in program.microbatches]
         self.notes = [describe(m) for m in program.microbatches]
         self.arrivals: dict[Parcel, float] = {}
+        self.measured: dict[Measure, list[float]] = {}
+        """When each stage but the first had measured its part."""
+        self.verdicts: dict[Measure, float] = {}
+        """When the first stage had all parts."""
 
     def advance(self, place: int) -> bool:
         """Runs a stage until it must wait; tells whether it got anywhere."""
         stage, progressed = self.stages[place], False
         while stage.rest:
             instruction = stage.rest[0]
-            if isinstance(instruction, Receive) and not self._receive(stage, place, instruction):
+            if not self._may_run(stage, place, instruction):
                 break
             stage.rest.popleft()
             progressed = True
@@ -80,6 +85,29 @@ class _Run:
                 args = {"jobs": {instruction.job: 0}, "step": instruction.step}
                 self._take(stage, place, "step", self.cost.step_s(place), args)
         return progressed
+
+    def _may_run(self, stage: _StageRun, place: int, instruction: Instruction) -> bool:
+        """Waits for what an instruction needs of other stages; False if that has not happened yet."""
+        match instruction:
+            case Receive():
+                return self._receive(stage, place, instruction)
+            case Measure():
+                return self._measure(stage, place, instruction)
+            case Step(job, step) if place > 0:
+                verdict = self.verdicts.get(Measure(job, step))
+                stage.free_at = max(stage.free_at, verdict or 0.0)
+                return verdict is not None
+        return True
+
+    def _measure(self, stage: _StageRun, place: int, measure: Measure) -> bool:
+        parts = self.measured.setdefault(measure, [])
+        if place > 0:
+            parts.append(stage.free_at)
+            return True
+        if len(parts) < self.program.num_stages - 1:
+            return False
+        stage.free_at = self.verdicts[measure] = max([stage.free_at, *parts])
+        return True
 
     def _compute(self, stage: _StageRun, place: int, visit: Forward | Backward) -> None:
         lengths = self.lengths[visit.microbatch]

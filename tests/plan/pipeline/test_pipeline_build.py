@@ -219,3 +219,26 @@ def test_split_layers_gives_the_stage_with_the_head_fewer_layers() -> None:
 def test_layer_seconds_of_a_model_with_a_stage_per_layer_are_both_passes() -> None:
     """What is split is forward and backward of each layer."""
     assert layer_seconds(COST, 3, [4]) == [2.5 * (1.0 + 4.0)] * 3
+
+
+def test_steps_of_several_stages_wait_for_the_jobs_next_forward() -> None:
+    """By then the norm of the whole gradient is known without anybody waiting for it."""
+    program = build(Schedule.ONE_F_ONE_B, equal(1, 2), 2)
+    kinds = " ".join(type(i).__name__ for i in program.stages[1])
+    assert kinds == "Receive Forward Backward Measure Send Receive Step Forward Backward Measure Send Step"
+    alone = build(Schedule.ONE_F_ONE_B, equal(1, 2), 1)
+    assert [type(i).__name__ for i in alone.stages[0]] == ["Forward", "Backward", "Step"] * 2
+
+
+def test_template_that_keeps_the_order_puts_linked_microbatches_together_slowest_first() -> None:
+    """No job's samples change places, whatever the others' lengths."""
+    lengths = [("a", 1), ("b", 2), ("a", 9), ("c", 5)]
+    seen: dict[str, int] = {}
+    stream = []
+    for job, length in lengths:
+        stream.append(Microbatch((Segment(job, 0, seen.get(job, 0), length),)))
+        seen[job] = seen.get(job, 0) + 1
+    program = build(Schedule.TEMPLATE, stream, 2, keep_order=True)
+    assert [(m.segments[0].job, m.num_tokens) for m in program.microbatches] == [("a", 1), ("a", 9), ("c", 5), ("b", 2)]
+    published = build(Schedule.TEMPLATE, stream, 2)
+    assert [m.num_tokens for m in published.microbatches] == [9, 1, 5, 2]

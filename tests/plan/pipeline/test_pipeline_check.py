@@ -12,7 +12,7 @@ from random_streams import streams
 from weft.cost.types import LinearCost
 from weft.plan.check import violations
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
-from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
+from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import Microbatch, Segment
 from weft.simulate.interpret import simulate
 
@@ -259,3 +259,35 @@ def test_step_of_a_global_batch_that_is_not_there_is_refused() -> None:
     program = build(Schedule.GPIPE, [Microbatch((Segment("a", 0, 0, 1),))], 1)
     found = violations(edited(program, 0, [*program.stages[0], Step("a", 1)]))
     assert len(found) == 1 and "not there" in found[0]
+
+
+ONE_SAMPLE = [Microbatch((Segment("a", 0, 0, 1),))]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_step_before_its_gradient_is_measured_is_refused(stage: int) -> None:
+    """A stage would clip by a norm that nobody knows yet."""
+    program = build(Schedule.GPIPE, ONE_SAMPLE, 2)
+    own = [i for i in program.stages[stage] if i != Step("a", 0)]
+    own.insert(own.index(Measure("a", 0)), Step("a", 0))
+    found = violations(edited(program, stage, own))
+    assert len(found) == 1 and "before its gradient is measured" in found[0]
+
+
+def test_measure_before_the_last_backward_or_on_one_device_is_refused() -> None:
+    """It would miss a part of the gradient, or there are no parts."""
+    program = build(Schedule.GPIPE, ONE_SAMPLE, 2)
+    place = program.stages[1].index(Measure("a", 0))
+    assert "1 backwards early" in violations(moved(program, (1, place), place - 1))[0]
+    alone = build(Schedule.GPIPE, ONE_SAMPLE, 1)
+    assert "is for several stages" in violations(edited(alone, 0, [*alone.stages[0], Measure("a", 0)]))[0]
+
+
+def test_stages_that_wait_for_each_others_measures_are_refused() -> None:
+    """The first stage wants a part before it sends what the second does before it measures."""
+    stream = [Microbatch((Segment(job, 0, 0, 1),)) for job in "ab"]
+    program = build(Schedule.ONE_F_ONE_B, stream, 2)
+    own = list(program.stages[1])
+    own.remove(Measure("a", 0))
+    own.insert(own.index(Measure("b", 0)), Measure("a", 0))
+    assert "waits for ever" in violations(edited(program, 1, own))[0]

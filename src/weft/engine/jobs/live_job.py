@@ -6,7 +6,7 @@ settled by `Settlement`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.data.dataset import JobData
 from weft.engine.jobs.progress import JobProgress
@@ -161,12 +161,22 @@ class LiveJob:
         """The queue once these have run too; None if the job has ended then."""
         return self.progress.queue_after(turns, self.spec.priority, self.lane)
 
+    def queue_until_due(self) -> JobQueue:
+        """The job's next global batches up to the step after which it is evaluated or saved."""
+        queue, every = self.queue(), [self.spec.save_steps]
+        every += [] if self.data.eval is None else [self._eval_every]
+        due = min(self.step + n - self.step % n for n in every)
+        return replace(queue, batches=tuple(batch for batch in queue.batches if batch.step < due))
+
+    @property
+    def _eval_every(self) -> int:
+        return self.spec.eval_steps or self.progress.order.steps_per_epoch
+
     def is_eval_due(self) -> bool:
         """An evaluation belongs after the last step and is not done yet."""
         if self.data.eval is None or self.settled.evaluated == self.step:
             return False
-        every = self.spec.eval_steps or self.progress.order.steps_per_epoch
-        return self.step % every == 0 or self.step == self.num_steps
+        return self.step % self._eval_every == 0 or self.step == self.num_steps
 
     def is_save_due(self, own_s: float) -> bool:
         """A checkpoint belongs after the last step and is not written yet; this process has run for `own_s`."""

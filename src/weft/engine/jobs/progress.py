@@ -123,11 +123,12 @@ class JobProgress:
         self._begin_batch()
         self.num_rewinds += 1
 
-    def learning_rate(self) -> float:
-        """The learning rate of the step that is due."""
+    def learning_rate(self, step: int | None = None) -> float:
+        """The learning rate of a step; by default of the one that is due."""
         spec, warmup = self._spec, warmup_steps(self._spec.warmup_steps, self.num_steps)
+        step = self.step if step is None else step
         return learning_rate(
-            spec.lr_scheduler_type, spec.learning_rate, self.step, self.num_steps, warmup, spec.lr_scheduler_kwargs
+            spec.lr_scheduler_type, spec.learning_rate, step, self.num_steps, warmup, spec.lr_scheduler_kwargs
         )
 
     def finish_step(self, rate: float, updated: Updated) -> StepResult:

@@ -6,13 +6,14 @@ Either way the moments live in the job's torch optimizer, under torch's names.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
+from torch.optim.adamw import adamw as step_with_torch
 
 from weft.adapters.adapter import Adapter
-from weft.execute.optimizers.optimizer import Optimizer, Results, counting_steps
+from weft.execute.optimizers.optimizer import Optimizer, PartOfStep, Results, counting_steps, gradient_norm
 from weft.kernels.adamw import ParameterLane, Update, Updated, adamw
 from weft.spec import JobSpec
 
@@ -53,19 +54,49 @@ class AdamW(Optimizer):
                 moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
                 state.update(step=torch.tensor(0.0), **moments)
 
-    def step(self, is_finite: bool) -> Updated:
+    def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
         """Clips and applies the gradients with torch."""
         groups = self.adapter.groups.values()
-        norm = float(torch.stack([group.grad.norm() for group in groups]).norm())
+        norm = float(gradient_norm(group.grad for group in groups)) if part is None else part.norm
         skipped = not (is_finite and math.isfinite(norm))
         if not skipped:
             self._clip(norm)
             for torch_group, rate in zip(self._torch.param_groups, self.rates.values(), strict=True):
                 torch_group["lr"] = rate
-            self._torch.step()
+            if part is not None and any(part.fills.values()):
+                self._step_filled(part.fills)
+            else:
+                self._torch.step()
         self.adapter.zero_grad()
         largest = float(torch.stack([group.params.abs().max() for group in groups]).max())
         return Updated(norm, largest, skipped)
+
+    def _step_filled(self, fills: Mapping[str, int]) -> None:
+        """The step of torch over copies with zeros in front of them."""
+        spec, rates = self.spec, self.rates
+        for name, state in self.states.items():
+            group, fill = self.adapter.groups[name], fills[name]
+            own = (group.params, group.grad, state["exp_avg"], state["exp_avg_sq"])
+            filled = [torch.nn.functional.pad(tensor, (fill, 0)) for tensor in own]
+            params, grad, exp_avg, exp_avg_sq = filled
+            step_with_torch(
+                [params],
+                [grad],
+                [exp_avg],
+                [exp_avg_sq],
+                max_exp_avg_sqs=[],
+                state_steps=[state["step"]],
+                fused=True,
+                amsgrad=False,
+                beta1=spec.adam_beta1,
+                beta2=spec.adam_beta2,
+                lr=rates[name],
+                weight_decay=spec.weight_decay,
+                eps=spec.adam_epsilon,
+                maximize=False,
+            )
+            for tensor, stepped in zip(own, filled, strict=True):
+                tensor.copy_(stepped[fill:])
 
     @classmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:

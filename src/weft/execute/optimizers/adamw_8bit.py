@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.execute.optimizers.optimizer import Optimizer, Results, counting_steps
+from weft.execute.optimizers.optimizer import Optimizer, PartOfStep, Results, counting_steps
 from weft.kernels.adamw import Update, Updated
 from weft.kernels.adamw_8bit import SCALED, QuantisedLane, adamw_8bit
 from weft.kernels.launch import cdiv
@@ -41,8 +41,9 @@ class AdamW8bit(Optimizer):
                     root_scales=params.new_zeros(num_scales),
                 )
 
-    def step(self, is_finite: bool) -> Updated:
+    def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
         """Clips and applies the gradients."""
+        assert part is None, "its blocks of numbers do not end where a part of a job does"
         return self.start_all([self], [is_finite], None)()[0]
 
     @classmethod

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.execute.optimizers.optimizer import Optimizer, Results
+from weft.execute.optimizers.optimizer import Optimizer, PartOfStep, Results, gradient_norm
 from weft.kernels.adamw import Updated
 from weft.kernels.device_event import AsyncCopy
 from weft.spec import JobSpec
@@ -86,9 +86,11 @@ class GatedOptimizer(Optimizer):
         super().make_room()
         torch.empty(2 * self.adapter.num_parameters, device=self.adapter.device)
 
-    def step(self, is_finite: bool) -> Updated:
+    def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
         """Clips and applies the gradients at once."""
-        return self._start(torch.tensor(is_finite, device=self.adapter.device))()
+        device = self.adapter.device
+        norm = None if part is None else torch.tensor(part.norm, device=device)
+        return self._start(torch.tensor(is_finite, device=device), norm)()
 
     @classmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
@@ -105,11 +107,11 @@ class GatedOptimizer(Optimizer):
                 started.append(partial(Updated, math.nan, math.nan, True, error))
         return lambda: [result() for result in started]
 
-    def _start(self, is_finite: torch.Tensor) -> Callable[[], Updated]:
+    def _start(self, is_finite: torch.Tensor, norm: torch.Tensor | None = None) -> Callable[[], Updated]:
         """Starts the step; what is returned waits for it."""
         self.make_moments()
         groups = self.adapter.groups.values()
-        norm = torch.stack([group.grad.norm() for group in groups]).norm()
+        norm = gradient_norm(group.grad for group in groups) if norm is None else norm
         gate = Gate(is_finite & norm.isfinite())
         limit = self.spec.max_grad_norm
         for group in groups:

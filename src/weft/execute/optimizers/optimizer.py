@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -30,6 +31,22 @@ def counting_steps(optimizers: Sequence[Optimizer], wait: Results) -> Results:
         return found
 
     return results
+
+
+@dataclass(frozen=True)
+class PartOfStep:
+    """What a step has to know where an adapter is only a part of a job's, to do what the step of all would do to it."""
+
+    norm: float
+    """Of the whole gradient."""
+    fills: Mapping[str, int]
+    """By group: with so many zeros in front of it, torch takes the same numbers by vectors as in the whole buffer."""
+
+
+def gradient_norm(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The norm of a whole gradient, given by group."""
+    norm: torch.Tensor = torch.stack([grad.norm() for grad in grads]).norm()
+    return norm
 
 
 class Optimizer(ABC):
@@ -65,8 +82,11 @@ class Optimizer(ABC):
         self.make_moments()
 
     @abstractmethod
-    def step(self, is_finite: bool) -> Updated:
-        """Clips and applies the gradients, unless they or the loss are not finite; then forgets them."""
+    def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
+        """Clips and applies the gradients, unless they or the loss are not finite; then forgets them.
+
+        `part`: where this adapter is only a part of the job's.
+        """
 
     @classmethod
     @abstractmethod

@@ -10,7 +10,7 @@ is the step with a module's own, up to rounding, whatever the optimizer and wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -24,9 +24,8 @@ def largest_factor(patterns: Mapping[str, float]) -> float:
     return max([1.0, *patterns.values()])
 
 
-def refuse_idle_rates(patterns: Mapping[str, float], adapter: Adapter) -> None:
+def refuse_idle_rates(patterns: Mapping[str, float], paths: Sequence[str]) -> None:
     """ConfigError for a pattern that none of the adapted modules answers to."""
-    paths = list(adapter.modules)
     for pattern in patterns:
         if not any(answers_pattern(path, pattern) for path in paths):
             raise ConfigError(

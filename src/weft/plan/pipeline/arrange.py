@@ -34,24 +34,48 @@ def by_rounds(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
 
 
 def by_template(
-    microbatches: Sequence[Microbatch], latency_s: Callable[[Microbatch], float]
+    microbatches: Sequence[Microbatch], latency_s: Callable[[Microbatch], float], *, keep_order: bool = False
 ) -> tuple[tuple[Microbatch, ...], tuple[int, ...]]:
     """MuxTune's template: in each round the slowest bucket first, a bucket's microbatches together.
 
-    A bucket is the microbatches of one round with the same jobs. Returns the stream and the ends of its rounds.
+    A bucket is the microbatches of one round with the same jobs, slowest first. To keep the order of every job's
+    samples it is all that are linked by shared jobs, as they come. Returns the stream and the ends of its rounds.
     """
-    rounds: dict[int, dict[tuple[str, ...], list[Microbatch]]] = {}
+    rounds: dict[int, list[Microbatch]] = {}
     for microbatch, number in zip(microbatches, _round_numbers(microbatches), strict=True):
-        bucket = tuple(sorted({s.job for s in microbatch.segments}))
-        rounds.setdefault(number, {}).setdefault(bucket, []).append(microbatch)
+        rounds.setdefault(number, []).append(microbatch)
     stream: list[Microbatch] = []
     ends: list[int] = []
-    for _, buckets in sorted(rounds.items()):
-        slowest = {bucket: max(latency_s(m) for m in members) for bucket, members in buckets.items()}
+    for _, members in sorted(rounds.items()):
+        buckets = _linked(members) if keep_order else _alike(members)
+        slowest = {bucket: max(latency_s(m) for m in own) for bucket, own in buckets.items()}
         for bucket in slowest_first(slowest):
-            stream.extend(sorted(buckets[bucket], key=latency_s, reverse=True))
+            own = buckets[bucket]
+            stream.extend(own if keep_order else sorted(own, key=latency_s, reverse=True))
         ends.append(len(stream))
     return tuple(stream), tuple(ends)
+
+
+def _jobs_of(microbatch: Microbatch) -> tuple[str, ...]:
+    return tuple(sorted(microbatch.job_tokens))
+
+
+def _alike(microbatches: Sequence[Microbatch]) -> dict[tuple[str, ...], list[Microbatch]]:
+    """Microbatches by the jobs that they hold."""
+    found: dict[tuple[str, ...], list[Microbatch]] = {}
+    for microbatch in microbatches:
+        found.setdefault(_jobs_of(microbatch), []).append(microbatch)
+    return found
+
+
+def _linked(microbatches: Sequence[Microbatch]) -> dict[tuple[str, ...], list[Microbatch]]:
+    """Microbatches by jobs such that no job is in two buckets, each bucket in the given order."""
+    groups: list[set[str]] = []
+    for microbatch in microbatches:
+        jobs = {*microbatch.job_tokens}
+        touched = [group for group in groups if group & jobs]
+        groups = [group for group in groups if not group & jobs] + [jobs.union(*touched)]
+    return {tuple(sorted(group)): [m for m in microbatches if group & m.job_tokens.keys()] for group in groups}
 
 
 def slowest_first(seconds: Mapping[Bucket, float]) -> list[Bucket]:

@@ -29,7 +29,7 @@ from weft.plan.pipeline.arrange import by_rounds, by_template
 from weft.plan.pipeline.eager import eager_orders
 from weft.plan.pipeline.orders import StageOrder, interleaved_orders, orders_by_lead
 from weft.plan.pipeline.stream import BatchStream, read_stream
-from weft.plan.program import Backward, Forward, Instruction, Program, Receive, Send, Step
+from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import Microbatch
 
 
@@ -57,15 +57,19 @@ def build(
     num_chunks: int = 1,
     cost: CostModel | None = None,
     memory_bytes: Sequence[int] | None = None,
+    keep_order: bool = False,
 ) -> Program:
     """The program of a schedule; `memory_bytes` is what each stage has for microbatches in flight.
 
     `microbatches` hold whole global batches, each job's in order. Without a cost model a token counts 1 s and 1 byte.
+    Only a template takes microbatches of a global batch out of their order, and with `keep_order` it does not either.
     """
     _check(schedule, microbatches, num_stages, num_chunks, memory_bytes)
     model = LinearCost() if cost is None else cost
     if schedule is Schedule.TEMPLATE:
-        given, rounds = by_template(microbatches, lambda m: model.forward_s([s.length for s in m.segments], 0))
+        given, rounds = by_template(
+            microbatches, lambda m: model.forward_s([s.length for s in m.segments], 0), keep_order=keep_order
+        )
         stream = read_stream(given)
         orders = eager_orders(stream, num_stages, model, memory_bytes, rounds)
         return _assemble(stream, orders, num_chunks)
@@ -146,7 +150,7 @@ def _require_fit(program: Program, cost: CostModel, memory_bytes: Sequence[int] 
 
 
 def _assemble(stream: BatchStream, orders: Sequence[StageOrder], num_chunks: int) -> Program:
-    """Puts every computation between its transfers, and every step behind its last backward."""
+    """Puts every computation between its transfers, and steps where they are due."""
     num_stages = len(orders)
     stages = tuple(
         tuple(_with_transfers(stream, order, stage, num_stages, num_chunks)) for stage, order in enumerate(orders)
@@ -159,6 +163,8 @@ def _with_transfers(
 ) -> list[Instruction]:
     batches_of = [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
     left = Counter({batch: num_chunks * len(places) for batch, places in stream.members.items()})
+    measured: dict[str, int] = {}
+    """By job, the step that is due before its next forward."""
     result: list[Instruction] = []
     for visit in order:
         k, chunk = visit.microbatch, visit.chunk
@@ -171,10 +177,19 @@ def _with_transfers(
         towards = -1 if is_gradient else 1
         if has_source:
             result.append(Receive(k, chunk, is_gradient, (stage - towards) % num_stages))
+        if not is_gradient:
+            result.extend(Step(job, measured.pop(job)) for job, _ in batches_of[k] if job in measured)
         result.append(visit)
-        if has_target:
-            result.append(Send(k, chunk, is_gradient, (stage + towards) % num_stages))
+        ended = []
         if is_gradient:
             left.subtract(batches_of[k])
-            result.extend(Step(job, step) for job, step in batches_of[k] if left[job, step] == 0)
-    return result
+            ended = [batch for batch in batches_of[k] if left[batch] == 0]
+        if num_stages > 1:
+            # Before the gradients go on, so that whoever gets them has the part that belongs to them already.
+            result.extend(Measure(job, step) for job, step in ended)
+            measured.update(ended)
+        if has_target:
+            result.append(Send(k, chunk, is_gradient, (stage + towards) % num_stages))
+        if num_stages == 1:
+            result.extend(Step(job, step) for job, step in ended)
+    return [*result, *(Step(job, step) for job, step in sorted(measured.items()))]

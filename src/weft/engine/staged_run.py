@@ -1,0 +1,95 @@
+"""Runs one program on a replica of several stages: all of it at once, and then counts it.
+
+A pipeline is full only while the next microbatch need not wait for the host, so stages get a whole program. It ends for
+every job where something is due that needs its weights as they are then: an evaluation, a checkpoint, its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from weft.engine.events import Event, MicrobatchDone
+from weft.engine.jobs.live_job import LiveJob
+from weft.engine.lookahead import LookaheadPlanner
+from weft.engine.program_run import count_step
+from weft.engine.timeline import TimelineRecorder
+from weft.execute.protocol import Executor, StagedOutcome, StagedWork
+from weft.plan.pipeline.stream import read_stream
+from weft.plan.program import Program, Step
+from weft.plan.types import Limits
+from weft.wall_clock import Activity
+
+
+class StagedRun:
+    """Runs one program of several stages."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        running: Sequence[LiveJob],
+        plans: LookaheadPlanner,
+        limits: Limits,
+        row_tile: int,
+        timeline: TimelineRecorder,
+    ) -> None:
+        self._executor = executor
+        self._jobs = {job.spec.name: job for job in running}
+        self._row_tile = row_tile
+        self._timeline = timeline
+        self._rest: Program | None = plans.program([job.queue_until_due() for job in running], limits)
+        self.is_mid_step = False
+        """The program is under way: whatever happens to it, jobs may be ahead of what is known of them."""
+
+    def next_jobs(self) -> list[str]:
+        """The jobs that the next call of `advance` is about; none at the end."""
+        return [] if self._rest is None else list(self._jobs)
+
+    def advance(self) -> list[Event]:
+        """Runs the program; says what has been done in the order of its microbatches."""
+        program, self._rest = self._rest, None
+        assert program is not None, "a program runs once"
+        steps = [(i.job, i.step) for i in program.stages[0] if isinstance(i, Step)]
+        rates = {(job, step): self._jobs[job].progress.learning_rate(step) for job, step in steps}
+        self.is_mid_step = True
+        begun_s = time.perf_counter()
+        outcome = self._executor.wait(self._executor.start(StagedWork(program, self._row_tile, rates)))
+        self._record(outcome, begun_s)
+        done = self._counted(program, outcome, rates, time.perf_counter() - begun_s)
+        self.is_mid_step = False
+        return done
+
+    def finish(self) -> list[Event]:
+        """Has nothing left to count."""
+        return []
+
+    def _counted(
+        self, program: Program, outcome: StagedOutcome, rates: dict[tuple[str, int], float], seconds: float
+    ) -> list[Event]:
+        """Counts every sample and step; a job that cannot go on counts nothing after the step that showed it."""
+        done: list[Event] = []
+        completes = read_stream(program.microbatches).completes
+        num_tokens = sum(microbatch.num_tokens for microbatch in program.microbatches)
+        for k, (microbatch, found) in enumerate(zip(program.microbatches, outcome.microbatches, strict=True)):
+            for segment, score in zip(microbatch.segments, found.scores, strict=True):
+                progress = self._jobs[segment.job].progress
+                if not progress.diverged:
+                    progress.add_score(segment, score)
+            if microbatch.segments:
+                share = seconds * microbatch.num_tokens / num_tokens
+                tokens = microbatch.num_tokens
+                done.append(MicrobatchDone(tuple(microbatch.job_tokens), tokens, found.num_rows, share))
+            for step in completes.get(k, []):
+                job = self._jobs[step[0]]
+                if not job.progress.diverged:
+                    done.append(count_step(job, rates[step], outcome.steps[step], self._timeline.now()))
+        return done
+
+    def _record(self, outcome: StagedOutcome, begun_s: float) -> None:
+        """Puts what ran on the stages into the timeline; the wall clock counts the program once."""
+        shift = self._timeline.now() - time.perf_counter()
+        for span in outcome.spans:
+            self._timeline.spans.append(dataclasses.replace(span, start_s=span.start_s + shift))
+        ended_s = time.perf_counter()
+        self._timeline.wall.add(Activity.COMPUTING, ended_s - begun_s, ended_s)

@@ -1,0 +1,82 @@
+"""The norm of a gradient that lies on several stages, to the bits of one device.
+
+One device sums over the flat buffer of each group from its beginning to its end. So the stages' parts of a gradient are
+brought to one place and put together as that buffer; sums of parts would depend on where the model is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.execute.optimizers.optimizer import PartOfStep, gradient_norm
+from weft.execute.weights import JobWeights
+
+VECTOR = 16
+"""Numbers that torch takes at once on a CPU, at most. What is left at the end of a buffer it steps one by one, and that
+may round otherwise."""
+
+
+@dataclass(frozen=True)
+class JobShare:
+    """What a stage holds of a job's adapter."""
+
+    sizes: Mapping[str, int]
+    """Numbers of each group of parameters."""
+    trained: tuple[str, ...]
+    """The groups that are trained."""
+    modules: tuple[str, ...]
+    target_names: tuple[str, ...]
+    """All adapted modules of the whole model, in the words of PEFT's target_modules."""
+    shared: Mapping[str, torch.Tensor]
+    """Frozen tensors that all modules read."""
+
+    @property
+    def num_trained(self) -> int:
+        """Numbers that are trained."""
+        return sum(self.sizes[group] for group in self.trained)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a job's gradient once all stages have measured it."""
+
+    norm: float
+    is_finite: bool
+    """Whether all losses are."""
+
+
+def gradient_part(weights: JobWeights | None, *, is_finite: bool) -> torch.Tensor:
+    """A stage's part of a job's gradient, behind a number above 0 if the losses that the stage knows are finite."""
+    grads = [] if weights is None else [group.grad for group in weights.adapter.groups.values()]
+    return torch.cat([torch.tensor([float(is_finite)]), *grads])
+
+
+def part_size(share: JobShare) -> int:
+    """Numbers of a stage's part."""
+    return 1 + share.num_trained
+
+
+def part_of_step(norm: float, shares: Sequence[JobShare], stage: int) -> PartOfStep:
+    """What the step of a stage has to know of the others'."""
+    fills = {}
+    for group in shares[stage].trained:
+        sizes = [share.sizes.get(group, 0) for share in shares]
+        start, total = sum(sizes[:stage]), sum(sizes)
+        num_by_vectors = min(max(total - total % VECTOR - start, 0), sizes[stage])
+        fills[group] = -num_by_vectors % VECTOR
+    return PartOfStep(norm, fills)
+
+
+def judge_gradient(parts: Sequence[torch.Tensor], shares: Sequence[JobShare]) -> Verdict:
+    """The verdict about a gradient, given what all stages hold of it, in their order."""
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for part, share in zip(parts, shares, strict=True):
+        start = 1
+        for group in share.trained:
+            pieces.setdefault(group, []).append(part[start : start + share.sizes[group]])
+            start += share.sizes[group]
+    norm = float(gradient_norm(torch.cat(own) for own in pieces.values()))
+    return Verdict(norm, all(float(part[0]) > 0 for part in parts))

@@ -1,0 +1,56 @@
+"""Loads a replica in stages, after everything is refused that cannot be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.backbone.load import choose_device, find_source, load_config, load_tokenizer
+from weft.backbone.model_part import ModelPart, num_layers
+from weft.cost.shape import ModelShape
+from weft.errors import ConfigError, ModelError
+from weft.execute.stages.stage_pool import StageProcesses
+from weft.execute.stages.staged import StagedExecutor
+from weft.families.registry import FAMILIES
+from weft.kernels.device import is_cpu
+from weft.plan.pipeline.split import split_layers
+from weft.spec import BackboneSpec
+
+WHERE = "--layout"
+
+
+def load_stages(spec: BackboneSpec, num_stages: int) -> StagedExecutor:
+    """A replica whose stages are processes of this machine."""
+    parts = find_parts(spec, num_stages)
+    tokenizer = load_tokenizer(spec.base_model)
+    return StagedExecutor(StageProcesses(spec, parts), tokenizer)
+
+
+def find_parts(spec: BackboneSpec, num_stages: int) -> list[ModelPart]:
+    """Which layers each stage gets; raises what stands in the way, before any weight is read."""
+    if not is_cpu(choose_device(spec)):
+        raise ConfigError("stages run on CPUs only so far; set device=cpu, or use --replicas.", where=WHERE)
+    if spec.kernels == "fused" or spec.recompute != "none" or spec.offload:
+        raise ConfigError("stages run on the reference path; leave kernels, recompute and offload out.", where=WHERE)
+    config = load_config(find_source(spec.base_model))
+    count = num_layers(config)
+    if count is None:
+        known = ", ".join(FAMILIES)
+        raise ModelError(
+            f"is a {config['model_type']} model; stages are for those of {known}.",
+            where=f"base_model {spec.base_model}",
+        )
+    if num_stages > count:
+        raise ConfigError(f"got {num_stages} stages; the model has {count} layers, so use 1 to {count}.", where=WHERE)
+    return _cut(config, count, num_stages)
+
+
+def _cut(config: dict[str, Any], count: int, num_stages: int) -> list[ModelPart]:
+    """Runs of layers that take about as long as each other; the last one has the output head besides."""
+    shape = ModelShape.from_config(config)
+    weights = [float(shape.layer_weights)] * count
+    weights[-1] += shape.head_weights
+    parts, first = [], 0
+    for size in split_layers(weights, num_stages):
+        parts.append(ModelPart(first, first + size, count))
+        first += size
+    return parts

@@ -1,0 +1,223 @@
+"""One stage: a part of the backbone, with the share that every job's adapter has of it.
+
+A job without a module here, because of `layers_to_transform`, has no share: its samples pass the bare layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from weft.adapters.method import ModuleTensors
+from weft.adapters.methods import method_of
+from weft.adapters.targets import leaf_names
+from weft.backbone.backbone import Backbone
+from weft.backbone.packed import PackedBatch, pack_samples
+from weft.backbone.scores import PendingScores
+from weft.backbone.stage_runner import StageRunner
+from weft.errors import ConfigError
+from weft.execute.evaluate import ScoreRequest, evaluation_microbatches, mean_of
+from weft.execute.local import LocalExecutor, replica_facts
+from weft.execute.microbatch import ExecutedJob, place_segment
+from weft.execute.optimizers.rate_pattern import refuse_idle_rates
+from weft.execute.protocol import EvaluationWork, NewJob, ReplicaFacts
+from weft.execute.stages.gradient import JobShare
+from weft.execute.stages.transport import ACTIVATION, Transport
+from weft.execute.weights import JobWeights
+from weft.kernels.device import CPU
+from weft.objectives.metrics import MeanScores
+from weft.plan.types import Microbatch
+from weft.spec import AdapterSpec
+
+WHOLE_STATES = ("adamw_8bit",)
+"""Optimizers that remember blocks of numbers, which a border between two stages may cut."""
+
+
+def refuse_whole(job: NewJob) -> None:
+    """ConfigError for a job that needs a backbone in one piece."""
+    spec = job.spec
+    if spec.optim in WHOLE_STATES:
+        raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
+    if spec.adapter.own_rows:
+        found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
+        raise ConfigError(found, where="adapter.trainable_token_indices")
+    if any(data is not None and data.reads_reference for data in (job.batches.data, job.eval_data)):
+        found = f"{spec.objective} compares with a reference, which stages do not run; train it without --layout."
+        raise ConfigError(found, where="objective")
+
+
+class Stage:
+    """A part of a backbone, and its share of the jobs."""
+
+    def __init__(self, index: int, num_stages: int, backbone: Backbone, transport: Transport) -> None:
+        self.index, self.num_stages = index, num_stages
+        self.backbone = backbone
+        self.transport = transport
+        self.runner = StageRunner(backbone)
+        self.local = LocalExecutor(backbone)
+        self._given: dict[str, NewJob] = {}
+        self.shares: dict[str, Sequence[JobShare]] = {}
+        """What every stage holds of a job."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether samples enter here."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether losses are found here."""
+        return self.index + 1 == self.num_stages
+
+    def facts(self) -> ReplicaFacts:
+        """What does not change about it."""
+        return replica_facts(self.backbone)
+
+    def row_tile(self, capacity: int) -> int:
+        """Rows that every frozen product is computed in."""
+        return self.local.row_tile(capacity)
+
+    def check_adapter(self, adapter: AdapterSpec) -> None:
+        """ConfigError if an adapter does not fit the backbone."""
+        self.local.check_adapter(adapter)
+
+    def activation_bytes(self, capacity: int, adapters: Sequence[AdapterSpec]) -> int:
+        """What a microbatch may hold here between forward and backward."""
+        return self.local.activation_bytes(capacity, adapters)
+
+    def weights_of(self, job: str) -> JobWeights | None:
+        """The tensors of a job's share, if it has one."""
+        return self.local.jobs[job].weights if job in self.local.jobs else None
+
+    def add(self, job: NewJob) -> JobShare:
+        """Makes a job's share; ConfigError if the job does not fit a backbone in parts."""
+        spec, method = job.spec, method_of(job.spec.adapter)
+        refuse_whole(job)
+        targets = self.backbone.targets(spec.adapter)
+        refuse_idle_rates(spec.learning_rate_pattern, targets)
+        names = tuple(leaf_names(targets, self.backbone.paths_for(method)) or targets)
+        own = [path for path in targets if path in self.backbone.shapes_for(method)]
+        self._given[spec.name] = job
+        if not own:
+            if self.is_last and job.batches.data.head is not None:
+                raise ConfigError(
+                    "its head is on the last stage, where its adapter has no module; use fewer stages.",
+                    where="adapter.layers_to_transform",
+                )
+            return JobShare({}, (), (), names, {})
+        adapter = self.backbone.new_adapter(
+            spec.adapter, spec.seed, CPU, job.batches.data.head if self.is_last else None
+        )
+        if job.start is not None:
+            adapter.load(self._own_start(job.start, own, targets), job.start_name)
+        self.local.jobs[spec.name] = ExecutedJob(job, JobWeights(spec, adapter))
+        sizes = {name: params.numel() for name, params in adapter.flat().items()}
+        return JobShare(sizes, tuple(adapter.groups), tuple(own), names, adapter.shared)
+
+    def _own_start(
+        self, start: Mapping[str, ModuleTensors], own: Sequence[str], targets: Sequence[str]
+    ) -> dict[str, ModuleTensors]:
+        """What of an adapter file concerns this stage; what concerns none is left for the last to refuse."""
+        elsewhere = {*targets} - {*own} if self.is_last else start.keys() - {*own}
+        return {path: tensors for path, tensors in start.items() if path not in elsewhere}
+
+    def know_shares(self, job: str, shares: Sequence[JobShare]) -> None:
+        """Learns what the other stages hold of a job."""
+        self.shares[job] = shares
+
+    def drop(self, job: str) -> None:
+        """Forgets a job, if it is known."""
+        self._given.pop(job, None)
+        self.shares.pop(job, None)
+        self.local.jobs.pop(job, None)
+
+    def seat(self, job: str) -> None:
+        """Takes a slot for a job's share."""
+        if job in self.local.jobs:
+            self.local.seat(job)
+
+    def unseat(self, job: str) -> None:
+        """Frees a job's slot."""
+        if job in self.local.jobs:
+            self.local.unseat(job)
+
+    def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Gives a job's share the state that `tensors` once brought."""
+        if job in self.local.jobs:
+            self.local.restore(job, tensors)
+
+    def rewind(self, job: str) -> None:
+        """Forgets the gradients of a job's current global batch."""
+        if job in self.local.jobs:
+            self.local.rewind(job)
+
+    def keep_best(self, job: str) -> None:
+        """Keeps a copy of a job's weights as the best so far."""
+        if job in self.local.jobs:
+            self.local.keep_best(job)
+
+    def use_best(self, job: str) -> None:
+        """Puts the copy that was kept into the adapter, if there is one."""
+        if job in self.local.jobs:
+            self.local.use_best(job)
+
+    def tensors(self, job: str, moments: bool) -> dict[str, torch.Tensor]:
+        """All tensors of a job's share by name, or all but the optimizer's, on the CPU."""
+        weights = self.weights_of(job)
+        return {} if weights is None else weights.snapshot(moments=moments)()
+
+    def modules(self, job: str, best: bool) -> dict[str, ModuleTensors]:
+        """The adapter's tensors of a job's share by module path, as files hold them."""
+        weights = self.weights_of(job)
+        return {} if weights is None else weights.modules(weights.snapshot(moments=False)(), best=best)
+
+    def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The same as they are now."""
+        return self.local.adapter_of(job) if job in self.local.jobs else {}
+
+    def packed(self, microbatch: Microbatch, row_tile: int) -> PackedBatch:
+        """One buffer with every segment's sample; it is the same on all stages but for the slots."""
+        placed = []
+        for segment in microbatch.segments:
+            weights = self.weights_of(segment.job)
+            slot = None if weights is None else weights.slot
+            placed.append(place_segment(self._given[segment.job], slot, segment))
+        return pack_samples(placed, row_tile, self.backbone.device)
+
+    def border(self, num_rows: int) -> tuple[int, int]:
+        """The shape of what crosses a border."""
+        return num_rows, int(self.backbone.model.config.get_text_config().hidden_size)
+
+    def evaluate(self, work: EvaluationWork) -> Generator[None, None, list[MeanScores]]:
+        """Evaluates jobs; only the last stage knows the means. It yields where another stage must have its turn."""
+        running: list[tuple[list[int], PendingScores]] = []
+        with ExitStack() as slots:
+            requests: list[ScoreRequest] = []
+            for name in work.jobs:
+                data = self._given[name].eval_data
+                assert data is not None, "only jobs with evaluation data are asked for"
+                slot = slots.enter_context(self.local.slot_of(name)) if name in self.local.jobs else None
+                requests.append(ScoreRequest(slot, data))
+            for owners, placed in evaluation_microbatches(self.backbone, requests, work.capacity, work.row_tile):
+                batch = pack_samples(placed, work.row_tile, self.backbone.device)
+                entering_TD: torch.Tensor | None = None
+                while not self.is_first and entering_TD is None:
+                    entering_TD = self._next_activation(batch)
+                    if entering_TD is None:
+                        yield
+                left_TD, scores = self.runner.look(batch, work.row_tile, entering_TD)
+                if scores is None:
+                    self.transport.send(left_TD, self.index + 1, ACTIVATION)
+                else:
+                    running.append((owners, scores))
+            self.transport.finish()
+        return mean_of(running, len(requests)) if self.is_last else []
+
+    def _next_activation(self, batch: PackedBatch) -> torch.Tensor | None:
+        return self.transport.receive(self.border(batch.num_rows), self.backbone.dtype, self.index - 1, ACTIVATION)
+
+    def forget(self) -> None:
+        """Lets go of what was under way when another stage failed."""
+        self.runner.forget()

@@ -1,0 +1,75 @@
+"""Stages that are asked together: those of one process take turns."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
+
+from weft.backbone.backbone import Backbone
+from weft.execute.protocol import StagedWork
+from weft.execute.stages.interpreter import StageOutcome, StageProgram
+from weft.execute.stages.stage import Stage
+from weft.execute.stages.transport import Boxes, LocalTransport
+
+
+class StageGroup(Protocol):
+    """All stages of one replica."""
+
+    def ask(self, what: str, *given: Any) -> list[Any]:
+        """What every stage answers to the same question, a method of `Stage` or `run`; raises what one raised."""
+        ...
+
+    def ask_each(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same, with another thing given to each stage."""
+        ...
+
+    def close(self) -> None:
+        """Ends them."""
+        ...
+
+
+def answer(stage: Stage, what: str, given: tuple[Any, ...]) -> Generator[None, None, Any]:
+    """What a stage answers; it yields where another stage must have its turn first."""
+    if what == "run":
+        (work,) = given
+        return (yield from run_program(stage, work))
+    found = getattr(stage, what)(*given)
+    return (yield from found) if isinstance(found, Generator) else found
+
+
+def run_program(stage: Stage, work: StagedWork) -> Generator[None, None, StageOutcome]:
+    """Runs a stage's instructions of a program; what is left of one that failed is let go of."""
+    try:
+        return (yield from StageProgram(stage, work).run())
+    finally:
+        stage.forget()
+
+
+class LocalStages:
+    """Stages of this process."""
+
+    def __init__(self, parts: Sequence[Backbone]) -> None:
+        """`parts`: of one backbone, in order."""
+        boxes: Boxes = defaultdict(deque)
+        self.stages = [Stage(index, len(parts), part, LocalTransport(index, boxes)) for index, part in enumerate(parts)]
+
+    def ask(self, what: str, *given: Any) -> list[Any]:
+        """What every stage answers to the same question."""
+        return self.ask_each(what, [given] * len(self.stages))
+
+    def ask_each(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Lets the stages run in turn, each until it must wait for another."""
+        waiting = {stage.index: answer(stage, what, own) for stage, own in zip(self.stages, given, strict=True)}
+        found: dict[int, Any] = {}
+        while waiting:
+            for index, running in list(waiting.items()):
+                try:
+                    next(running)
+                except StopIteration as end:
+                    found[index] = end.value
+                    del waiting[index]
+        return [found[stage.index] for stage in self.stages]
+
+    def close(self) -> None:
+        """Has nothing to end."""

@@ -1,0 +1,160 @@
+"""Stages as processes of this machine: they end together, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from weft.backbone.model_part import ModelPart
+from weft.errors import JobError
+from weft.execute.protocol import ReplicaFaultError
+from weft.execute.stages.stage_process import StageAlive, StageAnswer, StageOrder
+from weft.spec import BackboneSpec
+
+SILENT_S = 30.0
+"""A stage that gives no sign of life for so long is taken for hung, and all are ended."""
+JOIN_S = 300.0
+"""The same before its first one: it imports libraries, perhaps over a network."""
+TOGETHER = ("run", "evaluate")
+"""What stages do by waiting for each other: where one cannot go on, none can."""
+END_S = 5.0
+"""Seconds a stage has to end by itself."""
+
+
+class StageLostError(JobError, ReplicaFaultError):
+    """A stage is gone, and with it the replica: what its jobs have not saved is lost."""
+
+
+class StageProcesses:
+    """All stages of one replica, each in a process of its own."""
+
+    def __init__(self, backbone: BackboneSpec, parts: Sequence[ModelPart], *, silent_s: float = SILENT_S) -> None:
+        """Starts them and waits until all have loaded their layers; raises what keeps one from it."""
+        self._silent_s = silent_s
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-stages-"))
+        self._lost: StageLostError | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection[Any, Any]] = []
+        self._heard_s = [time.monotonic() + JOIN_S - silent_s] * len(parts)
+        try:
+            for index in range(len(parts)):
+                self._start(index, StageOrder(index, backbone, tuple(parts), str(self._folder / "store")))
+            self._gather(is_together=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, what: str, *given: Any) -> list[Any]:
+        """What every stage answers to the same question."""
+        return self.ask_each(what, [given] * len(self._connections))
+
+    def ask_each(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same, with another thing given to each stage."""
+        if self._lost is not None:
+            raise self._lost
+        for index, (connection, own) in enumerate(zip(self._connections, given, strict=True)):
+            try:
+                connection.send((what, own))
+            except OSError:
+                raise self._lose(index) from None
+        return self._gather(is_together=what in TOGETHER)
+
+    def close(self) -> None:
+        """Ends them and removes what they left behind."""
+        for connection in self._connections:
+            connection.close()
+        until = time.monotonic() + END_S
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, index: int, order: StageOrder) -> None:
+        mine, its = Pipe()
+        command = [sys.executable, "-m", "weft.execute.stages.stage_process", str(its.fileno())]
+        with self._log(index).open("wb") as out:
+            # A session of its own: Ctrl-C is for the coordinator, which stops at a step boundary.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                pass_fds=[its.fileno()],
+                start_new_session=True,
+            )
+        its.close()
+        self.processes.append(process)
+        self._connections.append(mine)
+        mine.send(order)
+
+    def _gather(self, *, is_together: bool) -> list[Any]:
+        """Waits for an answer of every stage; raises what one raised."""
+        found: dict[int, StageAnswer] = {}
+        while len(found) < len(self._connections):
+            waiting = {c: index for index, c in enumerate(self._connections) if index not in found}
+            for connection in wait(list(waiting), timeout=1.0):
+                index = waiting[connection]  # type: ignore[index]
+                told = self._hear(index)
+                if isinstance(told, StageAnswer):
+                    found[index] = told
+                    if told.error is not None and is_together:
+                        self._kill()
+                        raise told.error
+            self._end_silent(list(waiting.values()))
+        errors = [told.error for told in found.values() if told.error is not None]
+        if errors:
+            raise errors[0]
+        return [found[index].found for index in range(len(self._connections))]
+
+    def _hear(self, index: int) -> StageAnswer | StageAlive:
+        self._heard_s[index] = max(self._heard_s[index], time.monotonic())
+        try:
+            told: StageAnswer | StageAlive = self._connections[index].recv()
+        except (EOFError, OSError):
+            raise self._lose(index) from None
+        return told
+
+    def _end_silent(self, waiting: Sequence[int]) -> None:
+        for index in waiting:
+            if time.monotonic() - self._heard_s[index] > self._silent_s:
+                raise self._lose(index, f"gave no sign of life for {self._silent_s:g} s")
+
+    def _lose(self, index: int, how: str | None = None) -> StageLostError:
+        """Ends all stages, because of one that is gone."""
+        if how is None:
+            with suppress(subprocess.TimeoutExpired):
+                self.processes[index].wait(END_S)
+            code = self.processes[index].poll()
+            how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended{self._last_words(index)}"
+        self._kill()
+        hint = "Every job goes on from its last checkpoint with --resume."
+        self._lost = StageLostError(f"{how}, so all stages were ended.", where=f"stage {index}", hint=hint)
+        return self._lost
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _log(self, index: int) -> Path:
+        return self._folder / f"stage-{index}.log"
+
+    def _last_words(self, index: int) -> str:
+        """The last line that a stage printed."""
+        with suppress(OSError):
+            lines = [line for line in self._log(index).read_text(errors="replace").splitlines() if line.strip()]
+            return f" ({lines[-1].strip()})" if lines else ""
+        return ""

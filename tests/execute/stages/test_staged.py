@@ -1,0 +1,166 @@
+"""A replica of several stages trains every job to the bits of one device, whatever the cut and the schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from staged_models import staged_executor
+from tiny_models import (
+    Job,
+    assert_same_bits,
+    finish,
+    job_spec,
+    random_backbone,
+    random_data,
+    small_job,
+    submit,
+    train,
+)
+
+from weft.engine.engine import Engine
+from weft.errors import ConfigError
+from weft.plan.pipeline.build import Schedule
+from weft.plan.pipeline.planner import PipelinePlanner
+from weft.store.run_dir import RunDirectory, RunRecord
+
+SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED]
+
+
+def staged(name: str, sizes: tuple[int, ...], schedule: Schedule = Schedule.MULTI_ADAPTER, **options: Any) -> Engine:
+    planner = PipelinePlanner(schedule, len(sizes))
+    return Engine(staged_executor(name, sizes, **options), capacity=48, planner=planner)
+
+
+def jobs() -> list[Job]:
+    """Clipped and not, with dropout; one is evaluated between steps and stops early."""
+    early = {"eval_data": 2, "eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 0.5, "max_steps": 3}
+    judged = (job_spec("judged", seed=3, adapter={"lora_dropout": 0.2}, **early), random_data(3, num_eval=2))
+    clipped, free = {"max_grad_norm": 0.05, "max_steps": 2}, {"max_grad_norm": 0.0, "max_steps": 2}
+    return [small_job("a", **clipped), small_job("b", 1, global_batch_size=7, **free), judged]
+
+
+def check_bits(schedules: Sequence[Schedule], dtype: torch.dtype) -> None:
+    expected = train(random_backbone("llama", num_hidden_layers=4, dtype=dtype), jobs(), capacity=48)
+    cuts = [(1, 3), (2, 2), (1, 1, 1, 1)]
+    for place, schedule in enumerate(schedules):
+        engine = staged("llama", cuts[place % len(cuts)], schedule, dtype=dtype)
+        submit(engine, *jobs())
+        for name, outcome in finish(engine).items():
+            assert_same_bits(outcome, expected[name])
+
+
+def test_jobs_when_trained_by_any_schedule_and_cut_then_have_the_bits_of_one_device():
+    """Adapters, losses and evaluations."""
+    check_bits(SCHEDULES, torch.float32)
+
+
+def test_jobs_when_the_weights_are_bfloat16_then_have_the_bits_of_one_device():
+    check_bits([Schedule.ONE_F_ONE_B], torch.bfloat16)
+
+
+def odd_jobs() -> list[Job]:
+    """Buffers whose cuts are no multiple of anything, and all that an adapter or an optimizer can remember."""
+    step = {"max_steps": 4, "max_grad_norm": 0.3, "weight_decay": 0.1}
+    adapters: dict[str, dict[str, Any]] = {
+        "dora": {"method": "dora", "r": 3},
+        "vera": {"method": "vera"},
+        "bottleneck": {"method": "bottleneck", "bottleneck_size": 5},
+        "diff": {"method": "diff_pruning", "density": 0.05, "mask": "l0"},
+        "prompt": {"method": "prompt_tuning", "num_virtual_tokens": 3},
+        "prefix": {"method": "prefix_tuning", "num_virtual_tokens": 3},
+        "one_layer": {"r": 3, "layers_to_transform": (1,)},
+    }
+    settings: dict[str, dict[str, Any]] = {
+        "muon": {"optim": "muon"},
+        "adafactor": {"optim": "adafactor"},
+        "lion": {"optim": "lion"},
+        "average": {"ema_decay": 0.9, "learning_rate_pattern": {"layers.2.mlp.up_proj": 2.0}},
+    }
+    found = [job_spec(name, adapter=adapter, **step) for name, adapter in adapters.items()]
+    found += [job_spec(name, adapter={"r": 3}, **step, **own) for name, own in settings.items()]
+    return [(spec, random_data(place, num_samples=5)) for place, spec in enumerate(found)]
+
+
+def test_methods_and_optimizers_when_cut_then_have_the_bits_of_one_device():
+    expected = train(random_backbone("llama_odd", num_hidden_layers=3), odd_jobs(), capacity=48)
+    engine = staged("llama_odd", (1, 2))
+    submit(engine, *odd_jobs())
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+
+
+def test_run_when_resumed_with_another_number_of_stages_then_the_files_are_those_of_one_device(tmp_path):
+    """Checkpoints do not tell how many stages wrote them."""
+    train_until(whole(), tmp_path / "one", 9)
+    for until, engine in ((2, staged("llama_odd", (1, 2))), (4, whole()), (9, staged("llama_odd", (1, 1, 1)))):
+        train_until(engine, tmp_path / "moved", until)
+    files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
+    assert len(files) >= 4
+    for path in files:
+        assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "moved" / path).read_bytes(), path
+
+
+def whole() -> Engine:
+    return Engine(random_backbone("llama_odd", num_hidden_layers=3), capacity=48)
+
+
+def train_until(engine: Engine, place: Path, step: int) -> None:
+    """Trains until all jobs have done so many steps, and saves them there."""
+    submit(engine, *resumed_jobs())
+    is_new = not place.exists()
+    with RunDirectory.open(place, resume=not is_new) as directory:
+        if is_new:
+            directory.write_run(RunRecord(base_model="llama_odd", capacity=48))
+        engine.keep_in(directory)
+        for name in engine.jobs:
+            engine.hold(name, step)
+        engine.run()
+        engine.stop()
+        engine.run()
+
+
+def resumed_jobs() -> list[Job]:
+    specs = [job_spec("a", ema_decay=0.5, adapter={"lora_dropout": 0.1, "r": 3}), job_spec("b", optim="muon")]
+    return [(spec, random_data(place)) for place, spec in enumerate(specs)]
+
+
+@pytest.mark.parametrize("is_planted", [True, False], ids=["not finite", "too large"])
+def test_job_when_it_diverges_then_ends_as_on_one_device_and_the_neighbours_go_on(is_planted):
+    """No stage takes a step that another one leaves out."""
+    settings = {"max_steps": 8} if is_planted else {"max_steps": 3, "learning_rate": 1e9}
+    jobs = [(job_spec("spoilt", **settings), random_data(1)), small_job("good", max_steps=3)]
+    one, several = Engine(random_backbone("llama"), capacity=48), staged("llama", (1, 1))
+    found = []
+    for engine in (one, several):
+        submit(engine, *jobs)
+        holders: Any = engine.executor if engine is one else engine.executor.stages.stages[-1].local  # type: ignore[attr-defined]
+        if is_planted:
+            holders.jobs["spoilt"].weights.adapter.groups["b"].params[-1] = math.nan
+        found.append(finish(engine))
+    expected, spoilt = found[0]["spoilt"], found[1]["spoilt"]
+    assert (spoilt.state, spoilt.reason) == (expected.state, expected.reason)
+    assert expected.state == "failed"
+    assert_same_bits(found[1]["good"], found[0]["good"])
+
+
+@pytest.mark.parametrize(
+    ("job", "where"),
+    [
+        (job_spec("job", optim="adamw_8bit"), "optim"),
+        (job_spec("job", adapter={"r": 2, "target_modules": ("nothing",)}), "adapter.target_modules"),
+        (job_spec("job", learning_rate_pattern={"nothing": 2.0}), "learning_rate_pattern"),
+    ],
+    ids=["blocks of numbers", "no such module", "no such rate"],
+)
+def test_job_when_it_does_not_fit_stages_then_refused_and_forgotten(job, where):
+    engine = staged("llama", (1, 1))
+    with pytest.raises(ConfigError) as found:
+        engine.submit(job, random_data(0))
+    assert found.value.where == where
+    submit(engine, small_job("job", max_steps=1))
+    assert finish(engine)["job"].state == "succeeded"
