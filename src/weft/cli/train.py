@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import StorageError
@@ -59,6 +60,8 @@ def train(
     cluster: Cluster = None,
     gpu_type: GpuType = None,
     listen: Listen = None,
+    layout: Layout = None,
+    schedule: PipelineSchedule = None,
 ) -> None:
     """Train all jobs of a file together on one backbone."""
     short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
@@ -66,7 +69,9 @@ def train(
     spec = load_run(jobs_file, changes)
     place = out or run_place(spec.output_dir)
     options = ReplicaOptions(replicas, devices, cluster, gpu_type, listen)
-    order = Order(spec, jobs_file, changes, keep_going, options)
+    stages = LayoutOptions(layout, schedule)
+    stages.check(spec, options.flags)
+    order = Order(spec, jobs_file, changes, keep_going, options, stages)
     console = output_console()
     if dry_run:
         from weft.store.run_dir import RunDirectory
@@ -78,7 +83,7 @@ def train(
         if is_taken and not resume:
             _note(console, f"{place} holds a run: train with --resume, or into another --out")
         options.check(spec.backbone)
-        _show_plan(_prepare(replace(order, replicas=ReplicaOptions()), console), console)
+        _show_plan(_prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions()), console), console)
         return
     with trained_in(place, resume=resume, tell=lambda text: _note(console, text)) as directory:
         code = _train(order, directory, console, resume=resume, place=place)
@@ -94,6 +99,7 @@ class Order:
     overrides: tuple[str, ...]
     keep_going: bool
     replicas: ReplicaOptions
+    layout: LayoutOptions
 
     def locate(self, setting: str) -> str:
         """Where a setting was written, for mistakes that show only later."""
@@ -148,7 +154,8 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Pa
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     tell_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
-        flags = ["--resume", *(["--keep-going"] if order.keep_going else []), *order.replicas.flags]
+        flags = ["--resume", *(["--keep-going"] if order.keep_going else [])]
+        flags += [*order.replicas.flags, *order.layout.flags]
         again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(place), *flags])
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130
@@ -196,7 +203,7 @@ def _prepare(
             clock=clock,
             locate=order.locate,
             wall=wall,
-            open_engine=_opener(ranks, clock),
+            open_engine=_opener(ranks, order.layout, clock),
         )
         undo.pop_all()
     facts = run.engine.executor.facts
@@ -215,11 +222,14 @@ def _prepare(
     return run
 
 
-def _opener(ranks: RankGroup | None, clock: datetime.datetime) -> OpenEngine:
-    """What loads the engine of a run: in this process, or over ranks."""
-    from weft.engine.train import load_engine
+def _opener(ranks: RankGroup | None, layout: LayoutOptions, clock: datetime.datetime) -> OpenEngine:
+    """What loads the engine of a run: in this process, over stages, or over ranks."""
+    from weft.engine.train import load_engine, load_staged
     from weft.replicas.load import load_replicated
 
+    stages = layout.stages
+    if stages is not None:
+        return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
     if ranks is None:
         return load_engine
     return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall)

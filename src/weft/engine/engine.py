@@ -273,7 +273,8 @@ class Engine:
         self._keeper.files.finish_all()
 
     def close(self) -> None:
-        """Has nothing else to end: all of it is in this process."""
+        """Ends what else belongs to the replica, such as other processes."""
+        self.executor.close()
 
     def forget(self, name: str) -> None:
         """Lets go of a job that has ended, or is paused, with its adapter and optimizer; what is on disk stays."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weft.engine.events import Event, MicrobatchDone
 from weft.engine.jobs.live_job import LiveJob
@@ -56,7 +56,7 @@ class StagedRun:
         begun_s = time.perf_counter()
         outcome = self._executor.wait(self._executor.start(StagedWork(program, self._row_tile, rates)))
         self._record(outcome, begun_s)
-        done = self._counted(program, outcome, rates, time.perf_counter() - begun_s)
+        done = self._counted(program, outcome, rates)
         self.is_mid_step = False
         return done
 
@@ -64,27 +64,33 @@ class StagedRun:
         """Has nothing left to count."""
         return []
 
-    def _counted(
-        self, program: Program, outcome: StagedOutcome, rates: dict[tuple[str, int], float], seconds: float
-    ) -> list[Event]:
+    def _counted(self, program: Program, outcome: StagedOutcome, rates: Mapping[tuple[str, int], float]) -> list[Event]:
         """Counts every sample and step; a job that cannot go on counts nothing after the step that showed it."""
         done: list[Event] = []
         completes = read_stream(program.microbatches).completes
-        num_tokens = sum(microbatch.num_tokens for microbatch in program.microbatches)
+        ended_s = self._step_ends(outcome)
         for k, (microbatch, found) in enumerate(zip(program.microbatches, outcome.microbatches, strict=True)):
             for segment, score in zip(microbatch.segments, found.scores, strict=True):
                 progress = self._jobs[segment.job].progress
                 if not progress.diverged:
                     progress.add_score(segment, score)
             if microbatch.segments:
-                share = seconds * microbatch.num_tokens / num_tokens
-                tokens = microbatch.num_tokens
-                done.append(MicrobatchDone(tuple(microbatch.job_tokens), tokens, found.num_rows, share))
+                jobs, tokens = tuple(microbatch.job_tokens), microbatch.num_tokens
+                done.append(MicrobatchDone(jobs, tokens, found.num_rows, found.seconds))
             for step in completes.get(k, []):
                 job = self._jobs[step[0]]
                 if not job.progress.diverged:
-                    done.append(count_step(job, rates[step], outcome.steps[step], self._timeline.now()))
+                    done.append(count_step(job, rates[step], outcome.steps[step], ended_s[step]))
         return done
+
+    def _step_ends(self, outcome: StagedOutcome) -> dict[tuple[str, int], float]:
+        """When each step was done on all stages, in seconds of the run."""
+        shift, found = self._timeline.now() - time.perf_counter(), dict.fromkeys(outcome.steps, 0.0)
+        for span in outcome.spans:
+            for job in span.args["jobs"] if span.name == "step" else ():
+                step = (job, span.args["step"])
+                found[step] = max(found[step], span.end_s + shift)
+        return found
 
     def _record(self, outcome: StagedOutcome, begun_s: float) -> None:
         """Puts what ran on the stages into the timeline; the wall clock counts the program once."""

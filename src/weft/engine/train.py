@@ -19,8 +19,10 @@ from weft.engine.resume import Locate, job_settings
 from weft.engine.run_engine import ReplicaSide, RunEngine
 from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.memory import ExpectedJobs, load_within
+from weft.execute.stages.load_stages import StageLayout, load_stages
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
+from weft.plan.pipeline.planner import PipelinePlanner
 from weft.spec import JobSpec, RunSpec
 from weft.spec.job import SourceSpec
 from weft.store.run_dir import RunDirectory, RunRecord
@@ -71,6 +73,25 @@ def load_engine(
         wall=wall,
     )
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
+
+
+def load_staged(
+    spec: RunT, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
+) -> tuple[RunT, Engine, tuple[str, ...]]:
+    """The same on a replica of several stages, each in a process of this machine."""
+    wall = wall or WallClock()
+    executor = load_stages(spec.backbone, layout.num_stages)
+    wall.add_start(Activity.LOADING)
+    engine = Engine(
+        executor,
+        capacity=spec.capacity,
+        longest=max(job.max_length for job in jobs),
+        planner=PipelinePlanner(layout.schedule, layout.num_stages),
+        max_jobs=spec.max_jobs,
+        tenant_weights=spec.tenant_weights,
+        wall=wall,
+    )
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, ()
 
 
 OpenEngine = Callable[[RunSpec, Sequence[JobSpec], WallClock | None], tuple[RunSpec, RunEngine, tuple[str, ...]]]

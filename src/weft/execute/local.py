@@ -276,6 +276,9 @@ class LocalExecutor:
                 if twin.reference is not None:
                     twin.reference.free_slot()
 
+    def close(self) -> None:
+        """Has nothing else to end: all of it is in this process."""
+
     def _begin(self, work: Work[Any], number: int) -> Callable[[], Any]:
         """Starts work; what is returned waits for it."""
         match work:

@@ -366,3 +366,7 @@ class Executor(Protocol):
     def try_out(self, work: MicrobatchWork) -> TrialRun:
         """Runs a microbatch with stand-ins for its jobs, which stay as they are."""
         ...
+
+    def close(self) -> None:
+        """Ends what else belongs to the replica, such as other processes."""
+        ...

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import job_spec, random_backbone
+from tiny_models import job_spec, random_backbone, random_data
 
+from weft.engine.engine import Engine
 from weft.errors import ConfigError
 from weft.execute.optimizers.registry import optimizer_of
 from weft.execute.optimizers.step_together import step_together
-from weft.execute.weights import JobWeights
 from weft.spec.choices.optimizers import OPTIMIZERS
 
 FACTORS = {"q_proj": 0.1, r"layers\.0\..*": 3.0}
@@ -79,4 +79,4 @@ def test_kind_when_no_module_has_another_rate_then_no_bit_changes_and_with_zero_
 def test_pattern_when_no_module_answers_then_is_refused_by_name(backbone):
     spec = job_spec("me", learning_rate_pattern={"q_prj": 2.0})
     with pytest.raises(ConfigError, match="learning_rate_pattern: no adapted module answers to 'q_prj'; they are such"):
-        JobWeights(spec, backbone.new_adapter(spec.adapter, 1))
+        Engine(backbone, capacity=48).submit(spec, random_data(1))

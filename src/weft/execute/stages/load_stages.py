@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from weft.backbone.load import choose_device, find_source, load_config, load_tokenizer
@@ -12,10 +13,19 @@ from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.families.registry import FAMILIES
 from weft.kernels.device import is_cpu
+from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.split import split_layers
 from weft.spec import BackboneSpec
 
 WHERE = "--layout"
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """How a replica is divided, and how its stages share the work."""
+
+    num_stages: int
+    schedule: Schedule
 
 
 def load_stages(spec: BackboneSpec, num_stages: int) -> StagedExecutor:

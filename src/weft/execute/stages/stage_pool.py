@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.backbone.model_part import ModelPart
-from weft.errors import JobError
+from weft.errors import JobError, WeftError
 from weft.execute.protocol import ReplicaFaultError
-from weft.execute.stages.stage_process import StageAlive, StageAnswer, StageOrder
+from weft.execute.stages.stage_messages import StageAlive, StageAnswer, StageOrder, hear, tell
 from weft.spec import BackboneSpec
 
 SILENT_S = 30.0
@@ -42,14 +41,14 @@ class StageProcesses:
     def __init__(self, backbone: BackboneSpec, parts: Sequence[ModelPart], *, silent_s: float = SILENT_S) -> None:
         """Starts them and waits until all have loaded their layers; raises what keeps one from it."""
         self._silent_s = silent_s
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-stages-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-stages-")
         self._lost: StageLostError | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection[Any, Any]] = []
+        self._connections: list[Connection] = []
         self._heard_s = [time.monotonic() + JOIN_S - silent_s] * len(parts)
         try:
             for index in range(len(parts)):
-                self._start(index, StageOrder(index, backbone, tuple(parts), str(self._folder / "store")))
+                self._start(index, StageOrder(index, backbone, tuple(parts), f"{self._folder.name}/store"))
             self._gather(is_together=True)
         except BaseException:
             self.close()
@@ -65,7 +64,7 @@ class StageProcesses:
             raise self._lost
         for index, (connection, own) in enumerate(zip(self._connections, given, strict=True)):
             try:
-                connection.send((what, own))
+                tell(connection, (what, own))
             except OSError:
                 raise self._lose(index) from None
         return self._gather(is_together=what in TOGETHER)
@@ -79,7 +78,7 @@ class StageProcesses:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
         self._kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.cleanup()
 
     def _start(self, index: int, order: StageOrder) -> None:
         mine, its = Pipe()
@@ -97,7 +96,7 @@ class StageProcesses:
         its.close()
         self.processes.append(process)
         self._connections.append(mine)
-        mine.send(order)
+        tell(mine, order)
 
     def _gather(self, *, is_together: bool) -> list[Any]:
         """Waits for an answer of every stage; raises what one raised."""
@@ -110,18 +109,24 @@ class StageProcesses:
                 if isinstance(told, StageAnswer):
                     found[index] = told
                     if told.error is not None and is_together:
-                        self._kill()
-                        raise told.error
+                        raise self._failed(index, told.error)
             self._end_silent(list(waiting.values()))
         errors = [told.error for told in found.values() if told.error is not None]
         if errors:
             raise errors[0]
         return [found[index].found for index in range(len(self._connections))]
 
+    def _failed(self, index: int, error: Exception) -> WeftError:
+        """Ends all stages because one cannot go on, and says why."""
+        if not isinstance(error, WeftError):
+            return self._lose(index, f"failed ({error})")
+        self._kill()
+        return error
+
     def _hear(self, index: int) -> StageAnswer | StageAlive:
-        self._heard_s[index] = max(self._heard_s[index], time.monotonic())
+        self._heard_s[index] = time.monotonic()
         try:
-            told: StageAnswer | StageAlive = self._connections[index].recv()
+            told: StageAnswer | StageAlive = hear(self._connections[index])
         except (EOFError, OSError):
             raise self._lose(index) from None
         return told
@@ -150,7 +155,7 @@ class StageProcesses:
             process.wait()
 
     def _log(self, index: int) -> Path:
-        return self._folder / f"stage-{index}.log"
+        return Path(self._folder.name) / f"stage-{index}.log"
 
     def _last_words(self, index: int) -> str:
         """The last line that a stage printed."""

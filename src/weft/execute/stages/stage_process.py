@@ -11,19 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
 
 from weft.backbone.load import load_backbone
-from weft.backbone.model_part import ModelPart
 from weft.errors import WeftError
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.stage_group import answer
+from weft.execute.stages.stage_messages import StageAlive, StageAnswer, StageOrder, hear, tell
 from weft.execute.stages.transport import TorchTransport
-from weft.spec import BackboneSpec
 
 ALIVE_S = 1.0
 """Seconds from one sign of life to the next."""
@@ -31,71 +29,46 @@ LONGEST_WAIT = datetime.timedelta(hours=12)
 """For another stage. The coordinator ends all stages when one is gone or silent, so nobody waits for that long."""
 
 
-@dataclass(frozen=True)
-class StageOrder:
-    """What a stage is to be."""
-
-    index: int
-    backbone: BackboneSpec
-    parts: tuple[ModelPart, ...]
-    """Of all stages."""
-    store: str
-    """A file through which the stages find each other."""
-
-
-@dataclass(frozen=True)
-class StageAnswer:
-    """What a stage found, or what it raised."""
-
-    found: Any = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class StageAlive:
-    """A sign of life."""
-
-
 def main() -> None:
     """Serves the coordinator at the other end of a pipe."""
-    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    connection = Connection(int(sys.argv[1]))
     lock = threading.Lock()
 
-    def tell(what: StageAnswer | StageAlive) -> None:
+    def say(what: StageAnswer | StageAlive) -> None:
         try:
             with lock:
-                connection.send(what)
+                tell(connection, what)
         except OSError:
             # The coordinator is gone; nothing that this process has is worth keeping.
             os._exit(1)
 
     def beat() -> None:
         while True:
-            tell(StageAlive())
+            say(StageAlive())
             time.sleep(ALIVE_S)
 
     threading.Thread(target=beat, name="weft-alive", daemon=True).start()
     try:
-        stage = _loaded(connection.recv(), tell)
+        stage = _loaded(hear(connection), say)
         while stage is not None:
-            what, given = connection.recv()
+            what, given = hear(connection)
             try:
                 found = StageAnswer(_answered(stage, what, given))
             except Exception as error:
                 found = StageAnswer(error=tellable(error))
-            tell(found)
+            say(found)
     except EOFError:
         os._exit(0)
 
 
-def _loaded(order: StageOrder, tell: Callable[[StageAnswer], None]) -> Stage | None:
+def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> Stage | None:
     """The stage, or None once what keeps it from being loaded is told."""
     try:
         stage = load_stage(order)
     except Exception as error:
-        tell(StageAnswer(error=tellable(error)))
+        say(StageAnswer(error=tellable(error)))
         return None
-    tell(StageAnswer())
+    say(StageAnswer())
     return stage
 
 
@@ -108,8 +81,13 @@ def load_stage(order: StageOrder) -> Stage:
     """Loads the layers of a stage and joins the others."""
     backbone = load_backbone(order.backbone, order.parts[order.index])
     num_stages = len(order.parts)
-    store = dist.FileStore(order.store, num_stages)
-    dist.init_process_group("gloo", store=store, rank=order.index, world_size=num_stages, timeout=LONGEST_WAIT)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{order.store}",
+        rank=order.index,
+        world_size=num_stages,
+        timeout=LONGEST_WAIT,
+    )
     return Stage(order.index, num_stages, backbone, TorchTransport())
 
 

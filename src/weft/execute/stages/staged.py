@@ -17,7 +17,7 @@ import torch
 
 from weft.adapters.method import ModuleTensors
 from weft.data.chat.chat_template import Tokenizer
-from weft.errors import ConfigError
+from weft.errors import ConfigError, StorageError
 from weft.execute.protocol import (
     AdapterWork,
     AddedJob,
@@ -174,6 +174,10 @@ class StagedExecutor:
         """Is not to be had: stages take whole programs."""
         raise ConfigError("one microbatch is tried on one device; leave --layout out.", where="--layout")
 
+    def close(self) -> None:
+        """Ends the stages."""
+        self.stages.close()
+
     def _run(self, work: Work[Any]) -> Callable[[], Any]:
         done: Any
         match work:
@@ -256,10 +260,10 @@ def _program_outcome(work: StagedWork, stages: list[StageOutcome]) -> StagedOutc
 
 
 def _kept(write: Callable[[], None]) -> Callable[[], None]:
-    """Does it now, and keeps what it raises for whoever waits."""
+    """Does it now, and keeps what could not be written for whoever waits."""
     try:
         write()
-    except Exception as error:
+    except StorageError as error:
         kept = error
 
         def again() -> None:

@@ -1,0 +1,50 @@
+"""A layout that cannot be is refused in a sentence, before any weight is read."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_families import plain_model
+
+from weft.cli.layout_options import LayoutOptions
+from weft.errors import WeftError
+from weft.plan.pipeline.build import Schedule
+from weft.spec import JobSpec, RunSpec
+
+JOBS = (JobSpec("job", ("data.jsonl",)),)
+
+
+def refusal(layout: str | None, schedule: str | None = None, flags: tuple[str, ...] = (), **settings: object) -> str:
+    spec = RunSpec(**{"base_model": "tiny", "device": "cpu", "jobs": JOBS, **settings})  # type: ignore[arg-type]
+    with pytest.raises(WeftError) as found:
+        LayoutOptions(layout, schedule).check(spec, flags)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("layout", ["stages", "stages:", "stages:0", "stages:x", "rows:2", ""])
+def test_layout_when_it_is_no_layout_then_refused(layout):
+    assert refusal(layout) == f"--layout: got {layout!r}; accepted is stages:N, such as stages:2."
+
+
+def test_layout_when_the_model_has_fewer_layers_then_refused():
+    assert refusal("stages:99").startswith("--layout: got 99 stages; the model has ")
+
+
+def test_layout_when_nobody_knows_the_models_layers_then_refused(tmp_path):
+    plain_model("gpt2").save_pretrained(tmp_path)
+    assert "is a gpt2 model; stages are for those of llama" in refusal("stages:2", base_model=str(tmp_path))
+
+
+def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
+    assert "leave --replicas out" in refusal("stages:2", flags=("--replicas", "2"))
+    assert "reference path" in refusal("stages:2", kernels="fused")
+    assert refusal(None, "gpipe") == "--schedule: is for stages; give --layout stages:N too."
+    assert refusal("stages:2", "gpip").endswith("Did you mean gpipe?")
+
+
+def test_layout_when_it_fits_then_says_how_to_go_on_with_it():
+    options = LayoutOptions("stages:2", "lorapp")
+    options.check(RunSpec(base_model="tiny", device="cpu", jobs=JOBS), ())
+    assert options.stages is not None
+    assert (options.stages.num_stages, options.stages.schedule) == (2, Schedule.LORAPP)
+    assert options.flags == ["--layout", "stages:2", "--schedule", "lorapp"]
+    assert LayoutOptions("stages:1").stages is None

@@ -1,0 +1,64 @@
+"""Stages in processes of their own give the bits of one device, and end together in a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny_models import assert_same_bits, finish, job_spec, random_data, submit, train
+
+from weft.backbone.load import load_backbone
+from weft.engine.engine import Engine
+from weft.execute.stages.load_stages import find_parts
+from weft.execute.stages.stage_pool import StageLostError, StageProcesses
+from weft.execute.stages.staged import StagedExecutor
+from weft.plan.pipeline.build import Schedule
+from weft.plan.pipeline.planner import PipelinePlanner
+from weft.spec import BackboneSpec
+
+SPEC = BackboneSpec("tiny", device="cpu")
+
+
+@pytest.fixture
+def stages() -> Iterator[StageProcesses]:
+    group = StageProcesses(SPEC, find_parts(SPEC, 2), silent_s=5.0)
+    yield group
+    group.close()
+    assert all(process.poll() is not None for process in group.processes)
+
+
+def jobs() -> list[Any]:
+    settings = {"max_steps": 2, "max_grad_norm": 0.1, "eval_steps": 1, "eval_data": 2}
+    spec = job_spec("job", adapter={"lora_dropout": 0.1}, **settings)
+    return [(spec, random_data(1, num_samples=6, num_eval=2))]
+
+
+def engine_on(stages: StageProcesses) -> Engine:
+    tokenizer: Any = None
+    planner = PipelinePlanner(Schedule.ONE_F_ONE_B, 2)
+    return Engine(StagedExecutor(stages, tokenizer), capacity=32, planner=planner)
+
+
+def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stages):
+    """And when one of them is killed, all end, and whoever asks hears it in a sentence, every time."""
+    expected = train(load_backbone(SPEC), jobs(), capacity=32)
+    engine = engine_on(stages)
+    submit(engine, *jobs())
+    assert_same_bits(finish(engine)["job"], expected["job"])
+    os.kill(stages.processes[1].pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(StageLostError, match="stage 1: was ended by signal 9, so all stages were ended"):
+            engine.executor.row_tile(32)
+    assert stages.processes[0].poll() is not None
+
+
+def test_run_when_a_stage_stands_still_then_all_are_ended_before_long(stages):
+    """Nobody waits for ever for a process that was stopped."""
+    engine = engine_on(stages)
+    submit(engine, *jobs())
+    os.kill(stages.processes[0].pid, signal.SIGSTOP)
+    with pytest.raises(StageLostError, match="stage 0: gave no sign of life for 5 s, so all stages were ended"):
+        engine.run()
