@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,19 @@ from tiny_models import (
     train,
 )
 
+from weft.cost.types import LinearCost
+from weft.data.dataset import JobData
+from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.errors import ConfigError
+from weft.objectives.heads.classes import Classification
+from weft.objectives.preference.cpo import SimPo
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.program import Program
+from weft.plan.types import JobQueue, Limits
+from weft.simulate.interpret import simulate
+from weft.simulate.timeline import COMPUTE, Timeline
 from weft.store.run_dir import RunDirectory, RunRecord
 
 SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED]
@@ -86,12 +96,52 @@ def odd_jobs() -> list[Job]:
     return [(spec, random_data(place, num_samples=5)) for place, spec in enumerate(found)]
 
 
-def test_methods_and_optimizers_when_cut_then_have_the_bits_of_one_device():
-    expected = train(random_backbone("llama_odd", num_hidden_layers=3), odd_jobs(), capacity=48)
+def objective_jobs() -> list[Job]:
+    """A head for labels, and pairs whose samples share a microbatch."""
+    labelled, paired = random_data(1, num_samples=6), random_data(2, num_samples=6)
+    texts = Samples.of([sample.labelled_end(n % 3) for n, sample in enumerate(labelled.train.samples)])
+    head = replace(labelled.train, objective=Classification(("a", "b", "c")), samples=texts)
+    pairs = replace(paired.train, objective=SimPo(2.0, gamma=0.3))
+    step = {"max_steps": 3, "global_batch_size": 3, "max_grad_norm": 0.2}
+    return [
+        (job_spec("labels", adapter={"r": 3}, **step), JobData(head, None)),
+        (job_spec("pairs", adapter={"r": 3}, **step), JobData(pairs, None)),
+    ]
+
+
+@pytest.mark.parametrize("make", [odd_jobs, objective_jobs])
+def test_methods_optimizers_and_objectives_when_cut_then_have_the_bits_of_one_device(make):
+    expected = train(random_backbone("llama_odd", num_hidden_layers=3), make(), capacity=48)
     engine = staged("llama_odd", (1, 2))
-    submit(engine, *odd_jobs())
+    submit(engine, *make())
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.LORAPP])
+def test_timeline_when_recorded_then_each_stage_did_what_the_simulator_says_in_its_order(schedule):
+    """One program, two interpreters."""
+    planned: list[Program] = []
+
+    def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
+        planned.append(PipelinePlanner(schedule, 3)(queues, limits))
+        return planned[-1]
+
+    engine = Engine(staged_executor("llama", (1, 1, 1)), capacity=48, planner=plan)
+    submit(engine, small_job("a", max_steps=2), small_job("b", 1, max_steps=3))
+    finish(engine)
+    measured = engine.timeline.measured()
+    simulated = [simulate(program, LinearCost()) for program in planned]
+    assert measured.num_stages == 3 and planned
+    for stage in range(3):
+        expected = [did for timeline in simulated for did in done(timeline, stage)]
+        assert done(measured, stage) == expected
+
+
+def done(timeline: Timeline, stage: int) -> list[tuple[str, Any]]:
+    """What a stage computed, in its order."""
+    own = [span for span in timeline.spans if span.stage == stage and span.lane == COMPUTE]
+    return [(span.name, span.args.get("microbatch", span.args["jobs"])) for span in own]
 
 
 def test_run_when_resumed_with_another_number_of_stages_then_the_files_are_those_of_one_device(tmp_path):

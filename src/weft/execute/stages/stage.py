@@ -40,7 +40,7 @@ def refuse_whole(job: NewJob) -> None:
     spec = job.spec
     if spec.optim in WHOLE_STATES:
         raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
-    if spec.adapter.own_rows:
+    if spec.adapter.trains_rows or (job.start_spec is not None and job.start_spec.trains_rows):
         found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
         raise ConfigError(found, where="adapter.trainable_token_indices")
     if any(data is not None and data.reads_reference for data in (job.batches.data, job.eval_data)):
