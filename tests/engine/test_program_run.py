@@ -56,7 +56,7 @@ class Late(Backbone):
             return super(Late, self).launch(batch, row_tile).scores()
 
         return SimpleNamespace(
-            scores=scores, seconds=lambda: time.perf_counter() - begun_s, wait=time.perf_counter, batch=batch
+            scores=scores, seconds=lambda _: time.perf_counter() - begun_s, wait=time.perf_counter, batch=batch
         )
 
 
