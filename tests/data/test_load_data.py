@@ -13,7 +13,7 @@ from tiny_tokenizer import make_tokenizer
 from weft.data.dataset import JobData
 from weft.data.load import load_dataset, load_job_data
 from weft.errors import ConfigError, DataError
-from weft.spec import JobSpec
+from weft.spec import AdapterSpec, JobSpec
 
 Write = Callable[..., str]
 ENDS_ONCE = (  # the last answer alone has an end, so each answer needs a sample of its own
@@ -82,3 +82,13 @@ def test_group_when_a_part_would_be_several_samples_then_says_so(write: Write, t
     )
     with pytest.raises(DataError, match=r"^train.jsonl line 1: has several answers .* Set mask_history"):
         load_dataset([name], TOKENIZER, objective="dpo", max_length=64, base_dir=tmp_path)
+
+
+def test_data_when_virtual_tokens_leave_no_room_for_answers_then_the_error_says_what_they_take(
+    write: Write, tmp_path: Path
+):
+    adapter = AdapterSpec(method="prompt_tuning", num_virtual_tokens=60)
+    with pytest.raises(DataError) as caught:
+        load_job(write, tmp_path, [chat("a" * 30)], adapter=adapter)
+    found = "1 have their answers past max_length 4. Of max_length 64, the adapter's virtual tokens take 60."
+    assert str(caught.value).endswith(found)

@@ -43,7 +43,7 @@ def test_write_report_when_run_is_complete_then_it_shows_jobs_states_and_totals(
         "float32",
         "2.13.0",
         "14 November 2026, 21:04 UTC",
-        "reverse-words/adapter",
+        "reverse-words/<wbr>adapter",
     ):
         assert expected in text
     assert text.count('class="badge succeeded"') == 3
@@ -80,6 +80,15 @@ def test_write_report_when_an_objective_measures_more_then_each_metric_has_a_cha
     page = without_plotly(page)
     assert "<h3>rewards/margins</h3>" in page and "<h3>&lt;b&gt;odd</h3>" in page and "<b>odd" not in page
     assert "margins 3.0000" in page
+
+
+def test_write_report_when_jobs_are_of_several_methods_then_each_is_named_with_its_rank(tmp_path: Path) -> None:
+    for name, adapter in (("a", {"method": "lora", "r": 8}), ("b", {"method": "ia3", "r": 16})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}))
+        (tmp_path / name / "job.json").write_text(json.dumps({"name": name, "adapter": adapter}))
+    page = without_plotly(write_report(tmp_path).read_text())
+    assert re.findall(r'data-label="method"[^>]*>([^<]*)<', page) == ["lora 8", "ia3"]
 
 
 def test_write_report_when_jobs_are_many_and_long_then_the_page_stays_light(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError
-from weft.spec import load_run, run_from_mapping
+from weft.spec import AdapterSpec, load_run, run_from_mapping
 from weft.spec.load import apply_override, locate
 
 JOBS = """\
@@ -199,3 +199,19 @@ def test_run_from_mapping_when_the_shape_is_wrong_then_says_what_is_expected(tre
     with pytest.raises(ConfigError) as caught:
         run_from_mapping(tree)
     assert str(caught.value) == sentence
+
+
+def test_run_from_mapping_when_a_job_names_another_method_then_defaults_that_it_lacks_are_left_out():
+    defaults = {"adapter": {"rank": 8, "lora_dropout": 0.1}, "loraplus_lr_ratio": 4.0, "max_steps": 5}
+    jobs = [
+        {"name": "a", "train_data": "a.jsonl"},
+        {"name": "b", "train_data": "a.jsonl", "adapter": {"method": "ia3"}},
+        {"name": "c", "train_data": "a.jsonl", "adapter": {"method": "vera"}},
+    ]
+    lora, ia3, vera = run_from_mapping({"base_model": "tiny", "defaults": defaults, "jobs": jobs}).jobs
+    assert (lora.adapter.r, lora.loraplus_lr_ratio) == (8, 4.0)
+    assert ia3.adapter == AdapterSpec(method="ia3") and ia3.loraplus_lr_ratio is None and ia3.max_steps == 5
+    assert vera.adapter == AdapterSpec(method="vera", lora_dropout=0.1)
+    jobs[1]["adapter"] = {"method": "ia3", "r": 4}
+    with pytest.raises(ConfigError, match="r: is a setting of lora and dora; the method is ia3"):
+        run_from_mapping({"base_model": "tiny", "defaults": defaults, "jobs": jobs})

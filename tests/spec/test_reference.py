@@ -86,6 +86,7 @@ GOOD = [
     run({"capacity": "auto"}),
     run({"microbatch_tokens": "4096"}),
     {"model": "tiny", "jobs": [{"name": "a", "dataset": ["a.jsonl", "b.csv"], "val_size": 0.1}]},
+    run(job={"learning_rate": None}),
     run(job={"eval_data": ["x.jsonl"], "eval_steps": None, "warmup_steps": 0.5, "seed": 7}),
     run(target_modules="all-linear", init_lora_weights="gaussian", layers=[0, 1], rank_pattern={"q_proj": 4}),
     run(target_modules=["q_proj"], init=False, alpha=8.0, layers=3),

@@ -61,6 +61,16 @@ def test_check_servable_when_the_server_is_unknown_then_the_known_ones_are_named
         check_servable(AdapterSpec(), PATHS, "triton")
 
 
+def test_check_servable_when_the_method_is_bitfit_then_is_told_what_a_merge_needs():
+    (remark,) = check_servable(AdapterSpec(method="bitfit"), PATHS, "vllm")
+    assert str(remark).endswith("merge this BitFit into its base, if that has biases.")
+
+
+def test_check_servable_when_it_has_rows_of_tokens_then_servers_take_it_only_merged():
+    (remark,) = check_servable(AdapterSpec(trainable_token_indices=[3]), PATHS, "sglang")
+    assert remark.refused and str(remark).endswith("this LoRA has rows of tokens; merge it into its base.")
+
+
 @pytest.mark.parametrize(("server", "title"), [("vllm", "vLLM"), ("sglang", "SGLang")])
 def test_check_servable_when_the_method_is_ia3_then_servers_refuse_and_peft_takes_it(server, title):
     (remark,) = check_servable(AdapterSpec(method="ia3"), PATHS, server)

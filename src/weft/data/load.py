@@ -95,6 +95,9 @@ def load_job_data(
             )
         except DataError as error:
             error.setting = setting
+            leading = job.adapter.num_leading_rows
+            if leading and "max_length" in error.message:
+                error.hint = f"Of max_length {job.max_length:,}, the adapter's virtual tokens take {leading:,}."
             raise
 
     train = load("train_data", job.train_sources, job.objective)

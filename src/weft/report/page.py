@@ -144,7 +144,7 @@ def _cells(job: JobReport) -> list[Cell]:
         ("loss", readable.loss(job.final_loss), job.final_loss),
         ("best eval", readable.loss(job.best_eval_loss), job.best_eval_loss),
         ("lr", readable.learning_rate(job.learning_rate), job.learning_rate),
-        ("rank", _rank(job), job.rank),
+        ("method", _method(job), job.rank),
         ("tokens", readable.count(job.trained_tokens), job.trained_tokens),
         ("tokens/s", readable.rate(job.tokens_per_s), job.tokens_per_s),
     ]
@@ -155,11 +155,9 @@ def _measured(job: JobReport) -> list[Cell]:
     return [("measured", readable.measures(job.measured), next(iter(job.measured.values()), None))]
 
 
-def _rank(job: JobReport) -> str:
-    """The rank, and the method if it is not LoRA."""
-    rank = "" if job.rank is None else str(job.rank)
-    method = "" if job.method == "lora" else job.method
-    return " ".join(part for part in (method, rank) if part) or readable.NOTHING
+def _method(job: JobReport) -> str:
+    """The method, and the rank if it has one."""
+    return job.method if job.rank is None else f"{job.method} {job.rank}"
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

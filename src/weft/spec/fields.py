@@ -198,7 +198,7 @@ def _is_default(spec: Any, field: dataclasses.Field[Any]) -> bool:
 
 
 def without_foreign(spec: type, settings: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """Settings as they were recorded, less those that only other PEFT methods have."""
+    """Settings under their own names, less those that only other PEFT methods have."""
     owners = {field.name: field.metadata["methods"] for field in dataclasses.fields(spec)}
     return {name: value for name, value in settings.items() if not owners.get(name) or method in owners[name]}
 

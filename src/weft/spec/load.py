@@ -10,7 +10,7 @@ import yaml
 
 from weft.errors import ConfigError, closest
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import describe, field_names, join, read
+from weft.spec.fields import describe, field_names, join, read, without_foreign
 from weft.spec.job import JobSpec
 from weft.spec.other_trainers import FOREIGN
 from weft.spec.run import RunSpec
@@ -126,7 +126,19 @@ def _job(job: Any, defaults: Mapping[str, Any], index: int) -> JobSpec:
         raise ConfigError(f"expected a mapping with name and train_data, got {describe(job)}.", where=where)
     # Reading the job's own words first keeps an alias of a default from hiding a misspelt key.
     own = canonical(job, JobSpec, where)
-    return read(JobSpec, merge(canonical(defaults, JobSpec, "defaults"), own), where)
+    return read(JobSpec, merge(_fitting(canonical(defaults, JobSpec, "defaults"), own), own), where)
+
+
+def _fitting(defaults: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults, less settings that the PEFT method a job names does not have."""
+    adapter = own.get("adapter")
+    method = adapter.get("method") if isinstance(adapter, Mapping) else None
+    if not isinstance(method, str):
+        return defaults
+    fitting = without_foreign(JobSpec, defaults, method)
+    if isinstance(fitting.get("adapter"), Mapping):
+        fitting["adapter"] = without_foreign(AdapterSpec, fitting["adapter"], method)
+    return fitting
 
 
 def canonical(values: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:

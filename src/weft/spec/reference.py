@@ -279,6 +279,8 @@ def _value_schema(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
     options: list[dict[str, Any]] = []
     for kind in _kinds(hint):
         options += [schema for schema in _kind_schemas(kind, field.metadata["rule"]) if schema not in options]
+    if field.default is None and {"type": "null"} not in options:
+        options.append({"type": "null"})
     return options[0] if len(options) == 1 else {"anyOf": options}
 
 

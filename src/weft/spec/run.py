@@ -11,6 +11,8 @@ from weft.errors import ConfigError
 from weft.spec.fields import KnownKeywords, at_least, setting, validate
 from weft.spec.job import JobSpec
 
+EMBEDDED = ("tiny", "smollm2")
+"""Names of models that only Weft knows."""
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 QUANTISATIONS = ("none", "fp8", "nf4", "int8")
 KERNELS = ("auto", "fused", "reference")

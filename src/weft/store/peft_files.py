@@ -33,6 +33,7 @@ from weft.objectives.heads.classes import Classification, TokenClassification
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.heads.reward import Reward
 from weft.spec import AdapterSpec
+from weft.spec.run import EMBEDDED
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.peft_config import config_of, method_named, spec_of
@@ -251,14 +252,12 @@ def _model_card(spec: AdapterSpec, base_model: str, head: HeadObjective | None) 
     task = "text-generation" if head is None else TASKS[head.task_type][0]
     if files.in_peft:
         library = "library_name: peft\n"
-        made = (
-            ""
-            if head is None
-            else (
-                f"# base_model = {TASKS[head.task_type][1]}.from_pretrained({base_model!r}, "
-                f"num_labels={head.num_labels})\n"
-            )
-        )
+        made = ""
+        if head is not None:
+            # Others do not know our names of models.
+            source = f"directory_of_{base_model}" if base_model in EMBEDDED else repr(base_model)
+            loaded = f"{TASKS[head.task_type][1]}.from_pretrained({source}, num_labels={head.num_labels})"
+            made = f"# base_model = {loaded}\n"
         made += "".join(f"{line}\n" for line in resizing("base_model", "adapter_directory")) if spec.new_tokens else ""
         use = (
             f"```python\nfrom peft import PeftModel\n\n{made}"

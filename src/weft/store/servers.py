@@ -53,7 +53,8 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
         only = f"{_TITLES[server]} takes LoRA adapters only"
         if method.attachment is not Attachment.LINEAR:
             return [ServingRemark(f"{only}, and this {title} cannot be merged into its base.", True)]
-        return [ServingRemark(f"{only}; merge this {title} into its base.", True)]
+        base = "its base, if that has biases" if spec.method == "bitfit" else "its base"
+        return [ServingRemark(f"{only}; merge this {title} into {base}.", True)]
     if spec.trains_rows:
         found = f"{_TITLES[server]} takes adapters on linear modules only, and this {title} has rows of tokens"
         return [ServingRemark(f"{found}; merge it into its base.", True)]

@@ -219,10 +219,11 @@ def test_import_when_asked_wrongly_then_says_why_and_writes_nothing(words, sente
     assert not Path("from-openai").exists() and not list(Path("empty").iterdir())
 
 
-def test_import_when_models_map_to_two_backbones_then_there_is_a_jobs_file_for_each(typed):
+def test_import_when_models_map_to_two_backbones_then_there_is_a_jobs_file_for_each(typed, capsys):
     write_export({"user_provided_suffix": "my bot!"}, {"model": "gpt-y", "suffix": "my-bot"}, {"suffix": "my-bot"})
-    words = ("--base-model", "tiny", "--model", "gpt-y=org/other")
+    words = ("--base-model", "tiny", "--model", "gpt-y=org/other", "--model", "gpt-z=tiny")
     assert typed("import", "openai", "export", *words) == 0
+    assert "note --model: no job there is on gpt-z; they are on gpt-x, gpt-y." in capsys.readouterr().err
     runs = [load_run(Path(f"from-openai/jobs-{number}.yaml")) for number in (1, 2)]
     assert [run.base_model for run in runs] == ["tiny", "org/other"]
     assert [[job.name for job in run.jobs] for run in runs] == [["my-bot", "my-bot-2"], ["my-bot-1"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +12,7 @@ from weft.cli.user_path import user_path
 from weft.errors import ConfigError, WeftError
 
 if TYPE_CHECKING:
+    from weft.migrate.openai_export import ExportedJob
     from weft.migrate.openai_job import MovedJob
 
 imports = typer.Typer(
@@ -58,6 +59,7 @@ def from_openai(
 
     models = _models(model or [])
     exported = read_export(export)
+    _tell_idle_models(models, exported)
     moved: list[MovedJob] = []
     problems: list[WeftError] = []
     for job in exported:
@@ -91,6 +93,14 @@ def _models(pairs: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"got {pair!r}; write THERE=HERE, such as gpt-4o-mini=tiny.", where="--model")
         found[there] = here
     return found
+
+
+def _tell_idle_models(models: Mapping[str, str], exported: Sequence[ExportedJob]) -> None:
+    """Notes a model there that none of the jobs was trained on."""
+    there = sorted({str(job.values.get("model")) for job in exported})
+    for model in models:
+        if model not in there:
+            typer.echo(f"note --model: no job there is on {model}; they are on {', '.join(there)}.", err=True)
 
 
 def _write(jobs: Sequence[MovedJob], out: Path) -> None:

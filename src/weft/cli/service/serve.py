@@ -17,6 +17,7 @@ from weft.cli.replica_options import Cluster, GpuType
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, MissingExtraError, install_command
 from weft.gpu_choice import VISIBLE, choose_gpus, number_or_auto, visible_gpus
+from weft.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
     from weft.serve.cluster_workers import ClusterWorkers
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from weft.serve.settings import Settings
     from weft.serve.supervise import Supervisor
 
-EMBEDDED = ("tiny", "smollm2")
-"""Models that are known by a word."""
 WORKER_GRACE_S = 60.0
 CLEAN_UP_EVERY_S = 24 * 3600.0
 
