@@ -46,12 +46,15 @@ class DataSummary:
     """Tokens of the longest sample."""
     notes: tuple[str, ...] = ()
     """What else a user should know."""
+    group_size: int = 1
+    """Samples that belong together: 2 for pairs."""
 
     def describe(self) -> str:
         """One line for people."""
         lengths = f"lengths {self.min_length:,} to {self.max_length:,}, mean {self.mean_length:,.0f}"
+        number, what = self.num_samples // self.group_size, "pair" if self.group_size == 2 else "sample"
         parts = [
-            f"{self.num_samples:,} sample{'s' * (self.num_samples != 1)} ({self.format})",
+            f"{number:,} {what}{'s' * (number != 1)} ({self.format})",
             f"{self.num_tokens:,} tokens, {self.num_supervised_tokens:,} supervised, {lengths}",
         ]
         if self.num_truncated:

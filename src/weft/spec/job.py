@@ -254,11 +254,16 @@ class JobSpec(KnownKeywords):
             raise ConfigError(f"an adapter that goes on from another has no {start} start.", where="init_adapter")
         self._check_optim()
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
+        least = self.lr_scheduler_kwargs.get("min_lr")
+        if isinstance(least, int | float) and least > self.learning_rate:
+            found = f"got {least:g}, which is above the learning_rate of {self.learning_rate:g}"
+            raise ConfigError(f"{found}: it is where the rate ends.", where="lr_scheduler_kwargs.min_lr")
         self._check_rates()
         if self.labels and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
             raise ConfigError(f"got {', '.join(self.labels)}; expected two or more different names.", where="labels")
         if self.objective == "simpo" and self.loss_type == "ipo":
             raise ConfigError("got ipo; for simpo accepted are sigmoid and hinge.", where="loss_type")
+        self._check_heads()
         self._check_distillation()
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ConfigError(f"is for the sigmoid loss; loss_type is {self.loss_type}.", where="label_smoothing")
@@ -329,6 +334,11 @@ class JobSpec(KnownKeywords):
         if not isinstance(split, int | float):
             return trained
         return trained + int(split) if split >= 1 else math.ceil(Fraction(trained) / (1 - Fraction(split)))
+
+    def _check_heads(self) -> None:
+        if self.train_on_inputs and self.objective in ("reward", "classification", "token_classification"):
+            found = f"objective {self.objective} learns by a head, from no text"
+            raise ConfigError(f"{found}; leave it out.", where="train_on_inputs")
 
     def _check_distillation(self) -> None:
         if self.distillation_top_k is not None and self.distillation_divergence == "reverse_kl":

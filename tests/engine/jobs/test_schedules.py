@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers
 
-from weft.engine.jobs.schedules import learning_rate, warmup_steps
+from weft.engine.jobs.schedules import check_steps, learning_rate, warmup_steps
+from weft.errors import ConfigError
+from weft.spec import JobSpec
 from weft.spec.choices.schedules import SCHEDULE_SETTINGS, SCHEDULES
 
 PEAK = 3e-3
@@ -55,6 +57,37 @@ def test_decay_when_it_is_a_fraction_then_is_that_part_of_all_steps():
         for steps in (0.25, 10)
     ]
     assert given[0] == given[1] and given[0].count(1.0) == 27
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "says"),
+    [
+        (11, 0, "11 steps of decay are more than the 10 of the job."),
+        (8, 0.25, "8 steps of decay and 3 of warm-up are more than the 10 of the job."),
+        (8, 2, None),
+        (0.75, 0.25, None),
+    ],
+)
+def test_decay_when_it_does_not_fit_the_steps_then_is_refused(steps, warmup, says):
+    settings = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": steps}}
+    job = JobSpec("job", ("rows.jsonl",), warmup_steps=warmup, **settings)
+    if says is None:
+        check_steps(job, 10)
+        check_steps(job, 11)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_steps(job, 10)
+    assert str(refused.value) == f"lr_scheduler_kwargs.num_decay_steps: {says}"
+
+
+def test_rate_when_it_ends_above_its_peak_then_is_refused():
+    settings = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}}
+    JobSpec("job", ("rows.jsonl",), learning_rate=1e-3, **settings)
+    with pytest.raises(ConfigError) as refused:
+        JobSpec("job", ("rows.jsonl",), learning_rate=5e-4, **settings)
+    assert str(refused.value).startswith(
+        "lr_scheduler_kwargs.min_lr: got 0.001, which is above the learning_rate of 0.0005"
+    )
 
 
 @pytest.mark.parametrize("setting", [0.0, 0.03, 0.1, 0.5, 0.99, 1.0, 3.0, 100.0])

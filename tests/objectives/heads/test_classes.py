@@ -41,6 +41,19 @@ def test_texts_when_labels_are_numbers_then_all_up_to_the_largest_are_classes(tm
     rows = [{"text": "a", "label": "2"}, {"text": "b", "label": 0}, {"text": "c", "label": 2.0}]
     data = load(tmp_path, rows).train
     assert data.objective == Classification(("0", "1", "2")) and [s.label for s in data.samples] == [2.0, 0.0, 2.0]
+    assert data.summary.notes == ("objective classification", "3 classes, of which the rows have 2: 0, 1, 2")
+    assert load(tmp_path, TEXTS).train.summary.describe().endswith("; 2 classes: neg, pos")
+    far = load(tmp_path, [{"text": "a", "label": 0}, {"text": "b", "label": 40}]).train.summary.notes[1]
+    assert far == "41 classes, of which the rows have 2: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …, 40"
+
+
+@pytest.mark.parametrize("objective", ["reward", "classification", "token_classification"])
+def test_job_when_it_learns_by_a_head_and_is_to_learn_from_texts_then_is_refused(objective):
+    with pytest.raises(ConfigError) as refused:
+        JobSpec("job", ("rows.jsonl",), objective=objective, train_on_inputs=True)
+    assert str(refused.value) == (
+        f"train_on_inputs: objective {objective} learns by a head, from no text; leave it out."
+    )
 
 
 def test_texts_when_cut_then_the_last_token_that_is_left_has_the_label(tmp_path):

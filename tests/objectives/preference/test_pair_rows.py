@@ -86,3 +86,14 @@ def test_pair_when_it_has_an_image_then_is_refused_by_line(tmp_path):
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="line 2: has image, but only text can be trained on"):
         load_dataset(["p.jsonl"], load_tokenizer("tiny"), max_length=64, base_dir=tmp_path)
+
+
+def test_summary_when_rows_are_pairs_then_counts_pairs_and_names_the_objective_alone(tmp_path):
+    rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for objective, note in (("auto", "objective dpo, by the columns"), ("orpo", "objective orpo")):
+        data = load_dataset(
+            ["pairs.jsonl"], load_tokenizer("tiny"), objective=objective, max_length=200, base_dir=tmp_path
+        )
+        told = data.summary.describe()
+        assert told.startswith("pairs.jsonl: 3 pairs (") and told.endswith(f"; {note}")

@@ -26,6 +26,8 @@ from weft.objectives.registry import OBJECTIVES, SUPERVISED
 
 PARALLEL_BYTES = 16 * 2**20
 """A file of this size takes longer to convert than processes take to start."""
+SHOWN_CLASSES = 12
+"""Of more than these, only the first and the last are named."""
 SPLIT_NOTE = (
     "{:,} chats are {:,} samples, because their chat template shows earlier answers otherwise once later turns follow "
     "(mask_history trains the last answer only)"
@@ -142,7 +144,12 @@ class _Preparing:
             num_dropped_long=account.num_dropped_long,
             num_dropped_unsupervised=account.num_untrained + account.num_cut_off,
             length_limit=settings.max_length,
-            notes=(*_notes(chosen, self._claimed, account), *self._joined()),
+            notes=(
+                *_notes(chosen, self._claimed, account),
+                *_classes(samples, settings.labels),
+                *self._joined(),
+            ),
+            group_size=chosen.group_size,
             **measures(samples),
         )
         return Dataset(samples, summary, chosen, tuple(self._source_groups), rows if account.num_split else None)
@@ -171,7 +178,9 @@ def _noting(chunks: Iterator[Chunk], sizes: deque[int]) -> Iterator[Chunk]:
 def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[str]:
     """What else a user should know of the data."""
     if chosen is not claimed:
-        though = "" if claimed is SUPERVISED else f", though the columns are those of {claimed.name}"
+        # Others read columns that ask for something else where they are not named: pairs are also for orpo.
+        is_passed_over = chosen is SUPERVISED and claimed is not SUPERVISED
+        though = f", though the columns are those of {claimed.name}" if is_passed_over else ""
         yield f"objective {chosen.name}{though}"
     elif chosen is not SUPERVISED:
         yield f"objective {chosen.name}, by the columns"
@@ -180,3 +189,14 @@ def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[
     if account.num_split > account.num_told_apart:
         num_samples = account.num_groups - account.num_rows + account.num_split
         yield SPLIT_NOTE.format(account.num_split, num_samples)
+
+
+def _classes(samples: Samples, names: Sequence[str]) -> Iterator[str]:
+    """Which classes there are, and how many of them the samples have."""
+    if not names or samples.arrays.labels is None:
+        return
+    labels = samples.arrays.labels
+    num_met = len(np.unique(labels[~np.isnan(labels)]))
+    met = "" if num_met == len(names) else f", of which the rows have {num_met:,}"
+    shown = names if len(names) <= SHOWN_CLASSES else [*names[: SHOWN_CLASSES - 2], "…", names[-1]]
+    yield f"{len(names):,} classes{met}: {', '.join(shown)}"

@@ -16,6 +16,7 @@ from weft.data.load import check_teacher, load_job_data
 from weft.data.samples import Samples
 from weft.data.tokens.new_tokens import new_token_ids
 from weft.engine.jobs.live_job import LiveJob
+from weft.engine.jobs.schedules import check_steps
 from weft.errors import ConfigError, DataError
 from weft.execute.protocol import Executor, NewJob, ReplicaFacts
 from weft.execute.references import adapter_digest
@@ -52,6 +53,7 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
         raise ConfigError(f"{found}, so name another.", where=setting)
     _check_samples(spec, data, executor, capacity, reference)
     job = LiveJob(spec, data, submitted=submitted)
+    check_steps(spec, job.progress.num_steps)
     if reference is not None:
         job.progress.reference = adapter_digest(reference)
     added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name, stored_spec, reference))

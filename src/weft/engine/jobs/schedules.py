@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from weft.errors import ConfigError
+from weft.spec import JobSpec
 from weft.spec.choices.schedules import ScheduleSettings
 
 _POLYNOMIAL_END = 1e-7
@@ -12,6 +14,20 @@ _POLYNOMIAL_END = 1e-7
 def warmup_steps(setting: float, num_steps: int) -> int:
     """Warm-up in steps, from a count or (below 1) a fraction of all steps."""
     return math.ceil(num_steps * setting) if setting < 1 else int(setting)
+
+
+def check_steps(job: JobSpec, num_steps: int) -> None:
+    """ConfigError if warm-up and decay do not fit a job's steps."""
+    if job.lr_scheduler_type != "warmup_stable_decay":
+        return
+    settings = job.warmup_steps, float(job.lr_scheduler_kwargs["num_decay_steps"])
+    # Not as they are rounded up: half of the steps each are all of them.
+    asked = sum(each * num_steps if each < 1 else each for each in settings)
+    if asked > num_steps + 1e-6:
+        warmup, decay = (warmup_steps(each, num_steps) for each in settings)
+        told = f"{decay:,} steps of decay" + (f" and {warmup:,} of warm-up" if warmup else "")
+        found = f"{told} are more than the {num_steps:,} of the job"
+        raise ConfigError(f"{found}.", where="lr_scheduler_kwargs.num_decay_steps")
 
 
 def learning_rate(
