@@ -178,9 +178,7 @@ def test_student_when_it_has_no_teacher_or_two_then_is_refused():
     with pytest.raises(ConfigError, match=r"^distillation_divergence: reverse_kl asks for all tokens of the teacher's"):
         engine.submit(*stored_student("mine", backbone, 3, distillation_divergence="reverse_kl"))
     spec, data = stored_student("mine", backbone, 3)
-    wrong = [
-        s.taught(s.teacher.at(s.supervised).ids + 1000, s.teacher.at(s.supervised).logprobs) for s in data.train.samples
-    ]
+    wrong = [s.taught(s.teacher.ids + 1000, s.teacher.logprobs) for s in data.train.samples]
     with pytest.raises(DataError, match="a sample has a token outside 0 to"):
         engine.submit(spec, JobData(replace(data.train, samples=Samples.of(wrong)), None))
     assert not engine.jobs

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_tokenizer import make_tokenizer
 
@@ -32,11 +33,13 @@ def test_row_when_read_then_has_its_teachers_tokens_in_order_also_from_the_cache
         data = load(tmp_path, ROW, longer)
         assert data.objective.name == "distillation" and data.has_teacher
         for sample in data.samples:
-            said = sample.teacher.at(sample.supervised)
+            said = sample.teacher
             assert said.ids.tolist() == [[7, 9], [8, 3]]
             assert said.logprobs.ravel().tolist() == pytest.approx([-0.1, -3.0, -0.5, -2.0])
+    assert data.samples.take(np.array([1]))[0].teacher.ids.tolist() == [[7, 9], [8, 3]]
+    assert data.samples.arrays.teacher_ids.shape == (8,), "only supervised tokens have any"
     cut = data.samples[1].cut(4)
-    assert cut.teacher.at(cut.supervised).ids.tolist() == [[7, 9]]
+    assert cut.teacher.ids.tolist() == [[7, 9]]
     other = load(tmp_path, {**ROW, "teacher_ids": [[7, 10], [3, 8]]}, longer)
     assert other.fingerprint != data.fingerprint
 
@@ -53,6 +56,10 @@ def test_row_when_read_then_has_its_teachers_tokens_in_order_also_from_the_cache
         ({"teacher_ids": [[7, 7], [3, 8]]}, "teacher_ids[0] is [7, 7]; expected different token ids."),
         ({"teacher_ids": [[7, -9], [3, 8]]}, "teacher_ids[0] is [7, -9]; expected different token ids."),
         ({"teacher_logprobs": [[-0.1, "a"], [-1, -2]]}, "teacher_logprobs[0] is [-0.1, 'a']; expected finite numbers."),
+        (
+            {"teacher_ids": [list(range(1001))] * 2, "teacher_logprobs": [[-1.0] * 1001] * 2},
+            "teacher_ids names 1,001 tokens for each; the most is 1,000.",
+        ),
         ({"labels": [-100, 6, 7, 8]}, "teacher_ids has 2 items, but 3 tokens are supervised."),
         (
             {"teacher_ids": [[7], [8]], "teacher_logprobs": [[-1], [-1]]},

@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 
 class TeacherTokens(NamedTuple):
-    """A teacher's most likely tokens in the place of each token, [L, K], the first first."""
+    """A teacher's most likely tokens in the place of each supervised token, [supervised, K], the first first."""
 
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
 
-    def at(self, places: slice | npt.NDArray[np.bool_]) -> TeacherTokens:
-        """Of some of the tokens."""
-        return TeacherTokens(self.ids[places], self.logprobs[places])
+    def first(self, number: int) -> TeacherTokens:
+        """Of the first so many tokens."""
+        return TeacherTokens(self.ids[:number], self.logprobs[:number])
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Sample:
     labels: npt.NDArray[np.float32] | None = None
     """What token i is labelled as, for objectives that read labels, [L]; NaN where it has none."""
     teacher: TeacherTokens | None = None
-    """What a teacher has said of token i, if the data holds that; of tokens that do not count, it means nothing."""
+    """What a teacher has said of the supervised tokens, if the data holds that."""
 
     def __post_init__(self) -> None:
         tokens = np.array(self.tokens, dtype=np.int32)
@@ -79,16 +79,14 @@ class Sample:
             return Sample(self.tokens[:length], self.supervised[:length]).labelled_end(float(self.labels[-1]))
         weights = None if self.weights is None else self.weights[:length]
         labels = None if self.labels is None else self.labels[:length]
-        teacher = None if self.teacher is None else self.teacher.at(slice(length))
+        teacher = None if self.teacher is None else self.teacher.first(int(self.supervised[:length].sum()))
         return Sample(self.tokens[:length], self.supervised[:length], weights, labels, teacher)
 
     def taught(self, ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> Sample:
         """The same tokens with what a teacher has said of each supervised one, [supervised, K]."""
-        places = np.flatnonzero(self.supervised)
-        shape = (self.length, np.shape(ids)[1])
-        all_ids, all_logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        all_ids[places], all_logprobs[places] = ids, logprobs
-        return Sample(self.tokens, self.supervised, self.weights, self.labels, TeacherTokens(all_ids, all_logprobs))
+        teacher = TeacherTokens(np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32))
+        assert teacher.ids.shape == teacher.logprobs.shape and len(teacher.ids) == self.num_supervised
+        return Sample(self.tokens, self.supervised, self.weights, self.labels, teacher)
 
     def labelled(self, label: float) -> Sample:
         """The same tokens, the first supervised one with a label; a sample that has nothing to learn stays as it is."""

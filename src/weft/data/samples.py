@@ -32,9 +32,9 @@ class TokenArrays:
     labels: npt.NDArray[np.float32] | None = None
     """What each token is labelled as, NaN for nothing; None where no sample has labels."""
     teacher_ids: npt.NDArray[np.int32] | None = None
-    """A teacher's most likely tokens in the place of each token, [T · K]; None where the data holds none."""
+    """A teacher's most likely tokens in the place of each supervised token, [S · K]; None where the data holds none."""
     teacher_logprobs: npt.NDArray[np.float32] | None = None
-    """Their log-probabilities, [T · K]."""
+    """Their log-probabilities, [S · K]."""
     known_range: tuple[int, int] | None = None
     """The token range, where somebody has looked already."""
 
@@ -44,16 +44,16 @@ class TokenArrays:
         every = [self.tokens] if self.teacher_ids is None else [self.tokens, self.teacher_ids]
         return self.known_range or (min(int(ids.min()) for ids in every), max(int(ids.max()) for ids in every))
 
-    @property
+    @functools.cached_property
     def num_taught(self) -> int:
-        """Tokens that a teacher names for each one: K; 0 where the data holds none."""
-        return 0 if self.teacher_ids is None else len(self.teacher_ids) // max(1, len(self.tokens))
+        """Tokens that a teacher names for each supervised one: K; 0 where the data holds none."""
+        return 0 if self.teacher_ids is None else len(self.teacher_ids) // max(1, int(self.supervised.sum()))
 
-    def teacher(self, place: slice) -> TeacherTokens | None:
-        """What a teacher has said of some tokens."""
+    def teacher(self, start: int, number: int) -> TeacherTokens | None:
+        """What a teacher has said of some supervised tokens, counted among all of them."""
         if self.teacher_ids is None or self.teacher_logprobs is None:
             return None
-        flat = slice(place.start * self.num_taught, place.stop * self.num_taught)
+        flat = slice(start * self.num_taught, (start + number) * self.num_taught)
         shape = (-1, self.num_taught)
         return TeacherTokens(self.teacher_ids[flat].reshape(shape), self.teacher_logprobs[flat].reshape(shape))
 
@@ -71,6 +71,8 @@ class Samples(Sequence[Sample]):
     """Supervised tokens of each sample, [N]."""
     known_fingerprint: str | None = None
     """The fingerprint of this very view, where somebody has computed it already."""
+    told_starts: Integers | None = None
+    """Where each sample begins among all supervised tokens, [N], if the arrays hold what a teacher said of these."""
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Samples:
@@ -91,7 +93,15 @@ class Samples(Sequence[Sample]):
             *_teachers(given),
         )
         supervised = np.array([sample.num_supervised for sample in given], dtype=np.int64)
-        return cls(arrays, np.cumsum(lengths) - lengths, lengths, supervised)
+        return cls.behind_one_another(arrays, lengths, supervised)
+
+    @classmethod
+    def behind_one_another(
+        cls, arrays: TokenArrays, lengths: Integers, num_supervised: Integers, fingerprint: str | None = None
+    ) -> Samples:
+        """All samples of arrays, in order."""
+        told_starts = None if arrays.teacher_ids is None else np.cumsum(num_supervised) - num_supervised
+        return cls(arrays, np.cumsum(lengths) - lengths, lengths, num_supervised, fingerprint, told_starts)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -108,15 +118,16 @@ class Samples(Sequence[Sample]):
         place = self._place(index)
         weights = None if self.arrays.weights is None else self.arrays.weights[place]
         labels = None if self.arrays.labels is None else self.arrays.labels[place]
-        teacher = self.arrays.teacher(place)
-        return Sample(self.arrays.tokens[place], self.arrays.supervised[place], weights, labels, teacher)
+        return Sample(self.arrays.tokens[place], self.arrays.supervised[place], weights, labels, self._teacher(index))
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 
     def take(self, indices: Integers) -> Samples:
         """Some of the samples, in that order."""
-        return Samples(self.arrays, self.starts[indices], self.lengths[indices], self.num_supervised[indices])
+        told_starts = None if self.told_starts is None else self.told_starts[indices]
+        own = self.starts[indices], self.lengths[indices], self.num_supervised[indices]
+        return Samples(self.arrays, *own, told_starts=told_starts)
 
     def total_weight(self, index: int) -> float:
         """What the supervised tokens of one sample count together."""
@@ -165,9 +176,14 @@ class Samples(Sequence[Sample]):
 
     def _is_inside(self, index: int, vocabulary: int) -> bool:
         place = self._place(index)
-        teacher = self.arrays.teacher(place)
+        teacher = self._teacher(index)
         every = [self.arrays.tokens[place], *([] if teacher is None else [teacher.ids])]
         return all(bool(ids.min() >= 0 and ids.max() < vocabulary) for ids in every)
+
+    def _teacher(self, index: int) -> TeacherTokens | None:
+        if self.told_starts is None:
+            return None
+        return self.arrays.teacher(int(self.told_starts[index]), int(self.num_supervised[index]))
 
     def _place(self, index: int) -> slice:
         start = int(self.starts[index])

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from weft.backbone.backbone import Backbone
@@ -138,8 +137,7 @@ def told_rows(sample: Sample, top_k: int | None, device: torch.device) -> Refere
     """What the data holds of a sample's teacher, or of that so many of the most likely tokens."""
     assert sample.teacher is not None
     rows = ReferenceRows(sample)
-    said = sample.teacher.at(sample.supervised)
-    rows.learn(*(sent(torch.from_numpy(np.ascontiguousarray(each[:, :top_k])), device) for each in said))
+    rows.learn(*(sent(torch.from_numpy(each[:, :top_k].copy()), device) for each in sample.teacher))
     return rows
 
 

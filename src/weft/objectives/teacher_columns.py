@@ -12,6 +12,8 @@ from weft.spec.fields import describe
 
 IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"
 """The columns."""
+MOST_TOKENS = 1000
+"""Most that a teacher may name for one."""
 
 
 def read_told(values: Mapping[str, Any], where: str) -> Told:
@@ -20,6 +22,8 @@ def read_told(values: Mapping[str, Any], where: str) -> Told:
     if len(ids) != len(logprobs) or len({len(each) for each in (*ids, *logprobs)}) > 1:
         found = f"{IDS} and {LOGPROBS} differ in size"
         raise DataError(f"{found}; expected as many tokens for each supervised token in both.", where=where)
+    if ids and len(ids[0]) > MOST_TOKENS:
+        raise DataError(f"{IDS} names {len(ids[0]):,} tokens for each; the most is {MOST_TOKENS:,}.", where=where)
     for place, (own, said) in enumerate(zip(ids, logprobs, strict=True)):
         if not all(type(token) is int and token >= 0 for token in own) or len(set(own)) < len(own):
             raise DataError(f"{IDS}[{place}] is {_short(own)}; expected different token ids.", where=where)

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.errors import ConfigError
+from weft.objectives.teacher_columns import MOST_TOKENS
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
     from weft.data.dataset import Dataset
     from weft.inference.attach import Attached
-
-MOST_TOKENS = 1000
-"""As many as a job may learn from."""
 
 
 def check_logits(path: Path, adapters: list[str] | None, top_k: int) -> None:

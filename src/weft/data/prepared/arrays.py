@@ -20,7 +20,7 @@ FILLED_TOGETHER = 2**20
 OPTIONAL: dict[str, tuple[type, float]] = {"weights": (np.float64, 1.0), "labels": (np.float32, np.nan)}
 """Columns that only some samples have: their type, and what stands for the tokens of the others."""
 TEACHER: dict[str, type] = {"teacher_ids": np.int32, "teacher_logprobs": np.float32}
-"""Columns that all samples have or none; they have several values for a token."""
+"""Columns that all samples have or none; they have several values for a supervised token."""
 
 
 class Column(Protocol):
@@ -114,7 +114,7 @@ class SampleColumns:
         self._rows = self._column("rows", np.int64)
         self._num_tokens = 0
         self._num_taught = 0
-        """Values for a token in the columns of a teacher."""
+        """Values for a supervised token in the columns of a teacher."""
         self._digest = hashlib.sha256()
         self._range: tuple[int, int] | None = None
 
@@ -196,4 +196,4 @@ def open_samples(
 def _samples(
     arrays: TokenArrays, lengths: npt.NDArray[Any], num_supervised: npt.NDArray[Any], fingerprint: str
 ) -> Samples:
-    return Samples(arrays, np.cumsum(lengths) - lengths, lengths, num_supervised, fingerprint)
+    return Samples.behind_one_another(arrays, lengths, num_supervised, fingerprint)
