@@ -53,6 +53,12 @@ def profile(weft, profiled, here) -> tuple[Path, Path]:
     return model, file
 
 
+def test_plan_when_jobs_train_rows_of_their_own_then_says_whose_and_how_many(weft, here):
+    rows = "jobs.0.adapter.modules_to_save=[lm_head]", "jobs.1.adapter.new_tokens=[<a>]"
+    result = weft("plan", "jobs.yaml", "--steps", "2", "--device", "cpu", *rows)
+    assert "rows of embedding and head: shout 264, reverse 2" in result.out
+
+
 def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, here):
     before = sorted(here.rglob("*"))
     result = weft("plan", "jobs.yaml", "--steps", "4", "--device", "h200", "--stages", "2")

@@ -95,7 +95,8 @@ def _outlines(spec: RunSpec, base_dir: Path, num_planned: int, *, is_fused: bool
     return [
         replace(
             _outline(job, load_job_data(job, tokenizer, base_dir), num_planned, is_fused=is_fused),
-            num_own_rows=job.adapter.own_rows.count(vocabulary),
+            # New tokens have a row on either side, unless these are tied.
+            num_own_rows=job.adapter.own_rows.count(vocabulary) + 2 * len(job.adapter.new_tokens),
         )
         for job in spec.jobs
     ]
