@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, Job, assert_same_bits, job_spec, random_data, random_model, train
 from tiny_tokenizer import word_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
 from weft.backbone.backbone import Backbone
@@ -179,6 +179,18 @@ def test_adapter_when_the_tokenizer_has_more_tokens_than_the_backbone_rows_then_
     backbone = Backbone(random_model("llama"), with_new_tokens(word_tokenizer(VOCABULARY), NEW), "llama")
     with pytest.raises(ConfigError, match="the tokenizer has 63 tokens and the backbone rows of 61"):
         backbone.check_adapter(AdapterSpec(r=4, new_tokens=("<a>",)))
+
+
+class SlowTokenizer(PreTrainedTokenizerFast):
+    """Says of itself that it cannot be written as one file."""
+
+    is_fast = False
+
+
+def test_adapter_when_the_tokenizer_cannot_be_written_whole_then_new_tokens_are_refused():
+    tokenizer = SlowTokenizer(tokenizer_object=word_tokenizer(VOCABULARY).backend_tokenizer)
+    with pytest.raises(ConfigError, match=r"the backbone's tokenizer has no tokenizer.json"):
+        Backbone(random_model("llama"), tokenizer, "llama").check_adapter(AdapterSpec(r=4, new_tokens=NEW))
 
 
 def test_job_when_the_bare_backbone_reads_new_tokens_too_then_is_refused():

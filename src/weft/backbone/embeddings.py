@@ -77,6 +77,10 @@ class Embeddings:
             found = f"{self.paths[OUTPUT_ROWS]} of the backbone has a bias"
             raise ConfigError(f"{found}, which no job trains.", where="adapter.modules_to_save")
         num_rows = self._modules[INPUT_ROWS].weight.shape[0]
+        if spec.new_tokens and not self._tokenizer.is_fast:
+            raise ConfigError(
+                "the backbone's tokenizer has no tokenizer.json, in which they are written.", where="adapter.new_tokens"
+            )
         if spec.new_tokens and len(self._tokenizer) > num_rows:
             found = f"the tokenizer has {len(self._tokenizer):,} tokens and the backbone rows of {num_rows:,}"
             raise ConfigError(f"{found}; new ones would take the place of others.", where="adapter.new_tokens")
