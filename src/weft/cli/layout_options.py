@@ -57,9 +57,9 @@ class LayoutOptions:
         if self.schedule is not None and self.layout is None:
             raise ConfigError("is for stages; give --layout stages:N too.", where="--schedule")
         if num_stages > 1:
-            from weft.execute.stages.load_stages import find_parts
+            from weft.execute.stages.load_stages import check_layout
 
-            find_parts(spec.backbone, num_stages)
+            check_layout(spec, num_stages)
 
     @property
     def _num_stages(self) -> int:

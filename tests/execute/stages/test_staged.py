@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from weft.engine.engine import Engine
 from weft.errors import ConfigError
 from weft.objectives.heads.classes import Classification
 from weft.objectives.preference.cpo import SimPo
+from weft.plan.check import violations
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Program
@@ -214,3 +217,37 @@ def test_job_when_it_does_not_fit_stages_then_refused_and_forgotten(job, where):
     assert found.value.where == where
     submit(engine, small_job("job", max_steps=1))
     assert finish(engine)["job"].state == "succeeded"
+
+
+def shuffled(program: Program, rng: random.Random) -> Program:
+    """The program with some neighbouring instructions of its stages in another order."""
+    stages = [list(own) for own in program.stages]
+    for _ in range(rng.randint(1, 2)):
+        own = rng.choice(stages)
+        place = rng.randrange(len(own) - 1)
+        own[place], own[place + 1] = own[place + 1], own[place]
+    return replace(program, stages=tuple(map(tuple, stages)))
+
+
+def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bits():
+    """The validator lets nothing through that would train anything else."""
+    rng = random.Random(4)
+    jobs = [small_job("a", max_steps=2, max_grad_norm=0.1), small_job("b", 1, max_steps=2)]
+    expected = train(random_backbone("llama"), jobs, capacity=24)
+    executor, counts = staged_executor("llama", (1, 1)), Counter[bool]()
+
+    def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
+        made = PipelinePlanner(Schedule.EAGER, 2)(queues, limits)
+        mutants = [mutant for _ in range(40) if (mutant := shuffled(made, rng)) != made]
+        may_run = [mutant for mutant in mutants if not violations(mutant, queues, limits)]
+        counts.update({True: len(may_run), False: len(mutants) - len(may_run)})
+        return rng.choice(may_run) if may_run else made
+
+    for _ in range(2):
+        engine = Engine(executor, capacity=24, planner=plan)
+        submit(engine, *jobs)
+        found = finish(engine)
+        for name, outcome in found.items():
+            assert_same_bits(outcome, expected[name])
+            engine.forget(name)
+    assert min(counts[True], counts[False]) > 4

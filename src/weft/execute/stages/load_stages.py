@@ -9,13 +9,14 @@ from weft.backbone.load import choose_device, find_source, load_config, load_tok
 from weft.backbone.model_part import ModelPart, num_layers
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
+from weft.execute.stages.stage import refuse_settings
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.families.registry import FAMILIES
 from weft.kernels.device import is_cpu
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.split import split_layers
-from weft.spec import BackboneSpec
+from weft.spec import BackboneSpec, RunSpec
 
 WHERE = "--layout"
 
@@ -33,6 +34,16 @@ def load_stages(spec: BackboneSpec, num_stages: int) -> StagedExecutor:
     parts = find_parts(spec, num_stages)
     tokenizer = load_tokenizer(spec.base_model)
     return StagedExecutor(StageProcesses(spec, parts), tokenizer)
+
+
+def check_layout(spec: RunSpec, num_stages: int) -> None:
+    """Raises what keeps a run from being trained in so many stages, as far as that is known before anything is read."""
+    find_parts(spec.backbone, num_stages)
+    for place, job in enumerate(spec.jobs):
+        try:
+            refuse_settings(job)
+        except ConfigError as error:
+            raise error.at(f"jobs.{place}.{error.where}") from None
 
 
 def find_parts(spec: BackboneSpec, num_stages: int) -> list[ModelPart]:

@@ -29,20 +29,25 @@ from weft.execute.weights import JobWeights
 from weft.kernels.device import CPU
 from weft.objectives.metrics import MeanScores
 from weft.plan.types import Microbatch
-from weft.spec import AdapterSpec
+from weft.spec import AdapterSpec, JobSpec
 
 WHOLE_STATES = ("adamw_8bit",)
 """Optimizers that remember blocks of numbers, which a border between two stages may cut."""
 
 
+def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
+    """ConfigError for settings of a job that need a backbone in one piece; `start`: of the adapter it goes on from."""
+    if spec.optim in WHOLE_STATES:
+        raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
+    if spec.adapter.trains_rows or (start is not None and start.trains_rows):
+        found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
+        raise ConfigError(found, where="adapter")
+
+
 def refuse_whole(job: NewJob) -> None:
     """ConfigError for a job that needs a backbone in one piece."""
     spec = job.spec
-    if spec.optim in WHOLE_STATES:
-        raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
-    if spec.adapter.trains_rows or (job.start_spec is not None and job.start_spec.trains_rows):
-        found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
-        raise ConfigError(found, where="adapter.trainable_token_indices")
+    refuse_settings(spec, job.start_spec)
     if any(data is not None and data.reads_reference for data in (job.batches.data, job.eval_data)):
         found = f"{spec.objective} compares with a reference, which stages do not run; train it without --layout."
         raise ConfigError(found, where="objective")
