@@ -126,6 +126,18 @@ def test_timeline_when_there_are_replicas_then_each_has_a_band_with_its_own_micr
     assert bars and all(any(abs(x - middle) < 1e-3 for middle in of_second) for trace in bars for x in trace.x)
 
 
+def test_timeline_when_the_replica_is_in_stages_then_each_stage_has_a_band(run: RunData) -> None:
+    passes = [span for span in run.spans if span.name == "forward_backward"]
+    spans = [
+        dataclasses.replace(span, name=name, replica=stage)
+        for span in passes
+        for name in ("forward", "backward")
+        for stage in range(2)
+    ]
+    figure = draw_charts(dataclasses.replace(run, spans=tuple(spans)))["timeline"]
+    assert (figure.layout.yaxis.title.text, figure.layout.yaxis3.title.text) == ("stage 0", "stage 1")
+
+
 def test_timeline_when_the_run_is_long_then_the_bars_are_capped(run: RunData) -> None:
     assert len(drawn_microbatches(run)) == MAX_MICROBATCHES
     shares = {f"job-{i}": 1.0 for i in range(100)}

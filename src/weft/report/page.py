@@ -66,6 +66,7 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
     environment = templates()
     charts = draw_charts(run)
     shown, total = len(drawn_microbatches(run)), len(run.microbatches)
+    recorded = "passes of microbatches through stages" if run.is_staged else "recorded microbatches"
     return environment.get_template("page.html").render(
         run=run,
         about=_about(run),
@@ -75,7 +76,7 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
         own_metrics=own_metrics(run),
         figures=json_for_script(charts),
         time_parts=time_parts(run.time),
-        timeline_note=f"{f'the first {shown:,} of ' if shown < total else ''}{total:,} recorded microbatches",
+        timeline_note=f"{f'the first {shown:,} of ' if shown < total else ''}{total:,} {recorded}",
         extra=extra,
         skill_colours=dict(zip((job.name for job in run.jobs), job_colours(len(run.jobs)), strict=True)),
         readable=readable,

@@ -54,6 +54,10 @@ class EvalPoint:
     """What else the job's objective measures, by the names it has in training."""
 
 
+PASSES = ("forward_backward", "forward", "backward")
+"""The names of spans in which a microbatch runs: all at once, or a stage at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReportSpan:
     """One timed piece of the run's work."""
@@ -66,7 +70,7 @@ class ReportSpan:
     jobs: Mapping[str, float]
     """Tokens of each job inside the span."""
     replica: int = 0
-    """Which copy of the backbone it ran on, from 0."""
+    """Which copy of the backbone, or which stage of it, it ran on, from 0."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +220,13 @@ class RunData:
 
     @property
     def microbatches(self) -> tuple[ReportSpan, ...]:
-        """The spans that trained."""
-        return tuple(span for span in self.spans if span.name == "forward_backward")
+        """The spans that trained; on a replica in stages, a microbatch has two on each stage."""
+        return tuple(span for span in self.spans if span.name in PASSES)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bands of its timeline are stages of one replica."""
+        return any(span.name == PASSES[1] for span in self.spans)
 
 
 def read_run(run_dir: Path) -> RunData:

@@ -65,7 +65,7 @@ def fill(run: RunData) -> PlotlyFigure | None:
 def timeline(run: RunData) -> PlotlyFigure | None:
     """The first microbatches as columns, coloured by the share of each job, and the other work below them.
 
-    Each replica has a band of its own.
+    Each replica has a band of its own, or each stage of one.
     """
     shown = drawn_microbatches(run)
     if not shown:
@@ -81,7 +81,7 @@ def timeline(run: RunData) -> PlotlyFigure | None:
     figure.update_layout(barmode="stack", bargap=0, hovermode="closest")
     figure.update_xaxes(range=rounded([shown[0].start_s, _end(shown[-1])], 6))
     top = LANE_HEIGHT * len(lanes)
-    figure.update_layout(_bands(replicas, top + 0.05 if lanes else 0.0))
+    figure.update_layout(_bands(replicas, "stage" if run.is_staged else "replica", top + 0.05 if lanes else 0.0))
     if not lanes:
         return figure
     order = {"categoryorder": "array", "categoryarray": [lane.name for lane in reversed(lanes)]}
@@ -97,8 +97,8 @@ def drawn_replicas(spans: Iterable[ReportSpan]) -> list[int]:
     return sorted({span.replica for span in spans})[:MAX_REPLICAS]
 
 
-def _bands(replicas: list[int], bottom: float) -> dict[str, Any]:
-    """The vertical axes of all replicas, one below the other."""
+def _bands(replicas: list[int], what: str, bottom: float) -> dict[str, Any]:
+    """The vertical axes of all replicas, or whatever they are, one below the other."""
     height = (1 - bottom) / len(replicas)
     axes: dict[str, Any] = {}
     for band, replica in enumerate(replicas):
@@ -111,7 +111,7 @@ def _bands(replicas: list[int], bottom: float) -> dict[str, Any]:
                 "anchor": "x",
                 "zeroline": False,
                 "ticks": "",
-                "title": {"text": f"replica {replica}"},
+                "title": {"text": f"{what} {replica}"},
                 "showticklabels": False,
                 "showgrid": False,
             }

@@ -179,7 +179,8 @@ class StageProgram:
     def _timed(self, name: str, k: int, run: Callable[[], None]) -> None:
         begun_s = time.perf_counter()
         run()
-        self._note(name, begun_s, {"microbatch": k, "chunk": 0, **describe(self._microbatches[k])})
+        rows = self._batch(k).num_rows
+        self._note(name, begun_s, {"microbatch": k, "chunk": 0, "rows": rows, **describe(self._microbatches[k])})
 
     def _note(self, name: str, begun_s: float, args: Mapping[str, Any]) -> None:
         seconds = time.perf_counter() - begun_s

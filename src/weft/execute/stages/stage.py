@@ -31,6 +31,8 @@ from weft.objectives.metrics import MeanScores
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec, JobSpec
 
+MOST_AHEAD = 8
+"""Microbatches of an evaluation that a stage sends before it waits for the next one to take them."""
 WHOLE_STATES = ("adamw_8bit",)
 """Optimizers that remember blocks of numbers, which a border between two stages may cut."""
 
@@ -198,6 +200,7 @@ class Stage:
     def evaluate(self, work: EvaluationWork) -> Generator[None, None, list[MeanScores]]:
         """Evaluates jobs; only the last stage knows the means. It yields where another stage must have its turn."""
         running: list[tuple[list[int], PendingScores]] = []
+        num_sent = 0
         with ExitStack() as slots:
             requests: list[ScoreRequest] = []
             for name in work.jobs:
@@ -213,10 +216,13 @@ class Stage:
                     if entering_TD is None:
                         yield
                 left_TD, scores = self.runner.look(batch, work.row_tile, entering_TD)
-                if scores is None:
-                    self.transport.send(left_TD, self.index + 1, ACTIVATION)
-                else:
+                if scores is not None:
                     running.append((owners, scores))
+                    continue
+                self.transport.send(left_TD, self.index + 1, ACTIVATION)
+                num_sent += 1
+                if num_sent % MOST_AHEAD == 0:
+                    self.transport.finish()
             self.transport.finish()
         return mean_of(running, len(requests)) if self.is_last else []
 
