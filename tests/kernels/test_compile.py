@@ -108,6 +108,34 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     product.product_grad_kernel(product.Factors(dy8, weight8.t().contiguous(), scale), s, *place)
 
 
+def launch_others() -> None:
+    """Calls every kernel function that serves other methods than LoRA."""
+    from weft.kernels.lora.tables import OUTPUTS, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
+    from weft.kernels.methods import columns, inner, leading_rows, row_norms, sparse
+
+    gate_up, end = Site(0, (INNER, INNER), HIDDEN), Site(2, (HIDDEN,), HIDDEN)
+    table = SlotTable((gate_up, end), torch.device("cpu"))
+    table.needs = Needs.of([64], drops=False)
+    rows = row_tables([SampleRows(0, 60, 1)], TableSizes(NUM_ROWS, 2), zeros(NUM_ROWS, dtype=torch.int32))
+    x, gu, s = zeros(NUM_ROWS, HIDDEN), zeros(NUM_ROWS, 2 * INNER), zeros(NUM_ROWS, 64)
+    columns.change_columns_kernel(gu, gu, gate_up, rows, table, OUTPUTS)
+    columns.change_columns_kernel(x, torch.empty_like(x), end, rows, table, OUTPUTS, shifts=False)
+    columns.owned_copy_kernel(gu, gate_up, rows, table, OUTPUTS)
+    for divides in (False, True):
+        columns.column_sums_kernel(gu, gu, gate_up, rows, table, OUTPUTS, divides)
+    inner.activate_kernel(s, s, end, rows, table)
+    inner.activate_grad_kernel(s, s, end, rows, table)
+    inner.bias_sums_kernel(s, end, rows, table)
+    leading_rows.put_rows_kernel(x, 3, rows, table)
+    leading_rows.rows_grad_kernel(x, 0, HIDDEN, 3, rows, table, True)
+    for width in (16, 256):
+        module = row_norms.NormedRows(zeros(64, HIDDEN), zeros(width, HIDDEN), zeros(64, width), zeros(64).float())
+        row_norms.RowNorms([module]).launch()
+    sparse.sparse_kernel(x, gu, gate_up, rows, table)
+    sparse.sparse_input_kernel(gu, x, gate_up, rows, table)
+    sparse.sparse_grad_kernel(x, gu, gate_up, rows, table)
+
+
 def launch_bare() -> None:
     """Calls every kernel function of the frozen model, the optimizer and the weights."""
     from weft.kernels import adamw, adamw_8bit
@@ -187,6 +215,7 @@ def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:
         if target == NEWEST:
             launch_adapted(ranks[0], drops=True)
         num_adapted = len(calls)
+        launch_others()
         launch_bare()
         for place, (kernel, args, kw) in enumerate(calls):
             if not is_compiled(kernel, target) or (target < NEWEST and place >= num_adapted and kernel in known):

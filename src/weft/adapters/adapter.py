@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.head import HEAD, HeadWeights
-from weft.adapters.method import ModuleTensors, Place, SlotWeights
+from weft.adapters.method import KernelCopy, ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import method_of
 from weft.adapters.part import PartShape
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape, TokenRows
@@ -64,6 +64,8 @@ class Adapter:
         self._tied_grad: torch.Tensor | None = None
         """What tied rows get from the output head, until the global batch is whole."""
         self._views: dict[str, ModuleTensors] = {}
+        self.kernel_copy: KernelCopy | None = None
+        """What kernels read while it has a slot of the fused path; they may leave gradients there too."""
         self._penalised_at: int | None = None
         """The version of the weights whose penalty the gradients have in them already."""
         names = self.method.groups[: len(next(iter(self._shapes.values())))]
@@ -94,10 +96,17 @@ class Adapter:
             group.grad.zero_()
         if self._tied_grad is not None:
             self._tied_grad.zero_()
+        if self.kernel_copy is not None:
+            self.kernel_copy.forget_gradients()
         self._penalised_at = None
 
-    def add_penalties(self) -> None:
-        """Adds to the gradients of a whole global batch what is not the loss's; a second time it adds nothing."""
+    def complete_gradients(self) -> None:
+        """Adds to the gradients of a whole global batch what kernels left elsewhere and what is not the loss's.
+
+        A second time it adds nothing.
+        """
+        if self.kernel_copy is not None:
+            self.kernel_copy.collect()
         if self._penalised_at == self.version:
             return
         # All of them first: without the memory for the last, none has been added.

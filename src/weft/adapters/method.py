@@ -6,8 +6,8 @@ moves named groups of parameters (`adapters/adapter.py`), the reference path cal
 slot's own rows (`adapters/slots.py`), files are written as the method's `PeftFormat` says, and planners count its cost
 in ranks. `tests/adapters/test_methods.py` runs for every entry of the registry.
 
-A method without kernels costs its neighbours nothing: on a fused backbone its jobs have microbatches of their own,
-which run on the reference path over the same weights.
+An adapter without kernels costs its neighbours nothing: on a fused backbone its job has microbatches of its own, which
+run on the reference path over the same weights.
 
 An adapter sits on linears, on the outputs of attention and MLP blocks before these are normed or added to the residual
 stream, or on rows in front of every sample (`Attachment`). `target_modules` names the first two by the same rules:
@@ -22,13 +22,14 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from weft.adapters.routing import Routing, SlotRows
 from weft.kernels.lora.tables import Entry
+from weft.kernels.methods.parts import OtherParts
 from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
@@ -125,14 +126,32 @@ class SlotWeights(ABC):
         return given
 
 
-class KernelCopy(Protocol):
-    """An adapter's weights as the fused path's kernels read them."""
+class KernelCopy:
+    """An adapter's weights as the fused path's kernels read them, and where these leave gradients."""
 
-    entries: dict[str, Entry]
-    """By module path."""
+    def __init__(self, adapter: Adapter) -> None:
+        self.entries: dict[str, Entry] = {}
+        """What it has of products of a low rank, by path."""
+        self.others: OtherParts[str] = OtherParts()
+        """What it changes besides, by path."""
+        self._adapter = adapter
+        self._version = -1
 
     def follow(self) -> None:
         """Copies the weights if they have changed."""
+        if self._version != self._adapter.version:
+            self.copy_weights()
+            # Last: if memory ends in between, the next call copies again.
+            self._version = self._adapter.version
+
+    def copy_weights(self) -> None:
+        """Brings what kernels read in line with the masters."""
+
+    def collect(self) -> None:
+        """Adds gradients that kernels left in buffers of their own to the adapter's, and empties these buffers."""
+
+    def forget_gradients(self) -> None:
+        """Empties those buffers."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +164,10 @@ class CostRanks:
     """Of the most expensive module, for memory."""
 
 
+Change = tuple[str, str]
+"""What a method other than LoRA may change for kernels, and the role of the sites where it does."""
+Keeps = Literal["", "outputs", "blocks"]
+"""What the fused path keeps for a method besides S: nothing, outputs of linears, or those of blocks."""
 WHOLE_NUMBERS = ("indices", "shape")
 """How names of tensors in files end that hold whole numbers; all others are floats."""
 
@@ -223,11 +246,24 @@ class Method(Protocol):
         """Those of its groups that are not trained: they have no gradients, and no moments."""
         return ()
 
-    has_kernels: bool
-    """Whether the fused path can run it."""
+    kernel_keeps: Keeps = ""
+    kernel_changes: tuple[Change, ...] = ()
+    """All that its adapters may ask of kernels besides LoRA's."""
     workspace_bytes: int = 0
     """What one place needs on the reference path besides what is kept, at most; it is given back at once."""
     files: PeftFormat
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """Whether the fused path can run such an adapter."""
+
+    def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
+        """What kernels read and leave of such an adapter beside a copy of its parameters, whose numbers have `each`
+        bytes."""
+        return 0
+
+    def kernel_rank(self, spec: AdapterSpec) -> int:
+        """The widest rank that its kernels see."""
+        return self.cost_ranks(spec).widest
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if an adapter cannot sit on these modules."""

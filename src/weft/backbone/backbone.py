@@ -16,7 +16,7 @@ from weft.adapters.leading_rows import InputRows, KeyValueRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment, LinearShape, Method
-from weft.adapters.methods import cost_ranks, has_kernels, method_of
+from weft.adapters.methods import has_kernels, method_of
 from weft.adapters.methods.virtual_tokens.files import INPUT_PATH, layer_path
 from weft.adapters.part import PartShape
 from weft.adapters.routing import Routing
@@ -24,7 +24,7 @@ from weft.adapters.row_place import RowPlace
 from weft.adapters.targets import choose_modules, refuse_experts
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, InputTokenRows, TokenRows
 from weft.backbone.embeddings import Embeddings
-from weft.backbone.fused.model import fuse, why_not
+from weft.backbone.fused.model import FusedModel, fuse, why_not
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.loss import Head, head_of
 from weft.backbone.model_part import WHOLE, ModelPart
@@ -160,9 +160,19 @@ class Backbone:
         if obstacle:
             raise ModelError(f"the fused kernels do not fit: {obstacle}; use auto or reference.", where="kernels")
         memory = memory or Memory()
-        parts = (fuse(self.model, self.linears), list(self.linears), self.head, memory)
+        fused = fuse(self.model, self.linears)
+        parts = (fused, self._numbers(fused), self.head, memory)
         self.path = FusedPath(*parts, self._memory_model(memory), self._heads)
         self.kernels = "fused: " + ("Triton and captured graphs" if self.works_on else "plain torch twins")
+
+    def _numbers(self, fused: FusedModel) -> dict[str, int]:
+        """The modules of the fused path's table by the paths of this backbone's places."""
+        numbers = {path: number for number, path in enumerate(self.linears)}
+        places = [layer.places for layer in fused.layers]
+        ends = [end.module for own in places for end in (own.attention_end, own.mlp_end)]
+        numbers |= dict(zip(self.blocks, ends, strict=True))
+        numbers |= {layer_path(i): own.keys_and_values for i, own in enumerate(places)}
+        return {**numbers, INPUT_PATH: fused.input_rows}
 
     def _memory_model(self, memory: Memory) -> MemoryModel:
         weights = [linear.frozen for linear in self.linears.values()]
@@ -206,6 +216,12 @@ class Backbone:
         path = self._path_for(spec)
         return "" if path is self.path else path.name
 
+    def copy_bytes(self, spec: AdapterSpec) -> int:
+        """What kernels hold of an adapter besides a copy of its parameters."""
+        if self._path_for(spec) is self._reference:
+            return 0
+        return method_of(spec).kernel_bytes(spec, _shapes(self._targets(spec)), self.dtype.itemsize)
+
     def path_of(self, slot: int | None) -> Path:
         """The path that runs the samples of a slot."""
         return self.path if slot is None else self._slot_paths.get(slot, self.path)
@@ -225,8 +241,8 @@ class Backbone:
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
         fused = [spec for spec in adapters if has_kernels(spec)]
-        widest = max((cost_ranks(spec).widest for spec in fused), default=1)
-        found = [self.path.activation_bytes(capacity, widest)]
+        widest = max((method_of(spec).kernel_rank(spec) for spec in fused), default=1)
+        found = [self.path.activation_bytes(capacity, widest, {method_of(spec).kernel_keeps for spec in fused})]
         for spec in adapters:
             if not has_kernels(spec):
                 kept = capacity * self._kept_width(spec) * self.dtype.itemsize

@@ -6,12 +6,14 @@ else asks which it is.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 import torch
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.method import Keeps
 from weft.backbone.judge import MicrobatchLoss
 from weft.backbone.packed import PackedBatch
 from weft.backbone.scores import PendingScores
@@ -78,8 +80,8 @@ class Path(Protocol):
         """Rows that every frozen product is computed in: a fact of the device, never of the batch's contents."""
         ...
 
-    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
-        """What a microbatch may hold between forward and backward."""
+    def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
+        """What a microbatch may hold between forward and backward; `keeps`: of methods that take part."""
         ...
 
     def forget(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +12,7 @@ from weft.adapters.adapter import Adapter
 from weft.adapters.head import HeadWeights
 from weft.adapters.leading_rows import InputRows
 from weft.adapters.linear import SlotLinear
+from weft.adapters.method import Keeps
 from weft.adapters.routing import Routing
 from weft.adapters.token_rows import TokenRows
 from weft.backbone.distill import run_taught
@@ -157,7 +158,7 @@ class ReferencePath:
         """A fixed block on a CPU; the whole microbatch on a GPU."""
         return CPU_ROW_TILE if is_cpu(self._model.device) else capacity
 
-    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
+    def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
         """The input and output of every linear, once: an upper estimate."""
         width = sum(linear.in_features + linear.out_features for linear in self._linears.values())
         return capacity * self._model.dtype.itemsize * width

@@ -124,7 +124,7 @@ def take_steps(
     optimizers = [jobs[order.job].weights.optimizer for order in orders]
     for optimizer, order in zip(optimizers, orders, strict=True):
         optimizer.set_rate(order.learning_rate)
-        optimizer.adapter.add_penalties()
+        optimizer.adapter.complete_gradients()
     wait = step_together(optimizers, [order.is_finite for order in orders], finite_J)
     stepped = [jobs[order.job].weights for order in orders]
 

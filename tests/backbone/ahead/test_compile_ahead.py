@@ -34,6 +34,7 @@ REQUEST = KernelRequest(
     recompute="none",
     ranks=(8, 32),
     drops=False,
+    others=(("outputs", "qkv"),),
     num_jobs=2,
     gpu=H200,
 )

@@ -153,6 +153,7 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
         recompute=case.get("recompute", "none"),
         ranks=tuple(sorted(set(ranks))),
         drops=dropout > 0,
+        others=(),
         num_jobs=len(ranks),
         gpu=H200,
     )

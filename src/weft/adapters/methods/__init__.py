@@ -37,7 +37,7 @@ def method_of(spec: AdapterSpec) -> Method:
 
 def has_kernels(spec: AdapterSpec) -> bool:
     """Whether the fused path can run an adapter."""
-    return method_of(spec).has_kernels and not spec.trains_rows
+    return method_of(spec).has_kernels(spec) and not spec.trains_rows
 
 
 def cost_ranks(spec: AdapterSpec) -> CostRanks:

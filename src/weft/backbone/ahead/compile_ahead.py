@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.adapters.methods import cost_ranks, has_kernels
+from weft.adapters.methods import has_kernels, method_of
 from weft.backbone.ahead.request import READY, KernelRequest
 from weft.backbone.load import choose_device, choose_dtype, find_source
 from weft.families.registry import why_unfit
@@ -134,8 +134,9 @@ def _request(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int)
         dtype=str(dtype).removeprefix("torch."),
         quantize=spec.quantize,
         recompute=spec.recompute,
-        ranks=tuple(sorted({cost_ranks(adapter).widest for adapter in fused})),
+        ranks=tuple(sorted({method_of(adapter).kernel_rank(adapter) for adapter in fused})),
         drops=any(adapter.lora_dropout > 0 for adapter in fused),
+        others=tuple(sorted({change for adapter in fused for change in method_of(adapter).kernel_changes})),
         num_jobs=num_jobs,
         gpu=gpu_kind(device),
     )

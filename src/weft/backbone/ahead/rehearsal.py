@@ -24,13 +24,14 @@ from weft.cost.memory import LOSS_ROWS
 from weft.cost.rows import GPU_ROW_TILE
 from weft.kernels.adamw import ParameterLane, Update, adamw
 from weft.kernels.layers.cross_entropy import cross_entropy_rows
-from weft.kernels.lora.tables import Needs, SlotTable, rank_classes
+from weft.kernels.lora.tables import Needs, rank_classes
 from weft.kernels.recorded import RecordedLaunch, recorded_launches
 
 
 def rehearse(request: KernelRequest) -> tuple[list[RecordedLaunch], list[RecordedLaunch]]:
     """What all jobs together launch, and what else some of them do without the others."""
-    first = recorded_launches(request.gpu, lambda: _run(request, [Needs.of(request.ranks, drops=request.drops)]))
+    whole = Needs.of(request.ranks, drops=request.drops, others=request.others)
+    first = recorded_launches(request.gpu, lambda: _run(request, [whole]))
     later = recorded_launches(request.gpu, lambda: _run(request, all_needs(request.ranks, drops=request.drops)))
     known = set(first)
     return first, [launch for launch in later if launch not in known]
@@ -69,7 +70,7 @@ def _shapes(needs: Needs) -> Iterator[InputShape]:
 
 def _step(model: FusedModel, shape: InputShape, needs: Needs, memory: Memory) -> None:
     """Forward and back."""
-    table = SlotTable(model.sites, META)
+    table = model.table(META)
     table.needs = needs
     inputs = Inputs(shape, torch.empty(shape.layout["end"][0], dtype=torch.int32, device=META))
     passed = run_forward(model, inputs, table, None, memory, needs_grad=True)

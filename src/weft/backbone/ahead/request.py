@@ -28,6 +28,8 @@ class KernelRequest:
     """The widest of each adapter, every one once."""
     drops: bool
     """Whether any adapter has dropout."""
+    others: tuple[tuple[str, str], ...]
+    """What other methods than LoRA change, and where; in order."""
     num_jobs: int
     """Most that may step at a time."""
     gpu: GpuKind
@@ -42,4 +44,5 @@ class KernelRequest:
         fields = json.loads(text)
         gpu = fields.pop("gpu")
         gpu = GpuKind(**{**gpu, "capability": tuple(gpu["capability"])})
-        return KernelRequest(**{**fields, "ranks": tuple(fields["ranks"]), "gpu": gpu})
+        others = tuple((kind, role) for kind, role in fields["others"])
+        return KernelRequest(**{**fields, "ranks": tuple(fields["ranks"]), "others": others, "gpu": gpu})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.adapters.frozen import FrozenWeight, join, quantise
-from weft.backbone.fused.model import FusedLayer, FusedModel, Product, RotaryTable
+from weft.backbone.fused.model import ROLES, FusedLayer, FusedModel, LayerPlaces, Product, RotaryTable
 from weft.backbone.load import fp8_copies
 from weft.backbone.loss import Head
 from weft.families.description import Decoder
@@ -30,7 +30,8 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str) -> Fu
     sizes = decoder.sizes
     assert sizes.form.activation is not None
     maker = _Maker(decoder, dtype, quantize)
-    layers = tuple(maker.layer(place, index) for place, index in enumerate(_telling_layers(decoder)))
+    telling = _telling_layers(decoder)
+    layers = tuple(maker.layer(place, index, len(telling)) for place, index in enumerate(telling))
     return FusedModel(
         embedding_VD=maker.empty(sizes.vocabulary, sizes.hidden),
         embedding_scale=decoder.embedding_scale,
@@ -90,13 +91,13 @@ class _Maker:
         number = int(self._decoder.sizes.head_size * share) // 2
         return RotaryTable(torch.empty(number, device=META), 1.0)
 
-    def layer(self, place: int, index: int) -> FusedLayer:
-        """A layer of the model, and its place among those that are made."""
+    def layer(self, place: int, index: int, number: int) -> FusedLayer:
+        """A layer of the model, and its place among the `number` that are made."""
         sizes, kind = self._decoder.sizes, self._decoder.layers[index]
         names, module = sizes.form.norms, place * len(sizes.linears)
         products = []
-        for site in sizes.sites:
-            products.append(self._product(module, [sizes.linears[name] for name in site]))
+        for role, site in zip(ROLES, sizes.sites, strict=True):
+            products.append(self._product(role, module, [sizes.linears[name] for name in site]))
             module += len(site)
         qkv, out, gate_up, down = products
         head_norms = None
@@ -113,14 +114,15 @@ class _Maker:
             post_in=self.norm(sizes.hidden) if names.after_mlp and index else None,
             post_mid=self.norm(sizes.hidden) if names.after_attention else None,
             head_norms=head_norms,
+            places=LayerPlaces.of(place, number, number * len(sizes.linears), sizes.hidden),
             window=kind.window,
             rotary=kind.rotary,
         )
 
-    def _product(self, module: int, linears: list[tuple[int, int]]) -> Product:
+    def _product(self, role: str, module: int, linears: list[tuple[int, int]]) -> Product:
         """A site of linears with these outputs and inputs."""
         weights = [self._weight(*shape) for shape in linears]
-        site = Site(module, tuple(out for out, _ in linears), linears[0][1])
+        site = Site(module, tuple(out for out, _ in linears), linears[0][1], role)
         return Product(site, weights[0] if len(weights) == 1 else join(weights), None)
 
     def _weight(self, num_out: int, num_in: int) -> FrozenWeight:

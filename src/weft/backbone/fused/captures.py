@@ -55,6 +55,7 @@ class GraphKey:
             and own.drops == wanted.drops
             and own.rank_class >= wanted.rank_class
             and set(own.classes) >= set(wanted.classes)
+            and set(own.others) >= set(wanted.others)
         )
 
 

@@ -6,9 +6,10 @@ Forward, from the residual stream x and what the layer before still has to add t
     y = o Wᵀ + S₂ Bᵀ;      S₂ = shrink(o);   x' = x + y;   h' = norm(x')
     gu = h' Wᵀ + S₃ Bᵀ;    S₃ = shrink(h');  act = gated(gu)
     y' = act Wᵀ + S₄ Bᵀ;   S₄ = shrink(act); handed to the next layer with x'
-In some families y and y' are normed before they are added. Kept is what `families/kept` lists: x, q/k/v, o, x', gu, the
-S, and y where it is normed; norms and act are made again on the way back. With `recompute` "mlp" gu is made again too,
-from the S that was kept, and with "full" everything but x and the y that went into it.
+What other methods do at these places is in `changes.py`. In some families y and y' are normed before they are added.
+Kept is what `families/kept` lists: x, q/k/v, o, x', gu, the S, and y where it is normed; norms and act are made again
+on the way back. With `recompute` "mlp" gu is made again too, from the S that was kept, and with "full" everything but x
+and the y that went into it.
 
 Backward, from dx' (of what this layer handed on), runs the same lines from the last to the first; the gradient of a
 site's input is dy W + drop(dS A). The frozen product adds the adapters' part itself where `kernels/product` fits the
@@ -19,10 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from weft.backbone.fused.attention import Attended, attention
+from weft.backbone.fused.changes import KeptEnd, OtherChanges
 from weft.backbone.fused.inputs import Inputs
 from weft.backbone.fused.model import FusedLayer, FusedModel, Product
 from weft.backbone.path import Recompute
@@ -73,6 +76,12 @@ class Kept:
     s_gate_up: Delta | None = None
     gu_TJ: torch.Tensor | None = None
     s_down: Delta | None = None
+    before_qkv_TE: torch.Tensor | None = None
+    """The rows of a site's outputs that other methods changed, as they were before."""
+    before_out_TD: torch.Tensor | None = None
+    before_down_TD: torch.Tensor | None = None
+    attention_end: KeptEnd | None = None
+    mlp_end: KeptEnd | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,11 @@ class Context:
     recompute: Recompute
     needs_grad: bool
 
+    @cached_property
+    def changes(self) -> OtherChanges:
+        """What other methods do."""
+        return OtherChanges(self.inputs.rows, self.table, self.inputs.shape.is_adapted)
+
     def linear(
         self, product: Product, x_TD: torch.Tensor, x8: Rows8 | None = None
     ) -> tuple[torch.Tensor, Delta | None]:
@@ -97,6 +111,11 @@ class Context:
 
     def output(self, product: Product, x_TD: torch.Tensor, s: Delta | None, x8: Rows8 | None = None) -> torch.Tensor:
         """A site's outputs with the adapters' part from an S that is there already."""
+        y_TO = self._output(product, x_TD, s, x8)
+        self.changes.sparse(product.site, x_TD, y_TO)
+        return y_TO
+
+    def _output(self, product: Product, x_TD: torch.Tensor, s: Delta | None, x8: Rows8 | None) -> torch.Tensor:
         if s is None:
             return self._frozen(product, x_TD, x8=x8)
         if fits(product.site, x_TD, backward=False):
@@ -120,6 +139,13 @@ class Context:
         self, product: Product, dy_TO: torch.Tensor, ds: Delta | None, dy8: Rows8 | None = None
     ) -> torch.Tensor:
         """The gradient of a site's input with the adapters' part."""
+        dx_TD = self._input_gradient(product, dy_TO, ds, dy8)
+        self.changes.sparse_input(product.site, dy_TO, dx_TD)
+        return dx_TD
+
+    def _input_gradient(
+        self, product: Product, dy_TO: torch.Tensor, ds: Delta | None, dy8: Rows8 | None
+    ) -> torch.Tensor:
         weight = product.weight
         if ds is None:
             return weight.input_gradient(dy_TO, self.row_tile, dy8=dy8)
@@ -148,6 +174,7 @@ class Context:
         """Adds to the gradients of all adapters at a site."""
         if s is not None and ds is not None:
             weight_grad(x_TD, s.s_TR, dy_TO, ds.s_TR, s.site, s.rows, s.table)
+            self.changes.sparse_grad(s.site, x_TD, dy_TO)
 
 
 def _biased(y_TO: torch.Tensor, product: Product) -> torch.Tensor:
@@ -166,19 +193,29 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
     y_in_TD = stream.y_TD if layer.post_in is not None else None
     raw_TE, s_qkv = context.linear(layer.qkv, h_TD)
     del h_TD
+    changes, places = context.changes, layer.places
+    before_qkv_TE = changes.outputs(layer.qkv.site, raw_TE)
     qkv_TE = rotate(raw_TE, *context.turns[layer.rotary], model.heads, layer.head_norms)
+    changes.put_rows("kv", places.keys_and_values, qkv_TE[:, model.heads.sizes[0] :])
     attended = attention(
         qkv_TE, model.heads, context.inputs, model.attention_scale, layer.window, needs_grad=context.needs_grad
     )
     y_TD, s_out = context.linear(layer.out, attended.output_THC.flatten(1))
+    before_out_TD = changes.outputs(layer.out.site, y_TD)
+    attention_end = changes.end(places.attention_end, y_TD)
     mid_TD, h_TD = add_norm(x_TD, y_TD, layer.norm_mid, layer.post_mid)
     y_mid_TD = y_TD if layer.post_mid is not None else None
     del y_TD
     gu_TJ, s_gate_up = context.linear(layer.gate_up, h_TD)
+    changes.outputs_again(layer.gate_up.site, gu_TJ)
     del h_TD
     rounds = layer.down.weight.rounds_inputs
     act_TI, act8 = rounded_gated(gu_TJ, model.activation) if rounds else (gated(gu_TJ, model.activation), None)
+    if changes.inputs(layer.down.site, act_TI):
+        act8 = None
     y_TD, s_down = context.linear(layer.down, act_TI, act8)
+    before_down_TD = changes.outputs(layer.down.site, y_TD)
+    mlp_end = changes.end(places.mlp_end, y_TD)
     after = ResidualStream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
         return after, Kept(x_TD, y_in_TD)
@@ -194,6 +231,11 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
         s_gate_up=s_gate_up,
         gu_TJ=None if context.recompute == "mlp" else gu_TJ,
         s_down=s_down,
+        before_qkv_TE=before_qkv_TE,
+        before_out_TD=before_out_TD,
+        before_down_TD=before_down_TD,
+        attention_end=attention_end,
+        mlp_end=mlp_end,
     )
 
 
@@ -211,23 +253,33 @@ def backward(
 
 def _backward_mlp(layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Context) -> ResidualGrad:
     activation, is_adapted = context.model.activation, context.inputs.shape.is_adapted
+    changes = context.changes
     assert kept.mid_TD is not None
     gu_TJ = kept.gu_TJ
     if gu_TJ is None:
         _, again_TD = add_norm(kept.mid_TD, None, layer.norm_mid)
         gu_TJ = context.output(layer.gate_up, again_TD, kept.s_gate_up)
+        changes.outputs_again(layer.gate_up.site, gu_TJ)
         del again_TD
-    ds_down = context.shrunk_grad(layer.down, grad.dy_TD)
-    dact_TI = context.input_gradient(layer.down, grad.dy_TD, ds_down)
+    dy_TD = changes.end_grad(layer.places.mlp_end, grad.dy_TD, kept.mlp_end)
+    dy_TD = changes.outputs_grad(layer.down.site, dy_TD, kept.before_down_TD)
+    ds_down = context.shrunk_grad(layer.down, dy_TD)
+    dact_TI = context.input_gradient(layer.down, dy_TD, ds_down)
+    changes.inputs(layer.down.site, dact_TI)
+    own_TJ = changes.owned(layer.gate_up.site, gu_TJ)
     columns_J, dgu8 = layer.gate_up.weight.gradient_columns, None
     if columns_J is None:
         dgu_TJ, act_TI = gated_grad(gu_TJ, dact_TI, is_adapted, activation)
     else:
         dgu_TJ, act_TI, dgu8 = rounded_gated_grad(gu_TJ, dact_TI, is_adapted, columns_J, activation)
-    del gu_TJ, dact_TI
+    del gu_TJ
     if act_TI is not None:
-        context.weight_grad(act_TI, kept.s_down, grad.dy_TD, ds_down)
-    del act_TI
+        changes.inputs_grad(layer.down.site, dact_TI, act_TI)
+        context.weight_grad(act_TI, kept.s_down, dy_TD, ds_down)
+    del act_TI, dact_TI
+    if changes.outputs_grad_in_place(layer.gate_up.site, dgu_TJ, own_TJ, is_changed=True):
+        dgu8 = None
+    del own_TJ
     ds_gate_up = context.shrunk_grad(layer.gate_up, dgu_TJ)
     dh_TD = context.input_gradient(layer.gate_up, dgu_TJ, ds_gate_up, dgu8)
     del dgu8
@@ -244,16 +296,21 @@ def _backward_attention(
     is_adapted = context.inputs.shape.is_adapted
     assert kept.attended is not None
     attended_TD = kept.attended.output_THC.flatten(1)
-    ds_out = context.shrunk_grad(layer.out, grad.dy_TD)
-    do_TD = context.input_gradient(layer.out, grad.dy_TD, ds_out)
-    context.weight_grad(attended_TD, kept.s_out, grad.dy_TD, ds_out)
+    changes, places = context.changes, layer.places
+    dy_TD = changes.end_grad(places.attention_end, grad.dy_TD, kept.attention_end)
+    dy_TD = changes.outputs_grad(layer.out.site, dy_TD, kept.before_out_TD)
+    ds_out = context.shrunk_grad(layer.out, dy_TD)
+    do_TD = context.input_gradient(layer.out, dy_TD, ds_out)
+    context.weight_grad(attended_TD, kept.s_out, dy_TD, ds_out)
     dq, dk, dv = kept.attended.gradients(do_TD.view_as(kept.attended.output_THC))
-    del do_TD
+    del do_TD, dy_TD
+    changes.rows_grad("kv", places.keys_and_values, dk.flatten(1), dv.flatten(1))
     turns = (*context.turns[layer.rotary], context.model.heads)
     dqkv_TE = rotate_grad(dq, dk, dv, *turns, layer.head_norms, kept.raw_qkv_TE)
     del dq, dk, dv
+    changes.outputs_grad_in_place(layer.qkv.site, dqkv_TE, kept.before_qkv_TE)
     ds_qkv = context.shrunk_grad(layer.qkv, dqkv_TE)
-    if is_first:
+    if is_first and not changes.has_rows("input"):
         # Nothing below trains: only the adapters here still need their gradients.
         if is_adapted:
             context.weight_grad(add_norm(kept.x_TD, None, layer.norm_in)[1], kept.s_qkv, dqkv_TE, ds_qkv)

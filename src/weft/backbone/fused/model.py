@@ -23,7 +23,7 @@ from weft.families.registry import describe, why_unfit
 from weft.kernels.device import is_gpu
 from weft.kernels.layers.rms_norm import RmsNorm
 from weft.kernels.layers.rotary import HeadNorms, Heads
-from weft.kernels.lora.tables import Site
+from weft.kernels.lora.tables import Site, SlotTable
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,27 @@ class Product:
     site: Site
     weight: FrozenWeight
     bias_O: torch.Tensor | None
+
+
+ROLES = ("qkv", "out", "gate_up", "down")
+
+
+class LayerPlaces(NamedTuple):
+    """Where in a layer adapters sit that sit on no linear; numbered behind all linears."""
+
+    attention_end: Site
+    """What attention adds to the residual stream; it has no weight."""
+    mlp_end: Site
+    """What the MLP adds."""
+    keys_and_values: int
+    """Where rows of keys and values are replaced."""
+
+    @classmethod
+    def of(cls, layer: int, num_layers: int, num_linears: int, hidden: int) -> LayerPlaces:
+        """Those of one of the layers."""
+        first = num_linears + 2 * layer
+        ends = [Site(first + i, (hidden,), hidden, role) for i, role in enumerate(("attention", "mlp"))]
+        return cls(ends[0], ends[1], num_linears + 2 * num_layers + layer)
 
 
 @dataclass(frozen=True)
@@ -50,6 +71,7 @@ class FusedLayer:
     post_mid: RmsNorm | None
     """Of what attention adds."""
     head_norms: HeadNorms | None
+    places: LayerPlaces
     window: int | None
     """Keys a query sees; None: all before it."""
     rotary: int
@@ -89,8 +111,23 @@ class FusedModel:
 
     @property
     def sites(self) -> list[Site]:
-        """Every site, in the order of the modules."""
-        return [p.site for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        """Every site, in the order of the modules: first those of linears, then those of blocks."""
+        linears = [p.site for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return linears + [site for layer in self.layers for site in layer.places[:2]]
+
+    @property
+    def input_rows(self) -> int:
+        """The table's module at which rows of the first layer's input are replaced."""
+        return self.layers[-1].places.keys_and_values + 1
+
+    @property
+    def row_places(self) -> dict[int, str]:
+        """The table's modules at which rows are replaced, with their roles."""
+        return {**{layer.places.keys_and_values: "kv" for layer in self.layers}, self.input_rows: "input"}
+
+    def table(self, device: torch.device) -> SlotTable:
+        """An empty table of its places."""
+        return SlotTable(self.sites, device, self.row_places)
 
 
 def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device, dtype: torch.dtype) -> str | None:
@@ -134,7 +171,7 @@ def _layer(index: int, decoder: Decoder, blocks: Any, linears: Mapping[str, Slot
     block, form, paths = blocks[index], decoder.sizes.form, list(linears)
     prefix = next(path for path in paths if f"layers.{index}." in path).partition(f"layers.{index}.")[0]
     named = ([f"{prefix}layers.{index}.{name}" for name in names] for names in form.sites)
-    qkv, out, gate_up, down = (_product(names, linears, paths) for names in named)
+    qkv, out, gate_up, down = (_product(role, names, linears, paths) for role, names in zip(ROLES, named, strict=True))
     head_norms = None
     if form.has_head_norms:
         q_norm, k_norm = (_norm(norm, form) for norm in (block.self_attn.q_norm, block.self_attn.k_norm))
@@ -149,6 +186,7 @@ def _layer(index: int, decoder: Decoder, blocks: Any, linears: Mapping[str, Slot
         post_in=_norm_of(blocks[index - 1], form.norms.after_mlp, form) if index else None,
         post_mid=_norm_of(block, form.norms.after_attention, form),
         head_norms=head_norms,
+        places=LayerPlaces.of(index, decoder.sizes.num_layers, len(paths), decoder.sizes.hidden),
         window=decoder.layers[index].window,
         rotary=decoder.layers[index].rotary,
     )
@@ -171,11 +209,11 @@ def _rotary_table(module: Any, kind: str) -> RotaryTable:
     return RotaryTable(frequencies_F, float(getattr(module, f"{prefix}attention_scaling")))
 
 
-def _product(names: list[str], linears: Mapping[str, SlotLinear], paths: list[str]) -> Product:
+def _product(role: str, names: list[str], linears: Mapping[str, SlotLinear], paths: list[str]) -> Product:
     parts = [linears[name] for name in names]
     first = paths.index(names[0])
     assert paths[first : first + len(names)] == names, "linears of a site follow one another"
-    site = Site(first, tuple(part.out_features for part in parts), parts[0].in_features)
+    site = Site(first, tuple(part.out_features for part in parts), parts[0].in_features, role)
     weight = parts[0].frozen if len(parts) == 1 else join([part.frozen for part in parts])
     if len(parts) > 1:
         for part, start, size in zip(parts, site.starts, site.sizes, strict=True):

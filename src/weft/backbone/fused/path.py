@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import torch
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.head import HeadWeights
-from weft.adapters.method import KernelCopy
+from weft.adapters.method import Keeps
 from weft.backbone.distill import TaughtPass, run_taught
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.captures import CapturedGraphs, GraphKey
@@ -29,12 +29,11 @@ from weft.backbone.loss import BLOCK, BlockedLoss, Head
 from weft.backbone.packed import PackedBatch
 from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores
-from weft.cost.memory import LOSS_ROWS, MemoryModel
+from weft.cost.memory import LOSS_ROWS, MemoryModel, rank_class
 from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
 from weft.kernels.device import empty_cache, graph_pool, is_gpu, synchronise
 from weft.kernels.device_event import DeviceEvent, sent
 from weft.kernels.layers.cross_entropy import cross_entropy_rows
-from weft.kernels.lora.tables import SlotTable
 
 
 class FusedPath:
@@ -45,20 +44,20 @@ class FusedPath:
     def __init__(
         self,
         model: FusedModel,
-        modules: Sequence[str],
+        modules: Mapping[str, int],
         head: Head,
         memory: Memory,
         memory_model: MemoryModel,
         heads: Mapping[int, HeadWeights],
     ) -> None:
-        """`modules`: paths of the model's linears, in order; `heads`: those of jobs, by slot."""
+        """`modules`: the table's modules by path; `heads`: those of jobs, by slot."""
         self._heads = heads
-        self.table = SlotTable(model.sites, model.embedding_VD.device)
+        self.table = model.table(model.embedding_VD.device)
         self._model = model
         self.memory = memory
         self._memory_model = memory_model
-        self._modules = {path: index for index, path in enumerate(modules)}
-        self._copies: dict[int, KernelCopy] = {}
+        self._modules = modules
+        self._adapters: dict[int, Adapter] = {}
         self._graphs = CapturedGraphs(self._capture_for, self._settle)
         self._pool: Any = None
         self.captured_s = 0.0
@@ -76,14 +75,15 @@ class FusedPath:
     def take_slot(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot of the table and returns the slot."""
         copy = adapter.method.kernel_copy(adapter, self._model.embedding_VD.dtype)
-        slot = self.table.put({self._modules[path]: entry for path, entry in copy.entries.items()})
-        self._copies[slot] = copy
+        entries = {self._modules[path]: entry for path, entry in copy.entries.items()}
+        slot = self.table.put(entries, copy.others.numbered(self._modules))
+        adapter.kernel_copy, self._adapters[slot] = copy, adapter
         return slot
 
     def free_slot(self, slot: int) -> None:
         """Frees a slot."""
         self.table.remove(slot)
-        del self._copies[slot]
+        self._adapters.pop(slot).kernel_copy = None
 
     def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
         """Starts a microbatch forward and back; adds to every attached adapter's gradients.
@@ -147,12 +147,19 @@ class FusedPath:
         """Rows that every frozen product is computed in: whole tiles make up a capacity."""
         return gpu_row_tile(capacity) if is_gpu(self._device) else CPU_ROW_TILE
 
-    def activation_bytes(self, capacity: int, widest_rank: int) -> int:
+    def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
         """What a microbatch may hold between forward and backward, by the memory model."""
         model, tile = self._memory_model, self.row_tile(capacity)
         rows = -(-capacity // tile) * tile
+        layer, hidden = self._model.layers[0], self._model.embedding_VD.shape[1]
+        widths = {
+            "": 0,
+            "outputs": layer.qkv.site.num_out + 2 * hidden,
+            "blocks": 2 * (hidden + 2 * rank_class([widest_rank])),
+        }
+        besides = sum(widths[kind] for kind in keeps) * len(self._model.layers) * rows * self.copy_bytes
         kept = model.kept_bytes(rows, widest_rank) - (model.offloaded_bytes(rows) if self.memory.offload else 0)
-        return kept + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()
+        return kept + besides + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()
 
     def forget(self) -> None:
         """Gives captured graphs and their memory back."""
@@ -217,7 +224,9 @@ class FusedPath:
     def _follow(self, batch: PackedBatch) -> None:
         for slot in dict.fromkeys(batch.segment_slots):
             if slot is not None:
-                self._copies[slot].follow()
+                copy = self._adapters[slot].kernel_copy
+                assert copy is not None
+                copy.follow()
 
     def _supervised(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows of the loss, their targets and weights, in one transfer."""

@@ -54,6 +54,7 @@ def run_forward(
     embedded_TD = F.embedding(inputs.part("ids"), model.embedding_VD)
     if model.embedding_scale is not None:
         embedded_TD *= model.embedding_scale
+    context.changes.put_rows("input", model.input_rows, embedded_TD)
     stream = ResidualStream(embedded_TD)
     offload = Offload(stream.x_TD.device, model.moved) if memory.offload and needs_grad else None
     kept: list[Kept] = []
@@ -81,3 +82,4 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> None:
         before = backward(model.layers[index], passed.take_last(), grad, passed.context, is_first=index == 0)
         if before is not None:
             grad = before
+    passed.context.changes.rows_grad("input", model.input_rows, grad.dx_TD)

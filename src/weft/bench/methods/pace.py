@@ -1,4 +1,7 @@
-"""How fast an engine trains jobs, from the moment when all of them are under way to the last one's last step."""
+"""How fast an engine trains jobs, from the moment when all of them are under way to the last step but one of all.
+
+The last step is left out: behind it jobs are closed, and their weights leave the device one after the other.
+"""
 
 from __future__ import annotations
 
@@ -50,18 +53,21 @@ def measure_pace(backbone: Backbone, jobs: Sequence[tuple[JobSpec, JobData]], ca
     for spec, data in jobs:
         engine.submit(spec, data)
     steps = dict.fromkeys(engine.jobs, 0)
-    tokens, trained, alone, begun_s = 0, 0, dict.fromkeys(engine.jobs, 0.0), None
+    most = min(spec.max_steps or 0 for spec, _ in jobs)
+    tokens, trained, alone, begun_s, ended_s = 0, 0, dict.fromkeys(engine.jobs, 0.0), None, None
     for event in engine.events():
         if isinstance(event, JobFailed):
             raise WeftError(f"{event.job} failed: {event.reason}.", where="bench methods")
         if isinstance(event, StepDone):
             steps[event.job] = event.step
-            trained += event.tokens if begun_s is not None else 0
+            trained += event.tokens if begun_s is not None and ended_s is None else 0
             if begun_s is None and min(steps.values()) >= WARM_UP:
                 begun_s = time.perf_counter()
-        elif isinstance(event, MicrobatchDone) and begun_s is not None:
+            if ended_s is None and min(steps.values()) >= most - 1:
+                ended_s = time.perf_counter()
+        elif isinstance(event, MicrobatchDone) and begun_s is not None and ended_s is None:
             tokens += event.tokens
             if len(event.jobs) == 1:
                 alone[event.jobs[0]] += event.seconds
-    assert begun_s is not None, "jobs have more steps than the warm-up"
-    return Pace(tokens, trained, time.perf_counter() - begun_s, alone, peak_gb(backbone.device))
+    assert begun_s is not None and ended_s is not None, "jobs have more steps than the warm-up"
+    return Pace(tokens, trained, ended_s - begun_s, alone, peak_gb(backbone.device))

@@ -17,15 +17,21 @@ import torch
 
 from weft.kernels.dropout import drop, keep_mask, module_seed
 from weft.kernels.launch import cdiv, next_power_of_2
+from weft.kernels.methods.parts import NO_OTHERS, ColumnChange, OtherParts
 
 ROW_TILE = 64
 """Rows of one tile: a tile has one owner. Smaller tiles waste less at the ends of short samples, larger ones read an
 adapter's weights less often."""
 ROW_BLOCK = 128
 """Rows of one block of a frozen product, whoever owns them."""
-NUM_FIELDS = 8
+NUM_FIELDS = 17
 """Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
-A, B and their gradients; the scale's bits; dropout."""
+A, B and their gradients; the scale's bits; dropout. Then addresses of what changes outputs (8 to 11) and inputs or rank
+space (12 to 15), each a factor, a shift and their gradients; the number of a non-linearity in rank space, or the
+address of what is known of a sparse difference. Where rows of samples are replaced: how many (1), and the addresses of
+these (2) and of their gradient (4)."""
+OUTPUTS, INPUTS, MORE = 8, 12, 16
+"""Fields that kernels of other methods begin at."""
 BARE = 0
 """The table's slot of rows without an adapter; all its ranks are 0."""
 SPARE_SLOTS = 32
@@ -41,6 +47,8 @@ class Site:
     """O of each."""
     num_in: int
     """D, the same for all."""
+    role: str = ""
+    """The same in every layer: what a launch is needed for is asked by it."""
 
     @property
     def num_out(self) -> int:
@@ -124,25 +132,35 @@ class Needs:
     """Of ranks, each with its own launch."""
     drops: bool
     """Whether any adapter has dropout; kernels that never meet it are leaner."""
+    others: tuple[tuple[str, str], ...] = ()
+    """What other methods change, and the role of the site; in order."""
 
     @classmethod
-    def of(cls, ranks: Collection[int], *, drops: bool) -> Needs:
+    def of(cls, ranks: Collection[int], *, drops: bool, others: Iterable[tuple[str, str]] = ()) -> Needs:
         """Of adapters with these widest ranks."""
-        return cls(max(16, next_power_of_2(max(ranks, default=0))), rank_classes(ranks), drops)
+        room = max(16, next_power_of_2(max(ranks, default=0)))
+        return cls(room, rank_classes(ranks), drops, tuple(sorted(set(others))))
 
 
 class SlotTable:
     """The adapters on a backbone's slots, on the host and, as addresses, on the device."""
 
-    def __init__(self, sites: Sequence[Site], device: torch.device) -> None:
-        self.num_modules = sum(len(site.sizes) for site in sites)
+    def __init__(
+        self, sites: Sequence[Site], device: torch.device, row_places: Mapping[int, str] | None = None
+    ) -> None:
+        """`row_places`: modules behind those of the sites at which rows of samples are replaced, with their roles."""
+        self._roles = {site.module + part: site.role for site in sites for part in range(len(site.sizes))}
+        self._roles |= row_places or {}
+        self.num_modules = len(self._roles)
         self.entries: dict[int, Mapping[int, Entry]] = {}
         """By slot of the table, then by module."""
+        self.others: dict[int, OtherParts[int]] = {}
+        """What other methods have, by slot."""
         self._sites = sites
         self._fields = np.zeros((SPARE_SLOTS, self.num_modules, NUM_FIELDS), dtype=np.int64)
         self.device_SMF = torch.from_numpy(self._fields.copy()).to(device)
-        self._asked: dict[int, tuple[int, bool]] = {}
-        """By slot: the widest rank, and whether it has dropout."""
+        self._asked: dict[int, tuple[int, bool, set[tuple[str, str]]]] = {}
+        """By slot: the widest rank, whether it has dropout, and what else it changes."""
         self.needs = Needs.of((), drops=False)
         """Of those on the slots now: a wide neighbour that has left costs nobody anything."""
         self.version = 0
@@ -178,7 +196,20 @@ class SlotTable:
             column += padded(rank)
         return found
 
-    def put(self, entries: Mapping[int, Entry]) -> int:
+    def changes(self, slot: int, site: Site, field: int) -> list[tuple[int, int, ColumnChange]]:
+        """Of each part of the site that a slot changes: its first column, its size, and the change."""
+        others = self.others.get(slot, NO_OTHERS)
+        found = others.outputs if field == OUTPUTS else others.inputs
+        widths = site.sizes if field == OUTPUTS else (site.num_in,)
+        parts = zip(itertools.accumulate(widths, initial=0), widths, strict=False)
+        places = ((start, size, found.get(site.module + part)) for part, (start, size) in enumerate(parts))
+        return [(start, size, change) for start, size, change in places if change is not None]
+
+    def asks(self, kind: str, role: str) -> bool:
+        """Whether some adapter changes that at the sites of a role."""
+        return (kind, role) in self.needs.others
+
+    def put(self, entries: Mapping[int, Entry], others: OtherParts[int] = NO_OTHERS) -> int:
         """Takes a free slot; returns its number, above 0."""
         slot = next(i for i in itertools.count(BARE + 1) if i not in self.entries)
         if slot >= len(self._fields):
@@ -187,28 +218,47 @@ class SlotTable:
             self.device_SMF = torch.zeros(fields.shape, dtype=torch.int64, device=self.device_SMF.device)
             self._fields = fields
             self.version += 1
-        self.entries[slot] = entries
+        self.entries[slot], self.others[slot] = entries, others
         widest = max((entry.rank for entry in entries.values()), default=0)
-        self._asked[slot] = (widest, any(entry.dropout for entry in entries.values()))
+        self._asked[slot] = (widest, any(entry.dropout for entry in entries.values()), self._changed(others))
         self._see_needs()
         for site in self._sites:
             for part, (column, rank, entry) in enumerate(self.columns(slot, site)):
                 addresses = _addresses(entry) if entry else (0, 0, 0, 0, 0, 0)
-                self._fields[slot, site.module + part] = (rank | widest << 32, column, *addresses)
+                self._fields[slot, site.module + part, :OUTPUTS] = (rank | widest << 32, column, *addresses)
+        self._put_others(slot, others)
         self.device_SMF.copy_(torch.from_numpy(self._fields))
         return slot
 
     def remove(self, slot: int) -> None:
         """Frees a slot; rows that still name it see the bare backbone."""
-        del self.entries[slot]
+        del self.entries[slot], self.others[slot]
         self._fields[slot] = 0
         del self._asked[slot]
         self._see_needs()
         self.device_SMF.copy_(torch.from_numpy(self._fields))
 
     def _see_needs(self) -> None:
-        widest, drops = zip(*self._asked.values(), strict=True) if self._asked else ((), ())
-        self.needs = Needs.of(widest, drops=any(drops))
+        widest, drops, others = zip(*self._asked.values(), strict=True) if self._asked else ((), (), ())
+        self.needs = Needs.of(widest, drops=any(drops), others=set().union(*others))
+
+    def _changed(self, others: OtherParts[int]) -> set[tuple[str, str]]:
+        """What is changed at which roles."""
+        return {(kind, self._roles[module]) for kind, places in vars(others).items() for module in places}
+
+    def _put_others(self, slot: int, others: OtherParts[int]) -> None:
+        for base, places in ((OUTPUTS, others.outputs), (INPUTS, others.inputs)):
+            for module, change in places.items():
+                found = [0 if tensor is None else tensor.data_ptr() for tensor in change.tensors]
+                self._fields[slot, module, base : base + len(found)] = found
+        for module, inner in others.inner.items():
+            self._fields[slot, module, INPUTS + 1] = inner.bias_W.data_ptr()
+            self._fields[slot, module, INPUTS + 3] = inner.grad_bias_W.data_ptr()
+            self._fields[slot, module, MORE] = inner.activation.number
+        for module, part in others.sparse.items():
+            self._fields[slot, module, MORE] = part.about.data_ptr()
+        for module, rows in others.rows.items():
+            self._fields[slot, module, 1:5] = (len(rows.rows_VN), rows.rows_VN.data_ptr(), 0, rows.grad_VN.data_ptr())
 
 
 def _addresses(entry: Entry) -> tuple[int, ...]:
@@ -241,6 +291,8 @@ class RowTables:
     (number of owners, 0, 0, 0)."""
     owned_G2: torch.Tensor
     """int32 (start, end) of every owned sample, slot by slot, within a slot in the job's order."""
+    first_tiles_G1: torch.Tensor
+    """int32, the first tile of every sample in `owned_G2`; its others follow."""
     runs_G4: torch.Tensor
     """int32 (start, end, slot, 0) of neighbouring rows with one owner; together they cover all rows."""
     blocks_B2: torch.Tensor
@@ -290,6 +342,7 @@ class TableSizes:
             "tiles_N4": (cdiv(self.num_rows, ROW_TILE) + 2 * self.num_spans, 4),
             "owners_J4": (self.num_spans + 1, 4),
             "owned_G2": (self.num_spans, 2),
+            "first_tiles_G1": (self.num_spans, 1),
             "runs_G4": (2 * self.num_spans + 1, 4),
             "blocks_B2": (cdiv(self.num_rows, ROW_BLOCK), 2),
         }
@@ -305,12 +358,14 @@ def table_arrays(spans: Sequence[SampleRows], sizes: TableSizes) -> dict[str, np
         for start in range(begin, end, ROW_TILE)
     ]
     tables["tiles_N4"][: len(lines)] = lines
+    numbers = {start: number for number, (start, *_) in enumerate(lines)}
     slots = sorted({span.slot for span in spans} - {BARE})
     owners, owned, first = tables["owners_J4"], tables["owned_G2"], 0
     owners[0, 0] = len(slots)
     for place, slot in enumerate(slots, start=1):
         own = [(span.start, span.end) for span in spans if span.slot == slot]
         owned[first : first + len(own)] = own
+        tables["first_tiles_G1"][first : first + len(own), 0] = [numbers[start] for start, _ in own]
         owners[place] = (first, first + len(own), slot, 0)
         first += len(own)
     runs = np.array(_joined(pieces), dtype=np.int32)

@@ -167,16 +167,16 @@ def test_job_when_its_batch_falls_into_many_microbatches_then_equals_plain_autog
 def test_penalties_when_added_again_for_the_same_step_then_add_nothing():
     """A step that ran out of memory is tried again; one that was rewound is not the same step."""
     adapter = random_backbone().new_adapter(AdapterSpec(**GATED), 0)
-    adapter.add_penalties()
+    adapter.complete_gradients()
     once = adapter.groups["gates"].grad.clone()
     assert once.min() > 0 and not adapter.groups["values"].grad.any()
-    adapter.add_penalties()
+    adapter.complete_gradients()
     assert adapter.groups["gates"].grad.equal(once)
     adapter.zero_grad()
-    adapter.add_penalties()
+    adapter.complete_gradients()
     assert adapter.groups["gates"].grad.equal(once)
     adapter.changed()
-    adapter.add_penalties()
+    adapter.complete_gradients()
     assert adapter.groups["gates"].grad.equal(2 * once)
 
 

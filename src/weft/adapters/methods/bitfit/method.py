@@ -1,21 +1,22 @@
 """BitFit (Ben Zaken et al. 2022): the biases of frozen linears are trained, and nothing else.
 
 Per adapted module one vector (out,), what is added to the frozen bias; it starts at zero, where it changes nothing. A
-linear without a bias is given one: most families of today have none. There are no kernels for it: on a fused backbone
-its jobs run on the reference path.
+linear without a bias is given one: most families of today have none. Kernels read the vectors themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from weft.adapters.method import (
     Attachment,
+    Change,
     CostRanks,
+    Keeps,
     KernelCopy,
     LinearShape,
     Method,
@@ -27,6 +28,7 @@ from weft.adapters.method import (
 from weft.adapters.methods.bitfit.files import BitFitFiles
 from weft.adapters.methods.bitfit.weights import BiasChange
 from weft.errors import AdapterFileError
+from weft.kernels.methods.parts import ColumnChange, OtherParts
 from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
@@ -38,8 +40,13 @@ class BitFit(Method):
 
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("bias",)
-    has_kernels = False
     files: PeftFormat = BitFitFiles()
+    kernel_keeps: Keeps = "outputs"
+    kernel_changes: tuple[Change, ...] = tuple(("outputs", role) for role in ("qkv", "out", "gate_up", "down"))
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """It has."""
+        return True
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """Fits every linear."""
@@ -63,8 +70,12 @@ class BitFit(Method):
         return (1.0,)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """Is never asked for."""
-        raise AssertionError("BitFit has no kernels")
+        """The vectors and their gradients."""
+        copy = KernelCopy(adapter)
+        own = cast(dict[str, BiasChange], adapter.modules)
+        shifts = {p: ColumnChange(shift_N=w.change_O, grad_shift_N=w.grad_O) for p, w in own.items()}
+        copy.others = OtherParts(shifts)
+        return copy
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """b + c; AdapterFileError where there is no b."""

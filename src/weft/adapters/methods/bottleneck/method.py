@@ -3,22 +3,23 @@
 Per adapted block D (size, width) and b narrow its output y, and U (width, size) and c widen what the non-linearity f
 leaves of it. `houlsby` puts one behind attention and MLP, `pfeiffer` behind the MLP alone; both before the block's
 result is normed or added to the residual stream. U and c start at zero, where the adapter changes nothing. The size is
-stated as such and not as a part of the model's width: it is what the adapter costs, on any model. There are no kernels
-for it: on a fused backbone its jobs run on the reference path.
+stated as such and not as a part of the model's width: it is what the adapter costs, on any model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from weft.adapters.method import (
     Attachment,
+    Change,
     CostRanks,
+    Keeps,
     KernelCopy,
     LinearShape,
     Method,
@@ -27,10 +28,11 @@ from weft.adapters.method import (
     Place,
     SlotWeights,
 )
-from weft.adapters.methods.bottleneck.activations import ACTIVATIONS
 from weft.adapters.methods.bottleneck.files import BottleneckFiles
+from weft.adapters.methods.bottleneck.kernel_copy import BottleneckCopy
 from weft.adapters.methods.bottleneck.weights import BottleneckWeights
 from weft.errors import ConfigError
+from weft.kernels.methods.activations import ACTIVATIONS
 from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
@@ -42,8 +44,19 @@ class Bottleneck(Method):
 
     attachment = Attachment.BLOCK_OUTPUT
     groups: tuple[str, ...] = ("down", "down_bias", "up", "up_bias")
-    has_kernels = False
     files: PeftFormat = BottleneckFiles()
+    kernel_keeps: Keeps = "blocks"
+    kernel_changes: tuple[Change, ...] = tuple(
+        (kind, end) for kind in ("inner", "outputs") for end in ("attention", "mlp")
+    )
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """It has."""
+        return True
+
+    def kernel_rank(self, spec: AdapterSpec) -> int:
+        """Its size."""
+        return spec.bottleneck_size
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if it would be wider than what it narrows."""
@@ -75,8 +88,8 @@ class Bottleneck(Method):
         return (1.0,) * len(self.groups)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """Is never asked for."""
-        raise AssertionError("bottlenecks have no kernels")
+        """The matrices as those of a LoRA, and what is around them."""
+        return BottleneckCopy(adapter, dtype, cast(dict[str, BottleneckWeights], adapter.modules))
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """Is never asked for."""

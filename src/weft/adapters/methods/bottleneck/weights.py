@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.method import ModuleTensors, SlotWeights
-from weft.adapters.methods.bottleneck.activations import Activation
 from weft.adapters.routing import Routing, SlotRows
 from weft.adapters.sample_sums import add_product, joined
+from weft.kernels.methods.activations import Activation
 
 
 @dataclass

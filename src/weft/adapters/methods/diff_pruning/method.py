@@ -3,20 +3,21 @@
 Δ lives on a fixed share of W's positions, the smallest in size (`positions.py`), and its values on them are one vector.
 With `mask: l0` each position has a gate besides (`gates.py`), and every open one adds `l0_weight` to the loss; gates
 learn ten times as fast as values, which start at zero and are small. Files hold positions and values; what is merged
-is W + Δ, exactly. There are no kernels for it: on a fused backbone its jobs run on the reference path.
+is W + Δ, exactly. There are no kernels for gates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from weft.adapters.method import (
     Attachment,
+    Change,
     CostRanks,
     KernelCopy,
     LinearShape,
@@ -28,6 +29,7 @@ from weft.adapters.method import (
 )
 from weft.adapters.methods.diff_pruning import gates
 from weft.adapters.methods.diff_pruning.files import DiffPruningFiles
+from weft.adapters.methods.diff_pruning.kernel_copy import SparseCopy
 from weft.adapters.methods.diff_pruning.positions import num_positions
 from weft.adapters.methods.diff_pruning.weights import BLOCK, GatedDifference, SparseDifference
 from weft.kernels.dropout import module_key
@@ -47,10 +49,22 @@ class DiffPruning(Method):
 
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("values", "gates")
-    has_kernels = False
+    kernel_changes: tuple[Change, ...] = tuple(("sparse", role) for role in ("qkv", "out", "gate_up", "down"))
     workspace_bytes = 4 * 4 * BLOCK
     """Δ in two types, G and its product, of one block."""
     files: PeftFormat = DiffPruningFiles()
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """Where no gates are drawn."""
+        return spec.mask == "magnitude"
+
+    def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
+        """Six numbers of four bytes for each position: where it is, in both orders."""
+        return 24 * sum(num_positions(spec.density, math.prod(shape)) for shape in modules.values())
+
+    def kernel_rank(self, spec: AdapterSpec) -> int:
+        """It has no product of a low rank."""
+        return 1
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """Fits every linear."""
@@ -78,8 +92,8 @@ class DiffPruning(Method):
         return (1.0,) if job.adapter.mask == "magnitude" else (1.0, GATE_RATE)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """Is never asked for."""
-        raise AssertionError("diff pruning has no kernels")
+        """The positions sorted both ways."""
+        return SparseCopy(adapter, cast(dict[str, SparseDifference], adapter.modules))
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W + Δ."""

@@ -1,20 +1,30 @@
 """DoRA (Liu et al. 2024): LoRA that learns the direction of each row of the updated weight, and m its length.
 
 It computes x Vᵀ + bias with V = m / ‖W + scale · B A‖ ⊙ (W + scale · B A), row by row; m starts as the lengths that the
-rows have, where DoRA does what LoRA does. There are no kernels for it: on a fused backbone its jobs run on the
-reference path.
+rows have, where DoRA does what LoRA does. There are no kernels for dropout, with which rows go through W twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from weft.adapters.method import CostRanks, KernelCopy, LinearShape, ModuleTensors, PeftFormat, Place, SlotWeights
+from weft.adapters.method import (
+    Change,
+    CostRanks,
+    Keeps,
+    KernelCopy,
+    LinearShape,
+    ModuleTensors,
+    PeftFormat,
+    Place,
+    SlotWeights,
+)
 from weft.adapters.methods.dora.files import DoraFiles
+from weft.adapters.methods.dora.kernel_copy import DoraCopy
 from weft.adapters.methods.dora.row_norms import squared_norms, updated_norms
 from weft.adapters.methods.dora.weights import DoraWeights, DroppingDoraWeights
 from weft.adapters.methods.lora.method import Lora
@@ -29,8 +39,13 @@ class Dora(Lora):
     """The method `dora`."""
 
     groups: tuple[str, ...] = (*Lora.groups, "m")
-    has_kernels = False
     files: PeftFormat = DoraFiles()
+    kernel_keeps: Keeps = "outputs"
+    kernel_changes: tuple[Change, ...] = tuple(("outputs", role) for role in ("qkv", "out", "gate_up", "down"))
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """Where nothing is dropped."""
+        return not spec.lora_dropout
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         """Of A, B and m on one module."""
@@ -64,8 +79,8 @@ class Dora(Lora):
         return *rates, rates[-1]
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """Is never asked for."""
-        raise AssertionError("DoRA has no kernels")
+        """A LoRA's, and what its outputs are multiplied with."""
+        return DoraCopy(adapter, dtype, cast(dict[str, DoraWeights], adapter.modules))
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W + scale · B A, with its rows made as long as m says."""

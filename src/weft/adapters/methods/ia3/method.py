@@ -1,7 +1,7 @@
 """IA³ (Liu et al. 2022): a frozen linear whose outputs, or in feed-forward modules whose inputs, are scaled one by one.
 
 Per adapted module W (out, in) one vector l: (out, 1), or (1, in) in a feed-forward module. It starts at 1, where it
-changes nothing. There are no kernels for it: on a fused backbone its jobs run on the reference path.
+changes nothing. Kernels read the vectors themselves; there are none for scaled inputs that several modules share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import nn
 
 from weft.adapters.method import (
     Attachment,
+    Change,
     CostRanks,
+    Keeps,
     KernelCopy,
     LinearShape,
     Method,
@@ -25,6 +27,7 @@ from weft.adapters.method import (
 )
 from weft.adapters.methods.ia3.files import Ia3Files
 from weft.adapters.methods.ia3.weights import InputScale, OutputScale
+from weft.kernels.methods.parts import ColumnChange, OtherParts
 from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
@@ -36,8 +39,14 @@ class Ia3(Method):
 
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("l",)
-    has_kernels = False
     files: PeftFormat = Ia3Files()
+    kernel_keeps: Keeps = "outputs"
+    kernel_changes: tuple[Change, ...] = (("outputs", "qkv"), ("inputs", "down"))
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """Where outputs are scaled, or the inputs of the module that widens nothing back."""
+        named = spec.feedforward_modules
+        return named is None or (not isinstance(named, str) and set(named) <= {"down_proj"})
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """Fits every linear."""
@@ -62,8 +71,15 @@ class Ia3(Method):
         return (1.0,)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """Is never asked for."""
-        raise AssertionError("IA³ has no kernels")
+        """The vectors and their gradients."""
+        copy = KernelCopy(adapter)
+        outputs = {p: w for p, w in adapter.modules.items() if isinstance(w, OutputScale)}
+        inputs = {p: w for p, w in adapter.modules.items() if isinstance(w, InputScale)}
+        copy.others = OtherParts(
+            {p: ColumnChange(w.l_O1.view(-1), grad_factor_N=w.grad_l_O1.view(-1)) for p, w in outputs.items()},
+            {p: ColumnChange(w.l_1D.view(-1), grad_factor_N=w.grad_l_1D.view(-1)) for p, w in inputs.items()},
+        )
+        return copy
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W ⊙ l, and b ⊙ l where outputs are scaled."""

@@ -5,10 +5,12 @@ The fp32 masters stay in the adapter; this copy follows them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
+from weft.adapters.method import KernelCopy
 from weft.adapters.methods.lora.weights import LoraWeights
 from weft.kernels.lora.tables import Entry, padded
 
@@ -16,19 +18,23 @@ if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
 
-class ComputeCopy:
+class ComputeCopy(KernelCopy):
     """A and scale · B of one adapter, module after module in two flat buffers."""
 
-    def __init__(self, adapter: Adapter, dtype: torch.dtype) -> None:
-        self._adapter = adapter
-        self._version = -1
-        self._modules = cast(dict[str, LoraWeights], adapter.modules)
+    def __init__(
+        self,
+        adapter: Adapter,
+        dtype: torch.dtype,
+        modules: Mapping[str, LoraWeights],
+        groups: tuple[str, str] = ("a", "b"),
+    ) -> None:
+        """`modules`: what is a LoRA of it, by path; `groups`: those of its A and B."""
+        super().__init__(adapter)
+        self._modules, self._groups = modules, groups
         sizes_a = [padded(w.a_RD.shape[0]) * w.a_RD.shape[1] for w in self._modules.values()]
         sizes_b = [padded(w.a_RD.shape[0]) * w.b_OR.shape[0] for w in self._modules.values()]
         self._a = torch.zeros(sum(sizes_a), dtype=dtype, device=adapter.device)
         self._b = torch.zeros(sum(sizes_b), dtype=dtype, device=adapter.device)
-        self.entries: dict[str, Entry] = {}
-        """By module path."""
         for (path, w), a, b in zip(self._modules.items(), self._a.split(sizes_a), self._b.split(sizes_b), strict=True):
             rank = w.a_RD.shape[0]
             self.entries[path] = Entry(
@@ -45,19 +51,15 @@ class ComputeCopy:
         aligned = all(entry.rank % 8 == 0 for entry in self.entries.values())
         self._scale = scales.pop() if aligned and len(scales) == 1 else None
         """The one scale of all modules, if the copy is laid out as the masters are: it then follows in two calls."""
-        self.follow()
 
-    def follow(self) -> None:
-        """Copies the masters if they have changed."""
-        if self._version == self._adapter.version:
-            return
+    def copy_weights(self) -> None:
+        """Copies the masters."""
         if self._scale is not None:
-            self._a.copy_(self._adapter.flat()["a"])
-            torch.mul(self._adapter.flat()["b"], self._scale, out=self._b)
+            a, b = (self._adapter.flat()[group] for group in self._groups)
+            self._a.copy_(a)
+            torch.mul(b, self._scale, out=self._b)
         else:
             for path, w in self._modules.items():
                 entry = self.entries[path]
                 entry.a_PD[: entry.rank].copy_(w.a_RD)
                 entry.b_OP[:, : entry.rank].copy_(w.b_OR * w.scale)
-        # Last: if memory ends in between, the next call copies again.
-        self._version = self._adapter.version

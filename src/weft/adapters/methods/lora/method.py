@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -39,8 +39,11 @@ class Lora(Method):
 
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("a", "b")
-    has_kernels = True
     files: PeftFormat = LoraFiles()
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """It has."""
+        return True
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if a rank is above what a module can have; a gate, which has one output, takes any."""
@@ -108,7 +111,7 @@ class Lora(Method):
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """A and scale · B in the type of the activations."""
-        return ComputeCopy(adapter, dtype)
+        return ComputeCopy(adapter, dtype, cast(dict[str, LoraWeights], adapter.modules))
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W + scale · B A."""

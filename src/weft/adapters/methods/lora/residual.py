@@ -15,12 +15,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from weft.adapters.method import CostRanks, KernelCopy, LinearShape, ModuleTensors, Place, SlotWeights
+from weft.adapters.methods.lora.compute_copy import ComputeCopy
 from weft.adapters.methods.lora.method import Lora
 from weft.adapters.methods.lora.weight_parts import starting_part
 from weft.adapters.methods.lora.weights import LoraWeights
@@ -52,11 +53,57 @@ class ResidualLoraWeights(LoraWeights):
         super().accumulate(rows, x_LD, s_LR[:, :rank], ds_LR[:, :rank], dy_TO)
 
 
+class ResidualCopy(ComputeCopy):
+    """[A; A₀] and scale · [B, −B₀] of one adapter, with gradients of both halves."""
+
+    def __init__(self, adapter: Adapter, dtype: torch.dtype, halves: Mapping[str, ResidualLoraWeights]) -> None:
+        """`halves`: the trained ones, by path."""
+        self._halves = halves
+        sizes_a = [2 * w.grad_a_RD.numel() for w in halves.values()]
+        sizes_b = [2 * w.grad_b_OR.numel() for w in halves.values()]
+        self._grads = tuple(torch.zeros(sum(sizes), device=adapter.device) for sizes in (sizes_a, sizes_b))
+        grads_a, grads_b = (flat.split(sizes) for flat, sizes in zip(self._grads, (sizes_a, sizes_b), strict=True))
+        whole = {
+            path: LoraWeights(
+                a_RD=torch.cat([w.a_RD, w.start_a_RD]).to("meta"),
+                b_OR=torch.cat([w.b_OR, w.start_b_OR], dim=1).to("meta"),
+                grad_a_RD=grad_a.view(-1, w.a_RD.shape[1]) if len(grad_a) else grad_a,
+                grad_b_OR=grad_b.view(len(w.b_OR), -1),
+                scale=w.scale,
+                dropout=w.dropout,
+                key=w.key,
+            )
+            for (path, w), grad_a, grad_b in zip(halves.items(), grads_a, grads_b, strict=True)
+        }
+        super().__init__(adapter, dtype, whole)
+
+    def copy_weights(self) -> None:
+        """Copies the masters and what they started as."""
+        for path, w in self._halves.items():
+            entry, rank = self.entries[path], w.a_RD.shape[0]
+            entry.a_PD[:rank], entry.a_PD[rank : 2 * rank] = w.a_RD, w.start_a_RD
+            entry.b_OP[:, :rank], entry.b_OP[:, rank : 2 * rank] = w.b_OR * w.scale, w.start_b_OR * -w.scale
+
+    def collect(self) -> None:
+        """Adds what the trained halves got."""
+        for path, w in self._halves.items():
+            entry, rank = self.entries[path], w.a_RD.shape[0]
+            if w.grad_a_RD.numel():
+                w.grad_a_RD.add_(entry.grad_a_RD[:rank])
+                entry.grad_a_RD.zero_()
+            w.grad_b_OR.add_(entry.grad_b_OR[:, :rank])
+            entry.grad_b_OR.zero_()
+
+    def forget_gradients(self) -> None:
+        """Both halves'."""
+        for flat in self._grads:
+            flat.zero_()
+
+
 class ResidualLora(Lora):
     """The method `lora` with a start that needs the weight."""
 
     groups: tuple[str, ...] = (*Lora.groups, "start_a", "start_b")
-    has_kernels = False
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if a module cannot have twice the rank, which the adapter's file has."""
@@ -97,8 +144,12 @@ class ResidualLora(Lora):
         return ResidualLoraWeights(**own, start_a_RD=params[2], start_b_OR=params[3])
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """Is never asked for."""
-        raise AssertionError("there are no kernels for half a rank")
+        """A LoRA of twice the rank, of whose gradients one half is used."""
+        return ResidualCopy(adapter, dtype, cast(dict[str, ResidualLoraWeights], adapter.modules))
+
+    def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
+        """What it started as, in two types, and the gradients of both halves."""
+        return sum(spec.rank_for(path) * sum(shape) for path, shape in modules.items()) * (4 + each + 2 * 4)
 
     def exported(
         self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]

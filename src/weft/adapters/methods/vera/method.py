@@ -1,14 +1,13 @@
 """VeRA (Kopiczko et al. 2023): per module two vectors d (r) and b (out) around random matrices that all modules share.
 
 It computes x Wᵀ + b ⊙ (d ⊙ drop(x) Aᵀ) Bᵀ with the corners A (r, in) and B (out, r) of the shared matrices. These
-follow from `projection_prng_key` and are never trained or checkpointed. There are no kernels for it: on a fused
-backbone its jobs run on the reference path.
+follow from `projection_prng_key` and are never trained or checkpointed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from weft.adapters.method import (
     SlotWeights,
 )
 from weft.adapters.methods.vera.files import VeraFiles
+from weft.adapters.methods.vera.kernel_copy import VeraCopy
 from weft.adapters.methods.vera.projection import projection_for
 from weft.adapters.methods.vera.weights import VeraWeights
 from weft.kernels.dropout import module_key
@@ -39,8 +39,19 @@ class Vera(Method):
 
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("d", "b")
-    has_kernels = False
     files: PeftFormat = VeraFiles()
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """Those of a LoRA."""
+        return True
+
+    def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
+        """B with both vectors in it, and its gradient."""
+        return sum(num_out for num_out, _ in modules.values()) * spec.vera_rank * (each + 4)
+
+    def kernel_rank(self, spec: AdapterSpec) -> int:
+        """Its own."""
+        return spec.vera_rank
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """Fits every linear, whatever the rank: A and B are random matrices of any shape."""
@@ -84,8 +95,8 @@ class Vera(Method):
         return 1.0, 1.0
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """Is never asked for."""
-        raise AssertionError("VeRA has no kernels")
+        """A LoRA whose A is frozen."""
+        return VeraCopy(adapter, dtype, cast(dict[str, VeraWeights], adapter.modules))
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W + (b ⊙ B) (d ⊙ A)."""

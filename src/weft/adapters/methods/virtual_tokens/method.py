@@ -7,7 +7,7 @@ prefix_tuning   per layer V keys and values, which attention sees in front of a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from weft.adapters.leading_rows import InputRows
 from weft.adapters.method import (
     Attachment,
+    Change,
     CostRanks,
     KernelCopy,
     LinearShape,
@@ -26,17 +27,37 @@ from weft.adapters.method import (
 from weft.adapters.methods.virtual_tokens.files import PrefixFiles, PromptFiles
 from weft.adapters.methods.virtual_tokens.weights import VirtualRows
 from weft.errors import ConfigError
+from weft.kernels.methods.parts import LeadingRows, OtherParts
 from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
 
+class RowsCopy(KernelCopy):
+    """The rows as kernels read them."""
+
+    def __init__(self, adapter: Adapter, dtype: torch.dtype, places: Mapping[str, VirtualRows]) -> None:
+        """`places`: by path."""
+        super().__init__(adapter)
+        self._places = places
+        copies = {path: LeadingRows(w.rows_VD.to(dtype), w.grad_VD) for path, w in places.items()}
+        self.others = OtherParts(rows=copies)
+
+    def copy_weights(self) -> None:
+        """Rounds the masters."""
+        for path, w in self._places.items():
+            self.others.rows[path].rows_VN.copy_(w.rows_VD)
+
+
 class VirtualTokens(Method):
     """What both have in common."""
 
     groups: tuple[str, ...] = ("rows",)
-    has_kernels = False
+
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """It has."""
+        return True
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """Fits every backbone that has such places."""
@@ -56,8 +77,8 @@ class VirtualTokens(Method):
         return (1.0,)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """Is never asked for."""
-        raise AssertionError("virtual tokens have no kernels")
+        """The rows in the type of the activations."""
+        return RowsCopy(adapter, dtype, cast(dict[str, VirtualRows], adapter.modules))
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """Is never asked for."""
@@ -72,6 +93,7 @@ class PromptTuning(VirtualTokens):
     """The method `prompt_tuning`."""
 
     attachment = Attachment.INPUT
+    kernel_changes: tuple[Change, ...] = (("rows", "input"),)
     files: PeftFormat = PromptFiles()
 
     def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
@@ -99,6 +121,7 @@ class PrefixTuning(VirtualTokens):
     """The method `prefix_tuning`."""
 
     attachment = Attachment.KEYS_AND_VALUES
+    kernel_changes: tuple[Change, ...] = (("rows", "kv"),)
     files: PeftFormat = PrefixFiles()
 
     def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:

@@ -20,6 +20,8 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 class Activation:
     """A function of single numbers and its derivative, both for fp32."""
 
+    number: int
+    """What kernels know it by; 0 is none."""
     apply: Elementwise
     derivative: Elementwise
 
@@ -49,9 +51,9 @@ def _tanh_derivative(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "relu": Activation(lambda x: x.clamp(min=0.0), lambda x: (x > 0).float()),
-    "gelu": Activation(lambda x: x * _normal_share(x), _gelu_derivative),
-    "silu": Activation(lambda x: x * _sigmoid(x), _silu_derivative),
-    "tanh": Activation(torch.tanh, _tanh_derivative),
+    "relu": Activation(1, lambda x: x.clamp(min=0.0), lambda x: (x > 0).float()),
+    "gelu": Activation(2, lambda x: x * _normal_share(x), _gelu_derivative),
+    "silu": Activation(3, lambda x: x * _sigmoid(x), _silu_derivative),
+    "tanh": Activation(4, torch.tanh, _tanh_derivative),
 }
 """By the name that `bottleneck_activation` has."""

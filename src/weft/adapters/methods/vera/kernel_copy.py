@@ -1,0 +1,87 @@
+"""A VeRA as kernels read it: a LoRA with the frozen A of all modules and with b ⊙ B ⊙ d in B's place.
+
+Kernels leave the gradient G that this B would have, and once a step it becomes, with H = G ⊙ B,
+    db += H d,    dd += Hᵀ b
+So on this path an adapter holds its B in two types. Modules with as many outputs are taken together.
+
+Shape suffixes: M modules, D in, O out, R rank, P rank padded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.adapters.method import KernelCopy
+from weft.adapters.methods.vera.weights import VeraWeights
+from weft.kernels.lora.tables import Entry, padded
+
+if TYPE_CHECKING:
+    from weft.adapters.adapter import Adapter
+
+
+class VeraCopy(KernelCopy):
+    """What kernels read of one adapter, and where they leave gradients."""
+
+    def __init__(self, adapter: Adapter, dtype: torch.dtype, modules: Mapping[str, VeraWeights]) -> None:
+        """`modules`: by path."""
+        super().__init__(adapter)
+        self._modules = modules
+        nothing = torch.empty(0, device=adapter.device)
+        a_of = _frozen_a(modules, dtype)
+        self._alike: list[tuple[list[VeraWeights], torch.Tensor]] = []
+        """Modules with as many outputs, and their gradients (M, O, R)."""
+        for num_out in dict.fromkeys(len(w.b_O) for w in modules.values()):
+            paths = [path for path, w in modules.items() if len(w.b_O) == num_out]
+            rank = len(modules[paths[0]].d_R)
+            b_MOP = torch.zeros(len(paths), num_out, padded(rank), dtype=dtype, device=adapter.device)
+            grad_MOR = torch.zeros(len(paths), num_out, rank, device=adapter.device)
+            self._alike.append(([modules[path] for path in paths], grad_MOR))
+            for path, b_OP, grad_OR in zip(paths, b_MOP, grad_MOR, strict=True):
+                w = modules[path]
+                self.entries[path] = Entry(rank, a_of[path], b_OP, nothing, grad_OR, 1.0, w.dropout, w.key)
+        # In the modules' order again.
+        self.entries = {path: self.entries[path] for path in modules}
+
+    def copy_weights(self) -> None:
+        """Makes b ⊙ B ⊙ d."""
+        for path, w in self._modules.items():
+            entry = self.entries[path]
+            entry.b_OP[:, : entry.rank].copy_(w.b_O[:, None] * w.b_OR * w.d_R)
+
+    def collect(self) -> None:
+        """Makes gradients of b and d out of those that B has got."""
+        for own, grad_MOR in self._alike:
+            b_MO, d_MR = torch.stack([w.b_O for w in own]), torch.stack([w.d_R for w in own])
+            h_MOR = grad_MOR.mul_(own[0].b_OR)
+            of_b, of_d = h_MOR.bmm(d_MR[:, :, None])[:, :, 0], b_MO[:, None].bmm(h_MOR)[:, 0]
+            torch._foreach_add_([w.grad_b_O for w in own], list(of_b))
+            torch._foreach_add_([w.grad_d_R for w in own], list(of_d))
+            grad_MOR.zero_()
+
+    def forget_gradients(self) -> None:
+        """Those of B."""
+        for _, grad_MOR in self._alike:
+            grad_MOR.zero_()
+
+
+def _frozen_a(modules: Mapping[str, VeraWeights], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A (P, D) of every module: kernels read those of modules side by side as one matrix, so there are as many copies
+    one after another as a block has such modules, for all layers together."""
+    found: dict[str, tuple[int, int]] = {}
+    among: Counter[tuple[str, int]] = Counter()
+    for path, w in modules.items():
+        key = path.rpartition(".")[0], w.a_RD.shape[1]
+        found[path] = key[1], among[key]
+        among[key] += 1
+    made: dict[int, torch.Tensor] = {}
+    for path, w in modules.items():
+        num_in, rank = found[path][0], len(w.d_R)
+        if num_in not in made:
+            number = 1 + max(place for width, place in found.values() if width == num_in)
+            made[num_in] = torch.zeros(number, padded(rank), num_in, dtype=dtype, device=w.d_R.device)
+            made[num_in][:, :rank] = w.a_RD
+    return {path: made[num_in][place] for path, (num_in, place) in found.items()}

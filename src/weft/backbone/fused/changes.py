@@ -1,0 +1,152 @@
+"""What other methods than LoRA do at the places of a layer, forward and back; nothing where no adapter asks for it.
+
+At a site of linears, with y its outputs:
+    y' = factor ⊙ y + shift                       back: dfactor, dshift;  dy = factor ⊙ dy'
+    y' = y + x Δᵀ with a sparse Δ                 back: dΔ on its positions;  dx += dy' Δ
+At the end of a block, with y what it adds to the residual stream:
+    y' = y + f(y Dᵀ + b) Uᵀ + c                   back: D and U as LoRA's A and B, f and b in rank space, c as a shift
+In front of samples, rows that an adapter fills. All of it leaves the rows of other slots as they are, bit by bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.kernels.lora.expand import expand, expand_grad
+from weft.kernels.lora.shrink import shrink, shrink_grad
+from weft.kernels.lora.tables import INPUTS, OUTPUTS, RowTables, Site, SlotTable
+from weft.kernels.lora.weight_grad import weight_grad
+from weft.kernels.methods.columns import change_columns, column_sums, owned_copy
+from weft.kernels.methods.inner import activate, activate_grad
+from weft.kernels.methods.leading_rows import put_rows, rows_grad
+from weft.kernels.methods.sparse import sparse, sparse_grad, sparse_input
+
+
+@dataclass(frozen=True)
+class KeptEnd:
+    """What the way back through bottlenecks at the end of a block needs."""
+
+    y_TD: torch.Tensor
+    """Their rows before them."""
+    a_TW: torch.Tensor
+    inner_TW: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OtherChanges:
+    """The changes of one microbatch."""
+
+    rows: RowTables
+    table: SlotTable
+    is_adapted: bool
+    """Whether any row has an adapter."""
+
+    def _asks(self, kind: str, role: str) -> bool:
+        return self.is_adapted and self.table.asks(kind, role)
+
+    def outputs(self, site: Site, y_TO: torch.Tensor) -> torch.Tensor | None:
+        """Changes y; what `outputs_grad` will ask for: the rows that change as they were, None where none does."""
+        before_TO = self.owned(site, y_TO)
+        self.outputs_again(site, y_TO)
+        return before_TO
+
+    def outputs_again(self, site: Site, y_TO: torch.Tensor) -> None:
+        """Changes y."""
+        if self._asks("outputs", site.role):
+            change_columns(y_TO, y_TO, site, self.rows, self.table, OUTPUTS)
+
+    def owned(self, site: Site, y_TO: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the rows that change; None where none does."""
+        asks = self._asks("outputs", site.role)
+        return owned_copy(y_TO, site, self.rows, self.table, OUTPUTS) if asks else None
+
+    def outputs_grad(self, site: Site, dy_TO: torch.Tensor, before_TO: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of y before it was changed; dy stays as it is."""
+        if before_TO is None:
+            return dy_TO
+        column_sums(dy_TO, before_TO, site, self.rows, self.table, OUTPUTS)
+        dz_TO = torch.empty_like(dy_TO)
+        change_columns(dy_TO, dz_TO, site, self.rows, self.table, OUTPUTS, shifts=False)
+        return dz_TO
+
+    def outputs_grad_in_place(
+        self, site: Site, dy_TO: torch.Tensor, own_TO: torch.Tensor | None, *, is_changed: bool = False
+    ) -> bool:
+        """Makes dy the gradient of y before it was changed, given that y, or with `is_changed` what became of it.
+
+        Returns whether it did.
+        """
+        if own_TO is None:
+            return False
+        column_sums(dy_TO, own_TO, site, self.rows, self.table, OUTPUTS, divides=is_changed)
+        change_columns(dy_TO, dy_TO, site, self.rows, self.table, OUTPUTS, shifts=False)
+        return True
+
+    def inputs(self, site: Site, x_TD: torch.Tensor) -> bool:
+        """Changes what a site's linear sees, or its gradient likewise; whether it did."""
+        if not self._asks("inputs", site.role):
+            return False
+        change_columns(x_TD, x_TD, site, self.rows, self.table, INPUTS)
+        return True
+
+    def inputs_grad(self, site: Site, dx_TD: torch.Tensor, x_TD: torch.Tensor) -> None:
+        """Adds to the gradients, given that of x and x as it was before."""
+        if self._asks("inputs", site.role):
+            column_sums(dx_TD, x_TD, site, self.rows, self.table, INPUTS, divides=True)
+
+    def end(self, site: Site, y_TD: torch.Tensor) -> KeptEnd | None:
+        """Adds the bottlenecks behind a block to what it adds."""
+        if not self._asks("inner", site.role):
+            return None
+        a_TW = y_TD.new_empty(y_TD.shape[0], self.table.rank_class)
+        shrink(y_TD, a_TW, site, self.rows, self.table)
+        inner_TW = torch.empty_like(a_TW)
+        activate(a_TW, inner_TW, site, self.rows, self.table)
+        before_TD = self.outputs(site, y_TD)
+        assert before_TD is not None, "a bottleneck has a shift"
+        expand(y_TD, inner_TW, site, self.rows, self.table)
+        return KeptEnd(before_TD, a_TW, inner_TW)
+
+    def end_grad(self, site: Site, dy_TD: torch.Tensor, kept: KeptEnd | None) -> torch.Tensor:
+        """The gradient of what the block itself adds."""
+        if kept is None:
+            return dy_TD
+        column_sums(dy_TD, dy_TD, site, self.rows, self.table, OUTPUTS)
+        da_TW = torch.empty_like(kept.a_TW)
+        shrink_grad(dy_TD, da_TW, site, self.rows, self.table)
+        activate_grad(da_TW, kept.a_TW, site, self.rows, self.table)
+        weight_grad(kept.y_TD, kept.inner_TW, dy_TD, da_TW, site, self.rows, self.table)
+        dx_TD = dy_TD.clone()
+        expand_grad(dx_TD, da_TW, site, self.rows, self.table)
+        return dx_TD
+
+    def sparse(self, site: Site, x_TD: torch.Tensor, y_TO: torch.Tensor) -> None:
+        """Adds what sparse differences make of a site's inputs to its outputs."""
+        if self._asks("sparse", site.role):
+            sparse(x_TD, y_TO, site, self.rows, self.table)
+
+    def sparse_input(self, site: Site, dy_TO: torch.Tensor, dx_TD: torch.Tensor) -> None:
+        """Adds to the gradient of a site's inputs."""
+        if self._asks("sparse", site.role):
+            sparse_input(dy_TO, dx_TD, site, self.rows, self.table)
+
+    def sparse_grad(self, site: Site, x_TD: torch.Tensor, dy_TO: torch.Tensor) -> None:
+        """Adds to the gradients of the values."""
+        if self._asks("sparse", site.role):
+            sparse_grad(x_TD, dy_TO, site, self.rows, self.table)
+
+    def has_rows(self, role: str) -> bool:
+        """Whether rows are replaced at the places of a role."""
+        return self._asks("rows", role)
+
+    def put_rows(self, role: str, module: int, x_TN: torch.Tensor) -> None:
+        """Fills the rows in front of samples."""
+        if self.has_rows(role):
+            put_rows(x_TN, module, self.rows, self.table)
+
+    def rows_grad(self, role: str, module: int, *parts: torch.Tensor) -> None:
+        """Adds to the gradients of those rows, of which nothing goes further back."""
+        if self.has_rows(role):
+            rows_grad(list(parts), module, self.rows, self.table, clears=True)

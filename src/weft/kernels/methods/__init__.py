@@ -1,0 +1,1 @@
+"""What other methods than LoRA change on the rows of their slots."""

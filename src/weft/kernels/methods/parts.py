@@ -1,0 +1,110 @@
+"""What an adapter of any method has in the places of a backbone, as kernels see it, beside LoRA's `Entry`.
+
+All tensors are contiguous, fp32 unless said otherwise, and stay where they are while the adapter has its slot.
+
+Shape suffixes: N numbers of a row, W width of a bottleneck, V virtual tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from weft.kernels.methods.activations import Activation
+
+
+@dataclass(frozen=True)
+class ColumnChange:
+    """A row x of some place becomes factor ⊙ x + shift; what is None is left out."""
+
+    factor_N: torch.Tensor | None = None
+    shift_N: torch.Tensor | None = None
+    grad_factor_N: torch.Tensor | None = None
+    """Gets Σ dy ⊙ x."""
+    grad_shift_N: torch.Tensor | None = None
+    """Gets Σ dy."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of the table's fields."""
+        return self.factor_N, self.shift_N, self.grad_factor_N, self.grad_shift_N
+
+
+@dataclass(frozen=True)
+class InnerChange:
+    """S of some place becomes f(S + bias) before it is expanded."""
+
+    bias_W: torch.Tensor
+    grad_bias_W: torch.Tensor
+    """Gets Σ of the gradient of what goes into f."""
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class LeadingRows:
+    """The first rows of every sample are replaced."""
+
+    rows_VN: torch.Tensor
+    """In the type of the activations."""
+    grad_VN: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SparsePart:
+    """A weight (out, in) changes on some positions: (outputs_V, inputs_V), ascending, first by outputs."""
+
+    outputs_V: torch.Tensor
+    """int32, like all indices here."""
+    inputs_V: torch.Tensor
+    values_V: torch.Tensor
+    grad_V: torch.Tensor
+    out_starts: torch.Tensor
+    """Where the positions of each output begin; one more is their number."""
+    in_starts: torch.Tensor
+    """Where those of each input begin, once they are sorted by inputs."""
+    in_outputs_V: torch.Tensor
+    """The outputs in that order."""
+    in_values_V: torch.Tensor
+    """The values in that order: a copy."""
+    about: torch.Tensor = field(init=False)
+    """What kernels read: addresses, and the number of positions."""
+
+    def __post_init__(self) -> None:
+        """Notes the addresses."""
+        by_out = (self.out_starts, self.inputs_V, self.values_V)
+        by_in = (self.in_starts, self.in_outputs_V, self.in_values_V)
+        tensors = (*by_out, *by_in, self.outputs_V, self.grad_V)
+        numbers = [*(tensor.data_ptr() for tensor in tensors), self.values_V.numel()]
+        object.__setattr__(self, "about", torch.tensor(numbers, device=self.values_V.device))
+
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class OtherParts(Generic[Key]):
+    """All of them that one adapter has, by path, or by module of the table."""
+
+    outputs: Mapping[Key, ColumnChange] = field(default_factory=dict)
+    """Of what a linear makes; behind a bottleneck, of what the block makes."""
+    inputs: Mapping[Key, ColumnChange] = field(default_factory=dict)
+    """Of what a linear that shares its inputs with no other one sees."""
+    inner: Mapping[Key, InnerChange] = field(default_factory=dict)
+    rows: Mapping[Key, LeadingRows] = field(default_factory=dict)
+    sparse: Mapping[Key, SparsePart] = field(default_factory=dict)
+
+    def numbered(self, numbers: Mapping[Key, int]) -> OtherParts[int]:
+        """The same by other keys."""
+        return OtherParts(
+            {numbers[key]: part for key, part in self.outputs.items()},
+            {numbers[key]: part for key, part in self.inputs.items()},
+            {numbers[key]: part for key, part in self.inner.items()},
+            {numbers[key]: part for key, part in self.rows.items()},
+            {numbers[key]: part for key, part in self.sparse.items()},
+        )
+
+
+NO_OTHERS: OtherParts[int] = OtherParts()

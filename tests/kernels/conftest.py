@@ -1,0 +1,1 @@
+"""Lets tests in the folders below share what is in this one."""
