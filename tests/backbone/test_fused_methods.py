@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import random_backbone, random_sample
+from tiny_models import assert_same_bits, random_backbone, random_data, random_sample, train
 
 from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.path import Memory
-from weft.spec import AdapterSpec
+from weft.spec import AdapterSpec, JobSpec
 
 SPECS = {
     "dora": AdapterSpec(method="dora", r=8),
@@ -75,3 +75,28 @@ def test_fused_step_when_the_method_is_another_then_computes_what_the_reference_
     for one, other in zip(found, expected, strict=True):
         assert other.abs().max() > 0
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
+@pytest.mark.parametrize("kind", ["dora", "ia3", "bottleneck", "diff", "prefix"])
+def test_fused_step_when_layers_are_made_again_then_not_a_bit_changes(kind, recompute):
+    """What other methods change is changed in the same way the second time."""
+    kept, again = (run("llama", SPECS[kind], "fused", Memory(choice)) for choice in ("none", recompute))
+    assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+
+
+def test_fused_run_when_jobs_of_many_methods_train_together_then_each_ends_as_alone():
+    """Weights and losses of whole runs, to the bit: steps find every gradient, and kernels every step."""
+    kinds = ("dora", "vera", "ia3", "bottleneck", "diff", "prompt", "pissa")
+    jobs = [
+        (
+            JobSpec(kind, ("random",), max_steps=3, global_batch_size=3, max_length=32, seed=i, adapter=SPECS[kind]),
+            random_data(i, num_eval=2),
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    together = train(random_backbone("llama", kernels="fused"), jobs, capacity=128)
+    for spec, data in jobs:
+        alone = train(random_backbone("llama", kernels="fused"), [(spec, data)], capacity=128)
+        assert_same_bits(together[spec.name], alone[spec.name])
+        assert len(set(alone[spec.name].losses)) == 3
