@@ -262,8 +262,8 @@ class Method(Protocol):
         return 0
 
     def kernel_rank(self, spec: AdapterSpec) -> int:
-        """The widest rank that its kernels see."""
-        return self.cost_ranks(spec).widest
+        """The widest rank that its kernels see; 0 where it has no product of a low rank."""
+        return 0
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if an adapter cannot sit on these modules."""

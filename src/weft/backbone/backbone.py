@@ -241,7 +241,7 @@ class Backbone:
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
         fused = [spec for spec in adapters if has_kernels(spec)]
-        widest = max((method_of(spec).kernel_rank(spec) for spec in fused), default=1)
+        widest = max([1, *(method_of(spec).kernel_rank(spec) for spec in fused)])
         found = [self.path.activation_bytes(capacity, widest, {method_of(spec).kernel_keeps for spec in fused})]
         for spec in adapters:
             if not has_kernels(spec):

@@ -91,6 +91,7 @@ def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(monk
     request = asked(monkeypatch, BackboneSpec("tiny", quantize="fp8"), *adapters, AdapterSpec(method="ia3"))
     assert request is not None
     assert (request.ranks, request.drops, request.num_jobs) == ((8, 32, 100), True, 4)
+    assert request.others == (("inputs", "down"), ("outputs", "qkv"))
     assert (request.dtype, request.quantize, request.gpu) == ("bfloat16", "fp8", H200)
     assert request.config["model_type"] == "llama"
     assert KernelRequest.from_json(request.to_json()) == request
@@ -101,7 +102,7 @@ def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(monk
     [
         (BackboneSpec("tiny", kernels="reference"), AdapterSpec()),
         (BackboneSpec("tiny", dtype="float32"), AdapterSpec()),
-        (BackboneSpec("tiny"), AdapterSpec(method="ia3")),
+        (BackboneSpec("tiny"), AdapterSpec(method="dora", lora_dropout=0.1)),
         (BackboneSpec("no/such-model-anywhere"), AdapterSpec()),
         (BackboneSpec("./no-such-directory"), AdapterSpec()),
     ],

@@ -134,7 +134,7 @@ def _request(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int)
         dtype=str(dtype).removeprefix("torch."),
         quantize=spec.quantize,
         recompute=spec.recompute,
-        ranks=tuple(sorted({method_of(adapter).kernel_rank(adapter) for adapter in fused})),
+        ranks=tuple(sorted({method_of(adapter).kernel_rank(adapter) for adapter in fused} - {0})),
         drops=any(adapter.lora_dropout > 0 for adapter in fused),
         others=tuple(sorted({change for adapter in fused for change in method_of(adapter).kernel_changes})),
         num_jobs=num_jobs,

@@ -151,7 +151,7 @@ class StageProgram:
     def _part(self, step: StepOf) -> torch.Tensor:
         weights = self._stage.weights_of(step[0])
         if weights is not None:
-            weights.adapter.add_penalties()
+            weights.adapter.complete_gradients()
         return gradient_part(weights, is_finite=self._is_finite.pop(step, True))
 
     def _tags(self, step: StepOf) -> tuple[int, int]:

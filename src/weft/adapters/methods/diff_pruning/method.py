@@ -62,10 +62,6 @@ class DiffPruning(Method):
         """Six numbers of four bytes for each position: where it is, in both orders."""
         return 24 * sum(num_positions(spec.density, math.prod(shape)) for shape in modules.values())
 
-    def kernel_rank(self, spec: AdapterSpec) -> int:
-        """It has no product of a low rank."""
-        return 1
-
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """Fits every linear."""
 

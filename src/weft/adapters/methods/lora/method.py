@@ -45,6 +45,10 @@ class Lora(Method):
         """It has."""
         return True
 
+    def kernel_rank(self, spec: AdapterSpec) -> int:
+        """Its own."""
+        return max([spec.r, *spec.rank_pattern.values()])
+
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if a rank is above what a module can have; a gate, which has one output, takes any."""
         for path, shape in modules.items():

@@ -151,6 +151,10 @@ class ResidualLora(Lora):
         """What it started as, in two types, and the gradients of both halves."""
         return sum(spec.rank_for(path) * sum(shape) for path, shape in modules.items()) * (4 + each + 2 * 4)
 
+    def kernel_rank(self, spec: AdapterSpec) -> int:
+        """Of both halves."""
+        return 2 * super().kernel_rank(spec)
+
     def exported(
         self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]
     ) -> tuple[AdapterSpec, Mapping[str, ModuleTensors]]:
