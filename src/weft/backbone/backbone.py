@@ -218,7 +218,7 @@ class Backbone:
 
     def copy_bytes(self, spec: AdapterSpec) -> int:
         """What kernels hold of an adapter besides a copy of its parameters."""
-        if self._path_for(spec) is self._reference:
+        if self._path_for(spec) is self.reference:
             return 0
         return method_of(spec).kernel_bytes(spec, _shapes(self._targets(spec)), self.dtype.itemsize)
 
