@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.bench.deploy.published import figure_4
 from weft.cost.padded import PaddedTime
 from weft.errors import PlanError
-from weft.plan.bucket import choose_buckets, fixed_buckets
+from weft.plan.bucket import choose_buckets
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment, planner
 from weft.plan.deploy.baselines import plan_alike
 from weft.plan.deploy.bounds import PlanBounds
@@ -19,26 +20,8 @@ from weft.plan.deploy.candidates import possible_layouts, without_dominated
 from weft.plan.deploy.partitions import all_plans, num_plans
 from weft.plan.deploy.program import relaxed_plan
 from weft.plan.deploy.workload import DeployJob, KnownLengths, LengthSpread, draw_batches
-from weft.plan.dispatch import Fleet, RatedReplica, ReplicaLayout, ReplicaTime, dispatch
+from weft.plan.dispatch import Fleet, ReplicaLayout, ReplicaTime, dispatch
 from weft.plan.dispatch.linear import relax
-
-LENGTHS = (2048, 4096, 8192, 16384)
-TABLE_3 = {
-    (1, 1): (5110,),
-    (2, 1): (4300, 4120),
-    (4, 1): (3630, 3500, 3250),
-    (8, 1): (2790, 2710, 2560, 2330),
-}
-
-
-def figure_4() -> DeployProblem:
-    """16 GPUs, four layouts, and the batch of LobRA's Figure 4."""
-    kinds = tuple(
-        ReplicaKind(RatedReplica(ReplicaLayout(*layout), dict(zip(LENGTHS, rates, strict=False))))
-        for layout, rates in TABLE_3.items()
-    )
-    lengths = [n for n, count in zip(LENGTHS, (196, 62, 16, 4), strict=True) for _ in range(count)]
-    return DeployProblem(kinds, {"gpus": 16}, fixed_buckets(lengths, LENGTHS))
 
 
 def drawn_problem(seed: int, num_gpus: int = 16) -> DeployProblem:

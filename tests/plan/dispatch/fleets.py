@@ -7,29 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from weft.bench.deploy.published import figure_4
 from weft.cost.padded import PaddedTime
-from weft.plan.bucket import Buckets, fixed_buckets
-from weft.plan.dispatch import Fleet, RatedReplica, ReplicaLayout, ReplicaTime
-
-LENGTHS = (2048, 4096, 8192, 16384)
-"""Rates count a K as 1,000, lengths as 1,024."""
-RATES = ((5110,), (4300, 4120), (3630, 3500, 3250), (2790, 2710, 2560, 2330))
-RATED = [
-    RatedReplica(ReplicaLayout(size, 1), dict(zip(LENGTHS, rates, strict=False)))
-    for size, rates in zip((1, 2, 4, 8), RATES, strict=True)
-]
-
-
-def figure_4() -> Buckets:
-    """The batch of Figure 4."""
-    counts = (196, 62, 16, 4)
-    lengths = [length for length, count in zip(LENGTHS, counts, strict=True) for _ in range(count)]
-    return fixed_buckets(lengths, LENGTHS)
+from weft.plan.dispatch import Fleet, ReplicaLayout, ReplicaTime
 
 
 def rated_fleet(plan: Sequence[int]) -> Fleet:
-    """So many replicas of each layout of Table 3 without stages, for that batch."""
-    return Fleet.of([model for model, count in zip(RATED, plan, strict=True) for _ in range(count)], figure_4())
+    """So many replicas of each layout of Table 3 without stages, for the batch of Figure 4."""
+    problem = figure_4()
+    return Fleet.of(problem.models(plan), problem.buckets)
 
 
 def small_replicas(*, is_packed: bool = False) -> list[ReplicaTime]:

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from fleets import equation_3, figure_4, rated_fleet, small_replicas
+from fleets import equation_3, rated_fleet, small_replicas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,7 +121,7 @@ def test_dispatch_when_it_cannot_be_then_refused():
     with pytest.raises(PlanError, match="even shares need that all can"):
         dispatch_evenly(rated_fleet((1, 0, 0, 1)))
     with pytest.raises(PlanError, match="there are no replicas"):
-        Fleet.of([], figure_4())
+        Fleet.of([], choose_buckets([5]))
     with pytest.raises(PlanError, match="some replicas are packed and some padded"):
         Fleet.of([small_replicas()[2], small_replicas(is_packed=True)[2]], choose_buckets([5]))
     with pytest.raises(PlanError, match="<0,1> is no layout"):

@@ -4,6 +4,7 @@ plan64_s, plan256_s, plan1024_s   seconds for Llama-70B-like layouts on so many 
 plan64_gap, …                     how much longer the plan's step is at most than the best plan's, as a share
 dispatch_ms                       median of buckets, dispatch and the samples of each replica: 1,500 samples in 16
                                   buckets over 12 replicas of five layouts
+figure4_step_s                    the step of the best plan for the example of LobRA's Figure 4(d): 14.829 by its tables
 dispatch_gap                      how much longer the step is at most than the best dispatch's, the mean
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from weft.bench.deploy.published import published_jobs, replicas_70b
+from weft.bench.deploy.published import figure_4, published_jobs, replicas_70b
 from weft.plan.bucket import choose_buckets
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
 from weft.plan.deploy.candidates import without_dominated
@@ -35,7 +36,7 @@ def measure_plans(cluster_sizes: tuple[int, ...] = (64, 256, 1024)) -> dict[str,
         found = plan_deployment(DeployProblem(chosen, {"gpus": num_gpus}, batch))
         values[f"plan{num_gpus}_s"] = time.perf_counter() - began
         values[f"plan{num_gpus}_gap"] = found.gap
-    return values
+    return values | {"figure4_step_s": plan_deployment(figure_4()).step_s}
 
 
 def measure_dispatch(num_batches: int = 20) -> dict[str, float]:

@@ -22,10 +22,12 @@ from weft.cost.analytic import AnalyticCost
 from weft.cost.hardware import GB, LINK_SHARE, Hardware, find_hardware
 from weft.cost.padded import PaddedBatch, PaddedTime, fit_padded
 from weft.cost.shape import ModelShape
+from weft.plan.bucket import fixed_buckets
+from weft.plan.deploy import DeployProblem, ReplicaKind
 from weft.plan.deploy.candidates import possible_layouts
 from weft.plan.deploy.price import fit_replica
 from weft.plan.deploy.workload import DeployJob, LengthSpread
-from weft.plan.dispatch import ReplicaLayout, ReplicaTime
+from weft.plan.dispatch import RatedReplica, ReplicaLayout, ReplicaTime
 
 LONGEST = 16_384
 """Of all data sets."""
@@ -108,6 +110,21 @@ TABLE_11 = (
     (8, 2, 16384, 64, 30.468),
 )
 """(tensor parallel, stages, length, microbatches of one sample, seconds) of Llama2-7B on A100-40G."""
+
+
+FIGURE_4 = dict(zip((2048, 4096, 8192, 16_384), (196, 62, 16, 4), strict=True))
+"""Samples of each length in the batch of Figure 4, for 16 GPUs and the layouts of Table 3 without stages."""
+
+
+def figure_4() -> DeployProblem:
+    """The example of Figure 4(d), priced by the rates of Table 3 as they are printed."""
+    kinds = tuple(
+        ReplicaKind(RatedReplica(layout, {length: K * rate for length, rate in zip(FIGURE_4, rates, strict=False)}))
+        for layout, rates in TABLE_3.items()
+        if layout.num_stages == 1
+    )
+    lengths = [length for length, count in FIGURE_4.items() for _ in range(count)]
+    return DeployProblem(kinds, {"gpus": 16}, fixed_buckets(lengths, tuple(FIGURE_4)))
 
 
 def fitted_7b(tensor_parallel: int) -> PaddedTime:
