@@ -36,7 +36,7 @@ def test_forecast_when_one_replica_is_all_there_is_then_no_way_saves_anything():
     """The same tokens on the same GPU take as long in any order."""
     found = forecast_deployment([ReplicaKind(ONE)], {"gpus": 1}, JOBS[1:])
     assert {round(choice.step_s, 9) for choice in found.choices} == {0.256}
-    assert found.planned.gpu_seconds == pytest.approx(0.256) and found.deployment.gap == 0
+    assert found.planned.gpu_seconds == pytest.approx(0.256) and found.deployment.is_complete
 
 
 def test_expected_batch_when_the_longest_was_not_drawn_then_it_is_in_it_all_the_same():

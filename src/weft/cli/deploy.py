@@ -238,9 +238,9 @@ def _source(spec: ClusterSpec, measured: Sequence[str]) -> str:
 def _show(found: DeployForecast, console: Console, source: str) -> None:
     plan, planned = found.deployment, found.planned
     console.print(_replica_table(found))
-    proven = f"at most {plan.gap:.1%} slower than the best" if plan.gap > 0.0005 else "the best"
+    of_all = f"none of {plan.num_plans:,.0f} plans was found better" if plan.is_complete else "not all plans were tried"
     lines = [
-        f"plan  {plan.gpus_used} of {plan.problem.num_gpus} GPUs; {proven} of {plan.num_plans:,.0f} plans",
+        f"plan  {plan.gpus_used} of {plan.problem.num_gpus} GPUs; {of_all}, none can be over {plan.gap:.1%} faster",
         f"step  about {planned.step_s:,.3g} s, {planned.gpu_seconds:,.4g} GPU-seconds, for a global batch of every job",
         f"      predicted {source}; nothing was run",
     ]

@@ -71,6 +71,7 @@ class DeployForecast:
             "gpus": dict(plan.problem.pools),
             "gpus_used": plan.gpus_used,
             "gap": plan.gap,
+            "is_complete": plan.is_complete,
             "num_plans": plan.num_plans,
             "bounds": list(self.bounds),
             "replicas": replicas,

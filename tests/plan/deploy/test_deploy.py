@@ -51,7 +51,8 @@ def holding_plans(problem: DeployProblem) -> np.ndarray:
 def test_plan_when_given_figure_4_then_finds_the_published_plan():
     found = plan_deployment(figure_4())
     assert found.counts == (4, 2, 0, 1) and str(found) == "<1,1>×4, <2,1>×2, <8,1>×1"
-    assert found.step_s == pytest.approx(14.829, abs=1e-3) and found.gap == 0
+    assert found.step_s == pytest.approx(14.829, abs=1e-3)
+    assert found.is_complete and 0 < found.gap < 0.005, "whole samples cost a little over the relaxation"
     assert found.gpus_used == 16 and found.gpu_seconds == pytest.approx(16 * found.step_s)
 
 
@@ -64,10 +65,12 @@ def test_plan_when_replicas_of_figure_4_must_be_alike_then_two_large_ones():
 def test_plan_when_all_plans_are_tried_then_none_is_better(seed):
     """Of all kinds, on 16 GPUs, each with its own dispatch: neither the filter nor the bounds lose the best."""
     problem = drawn_problem(seed)
-    best = min(step_of(problem, plan) for plan in holding_plans(problem))
+    plans = holding_plans(problem)
+    best = min(step_of(problem, plan) for plan in plans)
     chosen = tuple(without_dominated(problem.kinds, problem.buckets))
     found = plan_deployment(DeployProblem(chosen, problem.pools, problem.buckets))
-    assert found.step_s <= best * (1 + 1e-9)
+    assert found.step_s <= best * (1 + 1e-9) and found.is_complete
+    assert found.bound_s <= found.step_s and found.gap < 0.1
     assert found.num_tried < num_plans(problem) / 4
 
 
@@ -82,6 +85,21 @@ def test_bounds_when_sharpened_by_any_plan_then_stay_below_every_step(seed):
     for plan in plans[::3]:
         known.learn(plan, relax(Fleet.of(problem.models(plan), problem.buckets)))
     assert np.all(known.bounds_P <= steps * (1 + 1e-9)) and known.bounds_P.sum() > before.sum()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bounds_when_only_better_steps_matter_then_stay_below_every_step_that_is_better(seed):
+    """Pipelines that take time to fill raise them, but never above a step below the one to beat."""
+    problem = drawn_problem(seed)
+    plans = holding_plans(problem)[::2]
+    steps = np.array([step_of(problem, plan) for plan in plans])
+    below_s = float(np.median(steps))
+    known = PlanBounds(problem, plans, below_s)
+    for plan in plans[::3]:
+        known.learn(plan, relax(Fleet.of(problem.models(plan), problem.buckets), below_s))
+    is_better = steps < below_s
+    assert is_better.any() and np.all(known.bounds_P[is_better] <= steps[is_better] * (1 + 1e-9))
+    assert known.bounds_P.sum() > PlanBounds(problem, plans).bounds_P.sum()
 
 
 def test_relaxed_plan_when_compared_with_every_plan_then_its_bound_is_below_all():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from weft.errors import PlanError
 from weft.plan.bucket import choose_buckets
 from weft.plan.dispatch import Fleet, ReplicaLayout, dispatch, dispatch_by_length, dispatch_evenly
+from weft.plan.dispatch.linear import relax
 
 PUBLISHED = {
     (4, 2, 0, 1): 14.829,
@@ -54,7 +55,9 @@ def test_dispatch_when_any_batch_is_shared_out_then_every_sample_is_there_once(l
     models = [model for model, count in zip(kinds, counts, strict=True) for _ in range(count)]
     buckets = choose_buckets(lengths, num_buckets, grain=8)
     fleet = Fleet.of(models, buckets)
-    for found in (dispatch(fleet), dispatch_by_length(fleet)):
+    shared = dispatch(fleet)
+    again = dispatch(fleet, relax(fleet, shared.step_s))
+    for found in (shared, again, dispatch_by_length(fleet)):
         assigned = found.assign(lengths, buckets)
         assert sorted(itertools.chain(*assigned)) == list(range(len(lengths)))
         for model, own in zip(models, assigned, strict=True):

@@ -24,7 +24,7 @@ def plan_alike(problem: DeployProblem) -> Deployment:
             f"no layout by itself holds samples of {problem.buckets.bounds[-1]:,} tokens.", where="alike replicas"
         )
     best = min(plans, key=lambda plan: plan.step_s)
-    return replace(best, num_plans=float(len(plans)), num_tried=len(plans), bound_s=best.step_s)
+    return replace(best, num_plans=float(len(plans)), num_tried=len(plans), is_complete=True)
 
 
 def alike_plans(problem: DeployProblem) -> list[Deployment]:
@@ -56,4 +56,4 @@ def _alike(problem: DeployProblem, layout: ReplicaLayout) -> Deployment | None:
     if not any(counts):
         return None
     shared = dispatch_evenly(Fleet.of(problem.models(counts), problem.buckets))
-    return Deployment(problem, counts, shared, shared.step_s, 1.0, 1)
+    return Deployment(problem, counts, shared, shared.bound_s, 1.0, 1)

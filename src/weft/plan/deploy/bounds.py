@@ -9,11 +9,14 @@ at least w_ij for every sample there; so it holds that
 With v_i = n_i, a replica's GPUs, this is Theorem 1: the right side is then the length-based dispatch, wherever the
 smallest kind that holds a sample is the cheapest. With v_i = n_i only for kinds that hold bucket m, and 0 for others,
 it says that long samples have only large replicas to run on. With the prices of a plan whose relaxation was solved it
-is that plan's own bound, and a sharp one for plans like it. Nothing is assumed of how kinds compare: the best plan is
-never among those whose bound is above a step already found.
+is that plan's own bound, and a sharp one for plans like it. Where only plans matter that beat a step already found,
+w_ij has its part of the time that pipelines take to fill (`Fleet.stretch_K`). Nothing is assumed of how kinds compare:
+the best plan is never among those whose bound is above a step already found.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -23,13 +26,14 @@ from weft.plan.dispatch.replica_time import FloatArray, IntArray
 
 
 class PlanBounds:
-    """The best known lower bound of every plan."""
+    """The best known lower bound of every plan whose step is below `below_s`; others may have any."""
 
-    def __init__(self, problem: DeployProblem, plans_PS: IntArray) -> None:
+    def __init__(self, problem: DeployProblem, plans_PS: IntArray, below_s: float = math.inf) -> None:
         self.plans_PS = plans_PS
         self.counts_R = np.asarray(problem.buckets.counts)
-        self.holds_SR = np.isfinite(problem.sample_s_SR)
-        self.sample_s_SR = np.where(self.holds_SR, problem.sample_s_SR, 0.0)
+        sample_s_SR = problem.sample_s_SR(below_s)
+        self.holds_SR = np.isfinite(sample_s_SR)
+        self.sample_s_SR = np.where(self.holds_SR, sample_s_SR, 0.0)
         # Plans with the same kinds have the same cheapest kinds.
         used_PS = plans_PS > 0
         masks = used_PS @ (1 << np.arange(plans_PS.shape[1], dtype=np.int64))

@@ -6,7 +6,7 @@ The integer program over whole clusters gives a first plan and a bound for all. 
 are all listed with lower bounds, and the one with the lowest is tried next: its linear relaxation, which sharpens the
 bounds of all others, then the dispatch if that does not rule the plan out. The search ends when every plan left is
 bound to be slower. Where there are too many, the first plan is improved by exchanging replicas of one kind for replicas
-of another. Deterministic but for the budget, which returns the best found, with a proven gap.
+of another. Deterministic but for the budget, in seconds of a processor, which returns the best found with a proven gap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUDGET_S = 10.0
 
 def plan_deployment(problem: DeployProblem, *, budget_s: float = BUDGET_S) -> Deployment:
     """The best plan for an expected batch."""
-    search = _Search(problem, time.monotonic() + budget_s)
+    search = _Search(problem, time.process_time() + budget_s)
     first = relaxed_plan(problem, budget_s=budget_s / 2)
     search.bound_s = first.bound_s
     search.attempt(np.array(first.counts))
@@ -50,6 +50,7 @@ def plan_deployment(problem: DeployProblem, *, budget_s: float = BUDGET_S) -> De
         bound_s=search.bound_s,
         num_plans=float(total),
         num_tried=search.num_tried,
+        is_complete=search.is_complete,
     )
 
 
@@ -62,12 +63,16 @@ class _Search:
         self.best: tuple[tuple[int, ...], Dispatch] | None = None
         self.bound_s = 0.0
         self.num_tried = 0
+        self.tried_s = math.inf
+        """What no dispatch of the plans tried so far can be below: theirs need not be the best that there are."""
+        self.is_complete = False
+        """Every plan was tried, or cannot be better than the best so far."""
         self.seen: set[tuple[int, ...]] = set()
 
     @property
     def is_late(self) -> bool:
         """Whether the budget is spent."""
-        return time.monotonic() > self.deadline_s
+        return time.process_time() > self.deadline_s
 
     def attempt(self, plan_S: IntArray) -> Relaxed | None:
         """Solves a plan's relaxation, and finds its dispatch unless that rules it out; None for a plan seen before."""
@@ -76,11 +81,13 @@ class _Search:
             return None
         self.seen.add(counts)
         fleet = Fleet.of(self.problem.models(counts), self.problem.buckets)
-        relaxed = relax(fleet)
+        relaxed = relax(fleet) if self.best is None else relax(fleet, self.target_s)
         if self.best is not None and relaxed.bound_s >= self.target_s:
             return relaxed
-        found = dispatch(fleet, relaxed)
+        # From two starts, of which one knows nothing of pipelines: no worse than what a step's own dispatch finds.
+        found = min(dispatch(fleet, relaxed), dispatch(fleet), key=lambda shared: shared.step_s)
         self.num_tried += 1
+        self.tried_s = min(self.tried_s, relaxed.bound_s)
         if self.best is None or found.step_s < self.best[1].step_s:
             self.best = counts, found
         return relaxed
@@ -93,14 +100,15 @@ class _Search:
 
     def go_through(self, plans_PS: IntArray) -> None:
         """Tries the plan with the lowest bound until none left can be better."""
-        known = PlanBounds(self.problem, plans_PS)
+        known = PlanBounds(self.problem, plans_PS, self.target_s)
         is_left = np.ones(len(plans_PS), dtype=np.bool_)
         while True:
             bounds_P = np.where(is_left, known.bounds_P, np.inf)
             row = int(np.argmin(bounds_P))
-            # Those left out cannot be below the target, those left cannot be below the lowest of their bounds.
-            self.bound_s = max(self.bound_s, min(self.target_s, float(bounds_P[row])))
-            if bounds_P[row] >= self.target_s or self.is_late:
+            self.is_complete = bool(bounds_P[row] >= self.target_s)
+            if self.is_complete or self.is_late:
+                # Those ruled out are not below the target, those left and those tried not below their bounds.
+                self.bound_s = max(self.bound_s, min(self.target_s, self.tried_s, float(bounds_P[row])))
                 return
             is_left[row] = False
             relaxed = self.attempt(plans_PS[row])

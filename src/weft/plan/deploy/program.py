@@ -20,8 +20,8 @@ from weft.plan.dispatch.replica_time import FloatArray
 
 REL_GAP = 1e-4
 ROUNDS = 4
-MIN_LIMIT_S = 0.5
-"""A solve gets at least that: it needs a hundredth of it unless the machine is busy."""
+MIN_LIMIT_S = 10.0
+"""A solve gets at least that, because HiGHS counts seconds that other programs have: it needs a hundredth of it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RelaxedPlan:
 
 def relaxed_plan(problem: DeployProblem, *, budget_s: float) -> RelaxedPlan:
     """The best plan with pipelines that take time to fill, and a bound that holds for all plans."""
-    sample_s_SR = problem.sample_s_SR
+    sample_s_SR = problem.sample_s_SR()
     bound = _solve(problem, sample_s_SR, np.zeros(len(problem.kinds)), budget_s / (ROUNDS + 1))
     fill_S = np.array([kind.layout.num_stages - 1 for kind in problem.kinds]) * _chunk_s(problem)
     step_s, counts = bound.bound_s, bound.counts

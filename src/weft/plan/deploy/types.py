@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from weft.errors import PlanError
 from weft.plan.bucket import Buckets
-from weft.plan.dispatch import Dispatch, ReplicaLayout, ReplicaModel
+from weft.plan.dispatch import Dispatch, Fleet, ReplicaLayout, ReplicaModel
 from weft.plan.dispatch.replica_time import FloatArray
 
 ONE_POOL = "gpus"
@@ -70,10 +71,14 @@ class DeployProblem:
         """GPUs of a replica of each kind."""
         return np.array([float(kind.num_gpus) for kind in self.kinds])
 
-    @property
-    def sample_s_SR(self) -> FloatArray:
-        """Seconds of a sample in full chunks by kind and bucket; infinite where it does not fit."""
-        return np.stack([kind.model.costs(self.buckets).sample_s_R for kind in self.kinds])
+    def sample_s_SR(self, below_s: float = math.inf) -> FloatArray:
+        """Seconds of a sample in full chunks by kind and bucket; infinite where it does not fit.
+
+        Where only steps below `below_s` matter, with its part of the time that pipelines take to fill.
+        """
+        fleet = Fleet.of([kind.model for kind in self.kinds], self.buckets)
+        seconds_SR: FloatArray = fleet.sample_s_KR * fleet.stretch_K(below_s)[:, None]
+        return seconds_SR
 
     @property
     def alone_s_SR(self) -> FloatArray:
@@ -95,11 +100,14 @@ class Deployment:
     dispatch: Dispatch
     """How they would share the expected batch."""
     bound_s: float
-    """No plan from these kinds has a step below it."""
+    """No plan from these kinds, however its batch is shared out, has a step below it."""
     num_plans: float
     """Plans that there are."""
     num_tried: int
     """Plans whose dispatch was found."""
+    is_complete: bool = False
+    """Every other plan was tried and is no better, or cannot be better. What dispatch finds need not be the best there
+    is, which the gap counts."""
 
     @property
     def step_s(self) -> float:

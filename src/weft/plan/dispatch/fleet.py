@@ -82,6 +82,25 @@ class Fleet:
         """Which replica can run which bucket."""
         return self.size_KR > 0
 
+    def stretch_K(self, below_s: float) -> FloatArray:
+        """How much longer than its chunks a replica takes at least, in any dispatch that ends before `below_s`.
+
+        Padded, a replica with p stages and x seconds of chunks waits (p − 1) times for its longest chunk. Either one of
+        them is full, and so as long as the shortest full one, F, or all are rests, of which each of its R buckets has
+        one at most, and the longest is x / R at least. So x ≤ t · (1 − min((p − 1)·F / t, (p − 1) / (R + p − 1))), and
+        this share shrinks with t. Packed, with c even chunks: x / c is F / 2 at least if c > 1, and x otherwise.
+        """
+        full_KR = np.where(self.holds_KR, self.slope_KR * self.size_KR + self.base_KR, np.inf)
+        # A replica that holds nothing runs nothing: any answer is right for it.
+        full_K = np.where(self.holds_KR.any(axis=1), full_KR.min(axis=1), 0.0)
+        rests_K = np.maximum(self.holds_KR.sum(axis=1), 1)
+        if self.is_packed:
+            full_K, rests_K = full_K / 2, np.ones_like(rests_K)
+        share_K = self.extra_K / (rests_K + self.extra_K)
+        filling_K = self.extra_K * full_K / below_s
+        stretch_K: FloatArray = 1.0 / (1.0 - np.minimum(filling_K, share_K))
+        return stretch_K
+
     def seconds(self, counts_KR: IntArray) -> FloatArray:
         """Of every replica."""
         if self.is_packed:

@@ -10,6 +10,7 @@ second of each kind is worth: with them, `plan/deploy/bounds.py` bounds other pl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +32,8 @@ class Relaxed:
     """Samples by kind of replica, not whole."""
 
 
-def relax(fleet: Fleet) -> Relaxed:
-    """Solves the relaxation."""
+def relax(fleet: Fleet, below_s: float = math.inf) -> Relaxed:
+    """Solves the relaxation; where only dispatches that end before `below_s` matter, pipelines that fill count too."""
     from scipy.optimize import linprog
 
     _, first = np.unique(fleet.kind_K, return_index=True)
@@ -43,7 +44,8 @@ def relax(fleet: Fleet) -> Relaxed:
     columns = np.arange(num)
     # Dense: so small a program is solved sooner than a sparse matrix is made.
     loads = np.zeros((num_kinds, num + 1))
-    loads[kind, columns] = fleet.sample_s_KR[first][kind, bucket] / copies[kind]
+    seconds_SR = fleet.sample_s_KR[first] * fleet.stretch_K(below_s)[first][:, None]
+    loads[kind, columns] = seconds_SR[kind, bucket] / copies[kind]
     loads[:, num] = -1.0
     shares = np.zeros((len(counts), num + 1))
     shares[bucket, columns] = 1.0
@@ -55,4 +57,4 @@ def relax(fleet: Fleet) -> Relaxed:
     shares_SR = np.zeros((num_kinds, len(counts)))
     shares_SR[kind, bucket] = found.x[:-1]
     alone_s = float(np.where(fleet.holds_KR, fleet.slope_KR + fleet.base_KR, np.inf).min(axis=0).max())
-    return Relaxed(max(float(found.fun), alone_s), -found.ineqlin.marginals / copies, shares_SR)
+    return Relaxed(min(max(float(found.fun), alone_s), below_s), -found.ineqlin.marginals / copies, shares_SR)
