@@ -166,8 +166,9 @@ class CostRanks:
 
 Change = tuple[str, str]
 """What a method other than LoRA may change for kernels, and the role of the sites where it does."""
-Keeps = Literal["", "outputs", "blocks"]
-"""What the fused path keeps for a method besides S: nothing, outputs of linears, or those of blocks."""
+Keeps = Literal["", "outputs", "blocks", "sparse"]
+"""What the fused path keeps for a method besides S: nothing, outputs of linears, those of blocks, or what sparse
+products read, for a moment."""
 WHOLE_NUMBERS = ("indices", "shape")
 """How names of tensors in files end that hold whole numbers; all others are floats."""
 

@@ -151,15 +151,21 @@ class FusedPath:
         """What a microbatch may hold between forward and backward, by the memory model."""
         model, tile = self._memory_model, self.row_tile(capacity)
         rows = -(-capacity // tile) * tile
-        layer, hidden = self._model.layers[0], self._model.embedding_VD.shape[1]
-        widths = {
-            "": 0,
-            "outputs": layer.qkv.site.num_out + 2 * hidden,
-            "blocks": 2 * (hidden + 2 * rank_class([widest_rank])),
-        }
-        besides = sum(widths[kind] for kind in keeps) * len(self._model.layers) * rows * self.copy_bytes
         kept = model.kept_bytes(rows, widest_rank) - (model.offloaded_bytes(rows) if self.memory.offload else 0)
-        return kept + besides + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()
+        kept += sum(self._width(kind, widest_rank) for kind in keeps) * rows * self.copy_bytes
+        return kept + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()
+
+    def _width(self, kind: Keeps, widest_rank: int) -> int:
+        """Numbers of a row that are kept for a method besides S, at most."""
+        layers, hidden = self._model.layers, self._model.embedding_VD.shape[1]
+        if kind == "outputs":
+            return len(layers) * (layers[0].qkv.site.num_out + 2 * hidden)
+        if kind == "blocks":
+            return len(layers) * 2 * (hidden + 2 * rank_class([widest_rank]))
+        if kind == "sparse":
+            # Of one site at a time; twice, because short samples do not fill their tiles.
+            return 2 * max(site.num_in + site.num_out for site in self._model.sites)
+        return 0
 
     def forget(self) -> None:
         """Gives captured graphs and their memory back."""

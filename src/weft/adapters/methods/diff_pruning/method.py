@@ -19,6 +19,7 @@ from weft.adapters.method import (
     Attachment,
     Change,
     CostRanks,
+    Keeps,
     KernelCopy,
     LinearShape,
     Method,
@@ -49,6 +50,7 @@ class DiffPruning(Method):
 
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("values", "gates")
+    kernel_keeps: Keeps = "sparse"
     kernel_changes: tuple[Change, ...] = tuple(("sparse", role) for role in ("qkv", "out", "gate_up", "down"))
     workspace_bytes = 4 * 4 * BLOCK
     """Δ in two types, G and its product, of one block."""
