@@ -100,8 +100,8 @@ def _leak(backbone: Backbone) -> str | None:
     batch = pack_samples([Placed(first), Placed(mine)], None, backbone.device)
     clean = backbone.logits(batch)[first.length :]
 
-    def spoil(_: nn.Module, given: object, embeds_1TD: torch.Tensor) -> torch.Tensor:
-        return embeds_1TD.index_fill(1, torch.arange(first.length, device=embeds_1TD.device), float("nan"))
+    def spoil(_: nn.Module, given: object, embeds_TD: torch.Tensor) -> torch.Tensor:
+        return embeds_TD.index_fill(0, torch.arange(first.length, device=embeds_TD.device), float("nan"))
 
     hook = backbone.model.get_input_embeddings().register_forward_hook(spoil)
     try:
