@@ -261,7 +261,8 @@ def test_plan_when_a_method_has_no_kernels_then_its_jobs_are_in_a_group_apart_wh
     file.write_text(file.read_text().replace(", adapter: {r: 2}", ""))
 
     def groups(*words: str) -> list[int]:
-        found = weft("plan", "jobs.yaml", "jobs.1.adapter={method: dora, lora_dropout: 0.1}", "--steps", "2", "--json", *words)
+        adapter = "jobs.1.adapter={method: dora, lora_dropout: 0.1}"
+        found = weft("plan", "jobs.yaml", adapter, "--steps", "2", "--json", *words)
         assert found.code == 0, found.err
         return [job["group"] for job in json.loads(found.out)["jobs"]]
 

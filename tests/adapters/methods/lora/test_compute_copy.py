@@ -16,7 +16,9 @@ def test_copy_when_memory_ends_in_the_middle_then_the_next_call_copies_again(ran
     """A rank that is no multiple of 8 is copied module by module, with memory for each."""
     spec = AdapterSpec(r=rank, init_lora_weights=False)
     adapter = Adapter(spec, {"m.q": nn.Linear(32, 64), "m.v": nn.Linear(32, 64)}, 0, torch.device("cpu"))
-    copy = ComputeCopy(adapter, torch.bfloat16)
+    copy = adapter.method.kernel_copy(adapter, torch.bfloat16)
+    assert isinstance(copy, ComputeCopy)
+    copy.follow()
     adapter.groups["a"].params.mul_(3)
     adapter.groups["b"].params.mul_(3)
     adapter.changed()
