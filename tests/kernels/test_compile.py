@@ -111,7 +111,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
 def launch_others() -> None:
     """Calls every kernel function that serves other methods than LoRA."""
     from weft.kernels.lora.tables import OUTPUTS, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
-    from weft.kernels.methods import columns, inner, leading_rows, row_norms, sparse
+    from weft.kernels.methods import column_sums, columns, inner, leading_rows, row_norms, sparse, sparse_grad
 
     gate_up, end = Site(0, (INNER, INNER), HIDDEN), Site(2, (HIDDEN,), HIDDEN)
     table = SlotTable((gate_up, end), torch.device("cpu"))
@@ -122,7 +122,7 @@ def launch_others() -> None:
     columns.change_columns_kernel(x, torch.empty_like(x), end, rows, table, OUTPUTS, shifts=False)
     columns.owned_copy_kernel(gu, gate_up, rows, table, OUTPUTS)
     for divides in (False, True):
-        columns.column_sums_kernel(gu, gu, gate_up, rows, table, OUTPUTS, divides)
+        column_sums.column_sums_kernel(gu, gu, gate_up, rows, table, OUTPUTS, divides)
     inner.activate_kernel(s, s, end, rows, table)
     inner.activate_grad_kernel(s, s, end, rows, table)
     inner.bias_sums_kernel(s, end, rows, table)
@@ -133,7 +133,7 @@ def launch_others() -> None:
         row_norms.RowNorms([module]).launch()
     sparse.sparse_kernel(x, gu, gate_up, rows, table)
     sparse.sparse_input_kernel(gu, x, gate_up, rows, table)
-    sparse.sparse_grad_kernel(x, gu, gate_up, rows, table)
+    sparse_grad.sparse_grad_kernel(x, gu, gate_up, rows, table)
 
 
 def launch_bare() -> None:

@@ -10,13 +10,8 @@ from other_slots import all_rows, table_of
 from tables_fixture import NAN_SLOT, NUM_ROWS, rows_of
 
 from weft.kernels.lora.tables import INPUTS, OUTPUTS, Site, SlotTable
-from weft.kernels.methods.columns import (
-    change_columns_kernel,
-    change_columns_reference,
-    column_sums_kernel,
-    column_sums_reference,
-    owned_copy_kernel,
-)
+from weft.kernels.methods.column_sums import column_sums_kernel, column_sums_reference
+from weft.kernels.methods.columns import change_columns_kernel, change_columns_reference, owned_copy_kernel
 from weft.kernels.methods.parts import ColumnChange, OtherParts
 
 SITE = Site(0, (300, 9), 70, "both")

@@ -9,14 +9,8 @@ from tables_fixture import NAN_SLOT, NUM_ROWS, rows_of
 
 from weft.kernels.lora.tables import Site, SlotTable
 from weft.kernels.methods.parts import OtherParts, SparsePart
-from weft.kernels.methods.sparse import (
-    sparse_grad_kernel,
-    sparse_grad_reference,
-    sparse_input_kernel,
-    sparse_input_reference,
-    sparse_kernel,
-    sparse_reference,
-)
+from weft.kernels.methods.sparse import sparse_input_kernel, sparse_input_reference, sparse_kernel, sparse_reference
+from weft.kernels.methods.sparse_grad import sparse_grad_kernel, sparse_grad_reference
 
 SITE = Site(0, (40, 9), 70, "both")
 

@@ -18,10 +18,12 @@ from weft.kernels.lora.expand import expand, expand_grad
 from weft.kernels.lora.shrink import shrink, shrink_grad
 from weft.kernels.lora.tables import INPUTS, OUTPUTS, RowTables, Site, SlotTable
 from weft.kernels.lora.weight_grad import weight_grad
-from weft.kernels.methods.columns import change_columns, column_sums, owned_copy
+from weft.kernels.methods.column_sums import column_sums
+from weft.kernels.methods.columns import change_columns, owned_copy
 from weft.kernels.methods.inner import activate, activate_grad
 from weft.kernels.methods.leading_rows import put_rows, rows_grad
-from weft.kernels.methods.sparse import sparse, sparse_grad, sparse_input
+from weft.kernels.methods.sparse import sparse, sparse_input
+from weft.kernels.methods.sparse_grad import sparse_grad
 
 
 @dataclass(frozen=True)

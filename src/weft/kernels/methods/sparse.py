@@ -4,13 +4,10 @@ Forward, for the rows of an owner that has one in some part m of a site, with va
     y[t, o] += Σ v x[t, i]                 over the positions of o
 Backward:
     dx[t, i] += Σ v dy[t, o]               over the positions of i, part after part
-    dv += Σ dy[t, o] x[t, i]               over the rows of a sample; samples one after another in the job's order
-Every sum has a fixed order and is taken in fp32; only an owner's own rows are read.
+Every sum has a fixed order and is taken in fp32; only an owner's own rows are read. The gradients of the values are in
+`sparse_grad.py`. A position asks for one column of x in all rows of a tile: tiles are turned first (`turned.py`).
 
-A position asks for one column of x in all rows of a tile. So the tiles of such owners are first laid out column by
-column (`turned`), each from its own start: 64 rows of one column then lie side by side.
-
-Shape suffixes: T rows, N numbers of a row, K tiles, V positions.
+Shape suffixes: T rows, N numbers of a row, V positions.
 """
 
 from __future__ import annotations
@@ -21,14 +18,13 @@ from weft.kernels.launch import cdiv, jit, runs_triton, tl
 from weft.kernels.lora.tables import MORE, ROW_TILE, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import line_of, part_bounds, part_of_block
 from weft.kernels.methods.parts import NO_OTHERS, SparsePart
+from weft.kernels.methods.turned import turned_kernel
 
-NUM_PROGRAMS = 132 * 16
 _OUTPUTS = 32
 """Columns that a program of a product makes."""
-_POSITIONS, _TURNED = 64, 256
 
 
-def _parts(slot: int, site: Site, table: SlotTable) -> list[tuple[slice, SparsePart]]:
+def sparse_parts(slot: int, site: Site, table: SlotTable) -> list[tuple[slice, SparsePart]]:
     """A slot's differences at a site, with the columns of the outputs that they change."""
     found = table.others.get(slot, NO_OTHERS).sparse
     places = zip(range(site.module, site.module + len(site.sizes)), site.starts, site.sizes, strict=True)
@@ -45,21 +41,9 @@ def sparse_reference(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: R
     """Adds to y."""
     for span in rows.spans:
         own = slice(span.start, span.end)
-        for columns, part in _parts(span.slot, site, table):
+        for columns, part in sparse_parts(span.slot, site, table):
             added = x_TN[own].float() @ _dense(part, site, columns).t()
             y_TN[own, columns] = (y_TN[own, columns].float() + added).to(y_TN.dtype)
-
-
-def sparse_grad_reference(
-    x_TN: torch.Tensor, dy_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
-) -> None:
-    """Adds to the gradients of the values."""
-    for slot, spans in rows.by_slot().items():
-        for columns, part in _parts(slot, site, table):
-            for span in spans:
-                own = slice(span.start, span.end)
-                whole = dy_TN[own, columns].float().t() @ x_TN[own].float()
-                part.grad_V.add_(whole[part.outputs_V.long(), part.inputs_V.long()])
 
 
 def sparse_input_reference(
@@ -68,43 +52,9 @@ def sparse_input_reference(
     """Adds to dx."""
     for span in rows.spans:
         own = slice(span.start, span.end)
-        for columns, part in _parts(span.slot, site, table):
+        for columns, part in sparse_parts(span.slot, site, table):
             added = dy_TN[own, columns].float() @ _dense(part, site, columns)
             dx_TN[own] = (dx_TN[own].float() + added).to(dx_TN.dtype)
-
-
-@jit
-def _turn(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    table,
-    tiles,
-    stride_x,
-    module,
-    num_modules,
-    width,
-    NUM_PARTS: tl.constexpr,
-    MORE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    tile = tl.program_id(1)
-    start, end, slot = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
-    asks = False
-    for part in tl.static_range(NUM_PARTS):
-        asks = asks | (tl.load(line_of(table, slot, module + part, num_modules) + MORE) != 0)
-    if (end <= start) | (not asks):
-        return
-    rows = tl.arange(0, BM)
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = columns < width
-    value = tl.load(
-        x + (start + rows).to(tl.int64)[:, None] * stride_x + columns[None, :],
-        mask=(start + rows < end)[:, None] & inside[None, :],
-        other=0.0,
-    )
-    first = out + tile.to(tl.int64) * width * BM
-    tl.store(first + columns.to(tl.int64)[:, None] * BM + rows[None, :], tl.trans(value), mask=inside[:, None])
 
 
 @jit
@@ -210,81 +160,6 @@ def _sparse_input(  # type: ignore[no-untyped-def]
     _add_rows(dx, stride_x, acc, start, end, features, inside, BM)
 
 
-@jit
-def _values_grad(  # type: ignore[no-untyped-def]
-    turned_x,
-    turned_dy,
-    table,
-    owners,
-    owned,
-    first_tiles,
-    module,
-    num_modules,
-    width_x,
-    width_dy,
-    size_0,
-    size_1,
-    size_2,
-    NUM_PARTS: tl.constexpr,
-    MORE: tl.constexpr,
-    BM: tl.constexpr,
-    BV: tl.constexpr,
-):
-    rows = tl.arange(0, BM)
-    for number in range(0, tl.load(owners).to(tl.int32)):
-        owner = owners + (1 + number) * 4
-        first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
-        for part in tl.static_range(NUM_PARTS):
-            begin, _ = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
-            found = tl.load(line_of(table, slot, module + part, num_modules) + MORE)
-            if found != 0:
-                about = found.to(tl.pointer_type(tl.int64))
-                inputs = tl.load(about + 1).to(tl.pointer_type(tl.int32))
-                outputs = tl.load(about + 6).to(tl.pointer_type(tl.int32))
-                grad = tl.load(about + 7).to(tl.pointer_type(tl.float32))
-                positions = tl.load(about + 8).to(tl.int32)
-                for block in range(tl.program_id(0), tl.cdiv(positions, BV), tl.num_programs(0)):
-                    places = block * BV + tl.arange(0, BV)
-                    inside = places < positions
-                    to_x = tl.load(inputs + places, mask=inside, other=0).to(tl.int64)[:, None] * BM + rows[None, :]
-                    to_dy = tl.load(outputs + places, mask=inside, other=0).to(tl.int64) + begin
-                    to_dy = to_dy[:, None] * BM + rows[None, :]
-                    total = tl.load(grad + places, mask=inside, other=0.0)
-                    for span in range(first_span, last_span):
-                        length = tl.load(owned + span * 2 + 1) - tl.load(owned + span * 2)
-                        first_tile = tl.load(first_tiles + span)
-                        acc = tl.zeros((BV,), dtype=tl.float32)
-                        for tile in range(first_tile, first_tile + tl.cdiv(length, BM)):
-                            base = tl.cast(tile, tl.int64) * BM
-                            x = tl.load(turned_x + base * width_x + to_x, mask=inside[:, None], other=0.0)
-                            dy = tl.load(turned_dy + base * width_dy + to_dy, mask=inside[:, None], other=0.0)
-                            acc += tl.sum(x.to(tl.float32) * dy.to(tl.float32), axis=1)
-                        total += acc
-                    tl.store(grad + places, total, mask=inside)
-
-
-def turned_kernel(x_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> torch.Tensor:
-    """The tiles of owners with a difference at the site, column by column (K, N, rows of a tile)."""
-    num_tiles, width = len(rows.tiles_N4), x_TN.shape[1]
-    out_KNM = x_TN.new_empty(num_tiles, width, ROW_TILE)
-    _turn[(cdiv(width, _TURNED), num_tiles)](
-        x_TN,
-        out_KNM,
-        table.device_SMF,
-        rows.tiles_N4,
-        x_TN.stride(0),
-        site.module,
-        table.num_modules,
-        width,
-        NUM_PARTS=len(site.sizes),
-        MORE=MORE,
-        BM=ROW_TILE,
-        BN=_TURNED,
-        num_warps=8,
-    )
-    return out_KNM
-
-
 def sparse_kernel(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds to y."""
     _sparse_product[(sum(cdiv(size, _OUTPUTS) for size in site.sizes), len(rows.tiles_N4))](
@@ -326,27 +201,6 @@ def sparse_input_kernel(
     )
 
 
-def sparse_grad_kernel(x_TN: torch.Tensor, dy_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Adds to the gradients of the values."""
-    _values_grad[(NUM_PROGRAMS,)](
-        turned_kernel(x_TN, site, rows, table),
-        turned_kernel(dy_TN, site, rows, table),
-        table.device_SMF,
-        rows.owners_J4,
-        rows.owned_G2,
-        rows.first_tiles_G1,
-        site.module,
-        table.num_modules,
-        x_TN.shape[1],
-        dy_TN.shape[1],
-        *site.three_sizes,
-        NUM_PARTS=len(site.sizes),
-        MORE=MORE,
-        BM=ROW_TILE,
-        BV=_POSITIONS,
-    )
-
-
 def sparse(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds every owner's x Δᵀ to its rows of y."""
     (sparse_kernel if runs_triton(x_TN) else sparse_reference)(x_TN, y_TN, site, rows, table)
@@ -355,8 +209,3 @@ def sparse(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: RowTables, 
 def sparse_input(dy_TN: torch.Tensor, dx_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds every owner's dy Δ to its rows of dx."""
     (sparse_input_kernel if runs_triton(dy_TN) else sparse_input_reference)(dy_TN, dx_TN, site, rows, table)
-
-
-def sparse_grad(x_TN: torch.Tensor, dy_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Adds dyᵀ x on its positions to every owner's gradients."""
-    (sparse_grad_kernel if runs_triton(x_TN) else sparse_grad_reference)(x_TN, dy_TN, site, rows, table)
