@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+import torch
 
 from weft.backbone.model_part import ModelPart
 from weft.spec import BackboneSpec
@@ -36,11 +39,30 @@ class StageAlive:
     """A sign of life."""
 
 
+class _Copies(ForkingPickler):
+    """Multiprocessing's own way, but for tensors, whose memory it would share: these go as their bytes."""
+
+    def reducer_override(self, what: Any) -> Any:
+        """How a tensor is made again; all else is made as ever."""
+        if not isinstance(what, torch.Tensor):
+            return NotImplemented
+        data = what.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, what.dtype, tuple(what.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
 def tell(connection: Connection, what: Any) -> None:
-    """Sends plain values and tensors as bytes; multiprocessing's own way would share the memory of tensors."""
-    connection.send_bytes(pickle.dumps(what))
+    """Sends plain values and tensors."""
+    buffer = io.BytesIO()
+    _Copies(buffer).dump(what)
+    connection.send_bytes(buffer.getvalue())
 
 
 def hear(connection: Connection) -> Any:
     """The next thing that was sent; waits for it."""
-    return pickle.loads(connection.recv_bytes())
+    return connection.recv()
