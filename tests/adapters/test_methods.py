@@ -40,12 +40,13 @@ CASE_NAMES = sorted(CASES)
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora_fa": {"method": "lora", "freeze_a": True},
     "pissa": {"method": "lora", "r": 4, "init_lora_weights": "pissa"},
+    "eva": {"method": "dora", "r": 4, "init_lora_weights": "eva", "freeze_a": True},
     "token_rows": {
         "method": "dora", "r": 4, "trainable_token_indices": {"embed_tokens": (9, 4, 30, 5), "lm_head": (30, 7)}
     },
     "saved_modules": {"method": "lora", "r": 4, "modules_to_save": ("embed_tokens", "lm_head")},
 }  # fmt: skip
-"""Settings of a method that change which groups of parameters are trained."""
+"""Settings of a method that change which groups of parameters are trained, or what they start as."""
 TARGETS = {Attachment.LINEAR: ("q_proj", "v_proj", "down_proj"), Attachment.BLOCK_OUTPUT: ("self_attn", "mlp")}
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec, JobSpec, RunSpec, run_from_mapping
+from weft.spec.eva import EvaSpec
 from weft.spec.fields import field_names
 from weft.spec.job import SourceSpec
 from weft.spec.load_sweep import sweep_from_mapping
@@ -22,7 +23,7 @@ def test_page_when_compared_with_the_specs_then_is_up_to_date():
 
 
 def test_sections_when_listed_then_name_every_spelling_of_every_setting():
-    for section, cls in zip(sections(), (RunSpec, JobSpec, SourceSpec, AdapterSpec), strict=True):
+    for section, cls in zip(sections(), (RunSpec, JobSpec, SourceSpec, AdapterSpec, EvaSpec), strict=True):
         listed = {name: s.name for s in section.settings for name in (s.name, *s.aliases)}
         assert listed == field_names(cls)
         assert all(setting.description.endswith(".") for setting in section.settings)

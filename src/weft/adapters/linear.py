@@ -5,6 +5,8 @@ Products over rows run in blocks of a fixed size, so that a row's result does no
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -27,6 +29,8 @@ class SlotLinear(nn.Module):
         self.anchor = anchor
         """A scalar that requires grad: it makes autograd visit slots even where the input needs no gradient."""
         self.slots: dict[int, SlotWeights] = {}
+        self.read_original: Callable[[], torch.Tensor] | None = None
+        """Reads W (O, D) as it was before it was quantised; None where W is as it was."""
 
     @property
     def weight(self) -> torch.Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -62,6 +62,11 @@ class Place(Protocol):
     @property
     def weight(self) -> torch.Tensor | None:
         """The frozen weight (O, D), made dense where it is stored otherwise; a block's output has none."""
+        ...
+
+    @property
+    def read_original(self) -> Callable[[], torch.Tensor] | None:
+        """Reads the weight as it was before it was quantised; None where it is as it was."""
         ...
 
 

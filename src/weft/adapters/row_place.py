@@ -35,6 +35,7 @@ class RowPlace:
 
     weight: torch.Tensor | None = None
     bias_O: torch.Tensor | None = None
+    read_original: None = None
 
     def __init__(self, width: int, routing: Routing) -> None:
         """`width`: D, the features of a row."""

@@ -37,7 +37,7 @@ from weft.backbone.scores import PendingScores
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.data.tokens.new_tokens import with_new_tokens
-from weft.errors import ModelError
+from weft.errors import ConfigError, ModelError
 from weft.families.registry import FAMILIES, describe
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent
@@ -191,6 +191,7 @@ class Backbone:
 
         `objective` is one that needs a head.
         """
+        self._refuse_lossless(spec)
         head = None
         if objective is not None:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
@@ -208,8 +209,21 @@ class Backbone:
 
     def check_adapter(self, spec: AdapterSpec) -> None:
         """ConfigError if an adapter does not fit this backbone; makes none."""
+        self._refuse_lossless(spec)
         method_of(spec).check(spec, _shapes(self._targets(spec)))
         self.embeddings.shapes(spec)
+
+    def _refuse_lossless(self, spec: AdapterSpec) -> None:
+        """ConfigError if an adapter is to make up for what weights have lost that have lost nothing."""
+        # A skeleton does not know how its weights will be stored.
+        has_lost = self.device.type == "meta" or any(linear.read_original for linear in self.linears.values())
+        if spec.init_lora_weights != "loftq" or has_lost:
+            return
+        raise ConfigError(
+            "loftq makes up for what quantised weights have lost, and these are not quantised; set quantize, or use "
+            "pissa.",
+            where="adapter.init_lora_weights",
+        )
 
     def lane(self, spec: AdapterSpec) -> str:
         """Adapters of different lanes cannot share a microbatch: those that no kernel can run have one apart."""

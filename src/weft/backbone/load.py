@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from weft.adapters.frozen import quantise
+from weft.adapters.frozen import Dense, quantise
 from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
 from weft.backbone.model_files import check_directory, check_weight_files
 from weft.backbone.model_part import ModelPart, model_class_of
+from weft.backbone.original_weights import OriginalWeights
 from weft.backbone.packing import attention, own_attention
 from weft.backbone.packing.selfcheck import check_packing
 from weft.backbone.path import Memory
@@ -102,6 +103,7 @@ def load_backbone(spec: BackboneSpec, part: ModelPart | None = None) -> Backbone
     _check_untested(backbone, find_source(spec.base_model))
     if spec.quantize != "none":
         _quantise_linears(backbone, spec.quantize, device)
+        _remember_originals(backbone, find_source(spec.base_model))
     backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
     if backbone.path.name == "reference" and (spec.recompute != "none" or spec.offload):
         setting = "offload" if spec.recompute == "none" else "recompute"
@@ -144,6 +146,15 @@ def _quantise_linears(backbone: Backbone, kind: str, device: torch.device) -> No
         linear.anchor = anchor
     model: Any = backbone.model
     model.to(device)
+
+
+def _remember_originals(backbone: Backbone, source: Source) -> None:
+    """Lets every linear that is quantised read what it was."""
+    originals = OriginalWeights(source.name, source.path, backbone.model.base_model_prefix, backbone.dtype)
+    for path, linear in backbone.linears.items():
+        if not isinstance(linear.frozen, Dense):
+            # The fused path puts another object with the same numbers in its place.
+            linear.read_original = lambda path=path, linear=linear: originals.read(path, linear.frozen)
 
 
 def fp8_copies(num_weights: int, device: torch.device) -> int:

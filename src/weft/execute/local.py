@@ -19,6 +19,7 @@ from weft.backbone.out_of_memory import is_device_fault, memory_errors
 from weft.backbone.packed import PackedBatch
 from weft.data.chat.chat_template import Tokenizer
 from weft.errors import ConfigError
+from weft.execute.eva import start_from_inputs
 from weft.execute.evaluate import EvaluationInFlight, ScoreRequest
 from weft.execute.file_writer import FileWriter, writing
 from weft.execute.memory import measure, release_memory, usable_bytes, weight_bytes
@@ -61,6 +62,8 @@ class LocalExecutor:
         self.facts = replica_facts(backbone)
         self.tokenizer: Tokenizer = backbone.tokenizer
         self.jobs: dict[str, ExecutedJob] = {}
+        self._unseen: set[str] = set()
+        """Jobs whose adapters have yet to look at their data."""
         self._known = KnownRows(backbone)
         self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
         self._started: dict[int, Callable[[], Any]] = {}
@@ -114,6 +117,8 @@ class LocalExecutor:
         if job.start is not None:
             self._check_rows(job)
             adapter.load(job.start, job.start_name)
+        elif adapter.spec.eva is not None:
+            self._unseen.add(job.spec.name)
         # Only to see that it fits; it is made again when it takes its slot.
         compared = None if job.reference is None else adapter_on(self.backbone, job.reference)
         self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter), self._reference(job))
@@ -139,6 +144,7 @@ class LocalExecutor:
     def drop(self, job: str) -> None:
         """Forgets a job."""
         del self.jobs[job]
+        self._unseen.discard(job)
 
     def seat(self, job: str) -> None:
         """Takes a job's weights and moments to the backbone's device, and a slot for it."""
@@ -146,6 +152,10 @@ class LocalExecutor:
         has_place = False
         try:
             with _told_of_device():
+                if job in self._unseen:
+                    given = self.jobs[job].given
+                    start_from_inputs(self.backbone, weights.adapter, given.batches, given.spec.seed)
+                    self._unseen.remove(job)
                 weights.move_to(self.backbone.device)
                 weights.optimizer.make_moments()
                 if reference is not None:
@@ -172,6 +182,7 @@ class LocalExecutor:
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives a job the state that `StateWork` once brought."""
+        self._unseen.discard(job)
         self.jobs[job].weights.restore(tensors)
 
     def rewind(self, job: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.errors import ConfigError
+from weft.spec.eva import EvaSpec
 from weft.spec.fields import KnownKeywords, above, at_least, between, refuse_foreign, setting, validate
 from weft.spec.own_rows import OwnRows, TokenIds
 
@@ -18,6 +19,8 @@ _FEEDFORWARD = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "mlp.c_proj")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
 _WEIGHT_STARTS = ("pissa", "pissa_niter_4", "pissa_niter_16", "olora")
 """Starts of LoRA that are a part of the frozen weight."""
+WORKED_OUT_STARTS = (*_WEIGHT_STARTS, "eva", "loftq")
+"""Starts of LoRA that follow from the backbone or the data; an adapter's files know nothing of them."""
 LORA_KINDS = ("lora", "dora")
 """Methods with LoRA's two matrices, and its settings."""
 AUTO_TARGETS = {
@@ -79,12 +82,16 @@ class AdapterSpec(KnownKeywords):
     use_dora: bool = setting(False, methods=("lora",))
     """PEFT's way to write `method: dora`."""
     init_lora_weights: bool | str = setting(
-        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal", *_WEIGHT_STARTS), methods=LORA_KINDS
+        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal", *WORKED_OUT_STARTS), methods=LORA_KINDS
     )
     """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
     product (even ranks); false: random A and B, so the adapter starts with an effect. pissa, olora: the leading
     singular vectors, or the first part of Q·R, of the weight itself, whose effect at the start is subtracted; it costs
-    and is written as twice the rank. pissa_niter_N: pissa by N quick iterations."""
+    and is written as twice the rank. pissa_niter_N: pissa by N quick iterations. eva: A as the directions in which the
+    modules' inputs vary most on the job's own data, and zero B. loftq: on a quantised backbone, what comes nearest to
+    that which its weights have lost."""
+    eva_config: EvaSpec | None = setting(None, methods=LORA_KINDS)
+    """How `eva` looks at the data."""
 
     freeze_a: bool = setting(False, aliases=("lora_fa",), methods=LORA_KINDS)
     """LoRA-FA: A stays as it starts and only B is trained, which saves A's gradients and moments."""
@@ -169,8 +176,7 @@ class AdapterSpec(KnownKeywords):
         ranks = [self.r, *self.rank_pattern.values()]
         if self.init_lora_weights == "orthogonal" and any(rank % 2 for rank in ranks):
             raise ConfigError("orthogonal needs even ranks.", where="init_lora_weights")
-        if self.init_lora_weights in _WEIGHT_STARTS:
-            self._check_weight_start()
+        self._check_worked_out_start()
         if not self.target_modules:
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
         OwnRows.of(self.trainable_token_indices, self.modules_to_save)
@@ -217,22 +223,36 @@ class AdapterSpec(KnownKeywords):
         """Rows in front of every sample."""
         return self.num_virtual_tokens if self.method in VIRTUAL_TOKENS else 0
 
-    def _check_weight_start(self) -> None:
-        """ConfigError for what a part of the weight cannot be the start of."""
-        if self.method != "lora":
-            raise ConfigError(f"{self.init_lora_weights} is a start of lora, not of dora.", where="init_lora_weights")
-        if self.lora_dropout:
+    def _check_worked_out_start(self) -> None:
+        """ConfigError for what a start that follows from the backbone or the data does not go with."""
+        start = self.init_lora_weights
+        if self.eva_config is not None and start != "eva":
+            raise ConfigError("is for init_lora_weights eva.", where="eva_config")
+        if start == "eva" and self.new_tokens:
             raise ConfigError(
-                f"{self.init_lora_weights} starts as a part of the weight, which is never dropped; use 0.",
-                where="lora_dropout",
+                "eva looks at the data by the bare backbone, which has no rows for new tokens; keep one of the two.",
+                where="init_lora_weights",
+            )
+        if not self.starts_as_weight and start != "loftq":
+            return
+        if self.method != "lora":
+            raise ConfigError(f"{start} is a start of lora, not of dora.", where="init_lora_weights")
+        if self.starts_as_weight and self.lora_dropout:
+            raise ConfigError(
+                f"{start} starts as a part of the weight, which is never dropped; use 0.", where="lora_dropout"
             )
         if not all([self.default_alpha, *self.alpha_pattern.values()]):
-            raise ConfigError(f"{self.init_lora_weights} needs an alpha above 0.", where="lora_alpha")
+            raise ConfigError(f"{start} needs an alpha above 0.", where="lora_alpha")
 
     @property
     def starts_as_weight(self) -> bool:
         """Whether it starts as a part of the frozen weight."""
         return self.init_lora_weights in _WEIGHT_STARTS
+
+    @property
+    def eva(self) -> EvaSpec | None:
+        """How it looks at its job's data before the first step; None if it does not."""
+        return (self.eva_config or EvaSpec()) if self.init_lora_weights == "eva" else None
 
     @property
     def default_learning_rate(self) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from weft.errors import ConfigError
-from weft.spec.adapter import LORA_KINDS, LORA_RATE, AdapterSpec, check_pattern
+from weft.spec.adapter import LORA_KINDS, LORA_RATE, WORKED_OUT_STARTS, AdapterSpec, check_pattern
 from weft.spec.choices.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
 from weft.spec.choices.schedules import SCHEDULES, check_schedule
 from weft.spec.fields import (
@@ -249,8 +249,8 @@ class JobSpec(KnownKeywords):
         refuse_foreign(self, self.adapter.method)
         if self.objective != "auto":
             refuse_foreign_objective(self, self.objective)
-        if self.init_adapter is not None and self.adapter.starts_as_weight:
-            start = self.adapter.init_lora_weights
+        start = self.adapter.init_lora_weights
+        if self.init_adapter is not None and start in WORKED_OUT_STARTS:
             raise ConfigError(f"an adapter that goes on from another has no {start} start.", where="init_adapter")
         self._check_optim()
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)

@@ -34,7 +34,11 @@ _PEFT = {
     "layer_replication": ForeignSetting("layers belong to the shared backbone and are not repeated."),
     "layers_pattern": ForeignSetting("layers are found by their number; use layers_to_transform alone."),
     "target_parameters": ForeignSetting("adapters on bare parameters, such as experts, are not supported yet."),
-    "loftq_config": ForeignSetting("LoftQ changes the weights of the shared backbone.", (*_OFF, {})),
+    "loftq_config": ForeignSetting("loftq makes up for `quantize` of the run; leave it out.", (*_OFF, {})),
+    "rho": ForeignSetting("eva moves no ranks from module to module; r and rank_pattern say them.", (None, 1, 1.0)),
+    "whiten": ForeignSetting("eva's directions are not whitened here."),
+    "adjust_scaling_factors": ForeignSetting("eva moves no ranks, so there is nothing to adjust.", (None, True, False)),
+    "label_mask_value": ForeignSetting("which tokens count is known from the data.", (None, -100)),
 }
 _TRL = {
     "gradient_checkpointing": ForeignSetting("write `recompute` of the run.", (None, False, True)),

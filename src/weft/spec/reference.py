@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.spec.adapter import AdapterSpec
+from weft.spec.eva import EvaSpec
 from weft.spec.fields import Rule, listed, type_name
 from weft.spec.job import JobSpec, SourceSpec
 from weft.spec.run import RunSpec
@@ -28,12 +29,14 @@ _WORDS = {
     tuple[JobSpec, ...]: "list of jobs",
     tuple[str | SourceSpec, ...]: "list of names or mappings",
     AdapterSpec: "mapping of adapter settings",
+    EvaSpec: "mapping of EVA settings",
     ObjectiveSpec: "name of a metric, or mapping",
     EarlyStopSpec: "name of a rule, or mapping",
 }
 _REFERENCES: dict[Any, str] = {
     JobSpec: "job",
     AdapterSpec: "adapter",
+    EvaSpec: "eva_config",
     SourceSpec: "source",
     ObjectiveSpec: "objective",
     EarlyStopSpec: "early_stop",
@@ -77,6 +80,7 @@ def sections() -> list[Section]:
         Section("Job", "in each item of `jobs`, or in `defaults` for all of them", settings_of(JobSpec)),
         Section("Data source", "as an item of `train_data` or `eval_data`, instead of a name", settings_of(SourceSpec)),
         Section("Adapter", "in `adapter` of a job or of `defaults`", settings_of(AdapterSpec)),
+        Section("EVA", "in `eva_config` of an adapter", settings_of(EvaSpec)),
     ]
 
 
@@ -219,6 +223,7 @@ def json_schema() -> dict[str, Any]:
             "job": _object(JobSpec) | {"required": ["name"]},
             "defaults": _shared_settings(),
             "adapter": _object(AdapterSpec),
+            "eva_config": _object(EvaSpec),
             "source": _object(SourceSpec) | {"required": ["path"]},
         },
     }
@@ -236,7 +241,7 @@ def sweep_schema() -> dict[str, Any]:
             about = properties[spelling]["description"]
             properties[spelling] = {"anyOf": [short, {"$ref": f"#/$defs/{name}"}], "description": about}
     sweep["allOf"] = [_one_of("base_model", RunSpec), _one_of("space", SweepSpec)]
-    parts = {_REFERENCES[kind]: _object(kind) for kind in (AdapterSpec, ObjectiveSpec, EarlyStopSpec)}
+    parts = {_REFERENCES[kind]: _object(kind) for kind in (AdapterSpec, EvaSpec, ObjectiveSpec, EarlyStopSpec)}
     for spelling in ("lora_alpha", *_named(AdapterSpec, "lora_alpha").aliases):
         parts["adapter"]["properties"][spelling]["anyOf"].append({"type": "string", "pattern": TIMES_R})
     return {

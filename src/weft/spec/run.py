@@ -127,6 +127,12 @@ class RunSpec:
                     "lower max_length or raise capacity.",
                     where=f"jobs.{i}.max_length",
                 )
+            if self.quantize == "none" and job.adapter.init_lora_weights == "loftq":
+                raise ConfigError(
+                    "loftq makes up for what quantised weights have lost, and these are not quantised; set quantize, "
+                    "or use pissa.",
+                    where=f"jobs.{i}.adapter.init_lora_weights",
+                )
 
     def _check_settings(self) -> None:
         """What no field can say alone, the jobs aside."""

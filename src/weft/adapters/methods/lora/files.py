@@ -12,6 +12,7 @@ from typing import Any
 from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
+from weft.spec.adapter import WORKED_OUT_STARTS
 from weft.spec.fields import describe
 from weft.spec.own_rows import TokenIds
 
@@ -91,7 +92,7 @@ class LoraFiles(PeftFormat):
         # The two patterns keep their order: the first match wins.
         return {
             "alpha_pattern": {name: _whole(value) for name, value in spec.alpha_pattern.items()},
-            "init_lora_weights": spec.init_lora_weights,
+            "init_lora_weights": True if spec.init_lora_weights in WORKED_OUT_STARTS else spec.init_lora_weights,
             "layers_to_transform": None if spec.layers_to_transform is None else list(spec.layers_to_transform),
             "modules_to_save": None if spec.modules_to_save is None else list(spec.modules_to_save),
             "lora_alpha": _whole(spec.default_alpha),
@@ -113,7 +114,7 @@ class LoraFiles(PeftFormat):
         if config.get("ensure_weight_tying") and config.get("modules_to_save"):
             raise AdapterFileError("ensure_weight_tying is set, which ties whole modules of an adapter.", where=where)
         init = config.get("init_lora_weights", True)
-        if not isinstance(init, str) or init in ("gaussian", "orthogonal"):
+        if not isinstance(init, str) or init in ("gaussian", "orthogonal", "eva"):
             return
         if init.startswith(_CHANGES_BACKBONE):
             raise AdapterFileError(
@@ -125,6 +126,7 @@ class LoraFiles(PeftFormat):
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Ranks, scales, dropout and start."""
+        start = config.get("init_lora_weights", True)
         return {
             "r": config.get("r", DEFAULTS["r"]),
             "lora_alpha": config.get("lora_alpha", DEFAULTS["lora_alpha"]),
@@ -132,7 +134,8 @@ class LoraFiles(PeftFormat):
             "rank_pattern": config.get("rank_pattern") or {},
             "alpha_pattern": config.get("alpha_pattern") or {},
             "use_rslora": config.get("use_rslora", False),
-            "init_lora_weights": config.get("init_lora_weights", True),
+            # What eva looks at is the data of the job that it started.
+            "init_lora_weights": True if start == "eva" else start,
             "trainable_token_indices": config.get("trainable_token_indices"),
             "modules_to_save": config.get("modules_to_save"),
         }
@@ -169,7 +172,8 @@ class LoraFiles(PeftFormat):
         """Rank and scale."""
         stabilised = ", rank-stabilised scaling" if spec.use_rslora else ""
         rows = ", with rows of tokens" if spec.trains_rows else ""
-        return f"rank {spec.r}, alpha {spec.default_alpha:g}{stabilised}{rows}"
+        base = ", for the base quantised as in training" if spec.init_lora_weights == "loftq" else ""
+        return f"rank {spec.r}, alpha {spec.default_alpha:g}{stabilised}{rows}{base}"
 
 
 def _listed(indices: TokenIds | Mapping[str, TokenIds] | None) -> list[int] | dict[str, list[int]] | None:

@@ -25,6 +25,7 @@ from weft.adapters.method import (
 )
 from weft.adapters.methods.lora.compute_copy import ComputeCopy
 from weft.adapters.methods.lora.files import LoraFiles
+from weft.adapters.methods.lora.weight_parts import starting_part
 from weft.adapters.methods.lora.weights import LoraWeights
 from weft.errors import ConfigError
 from weft.kernels.dropout import module_key
@@ -77,6 +78,11 @@ class Lora(Method):
             # Kaiming-uniform with a = sqrt(5), the start of every torch Linear: uniform in ±1/sqrt(fan_in).
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
 
+        if spec.init_lora_weights == "loftq" and place.read_original is not None:
+            weight_OD = place.weight
+            assert weight_OD is not None, "it sits on linears"
+            lost_OD = place.read_original().float() - weight_OD.float()
+            return starting_part(lost_OD, "pissa", rank, spec.scale_for(path), generator)
         if spec.init_lora_weights == "gaussian":
             return torch.randn(shape_a, generator=generator) / rank, torch.zeros(shape_b)
         if spec.init_lora_weights == "orthogonal":

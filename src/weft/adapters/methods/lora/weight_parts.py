@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.adapters.methods.lora.leading import leading_svd
+
 _EXTRA_ITERATIONS = "pissa_niter_"
 
 
@@ -24,21 +26,10 @@ def starting_part(
         q_OK, r_KD = torch.linalg.qr(weight_OD)
         return r_KD[:rank], q_OK[:, :rank]
     if init.startswith(_EXTRA_ITERATIONS):
-        basis_OR = _leading_columns(weight_OD, rank, int(init.removeprefix(_EXTRA_ITERATIONS)), generator)
-        u_RR, values_R, vt_RD = torch.linalg.svd(basis_OR.t() @ weight_OD, full_matrices=False)
-        u_OR = basis_OR @ u_RR
+        iterations = int(init.removeprefix(_EXTRA_ITERATIONS))
+        u_OR, values_R, vt_RD = leading_svd(weight_OD, rank, iterations, generator)
     else:
         u_OK, values_K, vt_KD = torch.linalg.svd(weight_OD, full_matrices=False)
         u_OR, values_R, vt_RD = u_OK[:, :rank], values_K[:rank], vt_KD[:rank]
     roots_R = (values_R / scale).sqrt()
     return roots_R[:, None] * vt_RD, u_OR * roots_R
-
-
-def _leading_columns(weight_OD: torch.Tensor, rank: int, iterations: int, generator: torch.Generator) -> torch.Tensor:
-    """About the span of the leading left singular vectors: power iterations of a random start (Halko et al. 2011)."""
-    start_DR = torch.randn(weight_OD.shape[1], rank, generator=generator).to(weight_OD.device)
-    basis_OR: torch.Tensor = torch.linalg.qr(weight_OD @ start_DR)[0]
-    for _ in range(iterations):
-        basis_DR = torch.linalg.qr(weight_OD.t() @ basis_OR)[0]
-        basis_OR = torch.linalg.qr(weight_OD @ basis_DR)[0]
-    return basis_OR

@@ -1,0 +1,85 @@
+"""The weights of a quantised backbone as they were: read again from the model's files, one at a time.
+
+A backbone keeps only what it stores. Whoever wants to know what was lost by that reads the files anew, and can be sure
+of what it got: stored in the same way it must give the very numbers that the backbone has.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from weft.adapters.frozen import FrozenWeight, quantise
+from weft.backbone.model_files import INDEX
+from weft.errors import ModelError
+
+SINGLE = "model.safetensors"
+
+
+class OriginalWeights:
+    """The weights in the files of one model."""
+
+    def __init__(self, name: str, path: str, prefix: str, dtype: torch.dtype) -> None:
+        """`name`: what the user calls the model; `path`: a directory or a Hub name; `prefix`: of the decoder's paths,
+        which some files leave out; `dtype`: that the backbone has read them in."""
+        self._where, self._path = f"base_model {name}", path
+        self._prefix, self._dtype = f"{prefix}.", dtype
+
+    def read(self, path: str, stored: FrozenWeight) -> torch.Tensor:
+        """The weight (O, D) of a linear, which is now `stored`, on the same device."""
+        device = next(iter(stored.stored.values())).device
+        for found in self._found(path):
+            weight_OD = found.to(device=device, dtype=self._dtype)
+            if tuple(weight_OD.shape) == stored.shape and _is_stored_as(weight_OD, stored):
+                return weight_OD
+        raise ModelError(
+            f"the weight of {path} cannot be found in the model's files as it was before it was quantised, which loftq "
+            "needs; use another start.",
+            where=self._where,
+        )
+
+    def _found(self, path: str) -> Iterator[torch.Tensor]:
+        """What may be the weight: files may leave the decoder's name out, and hold it the other way round."""
+        for name in dict.fromkeys((f"{path}.weight", f"{path.removeprefix(self._prefix)}.weight")):
+            if name in self._files:
+                with safe_open(self._files[name], framework="pt") as opened:
+                    weight: torch.Tensor = opened.get_tensor(name)
+                yield from (weight, weight.t())
+
+    @functools.cached_property
+    def _files(self) -> dict[str, str]:
+        """The file that each tensor is in; none where they are not safetensors."""
+        index = self._file(INDEX)
+        if index is not None:
+            named: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            files = {file: self._file(file) for file in set(named.values())}
+            return {name: found for name, file in named.items() if (found := files[file]) is not None}
+        single = self._file(SINGLE)
+        if single is None:
+            return {}
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+
+    def _file(self, name: str) -> str | None:
+        """Where a file of the model lies, if it has it."""
+        if os.path.isdir(self._path):
+            file = Path(self._path) / name
+            return str(file) if file.is_file() else None
+        from transformers.utils.hub import cached_file
+
+        # It has been loaded from there a moment ago, so nothing is fetched.
+        found: Any = cached_file(self._path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else str(found)
+
+
+def _is_stored_as(weight_OD: torch.Tensor, stored: FrozenWeight) -> bool:
+    """Whether storing a weight gives these very numbers."""
+    made = quantise(weight_OD, stored.kind, copies=1).stored
+    return all(tensor.equal(stored.stored[name]) for name, tensor in made.items())
