@@ -103,13 +103,13 @@ def load_job_data(
     train = load("train_data", job.train_sources, job.objective)
     refuse_foreign_objective(job, train.objective.name)
     check_teacher(train, job)
-    _check_labels(train, job)
     if job.eval_data is None:
         data = JobData(train, None)
     elif isinstance(job.eval_data, tuple):
         data = JobData(train, load("eval_data", job.eval_data, train.objective.name))
     else:
         data = _split(train, job.eval_data, job)
+    _check_labels(data.train, train, job)
     if data.eval is not None and data.eval.has_teacher != train.has_teacher:
         found = f"holds {'no' if train.has_teacher else 'its'} {LOGPROBS}, unlike train_data"
         raise DataError(f"{found}.", where=f"{job.name}: eval_data")
@@ -144,15 +144,15 @@ def check_teacher(data: Dataset, job: JobSpec) -> None:
         raise ConfigError(f"{found}; use forward_kl or jsd.", where="distillation_divergence")
 
 
-def _check_labels(data: Dataset, job: JobSpec) -> None:
-    """DataError where answers are to be told apart by true/false labels and all have the same."""
-    labels = data.samples.arrays.labels
-    if data.judge is None or not data.judge.reads_labels or labels is None:
+def _check_labels(trained: Dataset, read: Dataset, job: JobSpec) -> None:
+    """DataError where answers are to be told apart by true/false labels and all that are trained have the same."""
+    if trained.judge is None or not trained.judge.reads_labels:
         return
-    known = labels[~np.isnan(labels)]
-    if known.min() == known.max():
-        found = f"every label is {'true' if known[0] else 'false'}"
-        raise DataError(f"{found}; objective {data.objective.name} needs both.", where=f"{job.name}: train_data")
+    labels = trained.samples.first_labels
+    if labels.min() == labels.max():
+        all_alike = len(np.unique(read.samples.first_labels)) == 1
+        found = f"{'' if all_alike else 'with eval_data split off, '}every label is {'true' if labels[0] else 'false'}"
+        raise DataError(f"{found}; objective {trained.objective.name} needs both.", where=f"{job.name}: train_data")
 
 
 def of_job(data: JobData, job: JobSpec) -> JobData:

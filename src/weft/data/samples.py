@@ -106,6 +106,14 @@ class Samples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def first_labels(self) -> npt.NDArray[np.float32]:
+        """The first label of each sample, [N]; every sample has one."""
+        assert self.arrays.labels is not None
+        labelled = np.flatnonzero(~np.isnan(self.arrays.labels))
+        found: npt.NDArray[np.float32] = self.arrays.labels[labelled[np.searchsorted(labelled, self.starts)]]
+        return found
+
     @overload
     def __getitem__(self, index: int) -> Sample: ...
 

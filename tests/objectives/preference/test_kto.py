@@ -62,6 +62,24 @@ def test_job_when_every_label_is_the_same_then_is_refused(tmp_path):
         load_job_data(job, make_tokenizer(), tmp_path)
 
 
+def test_job_when_the_only_bad_answer_is_split_off_then_is_refused(tmp_path):
+    """Of eight orders of the rows, in one the bad answer stays and in another it goes to the evaluation."""
+    load(tmp_path, [GOOD, GOOD, BAD, GOOD])
+    ends = set()
+    for seed in range(8):
+        job = JobSpec("tastes", ("rows.jsonl",), eval_data=2, seed=seed, global_batch_size=1)
+        try:
+            labels = load_job_data(job, make_tokenizer(), tmp_path).train.samples.first_labels
+            assert sorted(labels.tolist()) == [0.0, 1.0]
+            ends.add("trained")
+        except DataError as error:
+            ends.add(str(error))
+    assert ends == {
+        "trained",
+        "tastes: train_data: with eval_data split off, every label is true; objective kto needs both.",
+    }
+
+
 def test_members_when_read_then_each_prompt_also_has_the_next_rows_answer_within_the_limit(tmp_path):
     rows = [GOOD, {**BAD, "completion": "n" * 90}, {**GOOD, "prompt": "p" * 90, "completion": "y"}]
     data = load(tmp_path, rows[:2])
