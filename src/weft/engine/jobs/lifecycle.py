@@ -175,7 +175,9 @@ class Lifecycle:
         except (DataError, CheckpointError) as error:
             yield from self.transitions.fail(job, Reason.of(error))
             return
-        if not self.places.give(job):
+        with self.timeline.wall.spending(Activity.LOADING):
+            has_place = self.places.give(job)
+        if not has_place:
             yield from self._do_without(job)
             return
         if not job.status.has_started:

@@ -38,6 +38,17 @@ def test_part_when_pissa_then_is_the_best_of_its_rank_over_the_scale():
     torch.testing.assert_close(a_RD.norm(dim=1), b_OR.norm(dim=0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(O, D), (D, O)])
+def test_part_when_loftq_then_no_other_of_its_rank_comes_nearer(shape):
+    torch.manual_seed(0)
+    lost = torch.randn(shape)
+    a, b = starting_part(lost, "loftq", R, 2.0, generator())
+    best = torch.linalg.svdvals(lost)[R:].norm()
+    torch.testing.assert_close((lost - 2.0 * b @ a).norm(), best, rtol=1e-5, atol=0)
+    torch.testing.assert_close(a.norm(dim=1), b.norm(dim=0), rtol=1e-4, atol=1e-5)
+    assert all(part.isfinite().all() for part in starting_part(torch.zeros(shape), "loftq", R, 2.0, generator()))
+
+
 def test_part_when_pissa_is_iterated_then_comes_near_it_by_its_own_generator():
     torch.manual_seed(0)
     weight_OD = torch.randn(O, D) @ torch.diag(0.4 ** torch.arange(D))

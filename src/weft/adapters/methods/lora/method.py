@@ -82,7 +82,7 @@ class Lora(Method):
             weight_OD = place.weight
             assert weight_OD is not None, "it sits on linears"
             lost_OD = place.read_original().float() - weight_OD.float()
-            return starting_part(lost_OD, "pissa", rank, spec.scale_for(path), generator)
+            return starting_part(lost_OD, "loftq", rank, spec.scale_for(path), generator)
         if spec.init_lora_weights == "gaussian":
             return torch.randn(shape_a, generator=generator) / rank, torch.zeros(shape_b)
         if spec.init_lora_weights == "orthogonal":

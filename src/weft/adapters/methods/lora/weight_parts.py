@@ -4,6 +4,7 @@
 |---|---|
 | `pissa` | U √S, √S Vᵀ of the r largest singular values of W, over the scale (Meng et al. 2024) |
 | `pissa_niter_N` | the same of a randomised decomposition with N iterations: less exact, far quicker |
+| `loftq` | the same as `pissa` of what a quantised weight has lost (Li et al. 2023), which is given instead of W |
 | `olora` | the first r columns of Q and rows of R of W = Q R (Büyükakyüz 2024) |
 
 They are PEFT's up to the signs of singular vectors, which nothing depends on.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.adapters.methods.lora.leading import leading_svd
+from weft.adapters.methods.lora.leading import leading_svd, nearest_svd
 
 _EXTRA_ITERATIONS = "pissa_niter_"
 
@@ -28,6 +29,8 @@ def starting_part(
     if init.startswith(_EXTRA_ITERATIONS):
         iterations = int(init.removeprefix(_EXTRA_ITERATIONS))
         u_OR, values_R, vt_RD = leading_svd(weight_OD, rank, iterations, generator)
+    elif init == "loftq":
+        u_OR, values_R, vt_RD = nearest_svd(weight_OD, rank)
     else:
         u_OK, values_K, vt_KD = torch.linalg.svd(weight_OD, full_matrices=False)
         u_OR, values_R, vt_RD = u_OK[:, :rank], values_K[:rank], vt_KD[:rank]
