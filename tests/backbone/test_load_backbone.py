@@ -14,7 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, random_model
 
-from weft.backbone.load import TINY, find_source, load_backbone
+from weft.backbone.load import load_backbone
+from weft.backbone.source import TINY, find_source
 from weft.errors import ModelError
 from weft.spec import BackboneSpec
 

@@ -15,7 +15,8 @@ from tiny_models import assert_same_bits, finish, job_spec, random_data, random_
 from transformers import AutoTokenizer
 
 from weft.adapters.frozen import Dense
-from weft.backbone.load import TINY, load_backbone
+from weft.backbone.load import load_backbone
+from weft.backbone.source import TINY
 from weft.engine.engine import Engine
 from weft.errors import ConfigError, ModelError
 from weft.spec import AdapterSpec, BackboneSpec, RunSpec, run_from_mapping

@@ -15,7 +15,7 @@ from input_case import CHAT, JOBS, Case
 from tiny_adapters import LEAVES, tiny_tensors
 
 from weft import faults
-from weft.backbone.load import TINY
+from weft.backbone.source import TINY
 from weft.demo.skills import SKILLS
 from weft.errors import StorageError
 from weft.faults import FaultPlan

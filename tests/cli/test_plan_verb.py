@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_train_verb import write_jobs
 
-from weft.backbone.load import TINY
+from weft.backbone.source import TINY
 from weft.bench.shapes import SHAPES, build
 from weft.cli.plan import _balanced
 from weft.cost.analytic import AnalyticCost

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.backbone.load import TINY
+from weft.backbone.source import TINY
 from weft.cost.rows import capacities
 from weft.demo.skills import SKILLS
 from weft.engine import engine as engine_module

@@ -12,7 +12,7 @@ from typing import Any
 
 from thread_ranks import ThreadRanks
 
-from weft.backbone.load import load_tokenizer
+from weft.backbone.source import load_tokenizer
 from weft.engine.engine import Engine
 from weft.engine.events import Event
 from weft.engine.resume import plan_resume

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weft.backbone.load import TINY
+from weft.backbone.source import TINY
 from weft.demo.skills import SKILLS
 
 Settings = Callable[..., dict[str, Any]]

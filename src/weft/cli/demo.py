@@ -26,7 +26,7 @@ def demo(
     ] = Path("runs/demo"),
 ) -> None:
     """Train several adapters together on a small backbone and see what they learnt."""
-    from weft.backbone.load import find_source
+    from weft.backbone.source import find_source
     from weft.cli.watch import conclude, follow, tell_time
     from weft.demo import demo_run as steps
     from weft.engine.train import prepare_run

@@ -116,7 +116,7 @@ def _jobs(spec: ClusterSpec, path: Path) -> tuple[list[DeployJob], tuple[int, ..
 def _read_jobs(path: Path) -> tuple[list[DeployJob], tuple[int, ...]]:
     """The jobs of a jobs file, with the lengths of their own samples."""
     from weft.adapters.methods import cost_ranks
-    from weft.backbone.load import load_tokenizer
+    from weft.backbone.source import load_tokenizer
     from weft.data.load import load_job_data
     from weft.plan.deploy.workload import DeployJob, KnownLengths
     from weft.spec import load_run
@@ -138,7 +138,8 @@ def _setup(spec: ClusterSpec, ranks: tuple[int, ...]) -> BackboneSetup:
 
 def _shape(base_model: str) -> ModelShape:
     """The sizes of a published shape, or of a model whose configuration is there."""
-    from weft.backbone.load import find_source, load_config
+    from weft.backbone.load import load_config
+    from weft.backbone.source import find_source
     from weft.bench.profiled import EMBEDDED
     from weft.bench.shapes import SHAPES
     from weft.cost.shape import ModelShape

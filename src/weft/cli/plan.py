@@ -77,7 +77,8 @@ def plan(
 
 def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:
     """Whether the run would take the fast path there, as far as the model's configuration tells."""
-    from weft.backbone.load import find_source, load_config
+    from weft.backbone.load import load_config
+    from weft.backbone.source import find_source
     from weft.families.registry import why_unfit
 
     if spec.kernels != "auto":
@@ -87,7 +88,8 @@ def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:
 
 
 def _outlines(spec: RunSpec, base_dir: Path, num_planned: int, *, is_fused: bool) -> list[JobOutline]:
-    from weft.backbone.load import find_source, load_config, load_tokenizer
+    from weft.backbone.load import load_config
+    from weft.backbone.source import find_source, load_tokenizer
     from weft.data.load import load_job_data
 
     tokenizer = load_tokenizer(spec.base_model)
@@ -137,7 +139,8 @@ def _hardware(spec: RunSpec, device: str) -> Hardware:
 
 
 def _cost(spec: RunSpec, hardware: Hardware, capacity: int, stages: int, jobs: list[JobOutline]) -> AnalyticCost:
-    from weft.backbone.load import find_source, load_config
+    from weft.backbone.load import load_config
+    from weft.backbone.source import find_source
     from weft.cost.analytic import AnalyticCost
     from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
     from weft.cost.shape import ModelShape

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from weft.cli.keeping import keeping_all
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, WeftError
 from weft.report.console import output_console
 from weft.spec.load import parse, place_of
-from weft.spec.load_sweep import in_its_words, load_sweep, space_of
+from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of
 from weft.spec.sweep import SweepSpec
 from weft.wall_clock import WallClock, process_start_s
 
@@ -200,14 +201,27 @@ def _sweep(order: Order, console: Console) -> int:
 
 def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall: WallClock) -> int | None:
     """Trains a sweep in a folder, or only shows it; returns the exit code, or None if the user stopped it."""
-    from weft.sweeps.api import begun_at, check_folder, prepare_sweep
+    from weft.execute.data_ahead import prepare_ahead
+
+    with keeping_all():
+        from weft.sweeps.api import begun_at, check_folder, prepare_sweep
 
     resume = order.resume
     spec = check_folder(order.spec, folder, resume=resume)
     clock = (begun_at(folder) if resume else None) or datetime.datetime.now()
-    with console.status("loading the backbone and the data"):
+    base_dir = order.file.parent
+    with console.status("loading the backbone and the data"), contextlib.ExitStack() as end:
+        ahead = prepare_ahead(spec.base_model, probe_jobs(spec), base_dir, clock)
+        if ahead is not None:
+            end.callback(ahead.close)
         prepared = prepare_sweep(
-            spec, order.file.parent, clock, begun_s=begun_s, wall=wall, open_engine=_opener(order, clock, console)
+            spec,
+            base_dir,
+            clock,
+            begun_s=begun_s,
+            wall=wall,
+            open_engine=keeping_all()(_opener(order, clock, console)),
+            ahead=ahead,
         )
     with contextlib.closing(prepared.engine):
         return _train(prepared, order, folder, console)

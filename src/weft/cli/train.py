@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weft.cli.keeping import keeping_all
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
@@ -178,23 +179,30 @@ def _prepare(
     wall: WallClock | None = None,
 ) -> PreparedRun:
     """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
+    from weft.execute.data_ahead import prepare_ahead
     from weft.report.trackers import open_trackers
 
     spec, clock = order.spec, clock or datetime.datetime.now()
     # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
     open_trackers(spec.report_to, Path(), "")
     places = order.replicas.places(spec.backbone)
-    with console.status("loading the backbone and the data"), ExitStack() as undo:
+    with console.status("loading the backbone and the data"), ExitStack() as undo, ExitStack() as end:
+        # Others work while this process imports what it needs itself.
+        jobs = [job for job in spec.jobs if job.name not in finished]
+        ahead = prepare_ahead(spec.base_model, jobs, order.jobs_file.parent, clock)
+        if ahead is not None:
+            end.callback(ahead.close)
         ranks = None
         if places is not None:
             tell_invitation(places, console)
-            # They load while this process imports what it needs itself.
             from weft.replicas.places import rank_order
 
             ranks = places.start(rank_order(spec, spec.jobs))
             undo.callback(ranks.abandon)
-        from weft.engine.train import prepare_run
+        with keeping_all():
+            from weft.engine.train import prepare_run
 
+            open_engine = keeping_all()(_opener(ranks, order.layout, clock))
         run = prepare_run(
             spec,
             base_dir=order.jobs_file.parent,
@@ -203,7 +211,8 @@ def _prepare(
             clock=clock,
             locate=order.locate,
             wall=wall,
-            open_engine=_opener(ranks, order.layout, clock),
+            open_engine=open_engine,
+            ahead=ahead,
         )
         undo.pop_all()
     facts = run.engine.executor.facts

@@ -17,6 +17,8 @@ from weft.data.labels import find_labels
 from weft.data.order import Mixture, permutation
 from weft.data.prepared.prepared_data import prepared_data
 from weft.data.prepared.settings import DataSettings
+from weft.data.rows.find import find_source
+from weft.data.rows.sources import Source
 from weft.data.tokens.new_tokens import with_new_tokens
 from weft.errors import ConfigError, DataError
 from weft.objectives.heads.classes import Classification
@@ -61,6 +63,12 @@ def load_dataset(
         clock=clock,
     )
     return prepared_data([SourceSpec.of(source) for source in sources], tokenizer, settings, base_dir)
+
+
+def find_sources(job: JobSpec, base_dir: Path) -> list[Source]:
+    """All that a job names as data, unread; a DataError if something is not there."""
+    named = job.eval_data if isinstance(job.eval_data, tuple) else ()
+    return [find_source(SourceSpec.of(source).path, base_dir) for source in (*job.train_sources, *named)]
 
 
 def load_job_data(

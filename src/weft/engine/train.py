@@ -11,20 +11,19 @@ from typing import TypeVar
 
 from weft.data.chat.chat_template import template_digest
 from weft.data.dataset import JobData
-from weft.data.load import load_job_data
-from weft.data.rows.find import find_source
+from weft.data.load import find_sources, load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed
 from weft.engine.resume import Locate, job_settings
 from weft.engine.run_engine import ReplicaSide, RunEngine
 from weft.errors import ConfigError, DataError, WeftError
+from weft.execute.data_ahead import DataAhead
 from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.stages.load_stages import StageLayout, load_stages
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.spec import JobSpec, RunSpec
-from weft.spec.job import SourceSpec
 from weft.store.run_dir import RunDirectory, RunRecord
 from weft.wall_clock import Activity, WallClock
 
@@ -107,12 +106,14 @@ def prepare_run(
     locate: Locate = str,
     wall: WallClock | None = None,
     open_engine: OpenEngine = load_engine,
+    ahead: DataAhead | None = None,
 ) -> PreparedRun:
     """Loads and checks everything and writes nothing.
 
     A job with bad data, or with an adapter that does not fit, raises; with `keep_going` it is set aside as failed and
     the others train. Jobs named in `skip` are left out. `clock` is when the run began, if that was before now.
-    `wall` has counted the time since the command was given; `open_engine` loads what trains the run.
+    `wall` has counted the time since the command was given; `open_engine` loads what trains the run;
+    `ahead` prepares the data of its jobs meanwhile.
     """
     if not keep_going:
         _check_sources(spec, base_dir, skip)
@@ -123,6 +124,8 @@ def prepare_run(
             continue
         try:
             with engine.timeline.wall.spending(Activity.PREPARING):
+                if ahead is not None:
+                    ahead.wait(job.name)
                 run.data[job.name] = load_job_data(job, engine.executor.tokenizer, base_dir, clock=run.clock)
             engine.submit(job, run.data[job.name], base_dir=base_dir)
             run.notes += engine.jobs[job.name].notes
@@ -148,12 +151,11 @@ def prepare_run(
 def _check_sources(spec: RunSpec, base_dir: Path, skip: frozenset[str]) -> None:
     """DataError for data that is not there; nobody should wait for the model to hear that."""
     for job in spec.jobs:
-        named = job.eval_data if isinstance(job.eval_data, tuple) else ()
-        for source in (*job.train_data, *named) if job.name not in skip else ():
-            try:
-                find_source(SourceSpec.of(source).path, base_dir)
-            except DataError as error:
-                raise _of_job(error, job, spec) from None
+        try:
+            if job.name not in skip:
+                find_sources(job, base_dir)
+        except DataError as error:
+            raise _of_job(error, job, spec) from None
 
 
 def _of_job(error: WeftError, job: JobSpec, spec: RunSpec) -> WeftError:

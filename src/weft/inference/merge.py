@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment
 from weft.adapters.methods import method_of
-from weft.backbone.load import load_plain_model, load_tokenizer
+from weft.backbone.load import load_plain_model
+from weft.backbone.source import load_tokenizer
 from weft.errors import AdapterFileError, StorageError
 from weft.inference.attach import StoredAdapter, check_fit
 from weft.inference.merge_rows import merge_rows

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 from typing import TypeVar
 
-from weft.backbone.load import load_tokenizer
+from weft.backbone.source import load_tokenizer
 from weft.replicas.rank_group import RankGroup
 from weft.replicas.replicated_engine import ReplicatedEngine
 from weft.replicas.steered_engine import SteeredEngine

@@ -14,9 +14,11 @@ from typing import Any
 
 import yaml
 
+from weft.data.load import find_sources
 from weft.engine.resume import HARMLESS
 from weft.engine.train import clock_of, load_engine, run_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
+from weft.execute.data_ahead import DataAhead
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
 from weft.spec import JobSpec
@@ -155,11 +157,12 @@ def prepare_sweep(
     begun_s: float | None = None,
     wall: WallClock | None = None,
     open_engine: OpenSweepEngine = load_engine,
+    ahead: DataAhead | None = None,
 ) -> PreparedSweep:
     """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed.
 
     What a budget of time counts began at `begun_s` of `time.perf_counter`, or now. `wall` has counted the time since
-    the command was given; `open_engine` loads what trains the sweep.
+    the command was given; `open_engine` loads what trains the sweep; `ahead` prepares its data meanwhile.
     """
     begun_s = time.perf_counter() if begun_s is None else begun_s
     space = space_of(spec)
@@ -172,9 +175,15 @@ def prepare_sweep(
         import_optuna()
     objective = TrialObjective(spec.objective, base_dir)
     previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
-    spec, engine, notes = open_engine(spec, probe_jobs(spec), wall)
+    probes = probe_jobs(spec)
+    for job in probes:
+        # Nobody should wait for the model to hear that data is not there.
+        find_sources(job, base_dir)
+    spec, engine, notes = open_engine(spec, probes, wall)
     configurations = Configurations(spec, engine.executor, base_dir, clock)
     with engine.timeline.wall.spending(Activity.PREPARING):
+        if ahead is not None:
+            ahead.wait_for_all()
         configurations.check(space, spec.trials)
     for data, tokenizer in zip(configurations.loaded(), configurations.read_with(), strict=True):
         if data.eval is not None:

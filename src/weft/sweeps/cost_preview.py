@@ -16,7 +16,8 @@ from typing import Any
 from weft.adapters.method import Attachment
 from weft.adapters.methods import cost_ranks, method_of
 from weft.adapters.targets import choose_modules
-from weft.backbone.load import find_source, load_config, load_skeleton
+from weft.backbone.load import load_config, load_skeleton
+from weft.backbone.source import find_source
 from weft.cost.hardware import find_hardware
 from weft.cost.rows import capacities
 from weft.cost.shape import ALL_LINEAR, ModelShape

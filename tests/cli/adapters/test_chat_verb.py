@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.backbone.load import load_tokenizer
+from weft.backbone.source import load_tokenizer
 from weft.cli.adapters import chat as chat_verb
 from weft.data.prompts import prompt_of_chat
 from weft.inference.attach import Attached, load_with_adapters

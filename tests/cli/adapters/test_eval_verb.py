@@ -9,7 +9,7 @@ import torch
 from tiny_adapters import LEAVES, tiny_tensors
 
 from weft.adapters.head import HEAD
-from weft.backbone.load import load_tokenizer
+from weft.backbone.source import load_tokenizer
 from weft.data.load import load_dataset
 from weft.objectives.heads.classes import Classification
 from weft.spec import AdapterSpec

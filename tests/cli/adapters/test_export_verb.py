@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_adapters import LEAVES, SHOUTING, plain_logits, tiny_tensors
 
-from weft.backbone.load import TINY, load_tokenizer
 from weft.backbone.packed import Placed, pack_samples
+from weft.backbone.source import TINY, load_tokenizer
 from weft.data.sample import Sample
 from weft.inference.attach import load_with_adapters
 from weft.spec import AdapterSpec

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.planning import cost as plan_cost
-from weft.backbone.load import TINY
+from weft.backbone.source import TINY
 from weft.bench.shapes import SHAPES, build
 from weft.cost.profile import load_profile
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.backbone.load import load_tokenizer
+from weft.backbone.source import load_tokenizer
 from weft.data.load import load_dataset
 from weft.errors import DataError
 from weft.objectives.preference.pair_rows import is_preference, read_preference

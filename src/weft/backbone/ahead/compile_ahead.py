@@ -27,7 +27,8 @@ import torch
 import weft
 from weft.adapters.methods import has_kernels, method_of
 from weft.backbone.ahead.request import READY, KernelRequest
-from weft.backbone.load import choose_device, choose_dtype, find_source
+from weft.backbone.load import choose_device, choose_dtype
+from weft.backbone.source import find_source
 from weft.families.registry import why_unfit
 from weft.kernels.device import capability, gpu_kind, has_streams
 from weft.kernels.launch import has_triton

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from weft.backbone.load import load_tokenizer
+from weft.backbone.source import load_tokenizer
 from weft.bench.replicas.scripted import CAPACITY, ScriptedPool
 from weft.data.load import load_job_data
 from weft.engine.events import JobEnded, StepDone

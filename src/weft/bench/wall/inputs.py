@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.backbone.load import TINY
+from weft.backbone.source import TINY
 from weft.bench.shapes import Shape, build
 from weft.kernels.device import is_gpu
 from weft.store.atomic import write_file

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.backbone.load import load_tokenizer
+from weft.backbone.source import load_tokenizer
 from weft.bench.wall.command import TAIL
 from weft.errors import WeftError
 

@@ -161,7 +161,7 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
 
 def _base(stored: StoredAdapter) -> str:
     """The base model as other tools find it: names only Weft knows become their directories."""
-    from weft.backbone.load import find_source
+    from weft.backbone.source import find_source
 
     if stored.base_model is None:
         return "BASE_MODEL"

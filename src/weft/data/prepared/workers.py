@@ -22,6 +22,7 @@ from typing import Any
 
 from weft.data.prepared.convert import ConvertedChunk, Converter
 from weft.data.rows.chunks import Chunk
+from weft.data.tokens.without_torch import do_without_torch
 from weft.errors import WeftError
 
 AT_HAND = 2
@@ -119,6 +120,7 @@ def main(descriptor: int) -> None:
     """Converts chunks until the other side is gone."""
     # Ctrl-C is for the process that started this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    do_without_torch()
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
         converter: Converter = connection.recv()

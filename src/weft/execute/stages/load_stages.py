@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.backbone.load import choose_device, find_source, load_config, load_tokenizer
+from weft.backbone.load import choose_device, load_config
 from weft.backbone.model_part import ModelPart, num_layers
+from weft.backbone.source import find_source, load_tokenizer
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
 from weft.execute.stages.stage import refuse_settings
