@@ -65,6 +65,13 @@ def test_sweep_when_plotly_is_missing_then_ends_well_and_says_so(weft, folder, m
     assert any(folder.glob("**/best/adapter_model.safetensors")) and not any(folder.glob("**/report.html"))
 
 
+def test_sweep_when_its_data_is_not_there_then_nobody_waits_for_the_model(weft, folder, monkeypatch):
+    monkeypatch.setattr("weft.execute.memory.load_backbone", lambda *_: pytest.fail("is loaded"))
+    result = weft("sweep", "sweep.yaml", "job.eval_data=rows2.jsonl")
+    assert (result.code, result.err) == (2, "error: rows2.jsonl: there is no such file. Did you mean rows.jsonl?\n")
+    assert not (folder / "out").exists()
+
+
 def test_dry_run_when_asked_for_then_checks_everything_and_writes_nothing(weft, folder):
     result = weft("sweep", "sweep.yaml", "--dry-run", "--trials", "1", "--no-early-stop")
     assert result.code == 0
