@@ -19,9 +19,13 @@ from weft.engine.engine import Engine
 from weft.errors import ConfigError, StorageError
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.owner import Owner
+from weft.store.run_dir import RunDirectory
+from weft.sweeps import api
 from weft.sweeps.api import open_run, prepare_sweep
 from weft.sweeps.record.trial import Observation, Trial, TrialState
 from weft.sweeps.record.trials_file import TrialsFile
+from weft.sweeps.trial_loop import SweepRun
+from weft.wall_clock import Activity, TimeSplit
 
 SCRIPT = Path(__file__).parent / "killed_sweep.py"
 
@@ -164,6 +168,19 @@ def test_sweep_when_resumed_after_its_end_then_trains_nothing_and_takes_a_larger
     more = weft.sweep({**given, "trials": 3}, resume=True)
     assert [t.params for t in more.trials[:2]] == [t.params for t in first.trials]
     assert len(more.trials) == 3 and more.trials[2].state is TrialState.DONE
+
+
+def test_sweep_when_it_measured_a_trial_alone_then_that_counts_for_those_who_go_on(settings, monkeypatch):
+    def measured(run: SweepRun) -> float:
+        # What was recorded before that is too little.
+        run.context.directory.write_time(TimeSplit({}))
+        return 1.0
+
+    monkeypatch.setattr(api, "one_by_one_seconds", measured)
+    weft.sweep(settings(space={"lr": [1e-3]}, compare_speed=True))
+    with RunDirectory.open(Path("out/trials"), resume=True) as directory:
+        split = directory.read_time()
+    assert split is not None and split.seconds(Activity.COMPUTING) > 0
 
 
 @pytest.mark.parametrize("place", ["7:trials.append", "1:checkpoint.write"])

@@ -252,6 +252,8 @@ def conclude(run: SweepRun) -> SweepResult:
         # A sweep that only had to be looked at again keeps what was measured then.
         with wall.spending(Activity.COMPUTING):
             ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
+        # That took time as well; a sweep that goes on adds up what is recorded.
+        run.context.directory.write_time(run.context.engine.time_split)
     ledger.write(at_once=True)
     board, no_report = ledger.board(), ""
     try:
