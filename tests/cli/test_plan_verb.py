@@ -112,7 +112,7 @@ def test_plan_when_only_some_steps_are_planned_then_tokens_are_counted_as_in_a_d
         assert re.search(rf"{job['name']}\s+9\s+{job['num_tokens']:,}\s", dry)
     assert planned["total_tokens"] == sum(job["num_tokens"] for job in planned["jobs"])
     assert plain["eval_s"] == 0 < planned["eval_s"] < planned["total_s"]
-    assert "tokens with its evaluations about" in weft("plan", "jobs.yaml", *more, "--steps", "1").out
+    assert "tokens with its evaluations and references about" in weft("plan", "jobs.yaml", *more, "--steps", "1").out
 
 
 def test_plan_when_a_planner_is_named_then_it_is_the_one_that_plans(weft, here):

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from weft.data.dataset import Dataset
 from weft.data.load import load_dataset, load_job_data
+from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
 from weft.errors import DataError
 from weft.spec import JobSpec
@@ -210,3 +211,27 @@ def test_data_when_a_file_is_bad_then_the_error_says_which_setting_named_it(
     with pytest.raises(DataError) as caught:
         load_job_data(spec, tokenizer, tmp_path)
     assert caught.value.setting == setting
+
+
+def test_forward_tokens_when_a_reference_is_asked_then_once_about_each_sample_or_each_time_if_nothing_is_kept(
+    write: Write, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+):
+    """Evaluations run every time; what a reference said of a sample is known from then on, if there is room for it."""
+
+    def forward(rows: list[Any], **settings: Any) -> tuple[int, int, int]:
+        """Tokens that run forward alone in ten steps of two of four groups, and those of both parts of the data."""
+        asked = job(write, rows, max_steps=10, global_batch_size=2, eval_data=1, eval_steps=5, **settings)
+        data = load_job_data(asked, tokenizer, tmp_path)
+        assert data.eval is not None
+        order = BatchSchedule.of(asked, *data.train.sizes)
+        assert (order.num_steps, data.train.num_groups) == (10, 4)
+        sizes = (int(part.group_tokens.sum()) for part in (data.train, data.eval))
+        return data.forward_tokens(order, asked.eval_steps), *sizes
+
+    found, _, evaluated = forward(pairs("a", "bb", "ccc", "dddd", "eeeee"))
+    assert found == 2 * evaluated
+    preferences = [{"prompt": "ask", "chosen": "yes" * n, "rejected": "no"} for n in range(1, 6)]
+    found, trained, evaluated = forward(preferences)
+    assert found == trained + evaluated + 2 * evaluated
+    found, trained, evaluated = forward(pairs("a", "a", "a", "a", "a"), objective="distillation", teacher="base")
+    assert found == 5 * trained + 2 * evaluated + 2 * evaluated

@@ -81,7 +81,7 @@ def test_forecast_when_only_a_part_is_planned_then_the_rest_goes_on_at_its_rate(
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_forecast_when_jobs_are_evaluated_then_the_whole_run_takes_the_forward_passes_too(num_stages):
     job = outline("a", 4, (50, 50))
-    found, without = (forecast([replace(job, eval_tokens=n)], 100, cost(num_stages), pack) for n in (1000, 0))
+    found, without = (forecast([replace(job, forward_tokens=n)], 100, cost(num_stages), pack) for n in (1000, 0))
     slowest = max(cost(num_stages).forward_s([50, 50], stage) for stage in range(num_stages))
     assert found.total_s - without.total_s == pytest.approx(10 * slowest) and without.eval_s == 0
     assert found.planned_s == without.planned_s

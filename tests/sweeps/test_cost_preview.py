@@ -53,9 +53,9 @@ def test_configurations_when_they_are_evaluated_then_count_the_tokens_of_every_t
     spec = sweep_from_mapping(settings(), base_dir=Path())
     whole = Configurations(spec, executor_on(load_skeleton(spec.base_model)), Path())
     each = whole.data(whole.job("t", {})).eval.summary.num_tokens
-    assert [c.eval_tokens for c in (epochs, often, rungs)] == [3 * each, 5 * each, 3 * each]
+    assert [c.forward_tokens for c in (epochs, often, rungs)] == [3 * each, 5 * each, 3 * each]
     command = {"command": "echo 1", "mode": "min"}
-    assert planned(settings(job={"eval_data": None}, objective=command))[0].eval_tokens == 0
+    assert planned(settings(job={"eval_data": None}, objective=command))[0].forward_tokens == 0
 
 
 def test_plan_when_made_elsewhere_then_has_the_capacity_and_everything_of_the_sweep(settings):

@@ -118,13 +118,12 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
     # As `Backbone.lane` says it: a method without kernels runs apart from those that have them.
     lane = "reference" if is_fused and not has_kernels(job.adapter) else ""
     queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority, lane=lane)
-    evals = 0 if data.eval is None else data.eval.summary.num_tokens * order.num_evals(job.eval_steps)
     return JobOutline(
         queue=queue,
         num_steps=order.num_steps,
         num_tokens=order.num_tokens(data.train.group_tokens),
         rank=cost_ranks(job.adapter).widest,
-        eval_tokens=evals,
+        forward_tokens=data.forward_tokens(order, job.eval_steps),
         state_bytes=job_state_bytes(job),
     )
 
@@ -241,7 +240,7 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
         f"{found.capacity:,} (at least {found.fewest_microbatches:,}), on average {found.fill:.0%} of that; {order}",
         f"schedule  {found.schedule} on {found.num_stages} {found.device}{stages}, bubbles {found.bubble_ratio:.1%}",
         f"speed     about {found.tokens_per_s:,.0f} tokens/s, {duration(found.round_s)} a step; the whole run of "
-        f"{found.total_tokens:,} tokens{' with its evaluations' if found.eval_s else ''} about "
+        f"{found.total_tokens:,} tokens{' with its evaluations and references' if found.eval_s else ''} about "
         f"{duration(found.total_s)} (predicted {source}, not measured)",
         f"memory    {memory} GiB of {found.device_bytes / gib:,.1f}"
         + ("" if found.fits else ": does not fit")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
 from weft.data.samples import Samples
 from weft.objectives.distillation import Distillation
@@ -147,6 +148,16 @@ class Dataset:
         each = 4 if self.distillation is None else 8 * (self.distillation.top_k or 0)
         return each * num_runs * int(self.samples.num_supervised.sum())
 
+    def reference_tokens(self, num_run: Callable[[npt.NDArray[np.int64]], int]) -> int:
+        """Tokens that its reference is asked about by a job that runs so many of groups with such numbers of tokens.
+
+        It is asked once about each, or each time where what it says is too much to be kept.
+        """
+        if not self.reads_reference or self.has_teacher:
+            return 0
+        each = self._run_tokens
+        return min(num_run(each), int(each.sum())) if self.reference_bytes else num_run(each)
+
     @property
     def has_mismatches(self) -> bool:
         """Whether a group's prompt also runs with the next group's answer."""
@@ -205,12 +216,15 @@ class Dataset:
         return tokens
 
     @property
+    def _run_tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens that each group asks to run."""
+        tokens = self.group_tokens
+        return tokens + self._mismatch_lengths + self.num_leading if self.has_mismatches else tokens
+
+    @property
     def longest_group(self) -> int:
         """Most tokens that have to share a microbatch."""
-        tokens = self.group_tokens
-        if self.has_mismatches:
-            tokens = tokens + self._mismatch_lengths + self.num_leading
-        return int(tokens.max())
+        return int(self._run_tokens.max())
 
     def subset(self, groups: Iterable[int] | npt.NDArray[np.int64]) -> Dataset:
         """Some of the groups, in order; the account of the rows stays that of the sources."""
@@ -240,6 +254,18 @@ class JobData:
         led = [None if part is None else replace(part, num_leading=num_rows) for part in (self.train, self.eval)]
         assert led[0] is not None
         return JobData(led[0], led[1])
+
+    def forward_tokens(self, schedule: BatchSchedule, eval_steps: int | None) -> int:
+        """Tokens that a whole job runs forward alone: those of its evaluations, and those its reference is asked about.
+
+        Jobs that share a reference ask it once together, which is not foreseen here.
+        """
+        asked = self.train.reference_tokens(schedule.num_tokens)
+        if self.eval is None:
+            return asked
+        num_evals = schedule.num_evals(eval_steps)
+        asked += self.eval.reference_tokens(lambda each: num_evals * int(each.sum()))
+        return asked + num_evals * self.eval.summary.num_tokens
 
 
 def measures(samples: Samples) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class JobOutline:
     num_tokens: int
     """Of the whole job."""
     rank: int
-    eval_tokens: int = 0
-    """Run forward by all of its evaluations together."""
+    forward_tokens: int = 0
+    """Run forward alone: by all of its evaluations together, and by its reference."""
     state_bytes: float = MOMENT_BYTES
     """Kept of each trainable parameter besides its weight and gradient; AdamW's moments if nothing else is said."""
     num_own_rows: int = 0
@@ -72,7 +72,7 @@ class Forecast:
     """Planned global batches of the job that has most."""
     total_tokens: int
     eval_s: float
-    """Of all evaluations of the whole run."""
+    """Of all evaluations of the whole run, and of what its references are asked."""
     stage_bytes: tuple[int, ...]
     """Memory of each stage at its fullest."""
     device_bytes: int
@@ -100,7 +100,7 @@ class Forecast:
 
     @property
     def total_s(self) -> float:
-        """Of the whole run, trained at the planned part's rate, with its evaluations."""
+        """Of the whole run, trained at the planned part's rate, with its evaluations and references."""
         return self.planned_s * self.total_tokens / self.planned_tokens + self.eval_s
 
     @property
@@ -185,7 +185,7 @@ def forecast(
         planned_tokens=tokens,
         num_rounds=num_rounds,
         total_tokens=sum(job.num_tokens for job in jobs),
-        eval_s=_eval_s(jobs, capacity, times, cost.num_stages),
+        eval_s=_forward_s(jobs, capacity, times, cost.num_stages),
         stage_bytes=_stage_bytes(jobs, microbatches, cost, measured, num_held),
         device_bytes=cost.hardware.memory_bytes,
         largest_capacity=min(
@@ -199,15 +199,16 @@ def forecast(
     )
 
 
-def _eval_s(jobs: Sequence[JobOutline], capacity: int, times: CostModel, num_stages: int) -> float:
-    """Evaluations in full microbatches of samples as long as those trained on, one behind the other on all stages."""
+def _forward_s(jobs: Sequence[JobOutline], capacity: int, times: CostModel, num_stages: int) -> float:
+    """What runs forward alone, in full microbatches of samples as long as those trained on, one behind the other on all
+    stages."""
     seconds = 0.0
     for job in jobs:
         lengths = [length for batch in job.queue.batches for length in batch.lengths]
         mean = max(1, sum(lengths) // len(lengths))
         full = [mean] * (capacity // mean)
         slowest = max(times.forward_s(full, stage) for stage in range(num_stages))
-        seconds += job.eval_tokens / sum(full) * slowest
+        seconds += job.forward_tokens / sum(full) * slowest
     return seconds
 
 

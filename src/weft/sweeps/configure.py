@@ -113,11 +113,10 @@ class Configurations:
         """Optimizer steps of a whole job."""
         return BatchSchedule.of(job, *self.data(job).train.sizes).num_steps
 
-    def eval_tokens(self, job: JobSpec) -> int:
-        """Tokens of all evaluations of a whole job."""
+    def forward_tokens(self, job: JobSpec) -> int:
+        """Tokens that a whole job runs forward alone."""
         data = self.data(job)
-        each = 0 if data.eval is None else data.eval.summary.num_tokens
-        return each * BatchSchedule.of(job, *data.train.sizes).num_evals(job.eval_steps)
+        return data.forward_tokens(BatchSchedule.of(job, *data.train.sizes), job.eval_steps)
 
     def _eval_steps(self, job: JobSpec, data: JobData) -> int | None:
         """How often a trial is evaluated: as it says itself, or as often as there may be a rung."""

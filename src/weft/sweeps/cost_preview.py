@@ -1,8 +1,8 @@
 """What a sweep will cost, planned before anything is trained: packs, time, memory, and how far from the best possible.
 
 The configurations are those the sampler gives while nothing is known; from then on samplers that learn may choose
-others. Times are a model's, evaluations included; early stopping, and answers or commands that an objective asks for,
-are left out.
+others. Times are a model's, evaluations and references included; early stopping, and answers or commands that an
+objective asks for, are left out.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
         sample_tokens=max(1, round(summary.mean_length)),
         longest_tokens=summary.max_length,
         targets=_targets(job.adapter, configurations.executor.facts),
-        eval_tokens=configurations.eval_tokens(job),
+        forward_tokens=configurations.forward_tokens(job),
     )
 
 

@@ -34,7 +34,7 @@ def sweeps(draw: st.DrawFn, most: int, most_gpus: int) -> tuple[list[Configurati
             draw(st.sampled_from((1, 2, 8))),
             draw(st.integers(1, 40)),
             draw(st.sampled_from((16, 40, 100))),
-            eval_tokens=draw(st.sampled_from((0, 5000))),
+            forward_tokens=draw(st.sampled_from((0, 5000))),
         )
         for i in range(draw(st.integers(1, most)))
     ]

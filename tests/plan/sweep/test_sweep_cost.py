@@ -44,7 +44,7 @@ def test_pack_when_one_kind_fills_microbatches_then_costs_what_the_model_says_of
 
 def test_pack_when_it_is_evaluated_then_costs_the_forward_passes_too_and_so_does_peft():
     setting = SweepSetting(PEER, DEVICES["a100-40"], capacity=4096, recompute="none")
-    without, with_evals = (Configuration("c", 32, 4, 10, 1024, eval_tokens=n) for n in (0, 20 * 4096))
+    without, with_evals = (Configuration("c", 32, 4, 10, 1024, forward_tokens=n) for n in (0, 20 * 4096))
     (way,) = PackCost([without], setting).ways
     passes = 20 * setting.step_cost(way, 32).forward_s([1024] * 4, 0)
     packed, evaluated = (PackCost([c], setting).price([0], 1)[0] for c in (without, with_evals))

@@ -192,7 +192,7 @@ class PackCost:
         sample_s, visit_s, step_s, token_s = self._prices[key]
         visits = max(kind.num_steps, kind.num_tokens / float(self.filled[q]))
         own_s = kind.num_samples * sample_s + visits * visit_s + kind.num_steps * step_s
-        return own_s + kind.eval_tokens * token_s
+        return own_s + kind.forward_tokens * token_s
 
     def _base_bytes(self, way: Way, widest: int) -> int:
         """On each GPU of a pack beside its adapters, the widest of which has that rank."""

@@ -73,7 +73,7 @@ class Solo:
         step = sum(max(launch, GPU_TIMES * times[n]) for n in counts) + cost.step_s(0)
         # Evaluations are taken to keep the GPU busy.
         forward = cost.forward_s([configuration.sample_tokens] * most, 0) / (configuration.sample_tokens * most)
-        return configuration.num_steps * step + GPU_TIMES * configuration.eval_tokens * forward
+        return configuration.num_steps * step + GPU_TIMES * configuration.forward_tokens * forward
 
 
 def one_by_one_s(configurations: Sequence[Configuration], setting: SweepSetting) -> float | None:

@@ -27,8 +27,8 @@ class Configuration:
     longest_tokens: int = 0
     """Longest of them; 0: all are as long as the mean."""
     targets: str | tuple[str, ...] = ALL_LINEAR
-    eval_tokens: int = 0
-    """Run forward by all of its evaluations together."""
+    forward_tokens: int = 0
+    """Run forward alone: by all of its evaluations together, and by its reference."""
 
     def __post_init__(self) -> None:
         for field in ("rank", "batch_size", "num_steps", "sample_tokens"):
