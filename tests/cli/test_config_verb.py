@@ -31,7 +31,7 @@ def test_config_when_alone_then_lists_every_setting_with_its_other_names(weft):
 
 def test_config_when_asked_for_json_then_lists_the_same_as_data(weft):
     listed = json.loads(weft("config", "--json").out)
-    assert list(listed) == ["run", "job", "data source", "adapter"]
+    assert list(listed) == ["run", "job", "data source", "adapter", "eva"]
     rank = next(setting for setting in listed["adapter"] if setting["name"] == "r")
     assert rank["default"] == "16"
     assert rank["values"] == "whole number, at least 1"
