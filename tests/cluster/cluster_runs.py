@@ -52,6 +52,8 @@ def train(
     out: Path,
     places: ReplicaPlaces | None = None,
     on_event: Callable[[Any, Event], None] = lambda engine, event: None,
+    *,
+    resume: bool = False,
 ) -> tuple[dict[str, JobState], list[Event]]:
     """Trains in those places, or in this process; how each job ended, and what happened."""
 
@@ -68,7 +70,7 @@ def train(
         on_event(run.engine, event)
 
     try:
-        with RunDirectory.open(out, resume=False) as directory:
+        with RunDirectory.open(out, resume=resume) as directory:
             states = execute_run(run, directory, on_event=hear)
     finally:
         run.engine.close()

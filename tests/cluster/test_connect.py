@@ -79,6 +79,19 @@ def test_connect_when_a_client_is_turned_away_then_says_so_and_what_may_help(mon
     assert str(refused.value) == f"--cluster ray://head:1: {said}. If it wants tokens, set RAY_AUTH_MODE=token."
 
 
+def test_connect_when_a_client_server_starts_no_process_then_says_where_the_reason_is(monkeypatch):
+    """With gRPC's handlers of forks that process dies now and then, and its server takes half a minute to say so."""
+    ray = connecting.need_ray()
+
+    def refuse(**_: object) -> None:
+        raise ConnectionAbortedError("Initialization failure from server:\nStarting Ray client server failed. See …")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(connecting, "_check_answer", lambda address, where: None)
+    with pytest.raises(ConfigError, match=r"can start no process .* GRPC_ENABLE_FORK_SUPPORT=0 there may help"):
+        connect("ray://head:1")
+
+
 def test_connect_when_nothing_runs_here_then_auto_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray = connecting.need_ray()

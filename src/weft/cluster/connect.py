@@ -21,6 +21,8 @@ ANSWER_S = 10.0
 """Seconds that a cluster has to answer."""
 OBJECT_BYTES = 100 * 2**20
 """Of a cluster of our own: only messages are kept in it."""
+NOT_SERVED = "Starting Ray client server failed"
+"""What Ray's client server says when the process that was to serve a client has died as soon as it was forked."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """How a client of HTTP/2, which Ray speaks, begins: its preface, and a frame of no settings."""
 _SETTINGS = 4
@@ -58,6 +60,11 @@ class ClusterConnection:
         """Whether it is all on this machine."""
         own = {"127.0.0.1", need_ray().util.get_node_ip_address()}
         return all(node.address in own for node in self.nodes)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the way to the cluster is gone for good. Whoever uses Ray then would have it search for a cluster."""
+        return not need_ray().is_initialized()
 
     def close(self) -> None:
         """Leaves the cluster, which ends one that was started for this."""
@@ -97,11 +104,20 @@ def _join(ray: Any, address: str, where: str, settings: Mapping[str, Any]) -> No
             warnings.simplefilter("ignore", UserWarning)
             ray.init(address=address, **settings)
     except Exception as error:
-        if address == AUTO and isinstance(error, ConnectionError):
-            raise ConfigError("none runs on this machine, and RAY_ADDRESS names none.", where=where) from None
-        hint = "If it wants tokens, set RAY_AUTH_MODE=token." if address.startswith(CLIENT) else None
-        reason = first_line(error).rstrip(":")
-        raise ConfigError(f"no Ray cluster can be used there ({reason}).", where=where, hint=hint) from None
+        raise _refusal(error, address, where) from None
+
+
+def _refusal(error: Exception, address: str, where: str) -> ConfigError:
+    """Why a cluster that answers cannot be used."""
+    if address == AUTO and isinstance(error, ConnectionError):
+        return ConfigError("none runs on this machine, and RAY_ADDRESS names none.", where=where)
+    hint, reason = None, first_line(error).rstrip(":")
+    if NOT_SERVED in str(error):
+        reason = "its client server can start no process for this client"
+        hint = "ray_client_server.err on its head says why; GRPC_ENABLE_FORK_SUPPORT=0 there may help."
+    elif address.startswith(CLIENT):
+        hint = "If it wants tokens, set RAY_AUTH_MODE=token."
+    return ConfigError(f"no Ray cluster can be used there ({reason}).", where=where, hint=hint)
 
 
 def _check_answer(address: str, where: str) -> None:

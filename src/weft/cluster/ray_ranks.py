@@ -41,25 +41,28 @@ TAKEN_OVER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTOR
 CONNECTION_ERRORS = (RayError, ConnectionError, RuntimeError)
 """What a call raises when an actor, or the way to the cluster, is gone."""
 
+LOST = "the cluster does not answer any more"
+
 
 class ActorLine:
     """What a controller says to an actor; it goes at once, and is obeyed in this order."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, actor: Any, connection: ClusterConnection) -> None:
+        self._actor, self._connection = actor, connection
         self._numbers = itertools.count()
 
     def send(self, command: Command) -> None:
         """Says something, and waits for nothing."""
         with suppress(*CONNECTION_ERRORS):
-            self._actor.obey.remote(next(self._numbers), command)
+            if not self._connection.is_lost:
+                self._actor.obey.remote(next(self._numbers), command)
 
 
 @dataclass
 class RayRank(RankHandle):
     """A rank in an actor."""
 
-    actor: Any = field(kw_only=True)
+    actor: Any = None
     place: ActorPlace | None = None
     """None until it runs."""
     pid: int | None = None
@@ -92,10 +95,14 @@ class RayRanks:
         self._kind: Any = ray.remote(RankActor)
 
     def start(self, index: int) -> RayRank:
-        """Starts a rank; `RankReady` tells when it can be used."""
+        """Starts a rank; `RankReady` tells when it can be used, `RankEnded` that there is no cluster any more."""
+        rank = self._ranks[index] = RayRank(index)
+        if self._connection.is_lost:
+            self._tell_end(rank, f"cannot be started: {LOST}")
+            return rank
         resources = dict(self._resources)
         group, bundle = (self._own_groups[index], 0) if self._group is None else (self._group, index)
-        actor = self._kind.options(
+        rank.actor = self._kind.options(
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
@@ -103,17 +110,14 @@ class RayRanks:
             max_concurrency=NUM_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         ).remote({name: os.environ.get(name) for name in TAKEN_OVER}, Path.cwd())
-        rank = RayRank(index, actor=actor)
-        self._ranks[index] = rank
         threading.Thread(target=self._read, args=(rank,), name=f"weft-rank-{index}", daemon=True).start()
         return rank
 
     def kill(self, rank: RankHandle) -> None:
         """Ends a rank at once; returns when it is gone."""
         assert isinstance(rank, RayRank)
-        with suppress(*CONNECTION_ERRORS):
-            ray.kill(rank.actor)
-        if rank.place is not None and rank.pid is not None:
+        self._kill_actor(rank)
+        if rank.place is not None and rank.pid is not None and not self._connection.is_lost:
             # Ray takes an actor for dead before its process is, and waits some seconds for one that hangs.
             there = NodeAffinitySchedulingStrategy(rank.place.node_id, soft=False)
             with suppress(*CONNECTION_ERRORS, GetTimeoutError):
@@ -130,7 +134,7 @@ class RayRanks:
             left_s = until - time.monotonic() if rank.connection is not None else 0.0
             if not rank.is_gone.wait(max(0.0, left_s)):
                 self.kill(rank)
-        for group in self._own_groups:
+        for group in [] if self._connection.is_lost else self._own_groups:
             with suppress(*CONNECTION_ERRORS):
                 remove_placement_group(group)
         self._connection.close()
@@ -148,10 +152,18 @@ class RayRanks:
                     self._take(rank, report)
             how = heard.ending
         except CONNECTION_ERRORS as error:
-            how, is_accident = _how(rank, error), True
+            how = f"is out of reach: {LOST}" if self._connection.is_lost else _how(rank, error)
+            is_accident = True
         # One that is out of reach for a moment has lost what it was telling: it is as good as dead.
+        self._kill_actor(rank)
+        self._tell_end(rank, how, is_accident=is_accident)
+
+    def _kill_actor(self, rank: RayRank) -> None:
         with suppress(*CONNECTION_ERRORS):
-            ray.kill(rank.actor)
+            if rank.actor is not None and not self._connection.is_lost:
+                ray.kill(rank.actor)
+
+    def _tell_end(self, rank: RayRank, how: str, *, is_accident: bool = False) -> None:
         self.inbox.put((rank, RankEnded(how, is_accident)))
         rank.is_gone.set()
 
@@ -160,13 +172,12 @@ class RayRanks:
             rank.pid = report.pid
             difference = version_difference(report, rank.index)
             if difference is None:
-                line = ActorLine(rank.actor)
+                line = ActorLine(rank.actor, self._connection)
                 line.send(SetUp(rank.index, self._order))
                 # Only now: from here on another thread may send, and the order comes first.
                 rank.connection = line
                 return
-            with suppress(*CONNECTION_ERRORS):
-                ray.kill(rank.actor)
+            self._kill_actor(rank)
             report = RankFailed(difference)
         if isinstance(report, RankFailed) and isinstance(report.error, WeftError):
             where = f"replica {rank.index} {rank.on_node}"
