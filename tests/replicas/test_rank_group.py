@@ -74,3 +74,17 @@ def test_start_when_replicas_are_unlike_then_one_sentence_says_in_what(other: di
     with pytest.raises(ConfigError) as error:
         RankGroup(ranks, 2).await_all()
     assert str(error.value).startswith(says) and ranks.killed == [1]
+
+
+@pytest.mark.parametrize("others_train", [True, False])
+def test_place_when_nobody_joins_for_long_then_is_kept_only_while_others_train(others_train):
+    """A run over machines that are all gone ends after one such wait, not after several."""
+    ranks = ToldRanks(*[READY] * (1 + others_train), RankEnded("was joined by nobody"))
+    group = RankGroup(ranks, 1 + others_train)
+    group.await_all()
+    group.replace(group[0], "on far has gone", is_wanted=True)
+    group.give_up(group[0], "gave no sign of life for 300 s and was ended")
+    ranks.inbox.put((group[0].process, READY))
+    ranks._told.append(READY)
+    group.replace(group[0], "gave no sign of life for 300 s and was ended", is_wanted=True)
+    assert len(group) == 2 * others_train

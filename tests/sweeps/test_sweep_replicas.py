@@ -14,6 +14,7 @@ import pytest
 from tests.replicas.thread_ranks import ThreadRanks
 from weft.backbone.source import load_tokenizer
 from weft.engine.train import load_engine
+from weft.errors import JobError
 from weft.replicas.places import rank_order
 from weft.replicas.rank_group import RankGroup
 from weft.replicas.steered_engine import SteeredEngine
@@ -83,6 +84,19 @@ def test_asha_when_replicas_die_in_the_middle_then_the_result_is_the_same(settin
     run_sweep(given, "one", 0)
     num_started = run_sweep(given, "many", 2, life=deaths(*lives))
     assert num_started == 4, "both died, and were replaced"
+    assert found("many") == found("one")
+
+
+@pytest.mark.parametrize("lives", [(30, 45), (60, 90), (90, 120)])
+@pytest.mark.parametrize("changes", [{}, {"objective": "exact_match", "job": {"save_steps": 2, "eval_steps": 3}}])
+def test_asha_when_no_replica_is_left_then_no_trial_is_to_blame_and_resuming_finds_the_same(settings, lives, changes):
+    """Whatever the sweep was asking for at that moment, such as answers of a trial."""
+    given = settings(**{"space": NINE, "early_stop": ASHA, "max_jobs": 4, "job": {"save_steps": 2}, **changes})
+    run_sweep(given, "one", 0)
+    left = list(lives)
+    with pytest.raises(JobError, match=r"no replica is left: the last one vanished\. Every job goes on"):
+        run_sweep(given, "many", 2, life=lambda index: left.pop(0) if left else 2)
+    run_sweep(given, "many", 0, resume=True)
     assert found("many") == found("one")
 
 

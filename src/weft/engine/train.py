@@ -19,6 +19,7 @@ from weft.engine.run_engine import ReplicaSide, RunEngine
 from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.data_ahead import DataAhead
 from weft.execute.memory import ExpectedJobs, load_within
+from weft.execute.protocol import ReplicaFaultError
 from weft.execute.stages.load_stages import StageLayout, load_stages
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
@@ -139,6 +140,8 @@ def prepare_run(
             if not keep_going:
                 raise placed from None
             run.failed[job.name] = placed
+        except ReplicaFaultError:
+            raise
         except WeftError as error:
             if not keep_going:
                 raise _of_job(error, job, spec) from None

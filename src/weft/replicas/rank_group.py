@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 from weft.errors import ConfigError, JobError
+from weft.execute.protocol import ReplicaFaultError
 from weft.replicas.known_rank import KnownRank
 from weft.replicas.messages import Command, RankFailed, RankIdle, RankReady, Report
 from weft.replicas.rank_link import RankEnded, Ranks
@@ -21,6 +22,10 @@ MAX_RESTARTS = 3
 LOOK_S = 0.5
 """Seconds between two looks at who is silent."""
 AnswerT = TypeVar("AnswerT", bound=Report)
+
+
+class ReplicasLostError(JobError, ReplicaFaultError):
+    """All ranks are gone, and none can be started: no job is to blame, and each goes on from its last checkpoint."""
 
 
 class RankGroup:
@@ -133,17 +138,22 @@ class RankGroup:
         self._pool.kill(rank.process)
 
     def replace(self, rank: KnownRank, how: str, *, is_wanted: bool) -> None:
-        """Another process takes the place of one that is gone, if it `is_wanted` and has not died too often."""
+        """Another process takes the place of one that is gone, if it `is_wanted` and has not died too often.
+
+        One that nobody has joined for long is waited for again only while others are there to train.
+        """
         self.last_end = how
-        if is_wanted and rank.num_restarts < MAX_RESTARTS:
+        never_came = rank.is_ending and rank.process.connection is None
+        may_come = not never_came or bool(self.loaded)
+        if is_wanted and may_come and rank.num_restarts < MAX_RESTARTS:
             self._ranks[rank.index] = KnownRank(self._pool.start(rank.index), num_restarts=rank.num_restarts + 1)
         else:
             del self._ranks[rank.index]
 
-    def none_left(self) -> JobError:
+    def none_left(self) -> ReplicasLostError:
         """What ends a run whose ranks all end again and again."""
         hint = "Every job goes on from its last checkpoint with --resume."
-        return JobError(f"no replica is left: the last one {self.last_end}.", hint=hint)
+        return ReplicasLostError(f"no replica is left: the last one {self.last_end}.", hint=hint)
 
     def _note_ready(self, rank: KnownRank, ready: RankReady) -> Report:
         """A rank is loaded; one that would give other bits than the others is ended."""

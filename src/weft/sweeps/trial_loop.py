@@ -27,7 +27,7 @@ from weft.engine.events import (
 )
 from weft.engine.resume import job_settings
 from weft.errors import StorageError, WeftError
-from weft.execute.protocol import ReplicaMemoryError
+from weft.execute.protocol import ReplicaFaultError, ReplicaMemoryError
 from weft.objectives.metrics import MeanScores
 from weft.sweeps.configure import configuration_error
 from weft.sweeps.context import SweepContext
@@ -104,6 +104,8 @@ class SweepRun:
         try:
             job = configurations.job(trial.name, trial.params)
             trial.total_steps = configurations.num_steps(job)
+        except ReplicaFaultError:
+            raise
         except WeftError as error:
             self.ledger.add(trial)
             self.ledger.end(trial, TrialState.FAILED, configuration_error(error, trial.params))
@@ -117,7 +119,7 @@ class SweepRun:
             self.context.directory.write_job(trial.name, job_settings(job))
             self.context.engine.submit(job, configurations.data(job), base_dir=self.context.base_dir)
             self._unstarted.add(trial.name)
-        except StorageError:
+        except (StorageError, ReplicaFaultError):
             raise
         except WeftError as error:
             self.ledger.end(trial, TrialState.FAILED, configuration_error(error, trial.params))
@@ -200,7 +202,7 @@ class SweepRun:
                 self.ledger.keep_best()
         self.context.engine.forget(trial.name)
         self._unstarted.discard(trial.name)
-        self._decisions.note_end()
+        self._decisions.note_end(trial)
 
     def _see(self, trial: Trial, looked: MeanScores | None) -> None:
         """Looks at the objective of a trial; one that has no value fails. Without an evaluation, it is made."""
@@ -211,7 +213,7 @@ class SweepRun:
             with context.engine.timeline.wall.spending(Activity.EVALUATING):
                 value = context.objective.value(context.engine, job, looked, judged)
             reason = f"its {context.objective.metric} at step {job.step} is {value}"
-        except StorageError:
+        except (StorageError, ReplicaFaultError):
             raise
         except ReplicaMemoryError:
             value, reason = math.nan, "the GPU ran out of memory while it was judged; lower capacity or max_jobs."
@@ -221,6 +223,6 @@ class SweepRun:
             self.ledger.see(trial, job.step, job.num_tokens, value)
             return
         self.ledger.end(trial, TrialState.FAILED, reason, tick=self._decisions.end_tick(trial, job.step))
-        self._decisions.note_end()
+        self._decisions.note_end(trial)
         if not job.state.is_final:
             context.engine.cancel(trial.name)
