@@ -68,6 +68,8 @@ class SweepSetting:
     capacity: int | None = None
     memory_share: float = 0.95
     """Of a device that may be planned; the rest is the driver's and the allocator's."""
+    max_degree: int | None = None
+    """GPUs of a pack at most; None: all of them."""
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
@@ -79,8 +81,8 @@ class SweepSetting:
 
     @property
     def degrees(self) -> list[int]:
-        """Parallel degrees: powers of two, as many GPUs as there are."""
-        return [1 << i for i in range(self.num_gpus.bit_length())]
+        """Parallel degrees: powers of two, as many GPUs as there are and a pack may have."""
+        return [1 << i for i in range(min(self.num_gpus, self.max_degree or self.num_gpus).bit_length())]
 
     @property
     def usable_bytes(self) -> int:

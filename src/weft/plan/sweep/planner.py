@@ -38,8 +38,12 @@ def plan_sweep(
     recompute: str | None = None,
     capacity: int | None = None,
     memory_share: float = 0.95,
+    max_degree: int | None = None,
 ) -> SweepPlan:
-    """The plan for G GPUs of one kind; deterministic. Given `recompute` or `capacity`, every pack has these."""
+    """The plan for G GPUs of one kind; deterministic. Given `recompute` or `capacity`, every pack has these.
+
+    A pack has at most `max_degree` GPUs: 1 where each holds a whole backbone.
+    """
     hardware = find_hardware(device) if isinstance(device, str) else device
     setting = SweepSetting(
         shape=shape,
@@ -49,6 +53,7 @@ def plan_sweep(
         recompute=recompute,
         capacity=capacity,
         memory_share=memory_share,
+        max_degree=max_degree,
     )
     cost = PackCost(configurations, setting)
     bound = lower_bound_s(cost)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from weft.objectives.metrics import MeanScores
 from weft.spec.space import params_of
 from weft.sweeps.context import SweepContext
+from weft.sweeps.decide.planned_packs import PlannedPacks
 from weft.sweeps.decide.start_order import BLIND, longest_first
 from weft.sweeps.decide.ticks import TrialSteps, as_of, has_come, has_ended, next_tick, step_at
 from weft.sweeps.decide.token_budget import TokenBudget
@@ -22,7 +23,7 @@ from weft.sweeps.search.early_stop import EarlyStop
 from weft.sweeps.search.samplers import num_planned
 
 AT_A_TIME = 32
-"""Trials that train together unless max_jobs says otherwise."""
+"""Trials that train together on a replica unless max_jobs says otherwise, or a planned pack is wider."""
 AT_A_TIME_ADAPTIVE = 8
 """The same for samplers that learn from values: with more under way they would choose blindly."""
 Begin = Callable[[Trial], None]
@@ -48,6 +49,8 @@ class Decisions:
         """No more trials are asked for."""
         self._upcoming: deque[Trial] | None = None
         """The trials to come, if they are known."""
+        self._packs: PlannedPacks | None = None
+        """The same where a plan over several replicas decides how many train at a time."""
         self._without_room: set[str] = set()
         """Trials that have been begun and found no memory; nobody waits for them."""
         self.num_decided = 0
@@ -58,6 +61,9 @@ class Decisions:
     def start(self) -> None:
         """Takes up the sweep where its record ends; in an empty one, the first trials begin."""
         self._upcoming = longest_first(self._context, self._ledger)
+        is_planned = self._is_free and self._context.spec.max_jobs is None and self._context.engine.num_replicas > 1
+        if self._upcoming and is_planned:
+            self._packs = PlannedPacks(self._context, self._upcoming)
         for trial in self._under_way():
             if self._is_parked(trial):
                 self._context.engine.pause(trial.name)
@@ -81,8 +87,10 @@ class Decisions:
         """When a trial that comes to its own end after a step does so."""
         return self._ledger.tick if self._is_free else trial.start_tick + step
 
-    def note_end(self) -> None:
+    def note_end(self, trial: Trial) -> None:
         """A trial has come to its own end, perhaps before the next tick that was known."""
+        if self._packs is not None:
+            self._packs.note_end(trial)
         found = self._next_due()
         self._due = found if self._due is None or found is None else min(self._due, found)
 
@@ -196,7 +204,10 @@ class Decisions:
 
     def _is_there_a_slot(self) -> bool:
         blind = self._context.sampler_name in (*BLIND, "qmc")
-        slots = self._context.spec.max_jobs or (AT_A_TIME if blind else AT_A_TIME_ADAPTIVE)
+        most = AT_A_TIME if blind else AT_A_TIME_ADAPTIVE
+        if self._packs is not None:
+            most = max(most, self._packs.widest)
+        slots = self._context.spec.max_jobs or most
         if self._is_free:
             # Otherwise what is decided would depend on how many replicas there are.
             slots *= self._context.engine.num_replicas
@@ -224,6 +235,8 @@ class Decisions:
 
     def _next(self) -> Trial | None:
         """The trial to start now; None once there are no more."""
+        if self._packs is not None:
+            return self._packs.next()
         if self._upcoming is not None:
             return self._upcoming.popleft() if self._upcoming else None
         number = len(self._ledger.trials)
