@@ -10,7 +10,7 @@ import pytest
 from weft.bench.replicas.scripted import CAPACITY, FACTS
 from weft.errors import ConfigError, JobError
 from weft.plan.admit import Budget
-from weft.replicas.messages import RankFailed, RankReady, Report
+from weft.replicas.messages import RankAlive, RankFailed, RankReady, Report
 from weft.replicas.rank_group import MAX_RESTARTS, RankGroup
 from weft.replicas.rank_link import Inbox, RankEnded, RankHandle
 
@@ -88,3 +88,12 @@ def test_place_when_nobody_joins_for_long_then_is_kept_only_while_others_train(o
     ranks._told.append(READY)
     group.replace(group[0], "gave no sign of life for 300 s and was ended", is_wanted=True)
     assert len(group) == 2 * others_train
+
+
+def test_close_when_a_rank_is_still_being_loaded_then_nobody_waits_for_it():
+    ranks = ToldRanks(READY, READY, RankAlive())
+    group = RankGroup(ranks, 2)
+    group.await_all()
+    group.replace(group[1], "vanished", is_wanted=True)
+    group.close()
+    assert ranks.killed == [1]

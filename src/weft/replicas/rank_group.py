@@ -74,10 +74,14 @@ class RankGroup:
 
     def close(self) -> None:
         """Ends all of them; what their jobs have not saved is lost."""
+        for rank in self:
+            if rank.ready is None:
+                # It has nothing to save, and would not hear that it is over before it is loaded.
+                self._pool.kill(rank.process)
         self._pool.close()
 
     def abandon(self) -> None:
-        """Ends all of them at once: nothing is to be saved, and one that loads would not hear that it is over."""
+        """Ends all of them at once: nothing is to be saved."""
         for rank in self:
             self._pool.kill(rank.process)
         self.close()
