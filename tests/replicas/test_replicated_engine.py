@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -319,3 +320,15 @@ def test_job_when_it_does_not_fit_then_the_sentence_of_the_rank_is_raised(data, 
     with pytest.raises(ConfigError) as over_ranks, opened(spec, data, 2):
         pass
     assert str(over_ranks.value) == str(alone.value)
+
+
+def test_job_when_it_compares_with_a_reference_then_placement_counts_what_that_takes(tmp_path):
+    """The controller holds no replica: it knows what a rank has counted."""
+    row = {"prompt": "warp\n", "chosen": "WARP", "rejected": "warp"}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    pairs = JobSpec("pairs", ("pairs.jsonl",), objective="dpo", adapter=AdapterSpec(r=4), max_length=48, max_steps=1)
+    spec = dataclasses.replace(run_spec(), jobs=(pairs,))
+    with opened(spec, tmp_path, 0) as (alone, _), opened(spec, tmp_path, 1) as (over_ranks, _):
+        job = alone.engine.jobs["pairs"]
+        assert job.reference_bytes > 0
+        assert over_ranks.engine.jobs["pairs"].applicant.num_bytes == alone.engine.bytes_of(job)

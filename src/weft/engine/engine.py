@@ -153,6 +153,10 @@ class Engine:
         self.executor.drop(spec.name)
         return job
 
+    def bytes_of(self, job: LiveJob) -> int:
+        """Memory that a job takes here while it has a place."""
+        return self._places.bytes_of(job)
+
     def budget(self, adapters: Collection[AdapterSpec]) -> Budget:
         """What jobs with such adapters may take here together."""
         return self._places.budget(self.limits.capacity, adapters)

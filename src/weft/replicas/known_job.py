@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from weft.cost.job_state import job_state_bytes
 from weft.data.dataset import JobData
 from weft.engine.events import CheckpointSaved, EvalDone, JobEnded, JobEvent, JobFailed, JobPaused, JobStarted, StepDone
 from weft.engine.jobs.live_job import LiveJob
@@ -26,6 +24,8 @@ class KnownJob:
     num_steps: int
     longest: int
     num_parameters: int = 0
+    num_bytes: int = 0
+    """That it takes where it has a place, as a rank has counted."""
     notes: tuple[str, ...] = ()
     state: JobState = JobState.QUEUED
     reason: Reason | None = None
@@ -90,10 +90,10 @@ class KnownJob:
         mean = self.data.train.summary.num_tokens / max(1, self.data.train.num_groups)
         return (self.num_steps - self.step) * self.spec.batch_size * mean
 
-    def applicant(self, weight_bytes: int) -> Applicant:
-        """What admission knows of it; `weight_bytes`: of each trainable parameter on a device, with its gradient."""
-        num_bytes = math.ceil(self.num_parameters * (weight_bytes + job_state_bytes(self.spec)))
-        return Applicant(self.name, self.arrival, num_bytes, self.spec.priority, self.spec.tenant)
+    @property
+    def applicant(self) -> Applicant:
+        """What admission knows of it."""
+        return Applicant(self.name, self.arrival, self.num_bytes, self.spec.priority, self.spec.tenant)
 
     def lose_rank(self, step: int) -> None:
         """It has no rank any more, and goes on from this step wherever there is one, unless it has ended or waits."""

@@ -71,9 +71,8 @@ def decide(jobs: Sequence[KnownJob], ranks: Sequence[KnownRank], weights: Mappin
     """Who trains where from now on."""
     seconds, tokens = sum(rank.seconds for rank in ranks), sum(rank.num_tokens for rank in ranks)
     pace = tokens / seconds if seconds else FIRST_PACE
-    weight_bytes = max((rank.facts.weight_bytes for rank in ranks if rank.ready is not None), default=0)
     candidates = [
-        Candidate(job.applicant(weight_bytes), job.tokens_left / pace, None if job.rank is None else str(job.rank))
+        Candidate(job.applicant, job.tokens_left / pace, None if job.rank is None else str(job.rank))
         for job in jobs
         if job.wants_rank
     ]

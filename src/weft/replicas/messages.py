@@ -223,6 +223,8 @@ class JobChecked(Report):
 
     job: str
     num_parameters: int = 0
+    num_bytes: int = 0
+    """That it takes on a device, with its optimizer and its reference."""
     notes: tuple[str, ...] = ()
     error: Exception | None = None
     """Why it cannot be trained."""

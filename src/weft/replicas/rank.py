@@ -259,7 +259,7 @@ class Rank:
             raise
         except Exception as error:
             return JobChecked(name, error=_tellable(error))
-        return JobChecked(name, job.num_parameters, job.notes)
+        return JobChecked(name, job.num_parameters, self.engine.bytes_of(job), job.notes)
 
     def _train(self, order: JobOrder, hold_step: int | None) -> None:
         name = order.spec.name

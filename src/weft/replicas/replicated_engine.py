@@ -143,7 +143,7 @@ class ReplicatedEngine:
         if checked.error is not None:
             raise checked.error
         job = KnownJob.of(order, data, self._num_jobs)
-        job.num_parameters, job.notes = checked.num_parameters, checked.notes
+        job.num_parameters, job.num_bytes, job.notes = checked.num_parameters, checked.num_bytes, checked.notes
         self._num_jobs += 1
         self.jobs[spec.name] = job
         self._is_stale = True
