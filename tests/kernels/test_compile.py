@@ -119,6 +119,7 @@ def launch_others() -> None:
     rows = row_tables([SampleRows(0, 60, 1)], TableSizes(NUM_ROWS, 2), zeros(NUM_ROWS, dtype=torch.int32))
     x, gu, s = zeros(NUM_ROWS, HIDDEN), zeros(NUM_ROWS, 2 * INNER), zeros(NUM_ROWS, 64)
     columns.change_columns_kernel(gu, gu, gate_up, rows, table, OUTPUTS)
+    columns.change_columns_kernel(gu, gu, gate_up, rows, table, OUTPUTS, kept_TN=torch.empty_like(gu))
     columns.change_columns_kernel(x, torch.empty_like(x), end, rows, table, OUTPUTS, shifts=False)
     columns.owned_copy_kernel(gu, gate_up, rows, table, OUTPUTS)
     for divides in (False, True):

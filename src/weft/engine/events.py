@@ -199,3 +199,5 @@ class MicrobatchDone(Event):
     """Rows computed, padding included."""
     seconds: float
     """Duration."""
+    heard: int = 0
+    """Of the rows, those that went through references, forward only."""

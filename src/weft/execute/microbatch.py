@@ -76,13 +76,15 @@ class MicrobatchInFlight:
         self._owners = [segment.job for segment in work.microbatch.segments]
         self._begun = DeviceEvent(backbone.device)
         asked = _asked(jobs, work, batch)
-        self._num_rows = batch.num_rows + hear_references(backbone, asked, work.row_tile, batch.num_rows)
+        self._num_heard = hear_references(backbone, asked, work.row_tile, batch.num_rows)
+        self._num_rows = batch.num_rows + self._num_heard
         self._running: PendingScores = backbone.launch(batch, work.row_tile)
 
     def outcome(self) -> MicrobatchOutcome:
         """Waits for it; every segment's score over its own rows only."""
-        running = self._running
-        return MicrobatchOutcome(running.scores(), self._num_rows, running.seconds(self._begun), running.wait())
+        running, ended_s = self._running, self._running.wait()
+        seconds = running.seconds(self._begun)
+        return MicrobatchOutcome(running.scores(), self._num_rows, seconds, ended_s, self._num_heard)
 
     def take_steps(self, jobs: Jobs, orders: Sequence[StepOrder]) -> Callable[[], list[Updated]]:
         """Starts the steps of jobs whose global batch ends here, behind it and before anybody has waited for it."""
@@ -103,16 +105,20 @@ def _asked(jobs: Jobs, work: MicrobatchWork, batch: PackedBatch) -> list[Asked]:
             asked.append(Asked(job.reference, job.weights.slot, rows))
             if not rows.is_known and job.reference.keeps:
                 steps.setdefault(segment.job, segment.step)
+    known = {each.rows for each in asked}
     room = batch.num_rows - sum(each.num_tokens for each in asked)
     for name, step in steps.items():
         job = jobs[name]
         assert job.reference is not None
         for sample in job.given.batches.samples_from(step):
-            later = Asked(job.reference, job.weights.slot, job.reference.rows(sample, job.weights.slot, work.row_tile))
-            room -= later.num_tokens
-            if room < 0:
-                return asked
-            asked.append(later)
+            rows = job.reference.rows(sample, job.weights.slot, work.row_tile)
+            if rows not in known:
+                later = Asked(job.reference, job.weights.slot, rows)
+                room -= later.num_tokens
+                if room < 0:
+                    return asked
+                known.add(rows)
+                asked.append(later)
     return asked
 
 

@@ -135,6 +135,8 @@ class MicrobatchOutcome:
     seconds: float
     ended_s: float
     """When that was first known, by `time.perf_counter`."""
+    num_heard: int = 0
+    """Of the rows, those that went through references, forward only."""
 
 
 @dataclass(frozen=True)

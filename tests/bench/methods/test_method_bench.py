@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import random_backbone
 
 from weft.bench.clock import QUICK
 from weft.bench.methods.jobs import MethodJobs
-from weft.bench.methods.pace import WARM_UP, measure_pace
+from weft.bench.methods.pace import WARM_UP, Pace, measure_pace
 from weft.bench.methods.parts import TARGETS, MethodBench, choose_parts
 from weft.bench.shapes import find_shape
 from weft.data.order import BatchSchedule
@@ -27,10 +29,19 @@ def test_jobs_when_they_differ_in_everything_then_their_steps_have_as_many_rows(
 
 def test_pace_when_jobs_are_trained_then_counts_what_ran_and_what_was_trained():
     backbone = random_backbone("llama_odd")
-    jobs = MethodJobs(rows=64, length=16, num_steps=WARM_UP + 2, vocabulary=backbone.vocabulary)
+    jobs = MethodJobs(rows=64, length=16, num_steps=WARM_UP + 6, vocabulary=backbone.vocabulary)
     found = measure_pace(backbone, [jobs.lora(0, 4), jobs.dpo(1, 4), jobs.ia3(2)], 256)
     assert found.seconds > 0 and 0 < found.trained <= found.tokens
-    assert found.trained % 16 == 0 and found.alone_s.keys() == {"lora0", "dpo1", "ia3-2"}
+    assert found.trained % 16 == 0 and found.alone.keys() == {"lora0", "dpo1", "ia3-2"}
+    assert found.heard > 0
+    again = measure_pace(backbone, [replace(jobs, num_read=WARM_UP).dpo(1, 4)], 256)
+    assert again.heard == 0 and again.seconds_per_token() == pytest.approx(again.seconds / again.tokens)
+
+
+def test_pace_when_a_job_had_microbatches_to_itself_then_a_token_of_the_others_takes_what_is_left():
+    pace = Pace(tokens=100, heard=20, trained=90, seconds=11.0, alone={"x": (20, 3.0)}, peak_gb=1.0)
+    assert pace.seconds_per_token() == 0.11 and pace.seconds_per_token("x") == 0.1
+    assert pace.tokens_per_s == 10.0
 
 
 def test_regime_when_it_is_unknown_or_needs_a_gpu_then_is_refused():

@@ -114,6 +114,15 @@ def test_owned_copy_when_slots_change_something_then_has_their_rows():
     assert torch.equal(found_TN[rows_of(3), :300], x_TN[rows_of(3), :300])
 
 
+def test_change_when_it_keeps_what_was_there_then_has_the_owners_rows():
+    x_TN, kept_TN = torch.randn(NUM_ROWS, SITE.num_out), torch.zeros(NUM_ROWS, SITE.num_out)
+    before_TN = x_TN.clone()
+    change_columns_kernel(x_TN, x_TN, SITE, all_rows(), table(), OUTPUTS, kept_TN=kept_TN)
+    changed = x_TN != before_TN
+    assert changed.any() and torch.equal(kept_TN[changed], before_TN[changed])
+    assert torch.equal(kept_TN[rows_of(1)], before_TN[rows_of(1)])
+
+
 def gradients(slots: SlotTable, like: SlotTable | None = None) -> dict[int, torch.Tensor]:
     """Copies of all gradients, by the addresses of those of `like`."""
     pairs = zip(_all(slots), _all(like or slots), strict=True)

@@ -10,7 +10,7 @@ In front of samples, rows that an adapter fills. All of it leaves the rows of ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,14 +44,18 @@ class OtherChanges:
     table: SlotTable
     is_adapted: bool
     """Whether any row has an adapter."""
+    _turned: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients of outputs as `sparse_input` has laid them out, until `sparse_grad` is done with them; by site."""
 
     def _asks(self, kind: str, role: str) -> bool:
         return self.is_adapted and self.table.asks(kind, role)
 
     def outputs(self, site: Site, y_TO: torch.Tensor) -> torch.Tensor | None:
         """Changes y; what `outputs_grad` will ask for: the rows that change as they were, None where none does."""
-        before_TO = self.owned(site, y_TO)
-        self.outputs_again(site, y_TO)
+        if not self._asks("outputs", site.role):
+            return None
+        before_TO = torch.empty_like(y_TO)
+        change_columns(y_TO, y_TO, site, self.rows, self.table, OUTPUTS, kept_TN=before_TO)
         return before_TO
 
     def outputs_again(self, site: Site, y_TO: torch.Tensor) -> None:
@@ -64,12 +68,14 @@ class OtherChanges:
         asks = self._asks("outputs", site.role)
         return owned_copy(y_TO, site, self.rows, self.table, OUTPUTS) if asks else None
 
-    def outputs_grad(self, site: Site, dy_TO: torch.Tensor, before_TO: torch.Tensor | None) -> torch.Tensor:
-        """The gradient of y before it was changed; dy stays as it is."""
+    def outputs_grad(
+        self, site: Site, dy_TO: torch.Tensor, before_TO: torch.Tensor | None, *, stays: bool = True
+    ) -> torch.Tensor:
+        """The gradient of y before it was changed; whether dy `stays` as it is, or is needed no more."""
         if before_TO is None:
             return dy_TO
         column_sums(dy_TO, before_TO, site, self.rows, self.table, OUTPUTS)
-        dz_TO = torch.empty_like(dy_TO)
+        dz_TO = torch.empty_like(dy_TO) if stays else dy_TO
         change_columns(dy_TO, dz_TO, site, self.rows, self.table, OUTPUTS, shifts=False)
         return dz_TO
 
@@ -132,12 +138,15 @@ class OtherChanges:
     def sparse_input(self, site: Site, dy_TO: torch.Tensor, dx_TD: torch.Tensor) -> None:
         """Adds to the gradient of a site's inputs."""
         if self._asks("sparse", site.role):
-            sparse_input(dy_TO, dx_TD, site, self.rows, self.table)
+            turned_KNM = sparse_input(dy_TO, dx_TD, site, self.rows, self.table)
+            if turned_KNM is not None:
+                self._turned[site.module] = turned_KNM
 
     def sparse_grad(self, site: Site, x_TD: torch.Tensor, dy_TO: torch.Tensor) -> None:
         """Adds to the gradients of the values."""
         if self._asks("sparse", site.role):
-            sparse_grad(x_TD, dy_TO, site, self.rows, self.table)
+            turned_KNM = self._turned.pop(site.module, None)
+            sparse_grad(x_TD, dy_TO, site, self.rows, self.table, turned_KNM)
 
     def has_rows(self, role: str) -> bool:
         """Whether rows are replaced at the places of a role."""

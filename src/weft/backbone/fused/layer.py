@@ -262,7 +262,7 @@ def _backward_mlp(layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Co
         changes.outputs_again(layer.gate_up.site, gu_TJ)
         del again_TD
     dy_TD = changes.end_grad(layer.places.mlp_end, grad.dy_TD, kept.mlp_end)
-    dy_TD = changes.outputs_grad(layer.down.site, dy_TD, kept.before_down_TD)
+    dy_TD = changes.outputs_grad(layer.down.site, dy_TD, kept.before_down_TD, stays=dy_TD is grad.dy_TD)
     ds_down = context.shrunk_grad(layer.down, dy_TD)
     dact_TI = context.input_gradient(layer.down, dy_TD, ds_down)
     changes.inputs(layer.down.site, dact_TI)
@@ -298,7 +298,7 @@ def _backward_attention(
     attended_TD = kept.attended.output_THC.flatten(1)
     changes, places = context.changes, layer.places
     dy_TD = changes.end_grad(places.attention_end, grad.dy_TD, kept.attention_end)
-    dy_TD = changes.outputs_grad(layer.out.site, dy_TD, kept.before_out_TD)
+    dy_TD = changes.outputs_grad(layer.out.site, dy_TD, kept.before_out_TD, stays=dy_TD is grad.dy_TD)
     ds_out = context.shrunk_grad(layer.out, dy_TD)
     do_TD = context.input_gradient(layer.out, dy_TD, ds_out)
     context.weight_grad(attended_TD, kept.s_out, dy_TD, ds_out)

@@ -133,8 +133,13 @@ class FusedPath:
         return headed, run_taught(self._loss.head, hidden_TD, batch.taught, grad_TD)
 
     def _hidden(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
-        """The last hidden states of a microbatch that goes forward only; the next one may overwrite them."""
+        """The last hidden states of a microbatch that goes forward only; the next one may overwrite them.
+
+        While there are adapters it takes the kernels that their microbatches take, also where it has no row of theirs:
+        what a reference says must not depend on which graphs there are, nor wait for the capture of another one.
+        """
         shape = input_shape(batch, with_longest=needs_bounds(self._device))
+        shape = replace(shape, is_adapted=shape.is_adapted or bool(self._adapters))
         if self._is_captured:
             return self._replay(batch, shape, row_tile).hidden_TD
         return self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD

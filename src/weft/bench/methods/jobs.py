@@ -1,8 +1,8 @@
 """The jobs that are measured, on random tokens: eight that differ in method and objective, and eight LoRAs.
 
 Every job asks for as many rows a step as any other: half of them where each sample runs twice (KTO), and so on. So
-whoever trains beside whom, the work of a step is the same. What a reference says of a sample is asked for once; no job
-meets a sample twice, so every step pays for its own.
+whoever trains beside whom, the work of a step is the same. What a reference says of a sample is asked for once: where
+no job meets a sample twice, every step pays for its own.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class MethodJobs:
     vocabulary: int
     widest: int = 64
     """The rank of the LoRA on pairs; no more than the backbone's narrowest linear."""
+    num_read: int | None = None
+    """Steps' worth of samples, met again and again; None: as many as there are steps."""
 
     def lora(self, number: int, rank: int = 16) -> tuple[JobSpec, JobData]:
         """A LoRA on answers."""
@@ -99,7 +101,8 @@ class MethodJobs:
             adapter=AdapterSpec(**adapter),
         )
         rng = np.random.default_rng([SEED, seed])
-        samples = [self._sample(rng, i, labels, leading) for i in range(self.num_steps * num_groups * group)]
+        count = (self.num_read or self.num_steps) * num_groups * group
+        samples = [self._sample(rng, number, labels, leading) for number in range(count)]
         return spec, JobData(Dataset.of(samples, "random tokens"), None)
 
     def _sample(self, rng: np.random.Generator, number: int, labels: int, leading: int) -> Sample:

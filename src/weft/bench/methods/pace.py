@@ -27,22 +27,29 @@ class Pace:
 
     tokens: int
     """Of all microbatches, those that teach nothing included."""
+    heard: int
+    """Rows that went through references besides, forward only."""
     trained: int
     """Of the samples that steps were taken on."""
     seconds: float
-    alone_s: dict[str, float]
-    """Seconds of microbatches that only one job had rows in, by job."""
+    alone: dict[str, tuple[int, float]]
+    """Tokens and seconds of microbatches that only one job had rows in, by job."""
     peak_gb: float
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed of all jobs together."""
-        return self.tokens / self.seconds
+        """The speed of all jobs together; a row that goes forward only is half of one that also goes back."""
+        return (self.tokens + self.heard / 2) / self.seconds
 
     @property
     def trained_per_s(self) -> float:
         """The same without what ran for comparison only."""
         return self.trained / self.seconds
+
+    def seconds_per_token(self, foreign: str = "") -> float:
+        """Of microbatches that are not one job's alone."""
+        tokens, seconds = self.alone.get(foreign, (0, 0.0))
+        return (self.seconds - seconds) / (self.tokens - tokens)
 
 
 def measure_pace(backbone: Backbone, jobs: Sequence[tuple[JobSpec, JobData]], capacity: int) -> Pace:
@@ -54,7 +61,8 @@ def measure_pace(backbone: Backbone, jobs: Sequence[tuple[JobSpec, JobData]], ca
         engine.submit(spec, data)
     steps = dict.fromkeys(engine.jobs, 0)
     most = min(spec.max_steps or 0 for spec, _ in jobs)
-    tokens, trained, alone, begun_s, ended_s = 0, 0, dict.fromkeys(engine.jobs, 0.0), None, None
+    tokens, heard, trained, begun_s, ended_s = 0, 0, 0, None, None
+    alone = dict.fromkeys(engine.jobs, (0, 0.0))
     for event in engine.events():
         if isinstance(event, JobFailed):
             raise WeftError(f"{event.job} failed: {event.reason}.", where="bench methods")
@@ -67,7 +75,9 @@ def measure_pace(backbone: Backbone, jobs: Sequence[tuple[JobSpec, JobData]], ca
                 ended_s = time.perf_counter()
         elif isinstance(event, MicrobatchDone) and begun_s is not None and ended_s is None:
             tokens += event.tokens
+            heard += event.heard
             if len(event.jobs) == 1:
-                alone[event.jobs[0]] += event.seconds
+                own_tokens, own_s = alone[event.jobs[0]]
+                alone[event.jobs[0]] = own_tokens + event.tokens, own_s + event.seconds
     assert begun_s is not None and ended_s is not None, "jobs have more steps than the warm-up"
-    return Pace(tokens, trained, ended_s - begun_s, alone, peak_gb(backbone.device))
+    return Pace(tokens, heard, trained, ended_s - begun_s, alone, peak_gb(backbone.device))

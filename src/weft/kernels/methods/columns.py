@@ -15,7 +15,9 @@ from weft.kernels.lora.tables import OUTPUTS, ROW_TILE, RowTables, Site, SlotTab
 from weft.kernels.lora.tile import line_of, part_bounds, part_of_block
 
 _WIDE = 256
-"""Columns of a program."""
+"""Columns that a program has at a time."""
+_PROGRAMS = 16
+"""Of a tile, where there is work for so many: a program takes its time even where the tile is somebody else's."""
 
 
 def changed_sizes(site: Site, field: int) -> tuple[int, int, int]:
@@ -31,8 +33,11 @@ def change_columns_reference(
     table: SlotTable,
     field: int,
     shifts: bool = True,
+    kept_TN: torch.Tensor | None = None,
 ) -> None:
     """Writes the changed rows."""
+    if kept_TN is not None:
+        kept_TN.copy_(x_TN)
     if out_TN is not x_TN:
         out_TN.copy_(x_TN)
     for span in rows.spans:
@@ -50,10 +55,12 @@ def change_columns_reference(
 def _change(  # type: ignore[no-untyped-def]
     x,
     out,
+    kept,
     table,
     tiles,
     stride_x,
     stride_out,
+    stride_kept,
     module,
     num_modules,
     size_0,
@@ -62,8 +69,10 @@ def _change(  # type: ignore[no-untyped-def]
     FIELD: tl.constexpr,
     FACTORS: tl.constexpr,
     SHIFTS: tl.constexpr,
+    KEEPS: tl.constexpr,
     ALL_ROWS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -71,44 +80,64 @@ def _change(  # type: ignore[no-untyped-def]
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if end <= start:
         return
-    part, block = part_of_block(tl.program_id(0), size_0, size_1, NUM_PARTS, BN)
-    begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
-    line = line_of(table, slot, module + part, num_modules)
-    factor, shift = tl.load(line + FIELD), tl.load(line + FIELD + 1)
-    if not ALL_ROWS:  # noqa: SIM102 (known when it is compiled)
-        if (factor == 0) & (shift == 0):
-            return
     rows = start + tl.arange(0, BM)
-    columns = block * BN + tl.arange(0, BN)
-    inside = columns < size
-    mask = (rows < end)[:, None] & inside[None, :]
     here = rows.to(tl.int64)[:, None]
-    value = tl.load(x + here * stride_x + (begin + columns)[None, :], mask=mask, other=0.0).to(tl.float32)
-    if FACTORS:  # noqa: SIM102
-        if factor != 0:
-            value = value * tl.load(factor.to(tl.pointer_type(tl.float32)) + columns, mask=inside, other=0.0)[None, :]
-    if SHIFTS:  # noqa: SIM102
-        if shift != 0:
-            value = value + tl.load(shift.to(tl.pointer_type(tl.float32)) + columns, mask=inside, other=0.0)[None, :]
-    tl.store(out + here * stride_out + (begin + columns)[None, :], value.to(out.dtype.element_ty), mask=mask)
+    num_blocks = tl.cdiv(size_0, BN) + tl.cdiv(size_1, BN) + tl.cdiv(size_2, BN)
+    first = tl.program_id(0) * GROUP
+    for number in range(first, tl.minimum(first + GROUP, num_blocks)):
+        part, block = part_of_block(number, size_0, size_1, NUM_PARTS, BN)
+        begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
+        line = line_of(table, slot, module + part, num_modules)
+        factor, shift = tl.load(line + FIELD), tl.load(line + FIELD + 1)
+        if ALL_ROWS | (factor != 0) | (shift != 0):
+            columns = block * BN + tl.arange(0, BN)
+            inside = columns < size
+            mask = (rows < end)[:, None] & inside[None, :]
+            value = tl.load(x + here * stride_x + (begin + columns)[None, :], mask=mask, other=0.0)
+            if KEEPS:
+                tl.store(kept + here * stride_kept + (begin + columns)[None, :], value, mask=mask)
+            value = value.to(tl.float32)
+            if FACTORS:  # noqa: SIM102 (known when it is compiled)
+                if factor != 0:
+                    factors = tl.load(factor.to(tl.pointer_type(tl.float32)) + columns, mask=inside, other=0.0)
+                    value = value * factors[None, :]
+            if SHIFTS:  # noqa: SIM102
+                if shift != 0:
+                    shifts = tl.load(shift.to(tl.pointer_type(tl.float32)) + columns, mask=inside, other=0.0)
+                    value = value + shifts[None, :]
+            tl.store(out + here * stride_out + (begin + columns)[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
 def _launch_change(
-    x_TN: torch.Tensor, out_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, field: int, **options: bool
+    x_TN: torch.Tensor,
+    out_TN: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+    field: int,
+    kept_TN: torch.Tensor | None = None,
+    **options: bool,
 ) -> None:
+    keeps_TN = x_TN if kept_TN is None else kept_TN
     sizes = changed_sizes(site, field)
-    _change[(sum(cdiv(size, _WIDE) for size in sizes), len(rows.tiles_N4))](
+    num_blocks = sum(cdiv(size, _WIDE) for size in sizes)
+    group = max(1, num_blocks // _PROGRAMS)
+    _change[(cdiv(num_blocks, group), len(rows.tiles_N4))](
         x_TN,
         out_TN,
+        keeps_TN,
         table.device_SMF,
         rows.tiles_N4,
         x_TN.stride(0),
         out_TN.stride(0),
+        keeps_TN.stride(0),
         site.module,
         table.num_modules,
         *sizes,
         FIELD=field,
+        KEEPS=kept_TN is not None,
         NUM_PARTS=sum(size > 0 for size in sizes),
+        GROUP=group,
         BM=ROW_TILE,
         BN=_WIDE,
         num_warps=8,
@@ -124,10 +153,11 @@ def change_columns_kernel(
     table: SlotTable,
     field: int,
     shifts: bool = True,
+    kept_TN: torch.Tensor | None = None,
 ) -> None:
     """Writes the changed rows."""
     options = {"FACTORS": True, "SHIFTS": shifts, "ALL_ROWS": out_TN is not x_TN}
-    _launch_change(x_TN, out_TN, site, rows, table, field, **options)
+    _launch_change(x_TN, out_TN, site, rows, table, field, kept_TN, **options)
 
 
 def owned_copy_kernel(x_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, field: int) -> torch.Tensor:
@@ -146,13 +176,15 @@ def change_columns(
     table: SlotTable,
     field: int,
     shifts: bool = True,
+    kept_TN: torch.Tensor | None = None,
 ) -> None:
     """Writes factor ⊙ x + shift of every owner's rows, and x of all others, into `out_TN`, which may be x itself.
 
-    `field`: `OUTPUTS` or `INPUTS` of the site; without `shifts` factors alone, as gradients go back.
+    `field`: `OUTPUTS` or `INPUTS` of the site; without `shifts` factors alone, as gradients go back. `kept_TN` gets the
+    rows of owners that change something as they were.
     """
     run = change_columns_kernel if runs_triton(x_TN) else change_columns_reference
-    run(x_TN, out_TN, site, rows, table, field, shifts)
+    run(x_TN, out_TN, site, rows, table, field, shifts, kept_TN)
 
 
 def owned_copy(x_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, field: int) -> torch.Tensor:

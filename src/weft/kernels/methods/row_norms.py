@@ -1,6 +1,9 @@
 """The lengths of the rows of W + B A for all modules of an adapter, in one launch that reads each W once.
 
     norm[o] = ‖W[o] + B[o] A‖             (O), W (O, D), B (O, P) with the scale in it, A (P, D)
+W is frozen, so for narrow ranks its own lengths are kept, and what A and B change is found in rank space, where W is
+read as fast as the memory gives it:
+    norm² = ‖W‖² + 2 (W Aᵀ) · B + (B A Aᵀ) · B
 Sums along D in fp32, in blocks from the first to the last.
 """
 
@@ -14,6 +17,8 @@ import torch
 from weft.kernels.launch import jit, next_power_of_2, runs_triton, tl
 
 _ROWS = 32
+_NARROW = 64
+"""Ranks up to which A Aᵀ has room beside all else."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +37,19 @@ class RowNorms:
     def __init__(self, modules: Sequence[NormedRows]) -> None:
         self._modules = modules
         device = modules[0].weight_OD.device
-        lines = [(*_addresses(module), *module.weight_OD.shape, len(module.a_PD)) for module in modules]
-        self._table_M7 = torch.tensor(lines, dtype=torch.int64, device=device)
+        self._squares = [_squares(module.weight_OD) for module in modules]
+        lines = [
+            (*_addresses(module), squares_O.data_ptr(), *module.weight_OD.shape, len(module.a_PD))
+            for module, squares_O in zip(modules, self._squares, strict=True)
+        ]
+        self._table_M8 = torch.tensor(lines, dtype=torch.int64, device=device)
         blocks = [(m, first) for m, module in enumerate(modules) for first in range(0, len(module.norms_O), _ROWS)]
         self._blocks_N2 = torch.tensor(blocks, dtype=torch.int32, device=device)
         self._widest = max(16, next_power_of_2(max(len(module.a_PD) for module in modules)))
 
     def measure(self) -> None:
         """Finds the lengths for A and B as they are."""
-        if not runs_triton(self._table_M7):
+        if not runs_triton(self._table_M8):
             self.measure_plainly()
             return
         self.launch()
@@ -54,14 +63,20 @@ class RowNorms:
     def launch(self) -> None:
         """The kernel."""
         _norms[(len(self._blocks_N2),)](
-            self._table_M7,
+            self._table_M8,
             self._blocks_N2,
             self._modules[0].weight_OD,
             P=self._widest,
             BM=_ROWS,
-            BK=128 if self._widest <= 64 else 32,
+            BK=128 if self._widest <= _NARROW else 32,
+            IS_NARROW=self._widest <= _NARROW,
             num_warps=4,
+            num_stages=4,
         )
+
+
+def _squares(weight_OD: torch.Tensor) -> torch.Tensor:
+    return weight_OD.float().square().sum(dim=1)
 
 
 def _addresses(module: NormedRows) -> tuple[int, ...]:
@@ -69,22 +84,27 @@ def _addresses(module: NormedRows) -> tuple[int, ...]:
 
 
 @jit
-def _norms(table, blocks, like, P: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norms(  # type: ignore[no-untyped-def]
+    table, blocks, like, P: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, IS_NARROW: tl.constexpr
+):
     """`like`: any tensor of the weights' type."""
     block = blocks + tl.program_id(0) * 2
-    line = table + tl.load(block).to(tl.int64) * 7
+    line = table + tl.load(block).to(tl.int64) * 8
     kind: tl.constexpr = like.dtype.element_ty
     weight = tl.multiple_of(tl.load(line).to(tl.pointer_type(kind)), 16)
     a = tl.multiple_of(tl.load(line + 1).to(tl.pointer_type(kind)), 16)
     b = tl.load(line + 2).to(tl.pointer_type(kind))
     norms = tl.load(line + 3).to(tl.pointer_type(tl.float32))
-    num_out, num_in, width = tl.load(line + 4), tl.load(line + 5), tl.load(line + 6)
+    own = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+    num_out, num_in, width = tl.load(line + 5), tl.load(line + 6), tl.load(line + 7)
     rows = tl.load(block + 1) + tl.arange(0, BM)
     ranks = tl.arange(0, P)
     row_mask, has = rows < num_out, ranks < width
     there = row_mask[:, None] & has[None, :]
     b_tile = tl.load(b + rows.to(tl.int64)[:, None] * width + ranks[None, :], mask=there, other=0.0)
-    acc = tl.zeros((BM,), dtype=tl.float32)
+    w_a = tl.zeros((BM, P), dtype=tl.float32)
+    a_a = tl.zeros((P, P), dtype=tl.float32)
+    found = tl.zeros((BM,), dtype=tl.float32)
     for k in range(0, num_in.to(tl.int32), BK):
         columns = k + tl.arange(0, BK)
         inside = columns < num_in
@@ -96,6 +116,14 @@ def _norms(table, blocks, like, P: tl.constexpr, BM: tl.constexpr, BK: tl.conste
         a_tile = tl.load(
             a + ranks.to(tl.int64)[:, None] * num_in + columns[None, :], mask=has[:, None] & inside[None, :], other=0.0
         )
-        updated = tile.to(tl.float32) + tl.dot(b_tile, a_tile, input_precision="ieee")
-        acc += tl.sum(updated * updated, axis=1)
-    tl.store(norms + rows, tl.sqrt(acc), mask=row_mask)
+        if IS_NARROW:
+            w_a = tl.dot(tile, tl.trans(a_tile), w_a, input_precision="ieee")
+            a_a = tl.dot(a_tile, tl.trans(a_tile), a_a, input_precision="ieee")
+        else:
+            updated = tile.to(tl.float32) + tl.dot(b_tile, a_tile, input_precision="ieee")
+            found += tl.sum(updated * updated, axis=1)
+    if IS_NARROW:
+        b_wide = b_tile.to(tl.float32)
+        changed = 2 * w_a + tl.dot(b_wide, a_a, input_precision="ieee")
+        found = tl.load(own + rows, mask=row_mask, other=0.0) + tl.sum(changed * b_wide, axis=1)
+    tl.store(norms + rows, tl.sqrt(tl.maximum(found, 0.0)), mask=row_mask)

@@ -18,10 +18,13 @@ from weft.kernels.launch import cdiv, jit, runs_triton, tl
 from weft.kernels.lora.tables import MORE, ROW_TILE, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import line_of, part_bounds, part_of_block
 from weft.kernels.methods.parts import NO_OTHERS, SparsePart
-from weft.kernels.methods.turned import turned_kernel
+from weft.kernels.methods.turned import is_sparse, turned_kernel
 
 _OUTPUTS = 32
-"""Columns that a program of a product makes."""
+"""Columns that a program of a product makes at a time."""
+_PROGRAMS = 128
+"""Of a tile, where there is work for so many. Most tiles are somebody else's, and a program takes its time even to find
+that out; but fewer would leave an H200 waiting for memory."""
 
 
 def sparse_parts(slot: int, site: Site, table: SlotTable) -> list[tuple[slice, SparsePart]]:
@@ -64,14 +67,34 @@ def _gathered(  # type: ignore[no-untyped-def]
     """acc + Σ value · column, over the positions of each of `outs`, from the first to the last."""
     first = tl.load(starts + outs, mask=inside, other=0)
     last = tl.load(starts + outs + 1, mask=inside, other=0)
-    rows = tl.arange(0, BM)
-    for k in range(0, tl.max(last - first, axis=0)):
-        has = first + k < last
-        place = tl.load(places + first + k, mask=has, other=0)
-        value = tl.load(values + first + k, mask=has, other=0.0)
-        column = tl.load(turned + place.to(tl.int64)[None, :] * BM + rows[:, None], mask=has[None, :], other=0.0)
-        acc += column.to(tl.float32) * value[None, :]
+    # Four at a time: a column is found through its place, so one alone would wait for the memory twice.
+    for k in range(0, tl.max(last - first, axis=0), 4):
+        place_0, value_0 = _position(places, values, first + k, last)
+        place_1, value_1 = _position(places, values, first + k + 1, last)
+        place_2, value_2 = _position(places, values, first + k + 2, last)
+        place_3, value_3 = _position(places, values, first + k + 3, last)
+        column_0 = _column(turned, place_0, first + k < last, BM)
+        column_1 = _column(turned, place_1, first + k + 1 < last, BM)
+        column_2 = _column(turned, place_2, first + k + 2 < last, BM)
+        column_3 = _column(turned, place_3, first + k + 3 < last, BM)
+        acc += column_0 * value_0[None, :]
+        acc += column_1 * value_1[None, :]
+        acc += column_2 * value_2[None, :]
+        acc += column_3 * value_3[None, :]
     return acc
+
+
+@jit
+def _position(places, values, at, last):  # type: ignore[no-untyped-def]
+    """The places and values of some positions."""
+    return tl.load(places + at, mask=at < last, other=0), tl.load(values + at, mask=at < last, other=0.0)
+
+
+@jit
+def _column(turned, place, has, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of a tile, side by side."""
+    rows = tl.arange(0, BM)[:, None]
+    return tl.load(turned + place.to(tl.int64)[None, :] * BM + rows, mask=has[None, :], other=0.0).to(tl.float32)
 
 
 @jit
@@ -97,25 +120,30 @@ def _sparse_product(  # type: ignore[no-untyped-def]
     size_2,
     NUM_PARTS: tl.constexpr,
     MORE: tl.constexpr,
+    GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     tile = tl.program_id(1)
     start, end, slot = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
-    part, block = part_of_block(tl.program_id(0), size_0, size_1, NUM_PARTS, BN)
-    begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
-    found = tl.load(line_of(table, slot, module + part, num_modules) + MORE)
-    if (end <= start) | (found == 0):
+    if (end <= start) | (not is_sparse(table, slot, module, num_modules, NUM_PARTS, MORE)):
         return
-    about = found.to(tl.pointer_type(tl.int64))
-    starts = tl.load(about).to(tl.pointer_type(tl.int32))
-    places = tl.load(about + 1).to(tl.pointer_type(tl.int32))
-    values = tl.load(about + 2).to(tl.pointer_type(tl.float32))
-    outs = block * BN + tl.arange(0, BN)
-    inside = outs < size
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    acc = _gathered(acc, turned + tile.to(tl.int64) * width * BM, starts, places, values, outs, inside, BM)
-    _add_rows(y, stride_y, acc, start, end, begin + outs, inside, BM)
+    num_blocks = tl.cdiv(size_0, BN) + tl.cdiv(size_1, BN) + tl.cdiv(size_2, BN)
+    first = tl.program_id(0) * GROUP
+    for number in range(first, tl.minimum(first + GROUP, num_blocks)):
+        part, block = part_of_block(number, size_0, size_1, NUM_PARTS, BN)
+        begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
+        found = tl.load(line_of(table, slot, module + part, num_modules) + MORE)
+        if found != 0:
+            about = found.to(tl.pointer_type(tl.int64))
+            starts = tl.load(about).to(tl.pointer_type(tl.int32))
+            places = tl.load(about + 1).to(tl.pointer_type(tl.int32))
+            values = tl.load(about + 2).to(tl.pointer_type(tl.float32))
+            outs = block * BN + tl.arange(0, BN)
+            inside = outs < size
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            acc = _gathered(acc, turned + tile.to(tl.int64) * width * BM, starts, places, values, outs, inside, BM)
+            _add_rows(y, stride_y, acc, start, end, begin + outs, inside, BM)
 
 
 @jit
@@ -134,35 +162,37 @@ def _sparse_input(  # type: ignore[no-untyped-def]
     size_2,
     NUM_PARTS: tl.constexpr,
     MORE: tl.constexpr,
+    GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     tile = tl.program_id(1)
     start, end, slot = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
-    asks = False
-    for part in tl.static_range(NUM_PARTS):
-        asks = asks | (tl.load(line_of(table, slot, module + part, num_modules) + MORE) != 0)
-    if (end <= start) | (not asks):
+    if (end <= start) | (not is_sparse(table, slot, module, num_modules, NUM_PARTS, MORE)):
         return
-    features = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = features < num_features
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        begin, _ = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
-        found = tl.load(line_of(table, slot, module + part, num_modules) + MORE)
-        if found != 0:
-            about = found.to(tl.pointer_type(tl.int64))
-            starts = tl.load(about + 3).to(tl.pointer_type(tl.int32))
-            places = tl.load(about + 4).to(tl.pointer_type(tl.int32))
-            values = tl.load(about + 5).to(tl.pointer_type(tl.float32))
-            first = turned + (tile.to(tl.int64) * width + begin) * BM
-            acc = _gathered(acc, first, starts, places, values, features, inside, BM)
-    _add_rows(dx, stride_x, acc, start, end, features, inside, BM)
+    first = tl.program_id(0) * GROUP
+    for block in range(first, tl.minimum(first + GROUP, tl.cdiv(num_features, BN))):
+        features = block * BN + tl.arange(0, BN)
+        inside = features < num_features
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for part in tl.static_range(NUM_PARTS):
+            begin, _ = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
+            found = tl.load(line_of(table, slot, module + part, num_modules) + MORE)
+            if found != 0:
+                about = found.to(tl.pointer_type(tl.int64))
+                starts = tl.load(about + 3).to(tl.pointer_type(tl.int32))
+                places = tl.load(about + 4).to(tl.pointer_type(tl.int32))
+                values = tl.load(about + 5).to(tl.pointer_type(tl.float32))
+                here = turned + (tile.to(tl.int64) * width + begin) * BM
+                acc = _gathered(acc, here, starts, places, values, features, inside, BM)
+        _add_rows(dx, stride_x, acc, start, end, features, inside, BM)
 
 
 def sparse_kernel(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds to y."""
-    _sparse_product[(sum(cdiv(size, _OUTPUTS) for size in site.sizes), len(rows.tiles_N4))](
+    num_blocks = sum(cdiv(size, _OUTPUTS) for size in site.sizes)
+    group = max(1, num_blocks // _PROGRAMS)
+    _sparse_product[(cdiv(num_blocks, group), len(rows.tiles_N4))](
         turned_kernel(x_TN, site, rows, table),
         y_TN,
         table.device_SMF,
@@ -174,17 +204,21 @@ def sparse_kernel(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: RowT
         *site.three_sizes,
         NUM_PARTS=len(site.sizes),
         MORE=MORE,
+        GROUP=group,
         BM=ROW_TILE,
         BN=_OUTPUTS,
+        num_warps=8 if group > 1 else 4,
     )
 
 
 def sparse_input_kernel(
     dy_TN: torch.Tensor, dx_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
-) -> None:
-    """Adds to dx."""
-    _sparse_input[(cdiv(site.num_in, _OUTPUTS), len(rows.tiles_N4))](
-        turned_kernel(dy_TN, site, rows, table),
+) -> torch.Tensor:
+    """Adds to dx; returns dy, turned."""
+    turned_KNM = turned_kernel(dy_TN, site, rows, table)
+    group = max(1, cdiv(site.num_in, _OUTPUTS) // _PROGRAMS)
+    _sparse_input[(cdiv(site.num_in, _OUTPUTS * group), len(rows.tiles_N4))](
+        turned_KNM,
         dx_TN,
         table.device_SMF,
         rows.tiles_N4,
@@ -196,9 +230,12 @@ def sparse_input_kernel(
         *site.three_sizes,
         NUM_PARTS=len(site.sizes),
         MORE=MORE,
+        GROUP=group,
         BM=ROW_TILE,
         BN=_OUTPUTS,
+        num_warps=8 if group > 1 else 4,
     )
+    return turned_KNM
 
 
 def sparse(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
@@ -206,6 +243,11 @@ def sparse(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: RowTables, 
     (sparse_kernel if runs_triton(x_TN) else sparse_reference)(x_TN, y_TN, site, rows, table)
 
 
-def sparse_input(dy_TN: torch.Tensor, dx_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Adds every owner's dy Δ to its rows of dx."""
-    (sparse_input_kernel if runs_triton(dy_TN) else sparse_input_reference)(dy_TN, dx_TN, site, rows, table)
+def sparse_input(
+    dy_TN: torch.Tensor, dx_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
+) -> torch.Tensor | None:
+    """Adds every owner's dy Δ to its rows of dx; returns what `sparse_grad` takes as well: dy, turned."""
+    if runs_triton(dy_TN):
+        return sparse_input_kernel(dy_TN, dx_TN, site, rows, table)
+    sparse_input_reference(dy_TN, dx_TN, site, rows, table)
+    return None

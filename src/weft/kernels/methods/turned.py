@@ -19,6 +19,15 @@ _COLUMNS = 256
 
 
 @jit
+def is_sparse(table, slot, module, num_modules, NUM_PARTS: tl.constexpr, MORE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a slot has a sparse difference in any part of a site."""
+    asks = False
+    for part in tl.static_range(NUM_PARTS):
+        asks = asks | (tl.load(line_of(table, slot, module + part, num_modules) + MORE) != 0)
+    return asks
+
+
+@jit
 def _turn(  # type: ignore[no-untyped-def]
     x,
     out,
@@ -35,10 +44,7 @@ def _turn(  # type: ignore[no-untyped-def]
 ):
     tile = tl.program_id(1)
     start, end, slot = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
-    asks = False
-    for part in tl.static_range(NUM_PARTS):
-        asks = asks | (tl.load(line_of(table, slot, module + part, num_modules) + MORE) != 0)
-    if (end <= start) | (not asks):
+    if (end <= start) | (not is_sparse(table, slot, module, num_modules, NUM_PARTS, MORE)):
         return
     rows = tl.arange(0, BM)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -22,6 +22,9 @@ from weft.kernels.lora.tables import Entry, padded
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
+_AT_A_TIME = 2**24
+"""Numbers that are made together: fewer launches, and no more memory than one large module takes."""
+
 
 class VeraCopy(KernelCopy):
     """What kernels read of one adapter, and where they leave gradients."""
@@ -29,17 +32,16 @@ class VeraCopy(KernelCopy):
     def __init__(self, adapter: Adapter, dtype: torch.dtype, modules: Mapping[str, VeraWeights]) -> None:
         """`modules`: by path."""
         super().__init__(adapter)
-        self._modules = modules
         nothing = torch.empty(0, device=adapter.device)
         a_of = _frozen_a(modules, dtype)
-        self._alike: list[tuple[list[VeraWeights], torch.Tensor]] = []
-        """Modules with as many outputs, and their gradients (M, O, R)."""
+        self._alike: list[tuple[list[VeraWeights], torch.Tensor, torch.Tensor]] = []
+        """Modules with as many outputs, what kernels read of their B (M, O, P), and its gradients (M, O, R)."""
         for num_out in dict.fromkeys(len(w.b_O) for w in modules.values()):
             paths = [path for path, w in modules.items() if len(w.b_O) == num_out]
             rank = len(modules[paths[0]].d_R)
             b_MOP = torch.zeros(len(paths), num_out, padded(rank), dtype=dtype, device=adapter.device)
             grad_MOR = torch.zeros(len(paths), num_out, rank, device=adapter.device)
-            self._alike.append(([modules[path] for path in paths], grad_MOR))
+            self._alike.append(([modules[path] for path in paths], b_MOP, grad_MOR))
             for path, b_OP, grad_OR in zip(paths, b_MOP, grad_MOR, strict=True):
                 w = modules[path]
                 self.entries[path] = Entry(rank, a_of[path], b_OP, nothing, grad_OR, 1.0, w.dropout, w.key)
@@ -48,13 +50,17 @@ class VeraCopy(KernelCopy):
 
     def copy_weights(self) -> None:
         """Makes b ⊙ B ⊙ d."""
-        for path, w in self._modules.items():
-            entry = self.entries[path]
-            entry.b_OP[:, : entry.rank].copy_(w.b_O[:, None] * w.b_OR * w.d_R)
+        for own, b_MOP, grad_MOR in self._alike:
+            rank, number = grad_MOR.shape[2], max(1, _AT_A_TIME // grad_MOR[0].numel())
+            for first in range(0, len(own), number):
+                some = own[first : first + number]
+                b_MO, d_MR = torch.stack([w.b_O for w in some]), torch.stack([w.d_R for w in some])
+                made_MOR = b_MO[:, :, None] * own[0].b_OR
+                torch.mul(made_MOR, d_MR[:, None], out=b_MOP[first : first + number, :, :rank])
 
     def collect(self) -> None:
         """Makes gradients of b and d out of those that B has got."""
-        for own, grad_MOR in self._alike:
+        for own, _, grad_MOR in self._alike:
             b_MO, d_MR = torch.stack([w.b_O for w in own]), torch.stack([w.d_R for w in own])
             h_MOR = grad_MOR.mul_(own[0].b_OR)
             of_b, of_d = h_MOR.bmm(d_MR[:, :, None])[:, :, 0], b_MO[:, None].bmm(h_MOR)[:, 0]
@@ -64,7 +70,7 @@ class VeraCopy(KernelCopy):
 
     def forget_gradients(self) -> None:
         """Those of B."""
-        for _, grad_MOR in self._alike:
+        for *_, grad_MOR in self._alike:
             grad_MOR.zero_()
 
 
