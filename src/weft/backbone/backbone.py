@@ -230,7 +230,7 @@ class Backbone:
         path = self._path_for(spec)
         return "" if path is self.path else path.name
 
-    def copy_bytes(self, spec: AdapterSpec) -> int:
+    def kernel_bytes(self, spec: AdapterSpec) -> int:
         """What kernels hold of an adapter besides a copy of its parameters."""
         if self._path_for(spec) is self.reference:
             return 0

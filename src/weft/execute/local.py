@@ -123,8 +123,8 @@ class LocalExecutor:
         compared = None if job.reference is None else adapter_on(self.backbone, job.reference)
         self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter), self._reference(job))
         num_compared = 0 if compared is None else compared.num_parameters
-        copy_bytes = self.backbone.copy_bytes(adapter.spec)
-        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.spec), num_compared, copy_bytes)
+        kernel_bytes = self.backbone.kernel_bytes(adapter.spec)
+        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.spec), num_compared, kernel_bytes)
 
     def _reference(self, job: NewJob) -> JobReference | None:
         data = job.batches.data

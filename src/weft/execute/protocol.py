@@ -98,7 +98,7 @@ class AddedJob:
     """The job shares microbatches only with those of the same lane."""
     num_reference_parameters: int = 0
     """Of the adapter that it compares with."""
-    copy_bytes: int = 0
+    kernel_bytes: int = 0
     """What kernels hold of it besides a copy of its parameters."""
 
 

@@ -101,7 +101,7 @@ def placed(name: str, slot: int | None, patience: int | None = None, num_paramet
         num_parameters=num_parameters,
         num_reference_parameters=0,
         reference_bytes=0,
-        copy_bytes=0,
+        kernel_bytes=0,
         progress=SimpleNamespace(has_best=False),
         allocated=18 * num_parameters if slot else 0,
     )

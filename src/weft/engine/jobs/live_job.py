@@ -76,7 +76,7 @@ class LiveJob:
         """Of the frozen adapter that it compares with."""
         self.reference_bytes = sum(part.reference_bytes for part in (data.train, data.eval) if part is not None)
         """What is kept of what its reference says."""
-        self.copy_bytes = 0
+        self.kernel_bytes = 0
         """What kernels hold of it besides a copy of those; the executor knows."""
         self.lane = ""
         """It shares microbatches only with jobs of the same lane; the executor knows which."""

@@ -155,7 +155,7 @@ class Placement:
         """Memory a job takes while it has a place."""
         weight_bytes = self._executor.facts.weight_bytes
         own = job.num_parameters * (weight_bytes + job_state_bytes(job.spec))
-        return math.ceil(own + job.num_reference_parameters * weight_bytes) + job.reference_bytes + job.copy_bytes
+        return math.ceil(own + job.num_reference_parameters * weight_bytes) + job.reference_bytes + job.kernel_bytes
 
     def _allocated_bytes(self) -> int:
         # A best that is yet to come is no part of what there is, nor what steps hold for a moment.

@@ -58,7 +58,7 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
         job.progress.reference = adapter_digest(reference)
     added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name, stored_spec, reference))
     job.num_parameters, job.num_reference_parameters = added.num_parameters, added.num_reference_parameters
-    job.lane, job.copy_bytes = added.lane, added.copy_bytes
+    job.lane, job.kernel_bytes = added.lane, added.kernel_bytes
     bases = {"init_adapter": trained_on, setting: None if reference is None else reference.base_model}
     job.notes = tuple(
         f"{spec.name}: {which} was trained on {base}, not on {executor.facts.base_model}."

@@ -115,7 +115,7 @@ def _launch_change(
     rows: RowTables,
     table: SlotTable,
     field: int,
-    kept_TN: torch.Tensor | None = None,
+    kept_TN: torch.Tensor | None,
     **options: bool,
 ) -> None:
     keeps_TN = x_TN if kept_TN is None else kept_TN
@@ -164,7 +164,7 @@ def owned_copy_kernel(x_TN: torch.Tensor, site: Site, rows: RowTables, table: Sl
     """Copies the rows of owners alone."""
     out_TN = torch.empty_like(x_TN)
     options = {"FACTORS": False, "SHIFTS": False, "ALL_ROWS": False}
-    _launch_change(x_TN, out_TN, site, rows, table, field, **options)
+    _launch_change(x_TN, out_TN, site, rows, table, field, None, **options)
     return out_TN
 
 
