@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import random_backbone
 
 from weft.backbone.packing import experts
@@ -14,12 +17,23 @@ from weft.spec import AdapterSpec
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"]
 
 
-def test_bits_when_experts_multiply_all_their_rows_at_once_then_depend_on_neighbours():
-    """What the blocks are for: transformers' own experts do not keep a sample's bits."""
+@pytest.mark.parametrize("num_rows", [1, 40, 150])
+def test_experts_when_they_have_any_number_of_rows_then_multiply_blocks_of_one_size(monkeypatch, num_rows):
+    """The bits of a product depend on how many rows it has, where the machine's library chooses by that."""
     backbone = random_backbone("mixtral")
     assert keeps_bits(backbone)
-    backbone.model.set_experts_implementation("eager")
-    assert not keeps_bits(backbone)
+    seen: list[int] = []
+
+    def linear(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return F.linear(x, *rest)
+
+    module = next(m for m in backbone.model.modules() if hasattr(m, "has_gate"))
+    monkeypatch.setattr(experts, "F", SimpleNamespace(linear=linear))
+    experts.packed_experts(
+        module, torch.randn(num_rows, 32), torch.randint(0, 4, (num_rows, 2)), torch.rand(num_rows, 2)
+    )
+    assert len(seen) >= 2 and set(seen) == {experts.BLOCK}
 
 
 @pytest.mark.parametrize("name", MIXTURES)
