@@ -16,60 +16,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.planning.group import JobLengths, group_jobs
-from benchmarks.planning.lengths import MIXES, LengthMix, queues
+from weft.bench.pipeline.four_jobs import (
+    BATCH,
+    CAPACITY,
+    HEAD_LAYERS,
+    NUM_LAYERS,
+    NUM_SAMPLES,
+    NUM_STAGES,
+    SAMPLES_PER_MICROBATCH,
+    LayerCost,
+    by_samples,
+    split_cost,
+)
+from weft.bench.pipeline.lengths import MIXES, LengthMix, queues
 from weft.plan.pack.published import pack_published
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build
-from weft.plan.pipeline.split import split_layers
-from weft.plan.types import JobQueue, Microbatch, Segment
+from weft.plan.types import JobQueue, Microbatch
 from weft.simulate.choose import best_pipeline
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import Timeline
-
-NUM_STAGES = 4
-NUM_LAYERS = 80
-NUM_SAMPLES = 2560
-HEAD_LAYERS = 1.23
-"""The output head of Llama-3.1-70B in layers: 8,192 × 128,256 weights over 856 million."""
-FIXED_TOKENS = 50.0
-"""What a microbatch costs a layer however small it is, in tokens: about 0.15 ms of launches at 3.5 µs a token."""
-PAIR_TOKENS = 1 / 52_000
-"""Causal attention of one layer per squared length, in tokens, at half the linears' efficiency."""
-BATCH, SAMPLES_PER_MICROBATCH, CAPACITY = 16, 4, 8192
-"""Not published. Of eight settings tried this one came nearest to the published ratios, so the anchors' agreement is a
-fit, not a prediction; 1F1B ranged over 41-56 %, mLoRA 31-46 %, LoRAFusion 11-51 %."""
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Stages of so many layers each, in units of one token through one layer; backward as long as forward."""
-
-    layers: tuple[int, ...]
-    head_layers: float = 0.0
-    """Work of the output head per token, on the last stage."""
-
-    def forward_s(self, lengths: Sequence[int], stage: int) -> float:
-        """One microbatch forward through one stage."""
-        tokens = sum(lengths)
-        layer = FIXED_TOKENS + tokens + PAIR_TOKENS * sum(n * n for n in lengths)
-        head = self.head_layers * tokens if stage == len(self.layers) - 1 else 0.0
-        return self.layers[stage] * layer + head
-
-    def backward_s(self, lengths: Sequence[int], stage: int) -> float:
-        """The same, backward."""
-        return self.forward_s(lengths, stage)
-
-    def transfer_s(self, num_tokens: int) -> float:
-        """16 KiB per token over NVLink against 3.5 µs per token and layer."""
-        return 0.02 * num_tokens
-
-    def step_s(self, stage: int) -> float:
-        """An adapter's few parameters."""
-        return 0.0
-
-    def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
-        """In token-layers, which is all that comparing needs."""
-        return self.layers[stage] * sum(lengths)
 
 
 @dataclass(frozen=True)
@@ -92,7 +58,7 @@ def measure_pipeline(num_samples: int = NUM_SAMPLES) -> dict[str, float]:
     """Bubbles of the three anchors and of ours on four heterogeneous jobs."""
     jobs = queues(MIXES[-1], num_samples, BATCH)
     even = LayerCost((NUM_LAYERS // NUM_STAGES,) * NUM_STAGES, HEAD_LAYERS)
-    split = LayerCost(split_layers([1.0] * (NUM_LAYERS - 1) + [1.0 + HEAD_LAYERS], NUM_STAGES), HEAD_LAYERS)
+    split = split_cost()
     fixed_size = by_samples(jobs, SAMPLES_PER_MICROBATCH)
     packed = lorafusion(jobs, CAPACITY)
     # As much as 1F1B's first stage needs for full microbatches.
@@ -147,24 +113,10 @@ def _setting(mix: LengthMix, capacity: int, batch: int) -> Setting:
     )
 
 
-def by_samples(jobs: Sequence[JobQueue], num_samples: int) -> list[Microbatch]:
-    """Job after job, so many samples per microbatch: what trainers of one adapter do."""
-    return [
-        Microbatch(tuple(segments[start : start + num_samples]))
-        for job in jobs
-        for segments in _batches(job)
-        for start in range(0, len(segments), num_samples)
-    ]
-
-
 def lorafusion(jobs: Sequence[JobQueue], capacity: int) -> tuple[Microbatch, ...]:
     """LoRAFusion's greedy stream: two groups by head-tail pairing that take turns, merged and with no-ops."""
     lengths = [JobLengths(q.job, _mean_length(q), len(q.batches[0].lengths)) for q in jobs]
     return pack_published(jobs, RoundLimits(capacity, NUM_STAGES), groups=group_jobs(lengths, 2).groups).stream
-
-
-def _batches(job: JobQueue) -> list[list[Segment]]:
-    return [[Segment(job.job, b.step, b.first + i, n) for i, n in enumerate(b.lengths)] for b in job.batches]
 
 
 def _mean_length(job: JobQueue) -> float:

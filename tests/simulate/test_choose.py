@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weft.cost.types import LinearCost
 from weft.plan.check import violations
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build
-from weft.plan.types import Batch, JobQueue
-from weft.simulate.choose import best_pipeline
+from weft.plan.types import Batch, JobQueue, Limits
+from weft.simulate.choose import FastestPipeline, best_pipeline
 from weft.simulate.interpret import simulate
 
 LIMITS = RoundLimits(capacity=160, num_stages=3)
@@ -48,3 +50,36 @@ def test_best_pipeline_of_uneven_samples_runs_ahead() -> None:
     plan = best_pipeline(jobs(), LIMITS, LinearCost(), budget_s=0.0)
     assert plan.slack > 0 and plan.schedule is Schedule.EAGER
     assert plan.program == best_pipeline(jobs(), LIMITS, LinearCost(), budget_s=0.0).program
+
+
+@st.composite
+def queues_of_any_kind(draw: st.DrawFn) -> list[JobQueue]:
+    """With steps anywhere, unequal numbers of batches, and now and then a lane or groups, which rounds do not take."""
+    found = []
+    for number in range(draw(st.integers(1, 3))):
+        sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+        batches = [Batch(7 + n, 0, tuple(draw(sizes))) for n in range(draw(st.integers(1, 4)))]
+        lane = draw(st.sampled_from(["", "", "own"]))
+        found.append(JobQueue(f"job{number}", tuple(batches), draw(st.booleans()), lane=lane))
+    return found
+
+
+@settings(max_examples=30)
+@given(queues=queues_of_any_kind(), num_stages=st.integers(2, 4), most=st.integers(1, 3))
+def test_fastest_pipeline_of_any_queues_keeps_every_order_and_is_no_slower_than_the_greedy_one(
+    queues: list[JobQueue], num_stages: int, most: int
+) -> None:
+    """So it trains the same bits, and nobody loses by it."""
+    limits, cost = Limits(9, most), LinearCost(fixed_s=2.0, pair_s=0.1, send_s=0.1)
+    planner = FastestPipeline(num_stages, cost)
+    program = planner(queues, limits)
+    assert violations(program, queues, limits) == []
+    greedy = planner.quick(queues, limits)
+    assert simulate(program, cost).makespan_s <= simulate(greedy, cost).makespan_s
+
+
+def test_fastest_pipeline_when_jobs_are_unlike_then_is_faster_than_the_greedy_one() -> None:
+    planner = FastestPipeline(3, LinearCost(fixed_s=5.0, pair_s=0.01))
+    limits = Limits(160)
+    seconds = [simulate(plan(jobs(), limits), planner.cost).makespan_s for plan in (planner, planner.quick)]
+    assert seconds[0] < 0.9 * seconds[1]

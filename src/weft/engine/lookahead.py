@@ -18,6 +18,7 @@ from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.program import Planner, Program
 from weft.plan.types import JobQueue, Limits, Microbatch
+from weft.simulate.choose import FastestPipeline
 from weft.simulate.timeline import Span
 
 WAITING_SHARE = 0.01
@@ -67,7 +68,7 @@ class LookaheadPlanner:
                 return self._at_once(queues, limits)
             made = self._ahead[2]
             if not made.done():
-                greedy, _ = self._make(pack, queues, limits)
+                greedy, _ = self._make(self._quick, queues, limits)
                 try:
                     made.result(max(SHORTEST_WAIT_S, WAITING_SHARE * self.pace.seconds(greedy)))
                 except TimeoutError:
@@ -95,7 +96,19 @@ class LookaheadPlanner:
         planner = self._planner
         if isinstance(planner, ExactPlanner):
             planner = planner.within(WAITING_SHARE * self.pace.seconds(pack(queues, limits)))
+        elif isinstance(planner, FastestPipeline):
+            planner = planner.quick
         return self._make(planner, queues, limits)[0]
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether stages would wait for a program that was not made ahead, or get a lesser one."""
+        return isinstance(self._planner, FastestPipeline)
+
+    @property
+    def _quick(self) -> Planner:
+        """What plans where nobody can wait."""
+        return self._planner.quick if isinstance(self._planner, FastestPipeline) else pack
 
     def _collect(self) -> Program:
         """What has been made ahead, its time on record."""

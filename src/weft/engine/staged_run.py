@@ -17,8 +17,8 @@ from weft.engine.program_run import count_step
 from weft.engine.timeline import TimelineRecorder
 from weft.execute.protocol import Executor, StagedOutcome, StagedWork
 from weft.plan.pipeline.stream import read_stream
-from weft.plan.program import Program, Step
-from weft.plan.types import Limits
+from weft.plan.program import Program, Step, Turn
+from weft.plan.types import Limits, Microbatch
 from weft.wall_clock import Activity
 
 
@@ -36,6 +36,7 @@ class StagedRun:
     ) -> None:
         self._executor = executor
         self._jobs = {job.spec.name: job for job in running}
+        self._plans, self._limits = plans, limits
         self._row_tile = row_tile
         self._timeline = timeline
         self._rest: Program | None = plans.program([job.queue_until_due() for job in running], limits)
@@ -52,6 +53,7 @@ class StagedRun:
         assert program is not None, "a program runs once"
         steps = [(i.job, i.step) for i in program.stages[0] if isinstance(i, Step)]
         rates = {(job, step): self._jobs[job].progress.learning_rate(step) for job, step in steps}
+        self._foresee(steps)
         self.is_mid_step = True
         begun_s = time.perf_counter()
         outcome = self._executor.wait(self._executor.start(StagedWork(program, self._row_tile, rates)))
@@ -63,6 +65,14 @@ class StagedRun:
     def finish(self) -> list[Event]:
         """Has nothing left to count."""
         return []
+
+    def _foresee(self, steps: Sequence[tuple[str, int]]) -> None:
+        """Has the program after this one planned beside it, should nothing come in between."""
+        if not self._plans.takes_long:
+            return
+        turns = [Turn(Microbatch(()), (Step(*step),)) for step in steps]
+        queues = [job.queue_until_due_after(turns) for job in self._jobs.values()]
+        self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
 
     def _counted(self, program: Program, outcome: StagedOutcome, rates: Mapping[tuple[str, int], float]) -> list[Event]:
         """Counts every sample and step; a job that cannot go on counts nothing after the step that showed it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from weft.cost.rows import CPU_ROW_TILE
 from weft.data.chat.chat_template import template_digest
 from weft.data.dataset import JobData
 from weft.data.load import find_sources, load_job_data
@@ -20,10 +21,12 @@ from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.data_ahead import DataAhead
 from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.protocol import ReplicaFaultError
-from weft.execute.stages.load_stages import StageLayout, load_stages
+from weft.execute.stages.load_stages import StageLayout, load_stages, stage_cost
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.program import Planner
+from weft.simulate.choose import FastestPipeline
 from weft.spec import JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory, RunRecord
 from weft.wall_clock import Activity, WallClock
@@ -86,12 +89,18 @@ def load_staged(
         executor,
         capacity=spec.capacity,
         longest=max(job.max_length for job in jobs),
-        planner=PipelinePlanner(layout.schedule, layout.num_stages),
+        planner=_stage_planner(spec, layout),
         max_jobs=spec.max_jobs,
         tenant_weights=spec.tenant_weights,
         wall=wall,
     )
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, ()
+
+
+def _stage_planner(spec: RunSpec, layout: StageLayout) -> Planner:
+    if layout.schedule is not None:
+        return PipelinePlanner(layout.schedule, layout.num_stages)
+    return FastestPipeline(layout.num_stages, stage_cost(spec.backbone, layout.num_stages, CPU_ROW_TILE))
 
 
 OpenEngine = Callable[[RunSpec, Sequence[JobSpec], WallClock | None], tuple[RunSpec, RunEngine, tuple[str, ...]]]

@@ -18,8 +18,9 @@ from weft.cost.types import CostModel
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits, RoundPlan
 from weft.plan.pipeline.build import Schedule, build
+from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
 from weft.plan.program import Program
-from weft.plan.types import JobQueue
+from weft.plan.types import JobQueue, Limits
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import Timeline
 
@@ -62,6 +63,41 @@ def best_pipeline(
                 best = PipelinePlan(program, timeline, rounds, schedule, slack)
     assert best is not None
     return best
+
+
+@dataclass(frozen=True)
+class FastestPipeline:
+    """A planner for a replica of several stages: of a few packings, each job in its own order, the fastest simulated.
+
+    The next global batch of a job is kept as far away as equal microbatches need it, or up to twice as far, which
+    leaves room for unlike ones; stages run ahead, within memory for twice as many full microbatches as there are
+    stages. Where jobs do not allow it, and where nothing else is faster, microbatches are packed greedily.
+    """
+
+    num_stages: int
+    cost: CostModel
+
+    @property
+    def quick(self) -> PipelinePlanner:
+        """What plans at once, where nobody can wait for this one."""
+        return PipelinePlanner(Schedule.EAGER, self.num_stages)
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        """The next program."""
+        greedy = self.quick(queues, limits)
+        if any(queue.lane or any(batch.groups for batch in queue.batches) for queue in queues):
+            return greedy
+        whole = whole_batches(queues, limits, self.num_stages)
+        even = _AverageStage(self.cost, self.num_stages)
+        memory = [
+            2 * self.num_stages * self.cost.held_bytes([limits.capacity], stage) for stage in range(self.num_stages)
+        ]
+        candidates = [greedy]
+        for slack in (0, self.num_stages // 2, self.num_stages):
+            apart = RoundLimits(limits.capacity, self.num_stages + slack)
+            stream = pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=True).stream
+            candidates.append(build(Schedule.EAGER, stream, self.num_stages, cost=self.cost, memory_bytes=memory))
+        return min(candidates, key=lambda program: simulate(program, self.cost).makespan_s)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Program
 from weft.plan.types import JobQueue, Limits
+from weft.simulate.choose import FastestPipeline
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import COMPUTE, Timeline
 from weft.store.run_dir import RunDirectory, RunRecord
@@ -70,6 +71,17 @@ def check_bits(schedules: Sequence[Schedule], dtype: torch.dtype) -> None:
 def test_jobs_when_trained_by_any_schedule_and_cut_then_have_the_bits_of_one_device():
     """Adapters, losses and evaluations."""
     check_bits(SCHEDULES, torch.float32)
+
+
+def test_jobs_when_the_fastest_plan_is_sought_then_have_the_bits_of_one_device():
+    """And programs are planned beside the one that runs."""
+    many = [small_job("a", max_steps=20), small_job("b", 1, max_steps=20, global_batch_size=7)]
+    expected = train(random_backbone("llama", num_hidden_layers=3), many, capacity=48)
+    engine = Engine(staged_executor("llama", (1, 2)), capacity=48, planner=FastestPipeline(2, LinearCost(fixed_s=1.0)))
+    submit(engine, *many)
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+    assert any(span.name == "plan_ahead" for span in engine.timeline.spans)
 
 
 def test_jobs_when_the_weights_are_bfloat16_then_have_the_bits_of_one_device():

@@ -44,5 +44,5 @@ def test_program_of_any_queues_passes_the_validator_and_steps_all_it_begins(sche
 def test_program_when_more_batches_fit_then_holds_several_of_each_job():
     """A pipeline drains at the end of a program, so that should not come after every step."""
     queue = JobQueue("job", tuple(Batch(step, 0, (4, 4)) for step in range(8)), is_all=False)
-    program = PipelinePlanner(Schedule.ONE_F_ONE_B, 2)([queue], Limits(8, 5))
-    assert [i.step for i in program.stages[0] if isinstance(i, Step)] == [0, 1, 2, 3, 4]
+    program = PipelinePlanner(Schedule.ONE_F_ONE_B, 2)([queue], Limits(8, 1))
+    assert [i.step for i in program.stages[0] if isinstance(i, Step)] == [0, 1, 2, 3]

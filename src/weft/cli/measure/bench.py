@@ -19,6 +19,7 @@ bench = typer.Typer(
     help="Measure speed on this machine, beside what people run today.", no_args_is_help=True, rich_markup_mode=None
 )
 PATHS = ("auto", "fused", "reference")
+PROFILE = Path("benchmarks/h200_profile.json")
 JsonFile = Annotated[
     Path | None, typer.Option("--json", parser=user_path, metavar="PATH", help="Add the figures to this JSON file.")
 ]
@@ -132,6 +133,29 @@ def serve(json: JsonFile = None) -> None:
 
     need_serve()
     raise typer.Exit(run_parts(PARTS, TARGETS, json))
+
+
+@bench.command("pipeline")
+def pipeline(
+    regime: Annotated[list[str] | None, typer.Option(help="Figure to measure; may be repeated. Default: all.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path,
+            metavar="PATH",
+            help=f"Simulate 70B with what `weft profile` measured. Default: {PROFILE} if it is there.",
+        ),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Stages of one replica: recorded beside simulated, how long they idle, and 70B beside other schedules."""
+    from weft.bench.output import run_parts
+    from weft.bench.pipeline.parts import TARGETS, choose_parts
+    from weft.cost.profile import load_profile
+
+    found = profile or (PROFILE if PROFILE.exists() else None)
+    parts = choose_parts(regime or [], None if found is None else load_profile(found))
+    raise typer.Exit(run_parts(parts, TARGETS, json))
 
 
 @bench.command("replicas")

@@ -165,9 +165,18 @@ class LiveJob:
 
     def queue_until_due(self) -> JobQueue:
         """The job's next global batches up to the step after which it is evaluated or saved."""
-        queue, every = self.queue(), [self.spec.save_steps]
+        return self._until_due(self.queue())
+
+    def queue_until_due_after(self, turns: list[Turn]) -> JobQueue | None:
+        """The same once these have run too; None if the job has ended then."""
+        queue = self.queue_after(turns)
+        return None if queue is None else self._until_due(queue)
+
+    def _until_due(self, queue: JobQueue) -> JobQueue:
+        every = [self.spec.save_steps]
         every += [] if self.data.eval is None else [self._eval_every]
-        due = min(self.step + n - self.step % n for n in every)
+        step = queue.batches[0].step
+        due = min(step + n - step % n for n in every)
         return replace(queue, batches=tuple(batch for batch in queue.batches if batch.step < due))
 
     @property

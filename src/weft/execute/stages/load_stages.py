@@ -8,6 +8,8 @@ from typing import Any
 from weft.backbone.load import choose_device, load_config
 from weft.backbone.model_part import ModelPart, num_layers
 from weft.backbone.source import find_source, load_tokenizer
+from weft.cost.analytic import AnalyticCost
+from weft.cost.hardware import find_hardware
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
 from weft.execute.stages.stage import refuse_settings
@@ -27,7 +29,8 @@ class StageLayout:
     """How a replica is divided, and how its stages share the work."""
 
     num_stages: int
-    schedule: Schedule
+    schedule: Schedule | None = None
+    """None: whatever is fastest."""
 
 
 def load_stages(spec: BackboneSpec, num_stages: int) -> StagedExecutor:
@@ -35,6 +38,15 @@ def load_stages(spec: BackboneSpec, num_stages: int) -> StagedExecutor:
     parts = find_parts(spec, num_stages)
     tokenizer = load_tokenizer(spec.base_model)
     return StagedExecutor(StageProcesses(spec, parts), tokenizer)
+
+
+def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int) -> AnalyticCost:
+    """What stages on this machine are taken to cost: enough to tell one plan from another."""
+    parts, config = find_parts(spec, num_stages), load_config(find_source(spec.base_model))
+    split = tuple(part.end - part.first for part in parts)
+    return AnalyticCost(
+        ModelShape.from_config(config), find_hardware("cpu"), num_stages, row_tile=row_tile, split=split
+    )
 
 
 def check_layout(spec: RunSpec, num_stages: int) -> None:

@@ -1,9 +1,9 @@
 """Plans programs of several stages from queues: whole global batches, each job's samples in their order.
 
 Samples are packed as for one device, by the greedy planner; where a schedule wants microbatches of one job or of one
-round alone, job by job or round by round. The schedule then says what each stage does when. A program holds as many
-global batches of every job as come to about the usual number of microbatches, but at least one: what it begins, it
-steps.
+round alone, job by job or round by round. The schedule then says what each stage does when. A program holds whole
+global batches, at least one of every job: what it begins, it steps. As the stages drain at its end, it is longer than
+that of one device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from weft.plan.pipeline.build import Schedule, build
 from weft.plan.program import Program
 from weft.plan.types import JobQueue, Limits, Microbatch
 
+LENGTHENED = 2
+"""A program is so many times as long, for every stage, as one of one device: of 16 full microbatches on one device, S
+stages then idle about a fortieth of the time while they fill and drain."""
+
 
 @dataclass(frozen=True)
 class PipelinePlanner:
@@ -29,7 +33,7 @@ class PipelinePlanner:
         """The next program."""
         unlimited = replace(limits, max_microbatches=sys.maxsize)
         microbatches: list[Microbatch] = []
-        for together in self._packed_together(_whole_batches(queues, limits)):
+        for together in self._packed_together(whole_batches(queues, limits, self.num_stages)):
             microbatches += pack(together, unlimited).microbatches
         return build(self.schedule, microbatches, self.num_stages, keep_order=True)
 
@@ -43,10 +47,10 @@ class PipelinePlanner:
         return [queues]
 
 
-def _whole_batches(queues: Sequence[JobQueue], limits: Limits) -> list[JobQueue]:
+def whole_batches(queues: Sequence[JobQueue], limits: Limits, num_stages: int) -> list[JobQueue]:
     """The queues cut to the same number of global batches, with nothing behind them."""
     most = max(len(queue.batches) for queue in queues)
-    room = limits.max_microbatches * limits.capacity
+    room = LENGTHENED * num_stages * limits.max_microbatches * limits.capacity
     num = 1
     while num < most and _num_tokens(queues, num + 1) <= room:
         num += 1

@@ -1,0 +1,41 @@
+"""All that `weft bench pipeline` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.bench.figures import Kind, Parts, Targets
+from weft.bench.pipeline.four_jobs import measure_executed
+from weft.bench.pipeline.recorded import measure_recorded
+from weft.bench.pipeline.seventy import measure_seventy
+from weft.cost.profile import Profile
+from weft.errors import ConfigError
+
+TARGETS: Targets = {
+    "order_equal": (Kind.SHARE, 1.0),
+    "makespan_error": (Kind.WASTE, 0.08),
+    "bubble_error": (Kind.WASTE, 0.03),
+    "bubble_het4_exec": (Kind.WASTE, 0.06),
+    "bubble_het4_exec_every_8": (Kind.WASTE, None),
+    "bubble_het4_exec_every_2": (Kind.WASTE, None),
+    "sim70b_vs_1f1b": (Kind.SPEEDUP, 1.8),
+    "sim70b_vs_mlora": (Kind.SPEEDUP, 1.4),
+}
+REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b")
+"""The figures that parts are asked for by."""
+
+
+def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
+    """The parts that measure those figures, all if there are none; the third one by a profile's seconds."""
+    for name in regimes:
+        if name not in REGIMES:
+            raise ConfigError(f"got {name!r}; accepted are {', '.join(REGIMES)}.", where="--regime")
+    source = "the hardware table" if profile is None else f"a profile of {profile.setup.model}"
+    parts: Parts = {
+        "stages on this machine beside the simulator": measure_recorded,
+        "four unlike jobs on four stages, simulated": measure_executed,
+        f"70B on four H100, simulated by {source}, links assumed": lambda: measure_seventy(profile),
+    }
+    return {
+        title: part for name, (title, part) in zip(REGIMES, parts.items(), strict=True) if name in (regimes or REGIMES)
+    }

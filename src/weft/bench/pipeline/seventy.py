@@ -1,0 +1,109 @@
+"""A 70B backbone on four H100, four unlike jobs: Weft's programs beside 1F1B and mLoRA, simulated.
+
+sim70b_vs_1f1b    makespan of the jobs one after another, each by 1F1B with 4 samples per microbatch and equal stages,
+                  over that of Weft's programs, planned one after another as `weft train` does
+sim70b_vs_mlora   the same with LoRAPP: all jobs fill one pipe, 4 samples of one job per microbatch, equal stages
+
+All three have the same seconds per layer, so that only schedules and packing differ. Where a profile is given, these
+are measured: those of an 8B backbone on one H200, each term taken as many times as the 70B layers have more of what it
+counts (weights, attention, adapters, layers); an H100 is taken to compute like an H200. Otherwise the hardware table's.
+Every layer is run forward again on its way back, since four microbatches would not fit otherwise. Peers compute single
+rows, Weft whole tiles. Links are assumed: what the hardware table says of NVLink (`sim70b_link_gb_s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weft.bench.pipeline.executed import execute
+from weft.bench.pipeline.four_jobs import (
+    BATCH,
+    CAPACITY,
+    NUM_LAYERS,
+    NUM_SAMPLES,
+    NUM_STAGES,
+    SAMPLES_PER_MICROBATCH,
+    by_samples,
+)
+from weft.bench.pipeline.lengths import MIXES, queues
+from weft.bench.shapes import find_shape
+from weft.cost.analytic import AnalyticCost
+from weft.cost.fit import Fit
+from weft.cost.hardware import GB, find_hardware
+from weft.cost.profile import Profile, Setup
+from weft.cost.profiled import ProfiledCost
+from weft.cost.rows import gpu_row_tile
+from weft.cost.shape import ModelShape
+from weft.cost.types import CostModel
+from weft.plan.pipeline.build import Schedule, build
+from weft.plan.pipeline.split import layer_seconds, split_layers
+from weft.plan.types import JobQueue, Limits
+from weft.simulate.choose import FastestPipeline
+from weft.simulate.interpret import simulate
+
+MODEL, DEVICE, RANK = "llama-3.1-70b", "h100", 16
+PASSES = ("forward_s", "backward_s")
+
+
+def measure_seventy(profile: Profile | None = None, num_samples: int = NUM_SAMPLES) -> dict[str, float]:
+    """Keys as in `weft bench pipeline --json`."""
+    jobs = queues(MIXES[-1], num_samples, BATCH)
+    one_by_one = _cost(profile, NUM_LAYERS, row_tile=gpu_row_tile(CAPACITY))
+    split = split_layers(layer_seconds(one_by_one, NUM_LAYERS, [CAPACITY]), NUM_STAGES)
+    ours = _cost(profile, NUM_STAGES, row_tile=gpu_row_tile(CAPACITY), split=split)
+    ours_s = execute(FastestPipeline(NUM_STAGES, ours), jobs, Limits(CAPACITY), ours).makespan_s
+    return {
+        "sim70b_vs_1f1b": _peer_s(Schedule.ONE_F_ONE_B, jobs, profile) / ours_s,
+        "sim70b_vs_mlora": _peer_s(Schedule.LORAPP, jobs, profile) / ours_s,
+        "sim70b_link_gb_s": find_hardware(DEVICE).link_rate / GB,
+    }
+
+
+def _peer_s(schedule: Schedule, jobs: Sequence[JobQueue], profile: Profile | None) -> float:
+    cost = _cost(profile, NUM_STAGES, row_tile=1)
+    program = build(schedule, by_samples(jobs, SAMPLES_PER_MICROBATCH), NUM_STAGES, cost=cost)
+    return simulate(program, cost).makespan_s
+
+
+def _cost(
+    profile: Profile | None, num_stages: int, *, row_tile: int, split: tuple[int, ...] | None = None
+) -> CostModel:
+    shape = ModelShape.from_config(find_shape(MODEL).config().to_dict(), MODEL)
+    if profile is None:
+        hardware = find_hardware(DEVICE)
+        return AnalyticCost(
+            shape, hardware, num_stages, recompute="full", rank=RANK, row_tile=row_tile, num_jobs=4, split=split
+        )
+    return ProfiledCost(scaled(profile, shape, row_tile), num_stages, RANK, num_jobs=4, split=split)
+
+
+def scaled(profile: Profile, shape: ModelShape, row_tile: int) -> Profile:
+    """What a profile says of a larger backbone; every layer is run forward again on its way back."""
+    setup = replace(
+        profile.setup,
+        device=DEVICE,
+        model=MODEL,
+        hidden=shape.hidden,
+        num_layers=shape.num_layers,
+        layer_weights=shape.layer_weights,
+        head_weights=shape.head_weights,
+        layer_adapter_width=shape.adapter_parameters(1) // shape.num_layers,
+        row_tile=row_tile,
+    )
+    layers = setup.num_layers / profile.setup.num_layers
+    factors = {
+        "fixed": layers,
+        "rows": _all_weights(setup) / _all_weights(profile.setup),
+        # Attention is as wide as the hidden states in both.
+        "pairs": layers * setup.hidden / profile.setup.hidden,
+        "rank_tokens": layers * setup.layer_adapter_width / profile.setup.layer_adapter_width,
+        "jobs": layers * setup.layer_adapter_width / profile.setup.layer_adapter_width,
+    }
+    forward, backward = ({t: p * factors[t] for t, p in profile.fits[name].prices.items()} for name in PASSES)
+    again = {term: price + forward[term] for term, price in backward.items()}
+    return replace(profile, setup=setup, fits={**profile.fits, "forward_s": Fit(forward), "backward_s": Fit(again)})
+
+
+def _all_weights(setup: Setup) -> int:
+    return setup.num_layers * setup.layer_weights + setup.head_weights
