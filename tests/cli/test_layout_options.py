@@ -38,6 +38,9 @@ def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
     assert "leave --replicas out" in refusal("stages:2", flags=("--replicas", "2"))
     assert "reference path" in refusal("stages:2", kernels="fused")
     assert refusal("stages:2", jobs=(JobSpec("job", ("data.jsonl",), optim="adamw_8bit"),)).startswith("jobs.0.optim:")
+    for objective in ("dpo", "kto", "distillation"):
+        job = JobSpec("job", ("data.jsonl",), objective=objective)
+        assert refusal("stages:2", jobs=(job,)).startswith(f"jobs.0.objective: {objective} compares with a reference")
     assert refusal(None, "gpipe") == "--schedule: is for stages; give --layout stages:N too."
     assert refusal("stages:2", "gpip").endswith("Did you mean gpipe?")
 

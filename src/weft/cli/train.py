@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from weft.store.run_dir import RunDirectory
 
 
+RESTARTS = 3
+"""How often the stages of a run are started again when one was lost."""
+
+
 def train(
     jobs_file: Annotated[
         Path,
@@ -87,7 +91,9 @@ def train(
         _show_plan(_prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions()), console), console)
         return
     with trained_in(place, resume=resume, tell=lambda text: _note(console, text)) as directory:
-        code = _train(order, directory, console, resume=resume, place=place)
+        wall = WallClock(process_start_s())
+        train_all = _train if order.layout.stages is None else _train_through
+        code = train_all(order, directory, console, resume=resume, place=place, wall=wall)
     raise typer.Exit(code)
 
 
@@ -111,12 +117,30 @@ def _note(console: Console, text: str) -> None:
     console.print(f"note      {text}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl) -> int:
+def _train_through(
+    order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl, wall: WallClock
+) -> int:
+    """The same where a stage may be lost: all stages are started again then, and jobs go on from their checkpoints."""
+    from weft.execute.stages.stage_pool import StageLostError
+    from weft.store.run_dir import RunDirectory
+
+    for num_left in reversed(range(RESTARTS + 1)):
+        try:
+            return _train(order, out, console, resume=resume, place=place, wall=wall)
+        except StageLostError as error:
+            if num_left == 0:
+                raise
+            times = "once more" if num_left == 1 else f"{num_left} times"
+            _note(console, f"{error.where}: {error.message} They start again, at most {times}.")
+        resume, wall = RunDirectory.holds_run(out), WallClock()
+    raise AssertionError("the last try returns or raises")
+
+
+def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl, wall: WallClock) -> int:
     """Runs or resumes in a directory, which its owner knows as `place`; returns the exit code."""
     from weft.cli.watch import conclude, follow, tell_time
     from weft.store.run_dir import RunDirectory
 
-    wall = WallClock(process_start_s())
     RunDirectory.check(out, resume=resume)
     if resume:
         from weft.engine.resume import as_begun, check_same_data, plan_resume

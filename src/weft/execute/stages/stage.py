@@ -27,7 +27,11 @@ from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.transport import ACTIVATION, Transport
 from weft.execute.weights import JobWeights
 from weft.kernels.device import CPU
+from weft.objectives.distillation import Distillation
 from weft.objectives.metrics import MeanScores
+from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference.kto import Kto
+from weft.objectives.registry import OBJECTIVES
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec, JobSpec
 
@@ -44,6 +48,8 @@ def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
     if spec.adapter.eva is not None:
         found = "eva looks at the data with a backbone in one piece; use another start, or train without --layout."
         raise ConfigError(found, where="adapter.init_lora_weights")
+    if isinstance(OBJECTIVES.get(spec.objective), Dpo | Kto | Distillation):
+        raise _compares(spec.objective)
     if spec.adapter.trains_rows or (start is not None and start.trains_rows):
         found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
         raise ConfigError(found, where="adapter")
@@ -54,8 +60,13 @@ def refuse_whole(job: NewJob) -> None:
     spec = job.spec
     refuse_settings(spec, job.start_spec)
     if any(data is not None and data.reads_reference for data in (job.batches.data, job.eval_data)):
-        found = f"{spec.objective} compares with a reference, which stages do not run; train it without --layout."
-        raise ConfigError(found, where="objective")
+        # What `auto` stands for is known by now.
+        raise _compares(spec.objective)
+
+
+def _compares(objective: str) -> ConfigError:
+    found = f"{objective} compares with a reference, which stages do not run; train it without --layout."
+    return ConfigError(found, where="objective")
 
 
 class Stage:

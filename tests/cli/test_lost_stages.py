@@ -1,0 +1,91 @@
+"""A run in stages goes on by itself when one of them is killed, to the bytes of an undisturbed run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from weft.cli import train as verb
+from weft.execute.stages.stage_pool import StageLostError
+from weft.store.run_dir import RunDirectory
+from weft.wall_clock import WallClock
+
+LOST = StageLostError("was ended by signal 9, so all stages were ended.", where="stage 1", hint="Go on.")
+ADAPTER = "adapter/adapter_model.safetensors"
+
+
+def train_through(monkeypatch: pytest.MonkeyPatch, num_lost: int) -> tuple[list[bool], str]:
+    """Whether each try resumed, and what was told, where so many tries lose a stage."""
+    tries: list[bool] = []
+
+    def one_try(*_: Any, resume: bool, **__: Any) -> int:
+        tries.append(resume)
+        if len(tries) <= num_lost:
+            raise LOST
+        return 0
+
+    monkeypatch.setattr(verb, "_train", one_try)
+    monkeypatch.setattr(RunDirectory, "holds_run", lambda _: len(tries) > 1)
+    console = Console(width=200, record=True, file=io.StringIO())
+    order: Any = SimpleNamespace()
+    verb._train_through(order, Path("run"), console, resume=False, place=Path("run"), wall=WallClock())
+    return tries, console.export_text()
+
+
+def test_run_when_stages_are_lost_then_it_resumes_as_soon_as_there_is_a_run(monkeypatch):
+    tries, told = train_through(monkeypatch, num_lost=2)
+    assert tries == [False, False, True]
+    assert "stage 1: was ended by signal 9, so all stages were ended. They start again, at most 3 times." in told
+    assert "at most 2 times" in told
+
+
+def test_run_when_stages_are_lost_too_often_then_the_last_loss_is_told(monkeypatch):
+    with pytest.raises(StageLostError, match="stage 1: was ended by signal 9"):
+        train_through(monkeypatch, num_lost=verb.RESTARTS + 1)
+
+
+def stage_processes(parent: int) -> list[int]:
+    """Process ids of the stages that a process has started."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            status, command = (place / "stat").read_text(), (place / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(status.rpartition(")")[2].split()[1]) == parent and b"stage_process" in command:
+            found.append(int(place.name))
+    return found
+
+
+@pytest.mark.slow
+def test_run_when_stages_are_killed_three_times_then_its_adapters_are_those_of_one_device(tmp_path):
+    """`kill -9` of either stage, as steps are told: nobody hangs, nothing is lost, no bit differs."""
+    rows = [{"prompt": f"Add {i}.", "completion": f"{2 * i}"} for i in range(32)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    defaults = {"train_data": "rows.jsonl", "global_batch_size": 4, "max_steps": 8, "save_steps": 1}
+    jobs = {"base_model": "tiny", "device": "cpu", "defaults": defaults, "jobs": [{"name": "a"}, {"name": "b"}]}
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "weft", "train", "jobs.json", "--out"]
+    subprocess.run([*command, "one"], cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    staged = [*command, "two", "--layout", "stages:2"]
+    kills = {1: 0, 3: 1, 6: 0}
+    """The stage that is killed once a job has told this step."""
+    with subprocess.Popen(staged, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            due = [step for step in kills if line.startswith(f"a: step {step}/")]
+            if due:
+                os.kill(sorted(stage_processes(run.pid))[kills.pop(due[0])], signal.SIGKILL)
+    assert run.returncode == 0 and not kills
+    for job in ("a", "b"):
+        assert (tmp_path / "one" / job / ADAPTER).read_bytes() == (tmp_path / "two" / job / ADAPTER).read_bytes()
