@@ -52,8 +52,9 @@ def test_ranks_when_one_is_killed_and_one_is_stopped_then_both_are_replaced_and_
         if isinstance(event, StepDone):
             steps["all"] += 1
             rank = run.engine.jobs[event.job].rank
-            if rank in run.engine.process_ids and steps["all"] in pending:
-                os.kill(run.engine.process_ids[rank], pending.pop(steps["all"]))
+            due = next((number for number in pending if number <= steps["all"]), None)
+            if rank in run.engine.process_ids and due is not None:
+                os.kill(run.engine.process_ids[rank], pending.pop(due))
 
     run = prepare_run(run_spec(), base_dir=data, clock=datetime.datetime(2026, 1, 2), open_engine=load)
     try:
