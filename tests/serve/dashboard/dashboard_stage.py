@@ -47,6 +47,8 @@ SPENT = TimeSplit({a: round(s * 1e9) for a, s in zip(Activity, (3600, 240, 0, 60
 GIB = 2**30
 _GUESTS = itertools.count()
 ANSWER = "The warp stays where it is and the weft runs through it."
+NUM_FIRST = 3
+"""Words of an answer that come at once."""
 
 
 class Stage:
@@ -214,7 +216,9 @@ class AnsweringWorker:
     """Answers prompts as a worker does, a few words at a time."""
 
     def __init__(self) -> None:
-        self.delay_s = 0.01
+        self.goes_on = threading.Event()
+        """Whether it says more than the first words of an answer."""
+        self.goes_on.set()
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -224,6 +228,8 @@ class AnsweringWorker:
                 self.send_response(200)
                 self.end_headers()
                 for i, word in enumerate(words):
+                    if i == NUM_FIRST:
+                        outer.goes_on.wait(60)
                     done = i == len(words) - 1
                     piece = {
                         "text": word if done else f"{word} ",
@@ -236,7 +242,7 @@ class AnsweringWorker:
                         self.wfile.flush()
                     except ConnectionError:
                         return  # who asked has stopped listening
-                    time.sleep(outer.delay_s)
+                    time.sleep(0.01)
 
             def log_message(self, *args: Any) -> None:
                 pass
