@@ -24,7 +24,7 @@ SPEC = BackboneSpec("tiny", device="cpu")
 
 @pytest.fixture
 def stages() -> Iterator[StageProcesses]:
-    group = StageProcesses(SPEC, find_parts(SPEC, 2), silent_s=5.0)
+    group = StageProcesses(SPEC, find_parts(SPEC, 2), silent_s=10.0)
     yield group
     group.close()
     assert all(process.poll() is not None for process in group.processes)
@@ -60,5 +60,5 @@ def test_run_when_a_stage_stands_still_then_all_are_ended_before_long(stages):
     engine = engine_on(stages)
     submit(engine, *jobs())
     os.kill(stages.processes[0].pid, signal.SIGSTOP)
-    with pytest.raises(StageLostError, match="stage 0: gave no sign of life for 5 s, so all stages were ended"):
+    with pytest.raises(StageLostError, match="stage 0: gave no sign of life for 10 s, so all stages were ended"):
         engine.run()
