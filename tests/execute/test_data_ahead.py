@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from weft.backbone.source import load_tokenizer
 from weft.data.load import load_job_data
 from weft.data.prepared import prepared_data
+from weft.data.prepared.progress import Standing, shown_by
 from weft.errors import DataError
 from weft.execute import data_ahead
 from weft.execute.data_ahead import DataAhead, prepare_ahead
@@ -79,10 +81,43 @@ def test_data_when_the_process_that_prepares_it_dies_then_nobody_waits(ahead: Da
 
 
 @pytest.mark.faults
-def test_process_when_whoever_started_it_is_gone_then_it_ends(ahead: DataAhead):
+def test_process_when_whoever_started_it_is_killed_then_it_ends(tmp_path: Path):
     """A killed run leaves nobody behind who prepares data for hours."""
-    ahead._connection.close()
-    assert ahead._process.wait(timeout=60) is not None
+    # Gigabytes of empty lines, to be read for minutes.
+    (tmp_path / "endless.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**20) * 8000)
+    code = (
+        "import datetime, pathlib\n"
+        "from weft.execute.data_ahead import DataAhead, Request\n"
+        "from weft.spec import JobSpec\n"
+        "jobs = (JobSpec('endless', ('endless.jsonl.gz',), max_steps=1),)\n"
+        f"ahead = DataAhead(Request('tiny', jobs, pathlib.Path({str(tmp_path)!r}), datetime.datetime.now(), False))\n"
+        "print(ahead._process.pid, flush=True)\n"
+        "ahead.wait_for_all()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        try:
+            # The process has this pipe too: it ends when both are gone.
+            parent.communicate(timeout=30)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_progress_when_a_command_shows_it_then_it_comes_from_the_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of data that is prepared in a moment, that it is over; both jobs have some."""
+    monkeypatch.setattr(data_ahead, "WORTH_BYTES", 1)
+    seen: list[Standing | None] = []
+    with shown_by(seen.append):
+        started = prepare_ahead("tiny", JOBS, tmp_path, CLOCK)
+    assert started is not None
+    with closing(started):
+        started.wait_for_all()
+    assert seen == [None, None]
 
 
 def test_data_when_it_is_little_or_not_kept_or_not_there_then_no_process_is_started(

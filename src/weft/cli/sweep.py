@@ -201,6 +201,7 @@ def _sweep(order: Order, console: Console) -> int:
 
 def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall: WallClock) -> int | None:
     """Trains a sweep in a folder, or only shows it; returns the exit code, or None if the user stopped it."""
+    from weft.cli.loading import loading
     from weft.execute.data_ahead import prepare_ahead
 
     with keeping_all():
@@ -210,7 +211,7 @@ def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall
     spec = check_folder(order.spec, folder, resume=resume)
     clock = (begun_at(folder) if resume else None) or datetime.datetime.now()
     base_dir = order.file.parent
-    with console.status("loading the backbone and the data"), contextlib.ExitStack() as end:
+    with loading(console), contextlib.ExitStack() as end:
         ahead = prepare_ahead(spec.base_model, probe_jobs(spec), base_dir, clock)
         if ahead is not None:
             end.callback(ahead.close)
@@ -262,9 +263,10 @@ def _check_device(device: str) -> None:
 
 def _plan_elsewhere(spec: SweepSpec, file: Path, console: Console, device: str | None, gpus: int) -> None:
     """Plans for hardware that is not here, without the model's weights."""
+    from weft.cli.loading import loading
     from weft.sweeps.cost_preview import device_here, plan_elsewhere
 
-    with console.status("reading the data and planning"):
+    with loading(console, "reading the data and planning"):
         plan = plan_elsewhere(spec, file.parent, device or device_here(), gpus)
     _line(console, str(plan))
     console.print("dry run: nothing was written")

@@ -203,6 +203,7 @@ def _prepare(
     wall: WallClock | None = None,
 ) -> PreparedRun:
     """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
+    from weft.cli.loading import loading
     from weft.execute.data_ahead import prepare_ahead
     from weft.report.trackers import open_trackers
 
@@ -210,7 +211,7 @@ def _prepare(
     # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
     open_trackers(spec.report_to, Path(), "")
     places = order.replicas.places(spec.backbone)
-    with console.status("loading the backbone and the data"), ExitStack() as undo, ExitStack() as end:
+    with loading(console), ExitStack() as undo, ExitStack() as end:
         # Others work while this process imports what it needs itself.
         jobs = [job for job in spec.jobs if job.name not in finished]
         ahead = prepare_ahead(spec.base_model, jobs, order.jobs_file.parent, clock)

@@ -2,7 +2,7 @@
 
 What it prepares, whoever loads the data finds in the cache. What it finds wrong with a job's data is raised where that
 is waited for, in the words of whoever would have found it here. Whatever else goes wrong there costs the head start,
-not the run.
+not the run. How far it has come is shown on this side, because one terminal is drawn on by one process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ from weft.backbone.source import load_tokenizer
 from weft.data.load import find_sources, load_job_data
 from weft.data.prepared.cache import default_cache
 from weft.data.prepared.key import tokenizer_identity
+from weft.data.prepared.progress import Standing, shower, shown_by
 from weft.data.tokens.without_torch import do_without_torch
 from weft.errors import ConfigError, DataError, WeftError
 from weft.spec import JobSpec
@@ -40,6 +41,8 @@ class Request(NamedTuple):
     base_dir: Path
     clock: datetime.datetime
     """What time it is for chat templates."""
+    is_shown: bool
+    """Whether it is to tell how far it has come; else it writes lines to standard error."""
 
 
 class DataAhead:
@@ -54,35 +57,47 @@ class DataAhead:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._found: dict[str, WeftError | None] = {}
+        self._is_over = False
+        self._news = threading.Condition()
+        self._show = shower()
         with suppress(OSError):  # it has ended already
             self._connection.send(request)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def wait(self, job: str) -> None:
         """Waits until a job's data is prepared, or will not be; raises what is wrong with it."""
-        while job not in self._found and self._hear():
-            pass
+        with self._news:
+            self._news.wait_for(lambda: self._is_over or job in self._found)
         if (found := self._found.get(job)) is not None:
             raise found
 
     def wait_for_all(self) -> None:
         """Waits until all data is prepared; what is wrong with any, whoever loads it finds."""
-        while self._hear():
-            pass
+        with self._news:
+            self._news.wait_for(lambda: self._is_over)
 
     def close(self) -> None:
         """Ends the process, whatever it is at."""
-        self._connection.close()
         self._process.kill()
         self._process.wait()
+        self._listener.join()
+        self._connection.close()
 
-    def _hear(self) -> bool:
-        """Waits for news of a job; whether there were any."""
-        try:
-            name, error = self._connection.recv()
-        except (EOFError, OSError):
-            return False
-        self._found[name] = error
-        return True
+    def _listen(self) -> None:
+        """Takes in what is found of jobs, and shows how far it has come, until the process ends."""
+        with suppress(EOFError, OSError):
+            while True:
+                news = self._connection.recv()
+                if self._show is not None and (news is None or isinstance(news, Standing)):
+                    self._show(news)
+                    continue
+                with self._news:
+                    self._found[news[0]] = news[1]
+                    self._news.notify_all()
+        with self._news:
+            self._is_over = True
+            self._news.notify_all()
 
 
 def prepare_ahead(
@@ -92,7 +107,7 @@ def prepare_ahead(
     try:
         if default_cache() is None or _num_bytes(jobs, base_dir) < WORTH_BYTES:
             return None
-        return DataAhead(Request(base_model, tuple(jobs), base_dir, clock))
+        return DataAhead(Request(base_model, tuple(jobs), base_dir, clock, shower() is not None))
     except (WeftError, OSError):  # whatever is wrong with the data, loading it says that in its time
         return None
 
@@ -115,8 +130,11 @@ def main(descriptor: int) -> None:
         tokenizer = load_tokenizer(request.base_model)
         if tokenizer_identity(tokenizer) is None:
             return  # what it makes of rows cannot be kept
-        for job in request.jobs:
-            connection.send((job.name, _error_of(job, tokenizer, request)))
+        with ExitStack() as stack:
+            if request.is_shown:
+                stack.enter_context(shown_by(connection.send))
+            for job in request.jobs:
+                connection.send((job.name, _error_of(job, tokenizer, request)))
     except Exception:  # other people's code on other people's files; the run has more to say of it
         return
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.prepared.progress import PreparingBar
+from weft.data.prepared.progress import PreparingBar, Standing, shown_by
 from weft.data.rows.find import find_source
 
 
@@ -69,3 +69,16 @@ def test_terminal_when_preparing_takes_long_then_shows_a_bar(
         advance(shown, now, 3, 30)
     said = capsys.readouterr().err
     assert "preparing train.jsonl" in said and "10 rows" in said and "done" not in said
+
+
+def test_bar_when_a_command_shows_it_then_standard_error_stays_empty(
+    now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Two that draw on one terminal spoil each other's lines."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    seen: list[Standing | None] = []
+    with shown_by(seen.append), bar(now, tmp_path) as shown:
+        advance(shown, now, 1, 3, 30)
+    title = "preparing train.jsonl"
+    assert seen == [Standing(title, 200, 1000, 10), Standing(title, 300, 1000, 15), None]
+    assert capsys.readouterr().err == ""

@@ -1,10 +1,16 @@
-"""How far preparing data has come, if that takes more than a moment: a bar on a terminal, else a line now and then."""
+"""How far preparing data has come, if that takes more than a moment: a bar on a terminal, else a line now and then.
+
+Two that draw on one terminal spoil each other's lines. So a command that shows there what it does says so (`shown_by`),
+and shows the bar itself, whichever process prepares.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,6 +22,53 @@ QUIET_S = 2.0
 BETWEEN_LINES_S = 10.0
 
 
+class Standing(NamedTuple):
+    """How far it has come."""
+
+    title: str
+    num_bytes: int
+    total_bytes: int | None
+    """None where nobody knows."""
+    num_rows: int
+
+
+Show = Callable[[Standing | None], None]
+"""Shows how far it has come; None: it is over."""
+_shows: list[Show] = []
+
+
+@contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Whatever is prepared inside is shown by `show`, in place of standard error."""
+    _shows.append(show)
+    try:
+        yield
+    finally:
+        _shows.remove(show)
+
+
+def shower() -> Show | None:
+    """Who shows it now, if not standard error."""
+    return _shows[-1] if _shows else None
+
+
+class Bar:
+    """What is drawn on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rows]:,} rows")
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+
+    def draw(self, at: Standing) -> None:
+        """Moves on; data of another title begins anew."""
+        tasks = self.progress.tasks
+        if not tasks or tasks[0].description != at.title:
+            for task in tasks:
+                self.progress.remove_task(task.id)
+            self.progress.add_task(at.title, total=at.total_bytes, rows=at.num_rows)
+        self.progress.update(self.progress.task_ids[0], completed=at.num_bytes, rows=at.num_rows)
+
+
 class PreparingBar:
     """Shows on standard error how much of the sources is prepared."""
 
@@ -25,9 +78,8 @@ class PreparingBar:
         self._total = sum(file.num_text_bytes for source in sources for file in source.files) if is_known else None
         self._clock, self._begun = clock, clock()
         self._done = self._num_rows = 0
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rows]:,} rows")
         self._console = Console(stderr=True)
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+        self._bar: Bar | None = None
         self._last_line: float | None = None
         # A process that somebody started for a file speaks to nobody: its standard error is somebody else's log.
         self._is_silent = multiprocessing.parent_process() is not None
@@ -42,24 +94,26 @@ class PreparingBar:
         now = self._clock()
         if self._is_silent or now - self._begun <= QUIET_S:
             return
-        if self._console.is_terminal:
-            self._show()
+        at = Standing(self._title, self._done, self._total, num_rows)
+        if (show := shower()) is not None:
+            show(at)
+        elif self._console.is_terminal:
+            if self._bar is None:
+                self._bar = Bar(self._console)
+                self._bar.progress.start()
+            self._bar.draw(at)
         elif self._last_line is None or now - self._last_line >= BETWEEN_LINES_S:
             self._last_line = now
             share = f" ({min(self._done / self._total, 1):.0%})" if self._total and self._done else ""
             self._say(f"{num_rows:,} rows{share}")
 
-    def _show(self) -> None:
-        if not self._progress.task_ids:
-            self._progress.add_task(self._title, total=self._total, rows=self._num_rows)
-            self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=self._done, rows=self._num_rows)
-
     def _say(self, what: str) -> None:
         self._console.print(f"{self._title}: {what}", markup=False, highlight=False, soft_wrap=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._progress.task_ids:
-            self._progress.stop()
+        if (show := shower()) is not None and not self._is_silent:
+            show(None)
+        if self._bar is not None:
+            self._bar.progress.stop()
         if self._last_line is not None and kind is None:
             self._say(f"{self._num_rows:,} rows done in {self._clock() - self._begun:.0f} s")
