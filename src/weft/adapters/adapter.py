@@ -6,7 +6,7 @@ each group can have a learning rate of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from weft.adapters.head import HEAD, HeadWeights
 from weft.adapters.method import KernelCopy, ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import method_of
 from weft.adapters.part import PartShape
+from weft.adapters.sample_sums import FreeSums
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape, TokenRows
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
@@ -39,8 +40,13 @@ class Adapter:
         seed: int,
         device: torch.device,
         parts: Mapping[str, PartShape] | None = None,
+        *,
+        has_free_sums: bool = False,
     ) -> None:
-        """Places: where it sits, by path, in the backbone's order. Each part is one more group of parameters."""
+        """Places: where it sits, by path, in the backbone's order. Each part is one more group of parameters.
+
+        `has_free_sums`: no order of samples changes a bit of its gradients, which are there once they are completed.
+        """
         self.spec = spec
         self.method = method_of(spec)
         shapes = {path: (place.out_features, place.in_features) for path, place in places.items()}
@@ -63,6 +69,8 @@ class Adapter:
         """Rows of the embedding and of the output head that are its own, by their names."""
         self._tied_grad: torch.Tensor | None = None
         """What tied rows get from the output head, until the global batch is whole."""
+        self._has_free_sums = has_free_sums
+        self._free_sums: list[FreeSums] = []
         self._views: dict[str, ModuleTensors] = {}
         self.kernel_copy: KernelCopy | None = None
         """What kernels read while it has a slot of the fused path; they may leave gradients there too."""
@@ -96,6 +104,8 @@ class Adapter:
             group.grad.zero_()
         if self._tied_grad is not None:
             self._tied_grad.zero_()
+        for sums in self._free_sums:
+            sums.forget()
         if self.kernel_copy is not None:
             self.kernel_copy.forget_gradients()
         self._penalised_at = None
@@ -109,6 +119,8 @@ class Adapter:
             self.kernel_copy.collect()
         if self._penalised_at == self.version:
             return
+        for sums in self._free_sums:
+            sums.give()
         # All of them first: without the memory for the last, none has been added.
         found = {path: weights.penalty_gradients() for path, weights in self.modules.items() if weights.has_penalty}
         grads = self._split_grads() if found else {}
@@ -180,24 +192,36 @@ class Adapter:
         self.shared = self.method.shared(self.spec, self._linears, self.device)
         self._views = self.split(self.flat())
         grads = self._split_grads()
+        self._free_sums = []
         self._take_parts(grads)
         for path, place in self._places.items():
             params = (*self._views[path], *self.shared.values())
             weights = self.method.weights(self.spec, path, place, params, grads[path])
             if path in self.modules:
                 weights.keep_from(self.modules[path])
+            weights.free_sums = self._sums_of(grads[path])
             self.modules[path] = weights
 
     def _take_parts(self, grads: Mapping[str, ModuleTensors]) -> None:
         """Makes what the parts are used by."""
-        self.head = HeadWeights(self._views[HEAD], grads[HEAD]) if HEAD in self._parts else None
+        self.head = None
+        if HEAD in self._parts:
+            self.head = HeadWeights(self._views[HEAD], grads[HEAD], self._sums_of(grads[HEAD]))
         for name, shape in self._parts.items():
             if isinstance(shape, RowsShape):
                 ((rows_KD,), (grad_KD,)) = self._views[name], grads[name]
-                self.token_rows[name] = TokenRows(shape.ids, rows_KD, grad_KD)
+                self.token_rows[name] = TokenRows(shape.ids, rows_KD, grad_KD, self._sums_of([grad_KD]))
                 if shape.is_tied:
                     self._tied_grad = torch.zeros_like(grad_KD)
-                    self.token_rows[OUTPUT_ROWS] = TokenRows(shape.ids, rows_KD, self._tied_grad)
+                    tied = self._sums_of([self._tied_grad])
+                    self.token_rows[OUTPUT_ROWS] = TokenRows(shape.ids, rows_KD, self._tied_grad, tied)
+
+    def _sums_of(self, grads: Sequence[torch.Tensor]) -> FreeSums | None:
+        """What takes the gradients of a place over, if their sums are free."""
+        if not self._has_free_sums:
+            return None
+        self._free_sums.append(FreeSums(grads))
+        return self._free_sums[-1]
 
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
         """Views of flat buffers of some groups, given by name in the method's order, by module path.

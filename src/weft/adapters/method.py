@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from weft.adapters.routing import Routing, SlotRows
+from weft.adapters.sample_sums import FreeSums
 from weft.kernels.lora.tables import Entry
 from weft.kernels.methods.parts import OtherParts
 from weft.spec import AdapterSpec, JobSpec
@@ -96,6 +97,8 @@ class SlotWeights(ABC):
     """Whether the frozen product has another gradient than y on these rows."""
     has_penalty: ClassVar[bool] = False
     """Whether the parameters have a gradient that is not the loss's: `penalty_gradients`."""
+    free_sums: FreeSums | None = None
+    """Takes each sample's gradients over, where their order must not matter; its rows then come sample by sample."""
 
     def change_input(self, x_TD: torch.Tensor, rows: SlotRows) -> None:
         """Turns a copy of x into what the frozen product sees; asked only of those that say `changes_input`."""

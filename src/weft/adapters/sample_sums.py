@@ -1,8 +1,12 @@
-"""Gradients summed over the rows of one sample, in fp32."""
+"""Gradients summed over the rows of one sample, in fp32, and over samples where their order must not matter."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from weft.kernels.fixed_point import FixedPointSum
 
 
 def add_product(grad_MN: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float) -> None:
@@ -18,3 +22,30 @@ def add_product(grad_MN: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Te
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """All windows of a slot in one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class FreeSums:
+    """The gradients of one place in an adapter whose sums are free.
+
+    Methods add to the fp32 buffers as ever, and know nothing of this. What they added for one sample is taken from
+    there before the next sample comes, and the sum of all is put there when the global batch is whole.
+    """
+
+    def __init__(self, grads: Sequence[torch.Tensor]) -> None:
+        """`grads`: views of the adapter's buffers; those of frozen groups are empty."""
+        self._sums = [(grad, FixedPointSum(grad)) for grad in grads if grad.numel()]
+
+    def take_sample(self) -> None:
+        """Adds what one sample has left in the buffers."""
+        for _, total in self._sums:
+            total.take()
+
+    def give(self) -> None:
+        """Puts the sums into the buffers."""
+        for grad, total in self._sums:
+            grad.copy_(total.total().view_as(grad))
+
+    def forget(self) -> None:
+        """Begins again."""
+        for _, total in self._sums:
+            total.forget()

@@ -21,6 +21,7 @@ import torch
 from weft.adapters.method import SlotWeights
 from weft.adapters.part import PartShape
 from weft.adapters.routing import Routing, SlotRows
+from weft.adapters.sample_sums import FreeSums
 from weft.kernels.device_event import sent
 
 INPUT_ROWS = "input_rows"
@@ -68,6 +69,7 @@ class TokenRows:
     """As in their shape."""
     rows_KD: torch.Tensor
     grad_KD: torch.Tensor
+    free_sums: FreeSums | None = None
 
     def places(self, tokens: np.ndarray) -> np.ndarray:
         """Of each token its row, or -1 where it has none."""
@@ -96,13 +98,16 @@ class _Met:
         return sent(torch.from_numpy(places), dy_TD.device), sums_UD
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class InputTokenRows(SlotWeights):
     """Rows of the embedding, where the first layer reads them."""
 
     own: TokenRows
     scale: float
     """What the backbone multiplies its embeddings by."""
+
+    def __post_init__(self) -> None:
+        self.free_sums = self.own.free_sums
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> list[_Met]:
         """Puts its rows in the place of the backbone's."""

@@ -186,17 +186,19 @@ class Backbone:
         seed: int,
         device: torch.device | None = None,
         objective: HeadObjective | None = None,
+        sums: str = "ordered",
     ) -> Adapter:
         """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached.
 
-        `objective` is one that needs a head.
+        `objective` is one that needs a head; `sums` is how gradients of samples are added, as a job says it.
         """
         self._refuse_lossless(spec)
         head = None
         if objective is not None:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
         device = self.device if device is None else device
-        return Adapter(spec, self._targets(spec), seed, device, self._parts(spec, head))
+        parts = self._parts(spec, head)
+        return Adapter(spec, self._targets(spec), seed, device, parts, has_free_sums=self._are_free(sums))
 
     def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
         """An adapter beside the backbone that sits where a file says; its weights are loaded next."""
@@ -224,6 +226,13 @@ class Backbone:
             "pissa.",
             where="adapter.init_lora_weights",
         )
+
+    def _are_free(self, sums: str) -> bool:
+        """Whether sums of gradients are free; ConfigError where they cannot be."""
+        if sums == "free" and (self.path is not self.reference or self.works_on):
+            found = f"free sums are made on a CPU by the reference kernels, and these are {self.kernels!r}"
+            raise ConfigError(f"{found}; use ordered, or device cpu with kernels reference.", where="sums")
+        return sums == "free"
 
     def lane(self, spec: AdapterSpec) -> str:
         """Adapters of different lanes cannot share a microbatch: those that no kernel can run have one apart."""

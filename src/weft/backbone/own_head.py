@@ -71,6 +71,11 @@ class OwnHead:
         grad_BD = self._frozen.input_gradient(of_others_BV)
         return grad_BD.add_(grad_BK @ self._rows_KD, alpha=scale)
 
+    def end_sample(self) -> None:
+        """To be called when all blocks of a sample have added to the gradient of its own rows."""
+        if self._own.free_sums is not None:
+            self._own.free_sums.take_sample()
+
 
 @dataclass(frozen=True, eq=False)
 class OwnHeadLoss:
@@ -109,6 +114,8 @@ class OwnHeadLoss:
                 results_2N[:, rows], found = self._block(head, hidden_ND[rows], targets_N[rows], weights)
                 if grad_ND is not None and found is not None:
                     grad_ND[rows] = found
+            if grad_ND is not None:
+                head.end_sample()
         return results_2N, grad_ND
 
     def _samples(self) -> Iterator[tuple[OwnHead, slice]]:

@@ -43,6 +43,8 @@ class Placed:
     dropout_key: int | None = None
     step_key: int | None = None
     """A number of its job's seed and step, in training."""
+    is_apart: bool = False
+    """Whether its slot works on it by itself, as free sums need it; else neighbours of one slot go together."""
     position: int = 0
     """Position of its first token; above 0 when earlier tokens are cached."""
     objective: LikelihoodObjective | None = None
@@ -70,6 +72,8 @@ class PackedBatch:
     segment_slots: tuple[int | None, ...]
     step_keys: tuple[int | None, ...]
     """Of each segment, a number of its job's seed and step; None in evaluation."""
+    apart: tuple[bool, ...]
+    """Of each segment, whether its slot works on it by itself."""
     is_tiled: bool
     supervised: np.ndarray
     """Rows that predict a supervised token."""
@@ -140,7 +144,7 @@ class PackedBatch:
 
     @functools.cached_property
     def slots(self) -> tuple[SlotRows, ...]:
-        """Neighbouring segments of one slot, together.
+        """Neighbouring segments of one slot, together, but for those that go by themselves.
 
         On a GPU only frozen products are tiled; a slot's adapter products and gradients run over all its rows at once,
         since small products would leave it idle. There, results with other neighbours are equal to rounding.
@@ -148,8 +152,9 @@ class PackedBatch:
         on_cpu = is_cpu(self.device)
         window = ADAPTER_WINDOW if self.is_tiled and on_cpu else None
         found = []
-        owned = zip(zip(self.segment_slots, self.step_keys, strict=True), self.segments, strict=True)
-        for (slot, key), group in itertools.groupby(owned, key=lambda pair: pair[0]):
+        alone = [place if is_apart else -1 for place, is_apart in enumerate(self.apart)]
+        owned = zip(zip(self.segment_slots, self.step_keys, alone, strict=True), self.segments, strict=True)
+        for (slot, key, _), group in itertools.groupby(owned, key=lambda pair: pair[0]):
             if slot is not None:
                 own = [segment for _, segment in group]
                 summed = own if on_cpu else [Rows(own[0].start, own[-1].end)]
@@ -199,6 +204,7 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         segments=tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False)),
         segment_slots=tuple(item.slot for item in placed),
         step_keys=tuple(item.step_key for item in placed),
+        apart=tuple(item.is_apart for item in placed),
         is_tiled=row_tile is not None,
         supervised=np.concatenate(rows).astype(np.int64),
         targets=np.concatenate(targets).astype(np.int64),

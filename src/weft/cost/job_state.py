@@ -9,6 +9,7 @@ from __future__ import annotations
 from weft.spec import JobSpec
 
 FLOAT_BYTES = 4
+WORD_BYTES = 8
 
 
 def optimizer_bytes(job: JobSpec) -> float:
@@ -42,6 +43,11 @@ def passing_bytes(job: JobSpec) -> int:
     return FLOAT_BYTES * max(in_a_step, job.ema_decay is not None)
 
 
+def sum_bytes(job: JobSpec) -> int:
+    """What free sums hold: a word of 8 bytes, and a second where gradients are large."""
+    return 2 * WORD_BYTES if job.sums == "free" else 0
+
+
 def best_bytes(job: JobSpec) -> int:
     """The weights of the best evaluation, if early stopping asks for them."""
     return FLOAT_BYTES if job.early_stopping_patience else 0
@@ -49,4 +55,4 @@ def best_bytes(job: JobSpec) -> int:
 
 def job_state_bytes(job: JobSpec) -> float:
     """All of it together, as admission counts it."""
-    return kept_bytes(job) + passing_bytes(job) + best_bytes(job)
+    return kept_bytes(job) + passing_bytes(job) + best_bytes(job) + sum_bytes(job)

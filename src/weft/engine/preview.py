@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from weft.cost.job_state import kept_bytes
+from weft.cost.job_state import kept_bytes, sum_bytes
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.progress import PLANNED_BATCHES
@@ -89,7 +89,9 @@ def preview(engine: Engine) -> Preview:
         num_tokens=num_tokens,
         capacity=engine.limits.capacity,
         backbone_bytes=facts.backbone_bytes,
-        adapter_bytes=sum(round(job.num_parameters * (_WEIGHT_BYTES + kept_bytes(job.spec))) for job in jobs),
+        adapter_bytes=sum(
+            round(job.num_parameters * (_WEIGHT_BYTES + kept_bytes(job.spec) + sum_bytes(job.spec))) for job in jobs
+        ),
         activation_bytes=held_bytes,
         is_memory_measured=is_measured,
         seconds=factor * tried.seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),

@@ -112,7 +112,8 @@ class LocalExecutor:
 
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state on the CPU."""
-        adapter = self.backbone.new_adapter(job.spec.adapter, job.spec.seed, CPU, job.batches.data.head)
+        spec, head = job.spec, job.batches.data.head
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
         refuse_idle_rates(job.spec.learning_rate_pattern, list(adapter.modules))
         if job.start is not None:
             self._check_rows(job)
@@ -326,7 +327,8 @@ class LocalExecutor:
 
     def _twin(self, name: str) -> ExecutedJob:
         given = self.jobs[name].given
-        adapter = self.backbone.new_adapter(given.spec.adapter, given.spec.seed, objective=given.batches.data.head)
+        spec, head = given.spec, given.batches.data.head
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, objective=head, sums=spec.sums)
         weights, reference = JobWeights(given.spec, adapter), self._reference(given)
         weights.slot = self.backbone.attach(weights.adapter)
         if reference is not None:

@@ -54,6 +54,7 @@ def place_segment(job: NewJob, slot: int | None, segment: Segment) -> Placed:
         weight=1.0 / batch.divisor,
         dropout_key=mix(seed, step, segment.index),
         step_key=mix(seed, step),
+        is_apart=job.spec.sums == "free",
         objective=batches.data.judge,
         head=batches.data.head,
         distillation=batches.data.distillation,

@@ -36,6 +36,7 @@ OBJECTIVES = (
     *("reward", "classification", "token_classification", "distillation"),
 )
 DEFAULT_MOMENTUM = {"muon": 0.95}
+SUMS = ("ordered", "free")
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tensorboard")
@@ -199,6 +200,9 @@ class JobSpec(KnownKeywords):
     instead of the last weights. Default: none is kept."""
     max_grad_norm: float = setting(1.0, aliases=("gradient_clipping",), rule=at_least(0))
     """Clip this job's gradient to this norm; 0 turns clipping off."""
+    sums: str = setting("ordered", choices=SUMS)
+    """How gradients of samples are added: ordered, in fp32 and in the job's order, or free, as whole numbers, so that
+    no order of samples changes a bit. Free sums are for CPUs, and take up to 16 bytes a trainable parameter."""
     loraplus_lr_ratio: float | None = setting(None, rule=above(0), methods=LORA_KINDS)
     """LoRA+: the learning rate of B is this many times that of A."""
 

@@ -217,10 +217,11 @@ def test_job_when_it_diverges_then_ends_as_on_one_device_and_the_neighbours_go_o
     ("job", "where"),
     [
         (job_spec("job", optim="adamw_8bit"), "optim"),
+        (job_spec("job", sums="free"), "sums"),
         (job_spec("job", adapter={"r": 2, "target_modules": ("nothing",)}), "adapter.target_modules"),
         (job_spec("job", learning_rate_pattern={"nothing": 2.0}), "learning_rate_pattern"),
     ],
-    ids=["blocks of numbers", "no such module", "no such rate"],
+    ids=["blocks of numbers", "free sums", "no such module", "no such rate"],
 )
 def test_job_when_it_does_not_fit_stages_then_refused_and_forgotten(job, where):
     engine = staged("llama", (1, 1))

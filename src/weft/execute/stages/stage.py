@@ -45,6 +45,8 @@ def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
     """ConfigError for settings of a job that need a backbone in one piece; `start`: of the adapter it goes on from."""
     if spec.optim in WHOLE_STATES:
         raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
+    if spec.sums == "free":
+        raise ConfigError("stages add gradients in order; use ordered, or train without --layout.", where="sums")
     if spec.adapter.eva is not None:
         found = "eva looks at the data with a backbone in one piece; use another start, or train without --layout."
         raise ConfigError(found, where="adapter.init_lora_weights")

@@ -1,0 +1,85 @@
+"""What free sums of gradients cost on a CPU beside ordered ones.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.free_sums
+
+Prints the processor time of adding 20 million numbers to a sum, in buffers of several sizes, as fp32 and in fixed
+point, and of reading such a sum, which a step does once; then that of training a job on the embedded model.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import weft
+from weft.kernels.fixed_point import FixedPointSum
+
+NUMBERS = 20_000_000
+SIZES = (4_096, 65_536, NUMBERS)
+RUNS = 5
+
+
+def milliseconds(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Median processor time, after a first run."""
+    times = []
+    for _ in range(RUNS + 1):
+        before()
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return 1000 * statistics.median(times[1:])
+
+
+def print_sums() -> None:
+    """The arithmetic by itself."""
+    for size in SIZES:
+        numbers = torch.randn(size) * 1e-4
+        buffers = [torch.zeros(size) for _ in range(NUMBERS // size)]
+        sums = [FixedPointSum(buffer) for buffer in buffers]
+        totals = [torch.zeros(size) for _ in buffers]
+
+        def fill(buffers: list[torch.Tensor] = buffers, numbers: torch.Tensor = numbers) -> None:
+            for buffer in buffers:
+                buffer.copy_(numbers)
+
+        def add(totals: list[torch.Tensor] = totals, buffers: list[torch.Tensor] = buffers) -> None:
+            for total, buffer in zip(totals, buffers, strict=True):
+                total.add_(buffer)
+
+        ordered = milliseconds(add, fill)
+        free = milliseconds(lambda sums=sums: [each.take() for each in sums], fill)
+        read = milliseconds(lambda sums=sums: [each.total() for each in sums])
+        print(f"  buffers of {size:>10,}: fp32 {ordered:5.0f} ms, fixed point {free:5.0f} ms, read {read:5.0f} ms")
+
+
+def print_job() -> None:
+    """A job on the embedded model: 20 steps of 8 samples of a few dozen tokens."""
+    rows = [{"prompt": f"{i} plus {i + 1} is", "completion": f" {2 * i + 1}"} for i in range(40)]
+    times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sums.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+        for sums in ("ordered", "free"):
+            engine = weft.Engine("tiny")
+            engine.submit(weft.Job(name="job", train_data=str(path), max_steps=20, sums=sums))
+            start = time.process_time()
+            engine.run()
+            times[sums] = time.process_time() - start
+    print(f"  a job of 20 steps: ordered {times['ordered']:.2f} s, free {times['free']:.2f} s")
+
+
+def main() -> None:
+    """Prints both."""
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; processor time, {NUMBERS:,} numbers")
+    print_sums()
+    print_job()
+
+
+if __name__ == "__main__":
+    main()

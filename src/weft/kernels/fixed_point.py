@@ -1,0 +1,114 @@
+"""Sums of fp32 numbers that do not depend on the order of adding: each number becomes a whole multiple of one unit.
+
+    v = round(g / u),  u = 2⁻⁶⁰;      sum = Σ v, which is exact;      the result is u · sum, rounded to fp32 once
+
+The unit is the same for every job, step and tensor, so no layout, cut or neighbour has a say in it. Numbers from 2⁻³⁷
+(7e-12) on are multiples of it already and lose nothing; smaller ones are rounded by at most 2⁻⁶¹ each. A sum in fp32
+rounds every time: of three and more numbers of about 1e-10, or larger ones, it is the less exact of the two.
+
+A sum is held in one or two int64 words, fine · u + coarse · c with c = 2⁻¹⁷. Almost always fine is enough. The second
+is taken when a number of 2 or more comes, or when fine might overflow: whole units of c are then carried over, which
+changes nothing about the sum. Whatever was carried when, `total` is a function of the exact sum alone.
+
+The sizes of the largest numbers of all that was added are added up as well. Where that reaches 2⁴⁵ (3.5e13), or a
+number was not finite, the total is NaN: a sum is refused, never wrapped. That depends on no order either.
+
+`python -m benchmarks.free_sums` measures what it costs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+FINE_BITS, COARSE_BITS = 60, 17
+"""Units are 2 to the minus of these."""
+CARRY_BITS = FINE_BITS - COARSE_BITS
+LARGEST_FINE = 2.0
+"""Numbers from here on are divided between both words."""
+ROOM = 2**62
+"""What either word may come to in units of its own."""
+CHUNK = 2**16
+"""Numbers that are converted at once, so that what is in between stays in a processor's cache."""
+
+
+class FixedPointSum:
+    """The sum of all that a buffer held whenever it was taken."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """`values`: an fp32 buffer with memory in one piece, which others add to between two calls."""
+        self._values_P = values.view(-1)
+        self._fine_P = torch.zeros_like(self._values_P, dtype=torch.int64)
+        self._coarse_P: torch.Tensor | None = None
+        self._chunks = list(zip(self._values_P.split(CHUNK), self._fine_P.split(CHUNK), strict=True))
+        self._in_fine = 0
+        """Units that no number of fine can be above."""
+        self._in_all = 0
+        """The same of all that was added, whatever was carried."""
+        self._is_finite = True
+
+    def take(self) -> None:
+        """Adds what the buffer holds, and leaves zeros there."""
+        # A NaN is both the least and the largest.
+        largest = max(abs(float(end)) for end in self._values_P.aminmax()) if len(self._values_P) else 0.0
+        if largest == 0:
+            return
+        units = math.ceil(largest * 2**FINE_BITS) if math.isfinite(largest) else ROOM << CARRY_BITS
+        self._in_all += units
+        self._is_finite &= self._in_all < ROOM << CARRY_BITS
+        if not self._is_finite:
+            self._values_P.zero_()
+            return
+        if largest >= LARGEST_FINE:
+            self._take_coarse()
+            units = 2 ** (CARRY_BITS - 1)
+        if self._in_fine + units > ROOM:
+            self._carry()
+        self._in_fine += units
+        for values, fine in self._chunks:
+            # All three are exact but the rounding: the factor is a power of two.
+            fine.add_(values.mul_(2.0**FINE_BITS).round_().to(torch.int64))
+            values.zero_()
+
+    def total(self) -> torch.Tensor:
+        """The sum (P) in fp32, all NaN if something was not finite or too large."""
+        if not self._is_finite:
+            return torch.full_like(self._values_P, math.nan)
+        carried_P = _carried(self._fine_P)
+        rest_P = self._fine_P - (carried_P << CARRY_BITS)
+        if self._coarse_P is not None:
+            carried_P += self._coarse_P
+        return (carried_P.double() * 2.0**-COARSE_BITS + rest_P.double() * 2.0**-FINE_BITS).float()
+
+    def forget(self) -> None:
+        """Begins again; the buffer is its owner's to empty."""
+        self._fine_P.zero_()
+        self._coarse_P = None
+        self._in_fine = self._in_all = 0
+        self._is_finite = True
+
+    def _take_coarse(self) -> None:
+        """Adds all but the last bits of what the buffer holds to coarse; less than half of its unit stays there."""
+        coarse_P = self._second_word()
+        whole_P = self._values_P.mul(2.0**COARSE_BITS).round_()
+        coarse_P.add_(whole_P.to(torch.int64))
+        self._values_P.sub_(whole_P.mul_(2.0**-COARSE_BITS))
+
+    def _carry(self) -> None:
+        """Moves whole units of coarse from fine to it."""
+        carried_P = _carried(self._fine_P)
+        self._second_word().add_(carried_P)
+        self._fine_P.sub_(carried_P.bitwise_left_shift_(CARRY_BITS))
+        self._in_fine = 2 ** (CARRY_BITS - 1)
+
+    def _second_word(self) -> torch.Tensor:
+        if self._coarse_P is None:
+            self._coarse_P = torch.zeros_like(self._fine_P)
+        return self._coarse_P
+
+
+def _carried(fine_P: torch.Tensor) -> torch.Tensor:
+    """The nearest units of coarse."""
+    carried_P: torch.Tensor = (fine_P + 2 ** (CARRY_BITS - 1)) >> CARRY_BITS
+    return carried_P
