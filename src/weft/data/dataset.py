@@ -133,7 +133,7 @@ class Dataset:
     @property
     def reads_reference(self) -> bool:
         """Whether the objective compares with what a reference, or a teacher, says of the samples."""
-        return self.distillation is not None or (self.judge is not None and self.judge.reads_reference)
+        return self.objective.reads_reference
 
     @property
     def has_teacher(self) -> bool:

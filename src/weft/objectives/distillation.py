@@ -53,6 +53,7 @@ class Distillation(Supervised):
     top_k: int | None = None
     """How many of the teacher's most likely tokens it hears of; None: all."""
     name: ClassVar[str] = "distillation"
+    reads_reference: ClassVar[bool] = True
 
     def of_job(self, job: JobSpec) -> Distillation:
         """As a job's settings have it."""

@@ -49,6 +49,10 @@ class Objective(Protocol):
     part_format: ClassVar[str | None]
     """The format of its parts, if it makes them of other columns; None: a part is the row itself, in its own format."""
 
+    reads_reference: ClassVar[bool]
+    """Whether it compares with what a reference, or a teacher, says: the bare backbone, an adapter that the job names,
+    or the data itself."""
+
     def of_job(self, job: JobSpec) -> Objective:
         """The same with a job's settings."""
         ...
@@ -108,8 +112,6 @@ class Judged:
 class LikelihoodObjective(Objective, Protocol):
     """An objective whose weights depend on log-probabilities, so its rows go through the output head twice."""
 
-    reads_reference: ClassVar[bool]
-    """Whether it compares with what a reference says: the bare backbone, or an adapter that the job names."""
     reads_mismatch: ClassVar[bool]
     """Whether a group's prompt also runs with the next group's answer, which learns nothing: M is then 2."""
     reads_labels: ClassVar[bool]

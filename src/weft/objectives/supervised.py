@@ -17,6 +17,7 @@ class Supervised:
     name: ClassVar[str] = "supervised"
     group_size: ClassVar[int] = 1
     part_format: ClassVar[str | None] = None
+    reads_reference: ClassVar[bool] = False
 
     def of_job(self, job: JobSpec) -> Supervised:
         """It has no settings."""

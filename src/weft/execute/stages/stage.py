@@ -27,10 +27,7 @@ from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.transport import ACTIVATION, Transport
 from weft.execute.weights import JobWeights
 from weft.kernels.device import CPU
-from weft.objectives.distillation import Distillation
 from weft.objectives.metrics import MeanScores
-from weft.objectives.preference.dpo import Dpo
-from weft.objectives.preference.kto import Kto
 from weft.objectives.registry import OBJECTIVES
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec, JobSpec
@@ -50,7 +47,8 @@ def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
     if spec.adapter.eva is not None:
         found = "eva looks at the data with a backbone in one piece; use another start, or train without --layout."
         raise ConfigError(found, where="adapter.init_lora_weights")
-    if isinstance(OBJECTIVES.get(spec.objective), Dpo | Kto | Distillation):
+    named = OBJECTIVES.get(spec.objective)
+    if named is not None and named.reads_reference:
         raise _compares(spec.objective)
     if spec.adapter.trains_rows or (start is not None and start.trains_rows):
         found = "rows of tokens are on the first and on the last stage at once; train them without --layout."

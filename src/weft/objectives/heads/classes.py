@@ -38,6 +38,7 @@ class Classification:
     name: ClassVar[str] = "classification"
     group_size: ClassVar[int] = 1
     part_format: ClassVar[str | None] = "passage"
+    reads_reference: ClassVar[bool] = False
     task_type: ClassVar[str] = "SEQ_CLS"
     has_bias: ClassVar[bool] = False
     labels_end: ClassVar[bool] = True

@@ -31,6 +31,7 @@ class Reward:
     name: ClassVar[str] = "reward"
     group_size: ClassVar[int] = 2
     part_format: ClassVar[str | None] = "auto"
+    reads_reference: ClassVar[bool] = False
     task_type: ClassVar[str] = "SEQ_CLS"
     has_bias: ClassVar[bool] = False
     labels_end: ClassVar[bool] = True
