@@ -22,10 +22,15 @@ from tiny_models import (
 
 from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
+from weft.backbone.fused.inputs import InputShape
+from weft.backbone.fused.path import FusedPath
+from weft.backbone.packed import Placed, pack_samples
+from weft.backbone.reference_rows import ReferenceRows
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, JobFailed, MicrobatchDone, StepDone
 from weft.errors import AdapterFileError, ConfigError
+from weft.execute import microbatch
 from weft.execute.references import Asked, JobReference, KnownRows, hear_references
 from weft.inference.attach import read_stored
 from weft.objectives.distillation import Distillation
@@ -54,10 +59,6 @@ def pair_job(name: str = "pairs", seed: int = 0, **settings):
     return job_spec(name, **settings), JobData(*(replace(d, objective=Dpo(0.3)) for d in (data.train, data.eval)))
 
 
-def padded(tokens: int) -> int:
-    return -(-tokens // TILE) * TILE
-
-
 def extra_rows(*jobs, capacity: int = 64) -> list[int]:
     """What references ran in front of each microbatch, in tiles of rows."""
     engine, found = Engine(random_backbone("llama"), capacity=capacity), []
@@ -65,7 +66,7 @@ def extra_rows(*jobs, capacity: int = 64) -> list[int]:
 
     def note(_, event):
         if isinstance(event, MicrobatchDone):
-            found.append((event.rows - padded(event.tokens)) // TILE)
+            found.append(event.heard // TILE)
 
     finish(engine, note)
     return found
@@ -95,6 +96,37 @@ def test_epochs_when_the_first_is_over_then_no_reference_runs_again():
     """One pass has room for all six pairs; evaluations are passes of their own."""
     found = extra_rows(pair_job())
     assert found[0] == 1 and not any(found[1:]) and len(found) > 4
+
+
+def test_pass_when_it_looks_ahead_then_no_sample_takes_room_twice(monkeypatch):
+    """What the microbatch itself has to know is not among what its jobs will have to."""
+    seen: list[list[ReferenceRows]] = []
+
+    def hear(backbone, asked, *rest):
+        seen.append([each.rows for each in asked if not each.rows.is_known])
+        return hear_references(backbone, asked, *rest)
+
+    monkeypatch.setattr(microbatch, "hear_references", hear)
+    train(random_backbone("llama"), [pair_job()])
+    assert len(seen[0]) == len(set(seen[0])) == 12, "all six pairs, of which three are ahead"
+
+
+def test_reference_when_adapters_are_there_then_takes_their_kernels(monkeypatch):
+    """Else what it says would depend on which graphs are captured: products round otherwise without adapters."""
+    backbone = random_backbone("llama", kernels="fused")
+    shapes: list[InputShape] = []
+    forward = FusedPath._pass
+
+    def noted(path, batch, shape, *rest, **options):
+        shapes.append(shape)
+        return forward(path, batch, shape, *rest, **options)
+
+    monkeypatch.setattr(FusedPath, "_pass", noted)
+    batch = pack_samples([Placed(random_sample(np.random.default_rng(1), 9))], TILE, backbone.device)
+    backbone.path.read(batch, TILE)
+    backbone.attach(backbone.new_adapter(AdapterSpec(r=2), 0))
+    backbone.path.read(batch, TILE)
+    assert [shape.is_adapted for shape in shapes] == [False, True]
 
 
 def test_jobs_when_they_compare_the_same_samples_then_one_of_them_asks():
