@@ -261,9 +261,9 @@ def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has
     engine, made = Engine(SmallGpu(10**6), capacity=48), []
     new_adapter = engine.executor.backbone.new_adapter
 
-    def noted(spec: Any, seed: int, device: torch.device | None = None, objective: Any = None) -> Any:
+    def noted(spec: Any, seed: int, device: torch.device, *rest: Any) -> Any:
         made.append(device)
-        return new_adapter(spec, seed, device, objective)
+        return new_adapter(spec, seed, device, *rest)
 
     monkeypatch.setattr(engine.executor.backbone, "new_adapter", noted)
     submit(engine, small_job("a"))
