@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.errors import ConfigError, closest
+from weft.plan.layout import parse_layout
 from weft.plan.pipeline.build import Schedule
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ PipelineSchedule = Annotated[
     typer.Option("--schedule", metavar="NAME", help=f"With --layout: auto (default), {', '.join(SCHEDULES)}."),
 ]
 AUTO = "auto"
-"""Of a few ways to pack and order microbatches, the one that is fastest in the simulator."""
+"""Of schedules: of a few ways to pack and order microbatches, the one that is fastest in the simulator."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,14 @@ class LayoutOptions:
     def _num_stages(self) -> int:
         if self.layout is None:
             return 1
-        kind, _, number = self.layout.partition(":")
-        if kind != "stages" or not number.isdecimal() or int(number) < 1:
-            raise ConfigError(f"got {self.layout!r}; accepted is stages:N, such as stages:2.", where="--layout")
-        return int(number)
+        if self.layout == AUTO:
+            raise ConfigError("no layout is chosen by itself yet; say one, such as stages:2.", where="--layout")
+        layout = parse_layout(self.layout, where="--layout")
+        missing = {kind for replica in layout.replicas for kind in replica.parts} - {"stages"}
+        if missing or len(layout.replicas) > 1:
+            found = min(missing, default="more than one replica")
+            raise ConfigError(f"got {self.layout!r}; {found} cannot be trained yet, only stages:N.", where="--layout")
+        return layout.replicas[0].stages
 
     @property
     def _schedule(self) -> Schedule | None:

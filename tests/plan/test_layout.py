@@ -1,0 +1,58 @@
+"""What a layout says, and what is said about a text that is none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.plan.layout import Layout, ReplicaLayout, parse_layout
+
+NUMBERS = st.integers(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas", "printed"),
+    [
+        ("stages:1", [ReplicaLayout()], "stages:1"),
+        ("spread:1", [ReplicaLayout()], "stages:1"),
+        ("stages:2,tensor:2", [ReplicaLayout(tensor=2, stages=2)], "tensor:2,stages:2"),
+        ("shards:4", [ReplicaLayout(shards=4)], "shards:4"),
+        ("spread:3", [ReplicaLayout()] * 3, "spread:3"),
+        ("spread:2,stages:2", [ReplicaLayout(stages=2)] * 2, "spread:2,stages:2"),
+        ("stages:1+stages:2", [ReplicaLayout(), ReplicaLayout(stages=2)], "stages:1+stages:2"),
+        ("stages:1+stages:1+tensor:2", [ReplicaLayout()] * 2 + [ReplicaLayout(tensor=2)], "spread:2+tensor:2"),
+    ],
+)
+def test_layout_when_written_then_read_and_printed(text, replicas, printed):
+    assert parse_layout(text) == Layout(tuple(replicas))
+    assert str(parse_layout(text)) == printed
+
+
+@given(st.lists(st.builds(ReplicaLayout, NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=5))
+def test_layout_when_printed_then_comes_back(replicas):
+    layout = Layout(tuple(replicas))
+    assert parse_layout(str(layout)) == layout
+    assert layout.num_devices == sum(own.tensor * own.shards * own.stages for own in replicas)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "got ''; accepted are tensor:N, shards:N, stages:N, spread:N"),
+        ("stages", "Did you mean stages:2?"),
+        ("stage:4", "Did you mean stages:4?"),
+        ("stages:0", "Did you mean stages:2?"),
+        ("stages:-1", "got 'stages:-1'"),
+        ("stages:\u0662", "Did you mean stages:2?"),
+        ("stages:2,", "in which '' is no part of a layout"),
+        ("stages:1+rows:2", "in which 'rows:2' is no part of a layout"),
+        ("stages:2,stages:4", "Say stages once for a replica."),
+        ("stages:1++stages:2", "in which '' is no part"),
+    ],
+)
+def test_layout_when_a_text_is_none_then_refused_with_what_was_meant(text, said):
+    with pytest.raises(ConfigError) as found:
+        parse_layout(text, where="--layout")
+    assert said in str(found.value) and str(found.value).startswith("--layout: got ")
