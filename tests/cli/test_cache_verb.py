@@ -26,9 +26,9 @@ def test_cache_when_data_was_prepared_then_is_shown_and_cleared(tmp_path: Path, 
     (tmp_path / "train.jsonl").write_text('{"text": "once"}\n{"text": "twice"}\n')
     load_dataset(["train.jsonl"], make_tokenizer(), max_length=64, base_dir=tmp_path)
     shown = said()
-    assert "1 entries" in shown
+    assert "1 entry" in shown
     assert shown.splitlines()[-1].split()[:2] == ["train.jsonl", "2"]
-    assert said("clear") == f"removed 1 entries from {place}\n"
+    assert said("clear") == f"removed 1 entry from {place}\n"
     assert said().startswith(f"{place}: 0 entries")
 
 

@@ -27,7 +27,7 @@ def show(context: typer.Context) -> None:
         return
     entries = kept.entries()
     total = sum(entry.num_bytes for entry in entries)
-    typer.echo(f"{kept.root}: {len(entries):,} entries, {_size(total)} of at most {_size(kept.limit_bytes)}")
+    typer.echo(f"{kept.root}: {_counted(len(entries))}, {_size(total)} of at most {_size(kept.limit_bytes)}")
     if not entries:
         return
     table = Table(box=None, pad_edge=False)
@@ -45,7 +45,7 @@ def clear() -> None:
     """Remove all of it; runs that use it go on."""
     kept = _open()
     if kept is not None:
-        typer.echo(f"removed {kept.clear():,} entries from {kept.root}")
+        typer.echo(f"removed {_counted(kept.clear())} from {kept.root}")
 
 
 def _open() -> PreparedCache | None:
@@ -55,6 +55,10 @@ def _open() -> PreparedCache | None:
     if kept is None:
         typer.echo(f"{PLACE_VARIABLE} is off: nothing is kept")
     return kept
+
+
+def _counted(number: int) -> str:
+    return f"{number:,} {'entry' if number == 1 else 'entries'}"
 
 
 def _size(num_bytes: float) -> str:

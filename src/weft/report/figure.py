@@ -63,7 +63,7 @@ def bare_figure(run: RunData, traces: list[Any], *, x_title: str) -> PlotlyFigur
             "spikethickness": 1,
             "spikedash": "solid",
         },
-        yaxis={"zeroline": False, "nticks": 6, "exponentformat": "e"},
+        yaxis={"zeroline": False, "nticks": 6, "exponentformat": "e", "automargin": True},
     )
     if not unified:
         figure.update_traces(hoverlabel={"namelength": -1})
