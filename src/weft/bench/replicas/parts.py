@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.replicas.controller import measure_controller
+from weft.bench.replicas.killed import measure_kills
 from weft.bench.replicas.planning import measure_placing
 from weft.bench.replicas.simulated import measure_eight
 from weft.bench.replicas.trained import measure_recovery, measure_scaling
@@ -22,6 +23,9 @@ TARGETS: Targets = {
     "controller_us": (Kind.MICROSECONDS, 200.0),
     "controller_end_ms": (Kind.MILLISECONDS, None),
     "recover_s": (Kind.SECONDS, 10.0),
+    "kills_differ": (Kind.DIFFERENCES, 0.0),
+    "kills_repeated": (Kind.DIFFERENCES, 0.0),
+    "kill_seen_s": (Kind.SECONDS, 5.0),
     "bits_two_ranks": (Kind.DIFFERENCES, 0.0),
 }
 PARTS: Parts = {
@@ -30,10 +34,15 @@ PARTS: Parts = {
     "16 jobs over one rank and over two, of one thread each": measure_scaling,
     "a controller of 64 scripted ranks": measure_controller,
     "a rank is killed": measure_recovery,
+    "20 runs of which something is killed": measure_kills,
     "two ranks on one GPU": measure_two_ranks,
 }
 REGIMES = dict(
-    zip(("place_1000_s", "sim8", "scale2_cpu", "controller_us", "recover_s", "bits_two_ranks"), PARTS, strict=True)
+    zip(
+        ("place_1000_s", "sim8", "scale2_cpu", "controller_us", "recover_s", "kills_differ", "bits_two_ranks"),
+        PARTS,
+        strict=True,
+    )
 )
 """Each part by the figure that it is asked for by."""
 ON_GPU = frozenset({REGIMES["bits_two_ranks"]})

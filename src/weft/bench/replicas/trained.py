@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from weft.engine.events import Event, JobStarted, StepDone
 from weft.engine.run_engine import RunEngine
@@ -53,6 +54,14 @@ class SmallJobs:
         """Writes their data into a folder and returns the run."""
         rows = [{"prompt": f"Add {i} and {7 * i}.", "completion": f"{i} + {7 * i} = {8 * i}"} for i in range(NUM_ROWS)]
         (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return run_from_mapping(self._mapping)
+
+    def write_file(self, jobs_file: Path) -> None:
+        """Writes the run as a jobs file, beside its data."""
+        jobs_file.write_text(json.dumps(self._mapping))
+
+    @property
+    def _mapping(self) -> dict[str, Any]:
         jobs = [
             {"name": f"job{i:02}", "learning_rate": 1e-4 * (1 + i), "adapter": {"r": (8, 16)[i % 2]}}
             for i in range(self.num_jobs)
@@ -63,7 +72,7 @@ class SmallJobs:
             "max_steps": self.num_steps,
             "save_steps": self.save_steps,
         }
-        return run_from_mapping({"base_model": "tiny", "device": "cpu", "defaults": defaults, "jobs": jobs})
+        return {"base_model": "tiny", "device": "cpu", "defaults": defaults, "jobs": jobs}
 
 
 SCALING = SmallJobs(num_jobs=16, num_steps=10, save_steps=1000)

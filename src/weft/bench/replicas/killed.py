@@ -1,0 +1,208 @@
+"""`kill -9` at random moments of whole runs, from the start of their first rank to their last file.
+
+kills_differ     adapters of all these runs whose bytes are not those of one process that nobody disturbed.
+kills_repeated   steps that a job took twice although its own rank was never killed: neighbours go on.
+kill_seen_s      the longest time from the death of a rank until its controller starts another one or goes on without.
+num_kills        runs in which something was killed: a rank in half of them; the controller, which is then resumed; and
+                 with Ray installed an actor's process, or a node with all that is on it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.bench.replicas.killed_node import NodeCluster, has_ray
+from weft.bench.replicas.trained import ONE_THREAD, SmallJobs
+from weft.bench.replicas.two_ranks import differing_adapters
+from weft.engine.events import Event, JobWarning, StepDone
+from weft.engine.run_engine import RunEngine
+from weft.engine.train import execute_run, prepare_run
+from weft.replicas.known_rank import KnownRank
+from weft.replicas.load import load_replicated
+from weft.replicas.messages import RankOrder
+from weft.replicas.places import rank_order
+from weft.replicas.rank_group import RankGroup
+from weft.replicas.rank_link import Ranks
+from weft.replicas.rank_pool import RankPool, RankProcess
+from weft.spec import JobSpec, RunSpec
+from weft.store.run_dir import RunDirectory
+from weft.wall_clock import WallClock
+
+JOBS = SmallJobs(num_jobs=4, num_steps=12, save_steps=3)
+NUM_KILLS = 20
+RANK, CONTROLLER, ACTOR, NODE = "rank", "controller", "actor", "node"
+LOOK_S = 0.02
+"""Between two looks for a rank that can be killed."""
+
+
+@dataclass
+class KillFigures:
+    """What all runs together showed."""
+
+    num_kills: int = 0
+    num_differing: int = 0
+    num_repeated: int = 0
+    seen_s: list[float] = field(default_factory=list)
+
+
+class WatchedGroup(RankGroup):
+    """Ranks of which one dies at a moment; it notes when that is seen."""
+
+    killed_s: float | None = None
+    seen_s: float | None = None
+
+    def replace(self, rank: KnownRank, how: str, *, is_wanted: bool) -> None:
+        """Takes note of the time."""
+        if self.killed_s is not None and self.seen_s is None:
+            self.seen_s = time.monotonic() - self.killed_s
+        super().replace(rank, how, is_wanted=is_wanted)
+
+    def kill_one(self, drawn: random.Random) -> bool:
+        """Kills the process of one that has one; False if there is none."""
+        living = [pid for rank in self if (pid := _process_id(rank)) is not None]
+        if living:
+            self.killed_s = time.monotonic()
+            with suppress(ProcessLookupError):
+                os.kill(drawn.choice(living), signal.SIGKILL)
+        return bool(living)
+
+    def lose_node(self, nodes: NodeCluster) -> bool:
+        """Kills all processes of a node."""
+        self.killed_s = time.monotonic()
+        nodes.lose_one()
+        return True
+
+
+def measure_kills(jobs: SmallJobs = JOBS, num_kills: int = NUM_KILLS, seed: int = 0) -> dict[str, float]:
+    """Keys as in `weft bench replicas --json`."""
+    found, drawn = KillFigures(), random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="weft-killed-") as name:
+        folder = Path(name)
+        runs = _Runs(folder, jobs.write(folder), drawn)
+        jobs.write_file(folder / "jobs.yaml")
+        runs.command("alone").wait()
+        begun_s = time.monotonic()
+        runs.disturb("undisturbed", lambda group: None)
+        whole_s = time.monotonic() - begun_s
+        for number, kind in enumerate(itertools.islice(_kinds(), num_kills)):
+            out = f"killed-{number}"
+            moment_s = drawn.uniform(0, whole_s)
+            if kind == CONTROLLER:
+                runs.kill_controller(out, moment_s)
+                found.num_kills += 1
+            else:
+                runs.kill_rank(out, moment_s, kind, found)
+            found.num_differing += len(differing_adapters(folder / "alone", folder / out))
+    return {
+        "kills_differ": float(found.num_differing),
+        "kills_repeated": float(found.num_repeated),
+        "kill_seen_s": max(found.seen_s, default=0.0),
+        "num_kills": float(found.num_kills),
+    }
+
+
+def _kinds() -> Iterator[str]:
+    """What is killed: a rank every other time."""
+    for other in itertools.cycle([CONTROLLER, ACTOR, NODE] if has_ray() else [CONTROLLER]):
+        yield RANK
+        yield other
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The same jobs again and again, each time into a directory of their own."""
+
+    folder: Path
+    spec: RunSpec
+    drawn: random.Random
+
+    def command(self, out: str, *options: str) -> subprocess.Popen[bytes]:
+        """`weft train` as a process."""
+        words = [sys.executable, "-m", "weft", "train", "jobs.yaml", "--out", out, *options]
+        variables = {**os.environ, **ONE_THREAD}
+        with (self.folder / f"{out}.log").open("ab") as log:
+            return subprocess.Popen(words, cwd=self.folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
+
+    def kill_controller(self, out: str, moment_s: float) -> None:
+        """A run whose controller dies, and that is then resumed."""
+        first = self.command(out, "--replicas", "2")
+        with suppress(subprocess.TimeoutExpired):
+            first.wait(moment_s)
+        first.kill()
+        first.wait()
+        resume = ["--resume"] if RunDirectory.holds_run(self.folder / out) else []
+        self.command(out, "--replicas", "2", *resume).wait()
+
+    def kill_rank(self, out: str, moment_s: float, kind: str, found: KillFigures) -> None:
+        """A run over two ranks of which one dies; counts what is seen of it."""
+        is_over = threading.Event()
+
+        def kill(group: WatchedGroup) -> None:
+            is_over.wait(moment_s)
+            while not is_over.is_set():
+                if group.lose_node(nodes) if nodes is not None and kind == NODE else group.kill_one(self.drawn):
+                    return
+                is_over.wait(LOOK_S)
+
+        with NodeCluster.opened() if kind in (ACTOR, NODE) else nullcontext() as nodes:
+            try:
+                group, repeated = self.disturb(out, kill, nodes.open_ranks if nodes is not None else None)
+            finally:
+                is_over.set()
+        found.num_kills += group.killed_s is not None
+        found.num_repeated += repeated
+        found.seen_s += [] if group.seen_s is None else [group.seen_s]
+
+    def disturb(
+        self,
+        out: str,
+        disturb: Callable[[WatchedGroup], None],
+        open_ranks: Callable[[RankOrder], Ranks] | None = None,
+    ) -> tuple[WatchedGroup, int]:
+        """Trains over two ranks beside a thread that disturbs; how many steps jobs repeated without having lost any."""
+        groups: list[WatchedGroup] = []
+        last, repeated, lost = Counter[str](), Counter[str](), set[str]()
+
+        def load(
+            spec: RunSpec, specs: Sequence[JobSpec], wall: WallClock | None
+        ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
+            order = rank_order(spec, specs)
+            ranks = RankPool(order, [ONE_THREAD] * 2) if open_ranks is None else open_ranks(order)
+            groups.append(WatchedGroup(ranks, 2))
+            threading.Thread(target=disturb, args=groups, daemon=True).start()
+            return load_replicated(spec, groups[0], clock=datetime.datetime.now(), wall=wall)
+
+        def hear(event: Event) -> None:
+            if isinstance(event, JobWarning):
+                lost.update(event.jobs)
+            elif isinstance(event, StepDone):
+                repeated[event.job] += event.step <= last[event.job]
+                last[event.job] = max(last[event.job], event.step)
+
+        run = prepare_run(self.spec, base_dir=self.folder, open_engine=load)
+        try:
+            with RunDirectory.open(self.folder / out, resume=False) as directory:
+                execute_run(run, directory, on_event=hear)
+        finally:
+            run.engine.close()
+        return groups[0], sum(count for job, count in repeated.items() if job not in lost)
+
+
+def _process_id(rank: KnownRank) -> int | None:
+    """The process of a rank, once there is one."""
+    handle = rank.process
+    return handle.process.pid if isinstance(handle, RankProcess) else getattr(handle, "pid", None)
