@@ -31,11 +31,19 @@ class SlotLinear(nn.Module):
         self.slots: dict[int, SlotWeights] = {}
         self.read_original: Callable[[], torch.Tensor] | None = None
         """Reads W (O, D) as it was before it was quantised; None where W is as it was."""
+        self.elsewhere: Callable[[], FrozenWeight | None] | None = None
+        """Where W comes and goes: reads it from elsewhere while it is not here, and gives None while it is."""
 
     @property
     def weight(self) -> torch.Tensor:
         """The frozen weight, under the name transformers looks for."""
-        return self.frozen.dense()
+        return self.stored.dense()
+
+    @property
+    def stored(self) -> FrozenWeight:
+        """W as it is stored, wherever it is now."""
+        away = None if self.elsewhere is None else self.elsewhere()
+        return self.frozen if away is None else away
 
     @property
     def in_features(self) -> int:

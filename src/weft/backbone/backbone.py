@@ -34,6 +34,7 @@ from weft.backbone.packing import experts, own_attention
 from weft.backbone.path import Memory, Path
 from weft.backbone.reference import ReferencePath
 from weft.backbone.scores import PendingScores
+from weft.backbone.shards.ring import LayerRing
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.data.tokens.new_tokens import with_new_tokens
@@ -103,6 +104,8 @@ class Backbone:
         self._tokenizers: dict[int, PreTrainedTokenizerBase] = {}
         """Of slots whose adapters have new tokens."""
         self._slot_paths: dict[int, Path] = {}
+        self.ring: LayerRing | None = None
+        """Where the frozen weights of the layers come and go, if they are spread over several devices."""
         self.ahead: CompileAhead | None = None
         """Kernels that are being compiled for it; the first microbatch waits for them."""
         self._waited_s = 0.0
@@ -164,6 +167,23 @@ class Backbone:
         parts = (fused, self._numbers(fused), self.head, memory)
         self.path = FusedPath(*parts, self._memory_model(memory), self._heads)
         self.kernels = "fused: " + ("Triton and captured graphs" if self.works_on else "plain torch twins")
+
+    def gather_by(self, ring: LayerRing) -> None:
+        """Lets microbatches wait at every layer for its frozen weights; use `backbone.shards.sharing.share_layers`."""
+        self.ring = ring
+        self.reference.gather_by(ring)
+        if isinstance(self.path, FusedPath):
+            self.path.gather_by(ring)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the frozen weights on this device."""
+        parameters = {id(p): p for p in self.model.parameters()}
+        if self.ring is not None:
+            spread = [x for linear in self.linears.values() for x in linear.frozen.stored.values()]
+            parameters = {key: p for key, p in parameters.items() if key not in {id(x) for x in spread}}
+        own = sum(p.numel() * p.element_size() for p in parameters.values())
+        return own + (0 if self.ring is None else self.ring.num_bytes)
 
     def _numbers(self, fused: FusedModel) -> dict[str, int]:
         """The modules of the fused path's table by the paths of this backbone's places."""

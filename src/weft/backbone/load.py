@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.adapters.frozen import Dense, quantise
+from weft.adapters.frozen import Dense, FrozenWeight, quantise
 from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
 from weft.backbone.model_files import check_weight_files
-from weft.backbone.model_part import ModelPart, model_class_of
+from weft.backbone.model_part import ModelPart, keep_part, model_class_of, take_out_linears
 from weft.backbone.original_weights import OriginalWeights
 from weft.backbone.packing import attention, own_attention
 from weft.backbone.packing.selfcheck import check_packing
 from weft.backbone.path import Memory
+from weft.backbone.shards.peers import Peers
+from weft.backbone.shards.sharing import share_layers
 from weft.backbone.source import Source, find_source, gguf, load_tokenizer, quiet, readable, reason
 from weft.errors import ModelError
 from weft.families.obstacles import OBSTACLES
@@ -43,23 +46,26 @@ def choose_dtype(spec: BackboneSpec, device: torch.device) -> torch.dtype:
     return torch.float32 if spec.dtype == "float32" else torch.bfloat16
 
 
-def load_backbone(spec: BackboneSpec, part: ModelPart | None = None) -> Backbone:
-    """The frozen model, or a part of it, ready for adapters."""
+def load_backbone(spec: BackboneSpec, part: ModelPart | None = None, peers: Peers | None = None) -> Backbone:
+    """The frozen model, or a part of it, ready for adapters; with `peers` it has a slice of every layer's weights."""
     attention.register()
     device = choose_device(spec)
     # A model to be quantised goes to its device linear by linear: dense it may not fit there.
-    model = _read_model(spec, packed=True, part=part).to("cpu" if spec.quantize != "none" else device)
+    waits = spec.quantize != "none" and peers is None
+    model = _read_model(spec, packed=True, part=part, is_spread=peers is not None).to("cpu" if waits else device)
     backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model, part)
     if not backbone.linears:
         raise ModelError("has no linear modules to adapt.", where=f"base_model {spec.base_model}")
     _check_untested(backbone, find_source(spec.base_model))
     if spec.quantize != "none":
-        _quantise_linears(backbone, spec.quantize, device)
+        _quantise_linears(backbone, spec.quantize, device, has_numbers=peers is None)
         _remember_originals(backbone, find_source(spec.base_model))
     backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
     if backbone.path.name == "reference" and (spec.recompute != "none" or spec.offload):
         setting = "offload" if spec.recompute == "none" else "recompute"
         raise ModelError(f"only the fused kernels have it, and here runs {backbone.kernels}.", where=setting)
+    if peers is not None:
+        share_layers(backbone, peers, _reader(backbone, find_source(spec.base_model), spec.quantize))
     return backbone
 
 
@@ -88,25 +94,48 @@ def load_skeleton(base_model: str) -> Backbone:
     return Backbone(model, load_tokenizer(base_model), base_model)
 
 
-def _quantise_linears(backbone: Backbone, kind: str, device: torch.device) -> None:
-    """Stores every linear but the head in fewer bits and moves all to the device, where at most one is ever dense."""
+def _quantise_linears(backbone: Backbone, kind: str, device: torch.device, *, has_numbers: bool) -> None:
+    """Stores every linear but the head in fewer bits and moves all to the device, where at most one is ever dense.
+
+    Without numbers nothing moves: weights have shapes then, and all else is on the device already.
+    """
     anchor = torch.zeros((), device=device, requires_grad=True)
-    num_weights = sum(linear.in_features * linear.out_features for linear in backbone.linears.values())
-    copies = fp8_copies(num_weights, device)
+    copies = _copies(backbone, device)
     for linear in backbone.linears.values():
-        linear.frozen = quantise(linear.weight.to(device), kind, copies=copies)
+        linear.frozen = quantise(linear.weight.to(device) if has_numbers else linear.weight, kind, copies=copies)
         linear.anchor = anchor
     model: Any = backbone.model
-    model.to(device)
+    if has_numbers:
+        model.to(device)
+
+
+def _copies(backbone: Backbone, device: torch.device) -> int:
+    """Of FP8 weights, if they are to be such."""
+    return fp8_copies(sum(linear.in_features * linear.out_features for linear in backbone.linears.values()), device)
+
+
+def _reader(backbone: Backbone, source: Source, kind: str) -> Callable[[str], FrozenWeight]:
+    """Reads the weight of a linear from the model's files and stores it as the backbone does."""
+    originals, device = _originals(backbone, source), backbone.device
+    copies = _copies(backbone, device)
+
+    def read(path: str) -> FrozenWeight:
+        return quantise(originals.find(path, backbone.linears[path].frozen.shape).to(device), kind, copies=copies)
+
+    return read
+
+
+def _originals(backbone: Backbone, source: Source) -> OriginalWeights:
+    return OriginalWeights(source.name, source.path, backbone.model.base_model_prefix, backbone.dtype)
 
 
 def _remember_originals(backbone: Backbone, source: Source) -> None:
     """Lets every linear that is quantised read what it was."""
-    originals = OriginalWeights(source.name, source.path, backbone.model.base_model_prefix, backbone.dtype)
+    originals = _originals(backbone, source)
     for path, linear in backbone.linears.items():
         if not isinstance(linear.frozen, Dense):
             # The fused path puts another object with the same numbers in its place.
-            linear.read_original = lambda path=path, linear=linear: originals.read(path, linear.frozen)
+            linear.read_original = lambda path=path, linear=linear: originals.read(path, linear.stored)
 
 
 def fp8_copies(num_weights: int, device: torch.device) -> int:
@@ -123,10 +152,12 @@ def load_plain_model(spec: BackboneSpec) -> Any:
     return _read_model(spec).to(choose_device(spec))
 
 
-def _read_model(spec: BackboneSpec, *, packed: bool = False, part: ModelPart | None = None) -> Any:
+def _read_model(
+    spec: BackboneSpec, *, packed: bool = False, part: ModelPart | None = None, is_spread: bool = False
+) -> Any:
     """The transformers model of a directory or a Hub name, on a GPU where it can go there at once, or on the CPU.
 
-    `packed`: to run on packed samples. `part`: what of it is read.
+    `packed`: to run on packed samples. `part`: what of it is read. `is_spread`: all but the weights of its linears.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -143,7 +174,9 @@ def _read_model(spec: BackboneSpec, *, packed: bool = False, part: ModelPart | N
         options["device_map"] = {"": device}
     kind: Any = AutoModelForCausalLM
     if part is not None:
-        kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], part)
+        kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], lambda model: keep_part(model, part))
+    if is_spread:
+        kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if part is None else kind, take_out_linears)
     with quiet(), readable(source, f"the {config.model_type} model cannot be loaded", _cause):
         loaded: Any = kind.from_pretrained(
             source.path,

@@ -7,6 +7,7 @@ weights in its place, so that every path is that of the whole model: starting va
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,11 +82,19 @@ def num_layers(config: dict[str, Any]) -> int | None:
     return describe(config).sizes.num_layers if config.get("model_type") in FAMILIES else None
 
 
-def model_class_of(kind: Any, part: ModelPart) -> Any:
-    """A transformers class whose models are made without what does not belong to a part, so that it is never read."""
+def take_out_linears(model: Any) -> None:
+    """Takes the weights of all linears but the output head out of a transformers model; their shapes are left."""
+    for linear in linear_modules(model).values():
+        weight = linear._parameters.pop("weight")
+        assert weight is not None
+        linear.__dict__["weight"] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+
+def model_class_of(kind: Any, reduce: Callable[[Any], None]) -> Any:
+    """A transformers class whose models are made without what `reduce` takes out of them, so that it is never read."""
 
     def make(self: Any, config: Any, *args: Any, **options: Any) -> None:
         kind.__init__(self, config, *args, **options)
-        keep_part(self, part)
+        reduce(self)
 
     return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})

@@ -32,6 +32,16 @@ class OriginalWeights:
         self._where, self._path = f"base_model {name}", path
         self._prefix, self._dtype = f"{prefix}.", dtype
 
+    def find(self, path: str, shape: tuple[int, int]) -> torch.Tensor:
+        """The weight (O, D) of a linear of that shape, as the model's family writes it."""
+        found = next(self._found(path), None)
+        if found is None:
+            raise ModelError(f"{path}.weight is not in the model's files.", where=self._where)
+        if tuple(found.shape) != shape:
+            given = f"{path}.weight has the shape {tuple(found.shape)}"
+            raise ModelError(f"{given}; config.json asks for {shape}.", where=self._where)
+        return found.to(self._dtype).contiguous()
+
     def read(self, path: str, stored: FrozenWeight) -> torch.Tensor:
         """The weight (O, D) of a linear, which is now `stored`, on the same device."""
         device = next(iter(stored.stored.values())).device

@@ -23,6 +23,7 @@ from weft.backbone.own_head import loss_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores
+from weft.backbone.shards.ring import LayerRing
 from weft.cost.rows import CPU_ROW_TILE
 from weft.kernels.device import is_cpu
 from weft.kernels.device_event import DeviceEvent
@@ -67,6 +68,15 @@ class ReferencePath:
         self._inputs = inputs
         self._routing = routing
         self._num_slots = 0
+        self._ring: LayerRing | None = None
+
+    def gather_by(self, ring: LayerRing) -> None:
+        """Lets every layer wait for its frozen weights, on the way forward and on the way back."""
+        self._ring = ring
+        layers: Any = self._model.base_model.layers
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, index=index: ring.use(index))
+            layer.register_forward_hook(lambda *given, index=index: _before_gradient(given[-1], ring, index))
 
     def take_slot(self, adapter: Adapter) -> int:
         """Gives an adapter a number below zero that no other has had; the fused path's are above zero."""
@@ -81,9 +91,15 @@ class ReferencePath:
         begun = DeviceEvent(self._model.device)
         hidden_TD = self.hidden(batch, row_tile, through=through)
         learnt = self.learn(hidden_TD.detach(), batch)
-        if hidden_TD.requires_grad:
-            hidden_TD.backward(learnt.grad_TD)
+        self.go_back(hidden_TD, learnt.grad_TD)
         return learnt.scores(begun)
+
+    def go_back(self, hidden_TD: torch.Tensor, grad_TD: torch.Tensor | None) -> None:
+        """From the gradient of what `hidden` returned back to wherever something learns; nowhere if nothing does."""
+        if hidden_TD.requires_grad:
+            hidden_TD.backward(grad_TD)
+        if self._ring is not None:
+            self._ring.end()
 
     def learn(self, hidden_TD: torch.Tensor, batch: PackedBatch) -> Learnt:
         """The losses behind the last hidden states, and the gradient of these."""
@@ -125,7 +141,8 @@ class ReferencePath:
     ) -> torch.Tensor:
         """Last hidden states (T, D), after the final norm; they continue from `caches` while generating.
 
-        `entering_TD`: what the layers before have made, where this is a later part of a model.
+        `entering_TD`: what the layers before have made, where this is a later part of a model. Where gradients are
+        enabled, `go_back` has to follow.
         """
         self._routing.segments, self._routing.slots = batch.segments, batch.slots
         self._routing.tokens = batch.ids
@@ -137,12 +154,17 @@ class ReferencePath:
             embeds_1TD = self._inputs.adapted(self._embedded(batch)[None].requires_grad_(through))
         else:
             embeds_1TD = entering_TD[None]
+        goes_back = torch.is_grad_enabled()
+        if self._ring is not None:
+            self._ring.begin(back=goes_back)
         output = self._model.base_model(
             inputs_embeds=embeds_1TD,
             position_ids=batch.positions_T[None],
             attention_mask=None,
             use_cache=False,
         )
+        if self._ring is not None and not goes_back:
+            self._ring.end()
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def _embedded(self, batch: PackedBatch) -> torch.Tensor:
@@ -169,3 +191,9 @@ class ReferencePath:
 
     def forget(self) -> None:
         """Has nothing to give back."""
+
+
+def _before_gradient(left: torch.Tensor, ring: LayerRing, layer: int) -> None:
+    """Lets a layer's backward wait for its weights: nothing of it runs before the gradient of what left it is known."""
+    if left.requires_grad:
+        left.register_hook(lambda _: ring.use(layer))

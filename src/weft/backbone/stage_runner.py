@@ -58,8 +58,7 @@ class StageRunner:
         `gradient_TD`: of what left; the last stage has its own.
         """
         kept = self._in_flight.pop(place)
-        if kept.left_TD.requires_grad:
-            kept.left_TD.backward(gradient_TD if kept.learnt is None else kept.learnt.grad_TD)
+        self._path.go_back(kept.left_TD, gradient_TD if kept.learnt is None else kept.learnt.grad_TD)
         scores = None if kept.learnt is None else kept.learnt.scores(kept.begun)
         return None if kept.entered_TD is None else kept.entered_TD.grad, scores
 

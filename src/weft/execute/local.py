@@ -360,7 +360,7 @@ def replica_facts(backbone: Backbone) -> ReplicaFacts:
         works_on=backbone.works_on,
         vocabulary=backbone.vocabulary,
         max_positions=backbone.max_positions,
-        backbone_bytes=sum(p.numel() * p.element_size() for p in backbone.model.parameters()),
+        backbone_bytes=backbone.num_bytes,
         weight_bytes=weight_bytes(backbone),
         environment=environment(backbone),
     )

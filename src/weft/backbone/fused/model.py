@@ -16,6 +16,7 @@ import torch
 from weft.adapters.frozen import FrozenWeight, join
 from weft.adapters.linear import SlotLinear
 from weft.backbone.fused.attention import needs_bounds
+from weft.backbone.shards.ring import LayerRing
 from weft.families.description import Decoder
 from weft.families.kept import moved_names
 from weft.families.layer_form import Activation, LayerForm
@@ -108,6 +109,8 @@ class FusedModel:
     activation: Activation
     moved: tuple[str, ...]
     """What `offload` moves of what a layer keeps."""
+    ring: LayerRing | None = None
+    """Where the layers' weights come and go, if they are spread over several devices."""
 
     @property
     def sites(self) -> list[Site]:

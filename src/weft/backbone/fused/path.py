@@ -29,6 +29,7 @@ from weft.backbone.loss import BLOCK, BlockedLoss, Head
 from weft.backbone.packed import PackedBatch
 from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores
+from weft.backbone.shards.ring import LayerRing
 from weft.cost.memory import LOSS_ROWS, MemoryModel, rank_class
 from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
 from weft.kernels.device import empty_cache, graph_pool, is_gpu, synchronise
@@ -68,6 +69,15 @@ class FusedPath:
         self._loss = BlockedLoss(head, block, cross_entropy_rows)
 
     @property
+    def model(self) -> FusedModel:
+        """The model it runs."""
+        return self._model
+
+    def gather_by(self, ring: LayerRing) -> None:
+        """Lets every layer wait for its frozen weights."""
+        self._model = replace(self._model, ring=ring)
+
+    @property
     def copy_bytes(self) -> int:
         """Bytes per trainable parameter of the copy that kernels read."""
         return self._model.embedding_VD.element_size()
@@ -103,7 +113,7 @@ class FusedPath:
                 assert found.grad_ND is not None
                 run_backward(passed, grad_TD.index_copy_(0, rows_N, found.grad_ND))
             return PendingScores(found, batch, begun, headed, taught)
-        captured = self._replay(batch, shape, row_tile)
+        captured = self._replay(batch, shape, row_tile, goes_back=goes_back)
         found = run_loss(self._loss, captured.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
         headed, taught = [], []
         if goes_back:
@@ -111,6 +121,7 @@ class FusedPath:
             captured.grad_TD.zero_().index_copy_(0, rows_N, found.grad_ND)
             headed, taught = self._other_rows(captured.hidden_TD, batch, captured.grad_TD)
             captured.backward.replay()
+            self._went(goes_back=False, is_back=True)
         return PendingScores(found, batch, begun, headed, taught)
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
@@ -141,7 +152,7 @@ class FusedPath:
         shape = input_shape(batch, with_longest=needs_bounds(self._device))
         shape = replace(shape, is_adapted=shape.is_adapted or bool(self._adapters))
         if self._is_captured:
-            return self._replay(batch, shape, row_tile).hidden_TD
+            return self._replay(batch, shape, row_tile, goes_back=False).hidden_TD
         return self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
 
     def loss(self, batch: PackedBatch) -> BlockedLoss:
@@ -180,7 +191,8 @@ class FusedPath:
     @property
     def _is_captured(self) -> bool:
         # Copies to the machine's memory are timed by streams of their own, which no graph holds.
-        return is_gpu(self._device) and not self.memory.offload
+        ring = self._model.ring
+        return is_gpu(self._device) and not self.memory.offload and (ring is None or ring.can_be_recorded)
 
     def _pass(self, batch: PackedBatch, shape: InputShape, row_tile: int | None, *, needs_grad: bool) -> Passed:
         self._follow(batch)
@@ -188,13 +200,23 @@ class FusedPath:
         tile = self._tile(shape.num_rows, row_tile)
         return run_forward(self._model, inputs, self.table, tile, self.memory, needs_grad=needs_grad)
 
-    def _replay(self, batch: PackedBatch, shape: InputShape, row_tile: int | None) -> Captured:
+    def _replay(self, batch: PackedBatch, shape: InputShape, row_tile: int | None, *, goes_back: bool) -> Captured:
         self._follow(batch)
         captured = self._graphs.graph(self._key(shape, row_tile))
         numbers = torch.from_numpy(input_array(batch, captured.inputs.shape))
         captured.inputs.buffer.copy_(numbers.pin_memory(), non_blocking=True)
+        if self._model.ring is not None:
+            self._model.ring.begin(back=goes_back)
         captured.forward.replay()
+        self._went(goes_back=goes_back, is_back=False)
         return captured
+
+    def _went(self, *, goes_back: bool, is_back: bool) -> None:
+        """Tells the ring of the way that a graph has taken by itself, and of its end if no way back follows."""
+        if self._model.ring is not None:
+            self._model.ring.went(back=is_back)
+            if not goes_back:
+                self._model.ring.end()
 
     def _key(self, shape: InputShape, row_tile: int | None) -> GraphKey:
         """What a graph for this shape is captured for: nothing of the adapters where none takes part."""

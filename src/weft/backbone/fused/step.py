@@ -59,12 +59,18 @@ def run_forward(
     offload = Offload(stream.x_TD.device, model.moved) if memory.offload and needs_grad else None
     kept: list[Kept] = []
     parked: list[Parked] = []
-    for layer in model.layers:
+    if model.ring is not None:
+        model.ring.begin(back=needs_grad)
+    for index, layer in enumerate(model.layers):
+        if model.ring is not None:
+            model.ring.use(index)
         stream, saved = forward(layer, stream, context)
         if offload is not None:
             parked.append(offload.store(saved))
         elif needs_grad:
             kept.append(saved)
+    if model.ring is not None and not needs_grad:
+        model.ring.end()
     last_TD, hidden_TD = add_norm(stream.x_TD, stream.y_TD, model.norm, model.post)
     y_TD = stream.y_TD if model.post is not None and needs_grad else None
     return Passed(context, hidden_TD, last_TD, y_TD, kept, parked, offload)
@@ -79,7 +85,11 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> None:
     passed.y_TD = None
     del found
     for index in reversed(range(len(model.layers))):
+        if model.ring is not None:
+            model.ring.use(index)
         before = backward(model.layers[index], passed.take_last(), grad, passed.context, is_first=index == 0)
         if before is not None:
             grad = before
+    if model.ring is not None:
+        model.ring.end()
     passed.context.changes.rows_grad("input", model.input_rows, grad.dx_TD)
