@@ -94,7 +94,7 @@ def load_skeleton(base_model: str) -> Backbone:
     return Backbone(model, load_tokenizer(base_model), base_model)
 
 
-def _quantise_linears(backbone: Backbone, kind: str, device: torch.device, *, has_numbers: bool) -> None:
+def _quantise_linears(backbone: Backbone, kind: str, device: torch.device, *, has_numbers: bool = True) -> None:
     """Stores every linear but the head in fewer bits and moves all to the device, where at most one is ever dense.
 
     Without numbers nothing moves: weights have shapes then, and all else is on the device already.
