@@ -36,6 +36,7 @@ REQUEST = KernelRequest(
     drops=False,
     others=(("outputs", "qkv"),),
     num_jobs=2,
+    lanes=(2,),
     gpu=H200,
 )
 SAYS_READY = "print('ready', flush=True); sys.stdin.read()"
@@ -222,7 +223,7 @@ def launch_two() -> None:
         lambda *args, **kw: self.run(*args, grid=grid, warmup=True, **kw) if self.__name__ != "_update_kernel" else None
     )
     with rehearsed(H200):
-        _step_jobs(3)
+        _step_jobs(3, 2)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mlp again": {"recompute": "mlp"},
     "all again": {"recompute": "full"},
     "many jobs": {"ranks": (8,) * 33},
+    "bottleneck": {"model": LARGE, "method": "bottleneck", "ranks": (64, 64)},
 }
 """Families by their names; Llama in other ways."""
 
@@ -101,8 +102,10 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     backbone.use_kernels("fused", Memory(case.get("recompute", "none"), offload=True))
     sample = Sample(np.arange(5), np.array([False, True, True, True, True]))
     optimizers, placed, looked_at = [], [], []
+    method = case.get("method", "lora")
     for rank, dropout in jobs:
-        spec = AdapterSpec(r=rank, lora_dropout=dropout)
+        width = {"r": rank, "lora_dropout": dropout} if method == "lora" else {f"{method}_size": rank}
+        spec = AdapterSpec(method=method, **width)
         adapter = backbone.new_adapter(spec, 0, torch.device("cpu"))
         adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
         slot = backbone.attach(adapter)
@@ -140,11 +143,14 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
     """What a run launches beside what was rehearsed for it."""
     from tiny_families import FAMILIES
 
+    from weft.adapters.methods import method_of
     from weft.backbone.ahead.rehearsal import rehearse
     from weft.kernels.recorded import recorded_launches
+    from weft.spec import AdapterSpec
 
     model = meta_model(name if name in FAMILIES else "llama", case.get("model", {}))
     ranks, dropout = case.get("ranks", (8, 12)), case.get("dropout", 0.0)
+    method = method_of(AdapterSpec(method=case.get("method", "lora")))
     request = KernelRequest(
         # As in the model's directory.
         config=json.loads(model.config.to_json_string()),
@@ -153,8 +159,9 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
         recompute=case.get("recompute", "none"),
         ranks=tuple(sorted(set(ranks))),
         drops=dropout > 0,
-        others=(),
+        others=tuple(sorted(method.kernel_changes)),
         num_jobs=len(ranks),
+        lanes=(len(method.groups),),
         gpu=H200,
     )
     first, later = rehearse(KernelRequest.from_json(request.to_json()))

@@ -139,8 +139,15 @@ def _request(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int)
         drops=any(adapter.lora_dropout > 0 for adapter in fused),
         others=tuple(sorted({change for adapter in fused for change in method_of(adapter).kernel_changes})),
         num_jobs=num_jobs,
+        lanes=tuple(sorted({_num_trained(adapter) for adapter in fused})),
         gpu=gpu_kind(device),
     )
+
+
+def _num_trained(adapter: AdapterSpec) -> int:
+    """Groups of parameters that an adapter of its method trains."""
+    method = method_of(adapter)
+    return len(method.groups) - len(method.frozen(adapter))
 
 
 def read_config(base_model: str) -> Mapping[str, Any] | None:

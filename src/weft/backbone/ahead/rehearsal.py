@@ -8,7 +8,7 @@ all jobs need, then what is needed besides when some of the jobs have ended.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 import torch
 
@@ -57,8 +57,8 @@ def _run(request: KernelRequest, needs: Sequence[Needs]) -> None:
     targets_N, weights_N = torch.empty(LOSS_ROWS, dtype=torch.int64, device=META), torch.empty(LOSS_ROWS, device=META)
     loss(hidden_ND, targets_N, weights_N)
     loss(hidden_ND, targets_N)
-    for number in _numbers_of_jobs(request.num_jobs):
-        _step_jobs(number)
+    for number, num_lanes in product(_numbers_of_jobs(request.num_jobs), request.lanes):
+        _step_jobs(number, num_lanes)
 
 
 def _shapes(needs: Needs) -> Iterator[InputShape]:
@@ -82,7 +82,7 @@ def _numbers_of_jobs(most: int) -> list[int]:
     return [1, *(2**power for power in range(6, most.bit_length() + 1) if 2 ** (power - 1) < most)]
 
 
-def _step_jobs(number: int) -> None:
+def _step_jobs(number: int, num_lanes: int) -> None:
     buffer_P = torch.empty(64, device=META)
     lane = ParameterLane(buffer_P, buffer_P, buffer_P, buffer_P, 1e-3)
-    adamw([Update((lane, lane), 1, (0.9, 0.999), 1e-8, 0.0, 1.0, True)] * number)
+    adamw([Update((lane,) * num_lanes, 1, (0.9, 0.999), 1e-8, 0.0, 1.0, True)] * number)

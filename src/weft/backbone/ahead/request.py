@@ -32,6 +32,8 @@ class KernelRequest:
     """What other methods than LoRA change, and where; in order."""
     num_jobs: int
     """Most that may step at a time."""
+    lanes: tuple[int, ...]
+    """How many groups of parameters adapters train; LoRA: 2."""
     gpu: GpuKind
 
     def to_json(self) -> str:
@@ -45,4 +47,8 @@ class KernelRequest:
         gpu = fields.pop("gpu")
         gpu = GpuKind(**{**gpu, "capability": tuple(gpu["capability"])})
         others = tuple((kind, role) for kind, role in fields["others"])
-        return KernelRequest(**{**fields, "ranks": tuple(fields["ranks"]), "others": others, "gpu": gpu})
+        return KernelRequest(**{**fields, **_tuples(fields, "ranks", "lanes"), "others": others, "gpu": gpu})
+
+
+def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(fields[name]) for name in names}
