@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from weft.backbone.shards.flat_layer import ALIGNMENT
 from weft.backbone.shards.peers import Arriving, HostPeers, TorchPeers
 from weft.backbone.shards.ring import LayerRing
 from weft.backbone.shards.sharing import share_layers
+from weft.cost.memory import MemoryModel
+from weft.cost.shape import ModelShape
 from weft.errors import ModelError
 from weft.kernels.device import CPU
 from weft.spec import BackboneSpec
@@ -247,3 +250,14 @@ def test_weight_when_it_is_not_in_the_files_then_the_model_is_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight is not in the model's files"):
         load_backbone(BackboneSpec(name, device="cpu"), peers=TorchPeers(0, 2))
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_memory_model_says_what_shards_hold(kind):
+    """But for what is padded."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    own = spread(stored_as(kind, num_hidden_layers=6, **sizes), 3)
+    shape = ModelShape.from_config(own.model.config.to_dict())
+    model = MemoryModel(shape, kind, activation_bytes=4, shards=3)
+    assert model.weight_bytes() == pytest.approx(own.num_bytes, rel=0.02)
+    assert model.weight_bytes() < 0.8 * replace(model, shards=1).weight_bytes()

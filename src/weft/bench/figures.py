@@ -22,6 +22,8 @@ class Kind(enum.StrEnum):
     """Numbers that are not equal to the bit; less is better."""
     TOKENS_PER_S = "tokens/s"
     """Tokens per second; more is better."""
+    GB_PER_S = "GB/s"
+    """10⁹ bytes a second; more is better."""
     SECONDS = "seconds"
     """Less is better."""
     MILLISECONDS = "milliseconds"
@@ -38,7 +40,7 @@ class Kind(enum.StrEnum):
     @property
     def less_is_better(self) -> bool:
         """The target is an upper bound."""
-        return self not in (Kind.SPEEDUP, Kind.TOKENS_PER_S, Kind.SHARE)
+        return self not in (Kind.SPEEDUP, Kind.TOKENS_PER_S, Kind.GB_PER_S, Kind.SHARE)
 
     def shown(self, value: float) -> str:
         """A value as people read it."""
@@ -49,6 +51,7 @@ class Kind(enum.StrEnum):
             Kind.PEAK_GB: f"{value:.1f} GB",
             Kind.DIFFERENCES: f"{value:,.0f} differ",
             Kind.TOKENS_PER_S: f"{value:,.0f} tokens/s",
+            Kind.GB_PER_S: f"{value:.1f} GB/s",
             Kind.SECONDS: f"{value:.2f} s",
             Kind.MILLISECONDS: f"{value:.1f} ms",
             Kind.MICROSECONDS: f"{value:.0f} µs",

@@ -1,7 +1,8 @@
 """How much memory training takes, from shapes alone: weights, adapters, what is kept of a microbatch, working space.
 
 Per device of stage s with tensor-parallel degree t, for one microbatch of T rows in the fused step:
-    weights       linears by their storage / t, norms and biases; embedding on the first stage, head on the last
+    weights       linears by their storage / t, norms and biases; embedding on the first stage, head on the last;
+                  with shards of N devices a layer's linears / N, and two layers that are gathered
     adapters      18 bytes per parameter: fp32 master, gradient and two moments, 16-bit copy
     kept          per row and layer what `families/kept` lists; with `offload` the large ones are elsewhere, but for
                   two layers
@@ -28,6 +29,8 @@ MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
 LOSS_ROWS = 1024
 """Rows of logits that exist at once."""
 MIN_RANK_CLASS = 16
+GATHERED_LAYERS = 2
+"""Whole on a device at a time where weights are sharded: the one that is worked on, and the one that follows."""
 OFFLOAD_LAYERS = 2
 """Whose large tensors are on the device at a time: the one that is worked on, and the one that follows."""
 
@@ -50,6 +53,8 @@ class MemoryModel:
     tensor_parallel: int = 1
     split: tuple[int, ...] | None = None
     """Layers of every stage; None: as equal as can be."""
+    shards: int = 1
+    """Devices that share the weights of the layers' linears."""
 
     def __post_init__(self) -> None:
         for where, value, accepted in (
@@ -58,8 +63,9 @@ class MemoryModel:
         ):
             if value not in accepted:
                 raise ConfigError(f"got {value!r}; accepted are {', '.join(accepted)}.", where=where)
-        if self.tensor_parallel < 1:
-            raise ConfigError(f"got {self.tensor_parallel}; at least 1 device.", where="tensor_parallel")
+        for where in ("tensor_parallel", "shards"):
+            if getattr(self, where) < 1:
+                raise ConfigError(f"got {getattr(self, where)}; at least 1 device.", where=where)
         stage_layers(self.shape.num_layers, self.num_stages, self.split)
 
     def layers(self, stage: int) -> int:
@@ -76,7 +82,8 @@ class MemoryModel:
     def weight_bytes(self, stage: int = 0) -> int:
         """The frozen backbone's part on a stage."""
         shape, size = self.shape, self.activation_bytes
-        linears = self.layers(stage) * shape.layer_weights * self.weight_bytes_each / self.tensor_parallel
+        held = self.layers(stage) / self.shards + (min(GATHERED_LAYERS, self.layers(stage)) if self.shards > 1 else 0)
+        linears = held * shape.layer_weights * self.weight_bytes_each / self.tensor_parallel
         extras = self.layers(stage) * shape.layer_extras * size
         is_first, is_last = stage == 0, stage == self.num_stages - 1
         num_tables = is_first + (is_last and not (shape.tied and is_first))

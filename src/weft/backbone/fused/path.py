@@ -75,6 +75,8 @@ class FusedPath:
 
     def gather_by(self, ring: LayerRing) -> None:
         """Lets every layer wait for its frozen weights."""
+        # Graphs would read where the weights have been.
+        self.forget()
         self._model = replace(self._model, ring=ring)
 
     @property

@@ -49,6 +49,12 @@ class LayerRing:
         return sum(len(own) for own in (*self._slices, *self._buffers))
 
     @property
+    def gathered_bytes(self) -> int:
+        """What comes from other devices on a way there and back."""
+        whole = sum(self._sizes[NUM_BUFFERS:]) + sum(self._sizes[:-NUM_BUFFERS])
+        return whole - whole // self._peers.count
+
+    @property
     def can_be_recorded(self) -> bool:
         """Whether a way may be part of a captured graph."""
         return self._peers.can_be_recorded

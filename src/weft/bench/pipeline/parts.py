@@ -8,8 +8,10 @@ from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.pipeline.four_jobs import measure_executed
 from weft.bench.pipeline.recorded import measure_recorded
 from weft.bench.pipeline.seventy import measure_seventy
+from weft.bench.pipeline.shards import measure_shards
 from weft.cost.profile import Profile
 from weft.errors import ConfigError
+from weft.kernels.device import default_device, is_gpu
 
 TARGETS: Targets = {
     "order_equal": (Kind.SHARE, 1.0),
@@ -20,22 +22,30 @@ TARGETS: Targets = {
     "bubble_het4_exec_every_2": (Kind.WASTE, None),
     "sim70b_vs_1f1b": (Kind.SPEEDUP, 1.8),
     "sim70b_vs_mlora": (Kind.SPEEDUP, 1.4),
+    "shard_overlap": (Kind.SHARE, None),
+    "shard_bits": (Kind.DIFFERENCES, 0.0),
+    "shard_gather_gb_s": (Kind.GB_PER_S, None),
 }
-REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b")
+REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b", "shard_overlap")
 """The figures that parts are asked for by."""
+SHARDS = "shards on one GPU, gathered from pinned memory"
+ON_GPU = frozenset({SHARDS})
 
 
 def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
-    """The parts that measure those figures, all if there are none; the third one by a profile's seconds."""
+    """The parts that measure those figures, all that can be if there are none; the third by a profile's seconds."""
+    device = default_device()
     for name in regimes:
         if name not in REGIMES:
             raise ConfigError(f"got {name!r}; accepted are {', '.join(REGIMES)}.", where="--regime")
+        if name == "shard_overlap" and not is_gpu(device):
+            raise ConfigError(f"{name} needs a CUDA GPU and torch sees none.", where="--regime")
+    can = REGIMES if is_gpu(device) else REGIMES[:-1]
     source = "the hardware table" if profile is None else f"a profile of {profile.setup.model}"
     parts: Parts = {
         "stages on this machine beside the simulator": measure_recorded,
         "four unlike jobs on four stages, simulated": measure_executed,
         f"70B on four H100, simulated by {source}, links assumed": lambda: measure_seventy(profile),
+        SHARDS: lambda: measure_shards(device),
     }
-    return {
-        title: part for name, (title, part) in zip(REGIMES, parts.items(), strict=True) if name in (regimes or REGIMES)
-    }
+    return {title: part for name, (title, part) in zip(REGIMES, parts.items(), strict=True) if name in (regimes or can)}

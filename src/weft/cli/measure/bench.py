@@ -150,12 +150,14 @@ def pipeline(
 ) -> None:
     """Stages of one replica: recorded beside simulated, how long they idle, and 70B beside other schedules."""
     from weft.bench.output import run_parts
-    from weft.bench.pipeline.parts import TARGETS, choose_parts
+    from weft.bench.pipeline.parts import ON_GPU, TARGETS, choose_parts
     from weft.cost.profile import load_profile
 
     found = profile or (PROFILE if PROFILE.exists() else None)
     parts = choose_parts(regime or [], None if found is None else load_profile(found))
-    raise typer.Exit(run_parts(parts, TARGETS, json))
+    if not ON_GPU & parts.keys() and not regime:
+        typer.echo(f"not measured, since torch sees no GPU: {', '.join(sorted(ON_GPU))}")
+    raise typer.Exit(run_parts(parts, TARGETS, json, on_gpu=ON_GPU))
 
 
 @bench.command("replicas")

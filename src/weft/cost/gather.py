@@ -1,0 +1,62 @@
+"""What gathering sharded weights takes, and from how many tokens on it is hidden behind the products.
+
+Of one layer with W weights of b bytes, on N devices, over T tokens:
+    gathered   b·W·(N - 1)/N bytes over the link, while the layer before is worked on
+    products   2·W·T FLOP forward, and as many backward
+So gathering is hidden where T is at least b/2 · (N - 1)/N · (product rate / link rate), whatever W is. Attention and
+adapters take time besides: the true number is below it. Links are assumed: they are those of the hardware table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from weft.cost.analytic import PRODUCT_IN_STEP
+from weft.cost.hardware import Hardware
+from weft.cost.memory import MemoryModel
+
+
+@dataclass(frozen=True)
+class GatherCost:
+    """Gathering on one kind of device; the memory model says over how many, and how weights are stored."""
+
+    memory: MemoryModel
+    hardware: Hardware
+
+    @property
+    def product_flop(self) -> float:
+        """Of a layer's products, a second."""
+        fp8 = self.hardware.fp8_flop if self.memory.quantize == "fp8" else None
+        return PRODUCT_IN_STEP * (fp8 or self.hardware.product_flop)
+
+    @property
+    def others(self) -> float:
+        """The part of a layer that other devices hold."""
+        return 1 - 1 / self.memory.shards
+
+    @property
+    def layer_bytes(self) -> float:
+        """Of one layer, over the link."""
+        return self.memory.shape.layer_weights * self.memory.weight_bytes_each * self.others
+
+    @property
+    def layer_s(self) -> float:
+        """Until a layer is here."""
+        return self.layer_bytes / self.hardware.link_rate
+
+    @property
+    def hidden_from_tokens(self) -> int:
+        """Tokens of a microbatch whose products take as long as gathering does."""
+        each = self.memory.weight_bytes_each * self.others / 2
+        return math.ceil(each * self.product_flop / self.hardware.link_rate)
+
+    def in_words(self) -> str:
+        """The arithmetic, for whoever chooses a capacity."""
+        link, flop = self.hardware.link_rate / 1e9, self.product_flop / 1e12
+        return (
+            f"gathering a layer ({self.layer_bytes / 1e6:,.1f} MB of {self.memory.shards - 1} others) is hidden from "
+            f"{self.hidden_from_tokens:,} tokens a microbatch on: {self.memory.weight_bytes_each:g} bytes / 2 FLOP x "
+            f"{self.memory.shards - 1}/{self.memory.shards} x {flop:,.3g} TFLOP/s / {link:,.3g} GB/s "
+            f"({self.hardware.name}, links assumed)"
+        )
