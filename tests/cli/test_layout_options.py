@@ -25,7 +25,7 @@ def test_layout_when_it_is_no_layout_then_refused(layout):
     assert refusal(layout).startswith(f"--layout: got {layout!r}; accepted are ")
 
 
-@pytest.mark.parametrize("layout", ["tensor:2", "shards:2", "spread:2", "stages:1+stages:2", "auto"])
+@pytest.mark.parametrize("layout", ["tensor:2", "shards:2", "stages:1+shards:2", "auto"])
 def test_layout_when_nothing_trains_it_yet_then_refused(layout):
     assert "yet" in refusal(layout)
 
@@ -47,6 +47,7 @@ def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
         job = JobSpec("job", ("data.jsonl",), objective=objective)
         assert refusal("stages:2", jobs=(job,)).startswith(f"jobs.0.objective: {objective} compares with a reference")
     assert refusal(None, "gpipe") == "--schedule: is for stages; give --layout stages:N too."
+    assert refusal("spread:2", "gpipe").startswith("--schedule: is for one replica in stages; leave it out")
     assert refusal("stages:2", "gpip").endswith("Did you mean gpipe?")
 
 
@@ -54,6 +55,8 @@ def test_layout_when_it_fits_then_says_how_to_go_on_with_it():
     options = LayoutOptions("stages:2", "lorapp")
     options.check(RunSpec(base_model="tiny", device="cpu", jobs=JOBS), ())
     assert options.stages is not None
-    assert (options.stages.num_stages, options.stages.schedule) == (2, Schedule.LORAPP)
+    assert (options.stages.replica_sizes, options.stages.schedule) == ((2,), Schedule.LORAPP)
     assert options.flags == ["--layout", "stages:2", "--schedule", "lorapp"]
-    assert LayoutOptions("stages:1").stages is None
+    assert LayoutOptions("stages:1").stages is None and LayoutOptions("spread:1").stages is None
+    several = LayoutOptions("spread:2+stages:2").stages
+    assert several is not None and several.replica_sizes == (1, 1, 2)

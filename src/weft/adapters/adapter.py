@@ -19,6 +19,7 @@ from weft.adapters.sample_sums import FreeSums
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape, TokenRows
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
+from weft.kernels.fixed_point import SumWords
 from weft.spec import AdapterSpec, JobSpec
 
 
@@ -121,15 +122,42 @@ class Adapter:
             return
         for sums in self._free_sums:
             sums.give()
+        self._add_penalties()
+        if self._tied_grad is not None:
+            self.token_rows[INPUT_ROWS].grad_KD.add_(self._tied_grad)
+        self._penalised_at = self.version
+
+    def free_sums(self) -> dict[str, SumWords]:
+        """What its samples have brought so far, by group in the order of its buffer, to be added to that of others."""
+        found: dict[str, list[SumWords]] = {name: [] for name in self.groups}
+        for sums in self._free_sums:
+            for group, words in sums.words():
+                found[group].append(words)
+        return {group: SumWords.joined(own) for group, own in found.items()}
+
+    def penalties(self) -> dict[str, torch.Tensor] | None:
+        """What is added to free sums that is not the loss's, by group; None if nothing is."""
+        if not any(weights.has_penalty for weights in self.modules.values()):
+            return None
+        self._add_penalties()
+        found = {name: group.grad.clone() for name, group in self.groups.items()}
+        for group in self.groups.values():
+            group.grad.zero_()
+        return found
+
+    def put_gradients(self, flat: Mapping[str, torch.Tensor]) -> None:
+        """Takes the gradients of a whole global batch, complete, from buffers by group."""
+        for name, grad in flat.items():
+            self.groups[name].grad.copy_(grad)
+        self._penalised_at = self.version
+
+    def _add_penalties(self) -> None:
         # All of them first: without the memory for the last, none has been added.
         found = {path: weights.penalty_gradients() for path, weights in self.modules.items() if weights.has_penalty}
         grads = self._split_grads() if found else {}
         for path, own in found.items():
             for grad, penalty in zip(grads[path], own, strict=True):
                 grad.add_(penalty)
-        if self._tied_grad is not None:
-            self.token_rows[INPUT_ROWS].grad_KD.add_(self._tied_grad)
-        self._penalised_at = self.version
 
     def flat(self) -> dict[str, torch.Tensor]:
         """The buffers themselves, by group, frozen ones included."""
@@ -199,28 +227,30 @@ class Adapter:
             weights = self.method.weights(self.spec, path, place, params, grads[path])
             if path in self.modules:
                 weights.keep_from(self.modules[path])
-            weights.free_sums = self._sums_of(grads[path])
+            weights.free_sums = self._sums_of(self.method.groups[: len(grads[path])], grads[path])
             self.modules[path] = weights
 
     def _take_parts(self, grads: Mapping[str, ModuleTensors]) -> None:
         """Makes what the parts are used by."""
         self.head = None
         if HEAD in self._parts:
-            self.head = HeadWeights(self._views[HEAD], grads[HEAD], self._sums_of(grads[HEAD]))
+            self.head = HeadWeights(
+                self._views[HEAD], grads[HEAD], self._sums_of([HEAD] * len(grads[HEAD]), grads[HEAD])
+            )
         for name, shape in self._parts.items():
             if isinstance(shape, RowsShape):
                 ((rows_KD,), (grad_KD,)) = self._views[name], grads[name]
-                self.token_rows[name] = TokenRows(shape.ids, rows_KD, grad_KD, self._sums_of([grad_KD]))
+                self.token_rows[name] = TokenRows(shape.ids, rows_KD, grad_KD, self._sums_of([name], [grad_KD]))
                 if shape.is_tied:
                     self._tied_grad = torch.zeros_like(grad_KD)
-                    tied = self._sums_of([self._tied_grad])
+                    tied = self._sums_of([name], [self._tied_grad])
                     self.token_rows[OUTPUT_ROWS] = TokenRows(shape.ids, rows_KD, self._tied_grad, tied)
 
-    def _sums_of(self, grads: Sequence[torch.Tensor]) -> FreeSums | None:
-        """What takes the gradients of a place over, if their sums are free."""
+    def _sums_of(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> FreeSums | None:
+        """What takes the gradients of a place over, if their sums are free; each is of a group."""
         if not self._has_free_sums:
             return None
-        self._free_sums.append(FreeSums(grads))
+        self._free_sums.append(FreeSums(groups, grads))
         return self._free_sums[-1]
 
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:

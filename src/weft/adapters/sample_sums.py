@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from weft.kernels.fixed_point import FixedPointSum
+from weft.kernels.fixed_point import FixedPointSum, SumWords
 
 
 def add_product(grad_MN: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float) -> None:
@@ -31,21 +31,27 @@ class FreeSums:
     there before the next sample comes, and the sum of all is put there when the global batch is whole.
     """
 
-    def __init__(self, grads: Sequence[torch.Tensor]) -> None:
-        """`grads`: views of the adapter's buffers; those of frozen groups are empty."""
-        self._sums = [(grad, FixedPointSum(grad)) for grad in grads if grad.numel()]
+    def __init__(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> None:
+        """`grads`: views of the adapter's buffers of these groups; those of frozen groups are empty."""
+        named = zip(groups, grads, strict=True)
+        self._sums = [(group, grad, FixedPointSum(grad)) for group, grad in named if grad.numel()]
 
     def take_sample(self) -> None:
         """Adds what one sample has left in the buffers."""
-        for _, total in self._sums:
+        for _, _, total in self._sums:
             total.take()
 
     def give(self) -> None:
         """Puts the sums into the buffers."""
-        for grad, total in self._sums:
+        for _, grad, total in self._sums:
             grad.copy_(total.total().view_as(grad))
+
+    def words(self) -> Iterator[tuple[str, SumWords]]:
+        """The sums so far, each with its group."""
+        for group, _, total in self._sums:
+            yield group, total.words()
 
     def forget(self) -> None:
         """Begins again."""
-        for _, total in self._sums:
+        for _, _, total in self._sums:
             total.forget()

@@ -1,4 +1,4 @@
-"""The options that divide one replica into stages: how many, and how they share the work."""
+"""The options that say how a run lies over devices: its replicas, their stages, and how these share the work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 Layout = Annotated[
     str | None,
-    typer.Option(metavar="stages:N", help="Divide the layers of one backbone into N stages, each in its own process."),
+    typer.Option(
+        metavar="stages:N",
+        help="Divide the layers of one backbone into N stages, each in its own process; or spread:N: N backbones that "
+        "share the samples of jobs with free sums; or stages:1+stages:2: unlike ones.",
+    ),
 ]
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)
 PipelineSchedule = Annotated[
@@ -29,9 +33,12 @@ AUTO = "auto"
 """Of schedules: of a few ways to pack and order microbatches, the one that is fastest in the simulator."""
 
 
+WHERE = "--layout"
+
+
 @dataclass(frozen=True)
 class LayoutOptions:
-    """What was said about stages on the command line."""
+    """What was said about replicas and stages on the command line."""
 
     layout: str | None = None
     schedule: str | None = None
@@ -44,37 +51,40 @@ class LayoutOptions:
 
     @property
     def stages(self) -> StageLayout | None:
-        """Of the replica; None for one that is not divided."""
-        if self._num_stages < 2:
+        """Of the replicas; None for one that is not divided."""
+        if self._sizes == (1,):
             return None
         from weft.execute.stages.load_stages import StageLayout
 
-        return StageLayout(self._num_stages, self._schedule)
+        return StageLayout(self._sizes, self._schedule)
 
     def check(self, spec: RunSpec, replica_flags: Sequence[str]) -> None:
         """ConfigError or ModelError for what cannot be, before any weight is read; `replica_flags`: said as well."""
-        num_stages, _ = self._num_stages, self._schedule
+        sizes, schedule = self._sizes, self._schedule
         if self.layout is not None and replica_flags:
-            raise ConfigError(f"divides one replica; leave {replica_flags[0]} out, or --layout.", where="--layout")
+            raise ConfigError(f"says which replicas there are; leave {replica_flags[0]} out, or --layout.", where=WHERE)
         if self.schedule is not None and self.layout is None:
             raise ConfigError("is for stages; give --layout stages:N too.", where="--schedule")
-        if num_stages > 1:
+        if schedule is not None and len(sizes) > 1:
+            raise ConfigError(f"is for one replica in stages; leave it out with {self.layout}.", where="--schedule")
+        if sizes != (1,):
             from weft.execute.stages.load_stages import check_layout
 
-            check_layout(spec, num_stages)
+            check_layout(spec, sizes)
 
     @property
-    def _num_stages(self) -> int:
+    def _sizes(self) -> tuple[int, ...]:
+        """Stages of each replica."""
         if self.layout is None:
-            return 1
+            return (1,)
         if self.layout == AUTO:
-            raise ConfigError("no layout is chosen by itself yet; say one, such as stages:2.", where="--layout")
-        layout = parse_layout(self.layout, where="--layout")
+            raise ConfigError("no layout is chosen by itself yet; say one, such as stages:2.", where=WHERE)
+        layout = parse_layout(self.layout, where=WHERE)
         missing = {kind for replica in layout.replicas for kind in replica.parts} - {"stages"}
-        if missing or len(layout.replicas) > 1:
-            found = min(missing, default="more than one replica")
-            raise ConfigError(f"got {self.layout!r}; {found} cannot be trained yet, only stages:N.", where="--layout")
-        return layout.replicas[0].stages
+        if missing:
+            found = f"got {self.layout!r}; {min(missing)} cannot be trained yet, only stages and spread."
+            raise ConfigError(found, where=WHERE)
+        return tuple(replica.stages for replica in layout.replicas)
 
     @property
     def _schedule(self) -> Schedule | None:

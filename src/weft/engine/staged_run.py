@@ -1,4 +1,4 @@
-"""Runs one program on a replica of several stages: all of it at once, and then counts it.
+"""Runs one program on several stages, of one replica or of more: all of it at once, and then counts it.
 
 A pipeline is full only while the next microbatch need not wait for the host, so stages get a whole program. It ends for
 every job where something is due that needs its weights as they are then: an evaluation, a checkpoint, its end.
@@ -16,10 +16,21 @@ from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import count_step
 from weft.engine.timeline import TimelineRecorder
 from weft.execute.protocol import Executor, StagedOutcome, StagedWork
+from weft.objectives.metrics import Score
 from weft.plan.pipeline.stream import read_stream
 from weft.plan.program import Program, Step, Turn
-from weft.plan.types import Limits, Microbatch
+from weft.plan.spread.homes import choose_homes
+from weft.plan.types import Limits, Microbatch, Segment
 from weft.wall_clock import Activity
+
+
+def find_homes(jobs: Sequence[LiveJob], replica_sizes: Sequence[int]) -> None:
+    """Says of every job that is not on all replicas which one it trains on; the more stages, the more it does."""
+    own = {job.name: job for job in jobs if job.home is not None}
+    loads = {name: job.progress.tokens_left for name, job in own.items()}
+    before = {name: job.home for name, job in own.items() if job.home is not None}
+    for name, home in choose_homes(loads, replica_sizes, before).items():
+        own[name].home = home
 
 
 class StagedRun:
@@ -39,6 +50,7 @@ class StagedRun:
         self._plans, self._limits = plans, limits
         self._row_tile = row_tile
         self._timeline = timeline
+        find_homes(running, executor.facts.replica_sizes)
         self._rest: Program | None = plans.program([job.queue_until_due() for job in running], limits)
         self.is_mid_step = False
         """The program is under way: whatever happens to it, jobs may be ahead of what is known of them."""
@@ -51,7 +63,7 @@ class StagedRun:
         """Runs the program; says what has been done in the order of its microbatches."""
         program, self._rest = self._rest, None
         assert program is not None, "a program runs once"
-        steps = [(i.job, i.step) for i in program.stages[0] if isinstance(i, Step)]
+        steps = sorted({(i.job, i.step) for own in program.stages for i in own if isinstance(i, Step)})
         rates = {(job, step): self._jobs[job].progress.learning_rate(step) for job, step in steps}
         self._foresee(steps)
         self.is_mid_step = True
@@ -75,21 +87,25 @@ class StagedRun:
         self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
 
     def _counted(self, program: Program, outcome: StagedOutcome, rates: Mapping[tuple[str, int], float]) -> list[Event]:
-        """Counts every sample and step; a job that cannot go on counts nothing after the step that showed it."""
+        """Counts every sample and step; a job that cannot go on counts nothing after the step that showed it.
+
+        The samples of a global batch are counted in their order, wherever they ran: their losses are added up.
+        """
         done: list[Event] = []
+        scores: dict[tuple[str, int], list[tuple[Segment, Score]]] = {}
         completes = read_stream(program.microbatches).completes
         ended_s = self._step_ends(outcome)
         for k, (microbatch, found) in enumerate(zip(program.microbatches, outcome.microbatches, strict=True)):
             for segment, score in zip(microbatch.segments, found.scores, strict=True):
-                progress = self._jobs[segment.job].progress
-                if not progress.diverged:
-                    progress.add_score(segment, score)
+                scores.setdefault((segment.job, segment.step), []).append((segment, score))
             if microbatch.segments:
                 jobs, tokens = tuple(microbatch.job_tokens), microbatch.num_tokens
                 done.append(MicrobatchDone(jobs, tokens, found.num_rows, found.seconds))
             for step in completes.get(k, []):
                 job = self._jobs[step[0]]
                 if not job.progress.diverged:
+                    for segment, score in sorted(scores.pop(step), key=lambda pair: pair[0].index):
+                        job.progress.add_score(segment, score)
                     done.append(count_step(job, rates[step], outcome.steps[step], ended_s[step]))
         return done
 

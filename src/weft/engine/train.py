@@ -26,6 +26,7 @@ from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner
+from weft.plan.spread.planner import SpreadPlanner
 from weft.simulate.choose import FastestPipeline
 from weft.spec import JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory, RunRecord
@@ -81,9 +82,9 @@ def load_engine(
 def load_staged(
     spec: RunT, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
 ) -> tuple[RunT, Engine, tuple[str, ...]]:
-    """The same on a replica of several stages, each in a process of this machine."""
+    """The same on one or more replicas of several stages, each in a process of this machine."""
     wall = wall or WallClock()
-    executor = load_stages(spec.backbone, layout.num_stages)
+    executor = load_stages(spec.backbone, layout.replica_sizes)
     wall.add_start(Activity.LOADING)
     engine = Engine(
         executor,
@@ -98,9 +99,13 @@ def load_staged(
 
 
 def _stage_planner(spec: RunSpec, layout: StageLayout) -> Planner:
+    sizes = layout.replica_sizes
     if layout.schedule is not None:
-        return PipelinePlanner(layout.schedule, layout.num_stages)
-    return FastestPipeline(layout.num_stages, stage_cost(spec.backbone, layout.num_stages, CPU_ROW_TILE))
+        return PipelinePlanner(layout.schedule, *sizes)
+    costs = {size: stage_cost(spec.backbone, size, CPU_ROW_TILE) for size in sizes}
+    if len(sizes) == 1:
+        return FastestPipeline(*sizes, costs[sizes[0]])
+    return SpreadPlanner(sizes, tuple(costs[size] for size in sizes))
 
 
 OpenEngine = Callable[[RunSpec, Sequence[JobSpec], WallClock | None], tuple[RunSpec, RunEngine, tuple[str, ...]]]

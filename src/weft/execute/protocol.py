@@ -74,8 +74,9 @@ class ReplicaFacts:
     """Bytes per trainable parameter of a job that has a seat: weight, gradient, and the copy that kernels read."""
     environment: Mapping[str, Any]
     """What besides a job decides the bits of its result."""
-    num_stages: int = 1
-    """With several, it takes whole programs of so many stages, `StagedWork`, and no single microbatches."""
+    replica_sizes: tuple[int, ...] = (1,)
+    """Stages of each replica. With more than one, it takes whole programs for them, `StagedWork`, and no single
+    microbatches."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,17 @@ changes nothing about the sum. Whatever was carried when, `total` is a function 
 The sizes of the largest numbers of all that was added are added up as well. Where that reaches 2⁴⁵ (3.5e13), or a
 number was not finite, the total is NaN: a sum is refused, never wrapped. That depends on no order either.
 
+What several devices have summed is added in the same words (`SumWords`, `total_of_all`): the total of all is that of
+one device that had every number.
+
 `python -m benchmarks.free_sums` measures what it costs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +36,54 @@ ROOM = 2**62
 """What either word may come to in units of its own."""
 CHUNK = 2**16
 """Numbers that are converted at once, so that what is in between stays in a processor's cache."""
+TOO_LARGE = ROOM << CARRY_BITS
+"""Units from which on a sum is refused."""
+
+
+@dataclass(frozen=True)
+class SumWords:
+    """The sums of some tensors in a row, in words that can be added to those of others."""
+
+    fine_P: torch.Tensor
+    coarse_P: torch.Tensor | None
+    """None: fine is enough for all of them."""
+    sizes: tuple[int, ...]
+    """Numbers of each tensor."""
+    units: tuple[int, ...]
+    """Of each tensor, what was added at most; `TOO_LARGE` where it is refused."""
+
+    @staticmethod
+    def joined(parts: Sequence[SumWords]) -> SumWords:
+        """The tensors of several, one behind the other."""
+        coarse = None
+        if any(part.coarse_P is not None for part in parts):
+            coarse = torch.cat(
+                [torch.zeros_like(part.fine_P) if part.coarse_P is None else part.coarse_P for part in parts]
+            )
+        return SumWords(
+            torch.cat([part.fine_P for part in parts]),
+            coarse,
+            tuple(size for part in parts for size in part.sizes),
+            tuple(units for part in parts for units in part.units),
+        )
+
+
+def total_of_all(parts: Sequence[SumWords]) -> torch.Tensor:
+    """The sum (P) in fp32 of sums of the same tensors: what one `FixedPointSum` of all numbers would give."""
+    first = parts[0]
+    rest_P, coarse_P = torch.zeros_like(first.fine_P), torch.zeros_like(first.fine_P)
+    for part in parts:
+        carried_P = _carried(part.fine_P)
+        rest_P += part.fine_P - (carried_P << CARRY_BITS)
+        coarse_P += carried_P
+        if part.coarse_P is not None:
+            coarse_P += part.coarse_P
+    total_P = _rounded(rest_P, coarse_P)
+    is_wrong = [sum(units) >= TOO_LARGE for units in zip(*(part.units for part in parts), strict=True)]
+    for own, wrong in zip(total_P.split(first.sizes), is_wrong, strict=True):
+        if wrong:
+            own.fill_(math.nan)
+    return total_P
 
 
 class FixedPointSum:
@@ -54,9 +107,9 @@ class FixedPointSum:
         largest = max(abs(float(end)) for end in self._values_P.aminmax()) if len(self._values_P) else 0.0
         if largest == 0:
             return
-        units = math.ceil(largest * 2**FINE_BITS) if math.isfinite(largest) else ROOM << CARRY_BITS
+        units = math.ceil(largest * 2**FINE_BITS) if math.isfinite(largest) else TOO_LARGE
         self._in_all += units
-        self._is_finite &= self._in_all < ROOM << CARRY_BITS
+        self._is_finite &= self._in_all < TOO_LARGE
         if not self._is_finite:
             self._values_P.zero_()
             return
@@ -75,11 +128,12 @@ class FixedPointSum:
         """The sum (P) in fp32, all NaN if something was not finite or too large."""
         if not self._is_finite:
             return torch.full_like(self._values_P, math.nan)
-        carried_P = _carried(self._fine_P)
-        rest_P = self._fine_P - (carried_P << CARRY_BITS)
-        if self._coarse_P is not None:
-            carried_P += self._coarse_P
-        return (carried_P.double() * 2.0**-COARSE_BITS + rest_P.double() * 2.0**-FINE_BITS).float()
+        return _rounded(self._fine_P, self._coarse_P)
+
+    def words(self) -> SumWords:
+        """The sum so far, as it is added to those of other devices; to be read before the next number comes."""
+        units = min(self._in_all, TOO_LARGE)
+        return SumWords(self._fine_P, self._coarse_P, (len(self._fine_P),), (units,))
 
     def forget(self) -> None:
         """Begins again; the buffer is its owner's to empty."""
@@ -106,6 +160,15 @@ class FixedPointSum:
         if self._coarse_P is None:
             self._coarse_P = torch.zeros_like(self._fine_P)
         return self._coarse_P
+
+
+def _rounded(fine_P: torch.Tensor, coarse_P: torch.Tensor | None) -> torch.Tensor:
+    """The number that both words stand for, rounded once; however it is divided between them."""
+    carried_P = _carried(fine_P)
+    rest_P = fine_P - (carried_P << CARRY_BITS)
+    if coarse_P is not None:
+        carried_P += coarse_P
+    return (carried_P.double() * 2.0**-COARSE_BITS + rest_P.double() * 2.0**-FINE_BITS).float()
 
 
 def _carried(fine_P: torch.Tensor) -> torch.Tensor:

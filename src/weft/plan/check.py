@@ -4,18 +4,21 @@ Checked on every stage: each microbatch forward and backward exactly once per sl
 transfers that the slices before and after need, in time; a global batch's step exactly once, after its last backward
 and before the job's next forward; with several stages, its measure between the two; memory never above the limit.
 Between stages: what a neighbour sends is received in the same order, and a run of all lists together comes to its end.
+With several replicas, all of a microbatch is on one of them. Whoever had samples of a global batch measures it. A job
+at home on a replica has all its samples there and steps there; one whose sums are free steps on every replica.
 
 Against the queues it was made for: every sample is known and has its length, each job's samples come, and go backward,
 in its own order with none skipped, no microbatch holds samples of two lanes or a part of a group, and none is above the
-capacity. A global batch that the program leaves
-unfinished has no step. Without queues every global batch counts as whole. O(segments + instructions).
+capacity. Where sums are free, the samples of a global batch may be in any order, each once. A global batch that the
+program leaves unfinished has no step. Without queues every global batch counts as whole, and what has samples on
+several replicas counts as free. O(segments + instructions).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from weft.cost.types import CostModel
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
@@ -40,11 +43,14 @@ def violations(
     Samples and their order are checked where queues are given, capacity where limits are, memory where a cost model and
     each stage's bytes are.
     """
+    if program.replica_sizes and (sum(program.replica_sizes) != program.num_stages or min(program.replica_sizes) < 1):
+        return [f"replicas of {program.replica_sizes} stages are not the {program.num_stages} that are there"]
     found = [*_unknown(program), *_overfull(program, limits)]
     found += _repeated(program) if queues is None else [*_out_of_order(program, queues), *_misplaced(program, queues)]
     if found:
         return found
     batches = _Batches(program, queues)
+    found += _away(program, batches)
     for stage in range(program.num_stages):
         found += _Walk(program, stage, batches, cost, None if memory_bytes is None else memory_bytes[stage]).problems()
     return found or [*_crossings(program), *_stuck(program)]
@@ -79,15 +85,34 @@ def _repeated(program: Program) -> Iterator[str]:
 
 
 def _out_of_order(program: Program, queues: Sequence[JobQueue]) -> Iterator[str]:
-    """Samples that are not the next one of their job."""
+    """Samples that are not the next one of their job, or of a free job's global batch."""
     waiting = {q.job: [(b.step, i, n) for b in q.batches for i, n in enumerate(b.lengths, b.first)] for q in queues}
     for samples in waiting.values():
         samples.reverse()
+    left = {(q.job, b.step): dict(enumerate(b.lengths, b.first)) for q in queues if q.home is None for b in q.batches}
+    free = {job for job, _ in left}
+    newest: dict[str, int] = {}
     for place, microbatch in enumerate(program.microbatches):
         for segment in microbatch.segments:
-            samples = waiting.get(segment.job, [])
-            if not samples or samples.pop() != (segment.step, segment.index, segment.length):
-                yield f"microbatch {place}: {segment} is not the next sample of {segment.job}"
+            job, step = segment.job, segment.step
+            if job in free:
+                own = left.get((job, step), {})
+                if own.pop(segment.index, None) != segment.length or newest.setdefault(job, step) > step:
+                    yield f"microbatch {place}: {segment} is not a sample that {job} has left"
+                newest[job] = step
+                continue
+            samples = waiting.get(job, [])
+            if not samples or samples.pop() != (step, segment.index, segment.length):
+                yield f"microbatch {place}: {segment} is not the next sample of {job}"
+    yield from _skipped(program, left)
+
+
+def _skipped(program: Program, left: Mapping[CheckedBatch, Mapping[int, int]]) -> Iterator[str]:
+    """Global batches of free jobs that are begun before all samples of the one before have run."""
+    last = {s.job: s.step for m in program.microbatches for s in m.segments}
+    for (job, step), samples in left.items():
+        if samples and step < last.get(job, step):
+            yield f"step {step} of {job} has {len(samples)} samples that do not run, and step {last[job]} begins"
 
 
 def _misplaced(program: Program, queues: Sequence[JobQueue]) -> Iterator[str]:
@@ -118,23 +143,63 @@ class _Batches:
 
     def __init__(self, program: Program, queues: Sequence[JobQueue] | None) -> None:
         self.of: list[dict[CheckedBatch, int]] = [
-            {(s.job, s.step): s.index for s in m.segments} for m in program.microbatches
+            Counter((s.job, s.step) for s in m.segments) for m in program.microbatches
         ]
-        """Those of each microbatch, with the last sample that it holds."""
-        self.num_backwards = Counter(batch for batches in self.of for batch in batches)
-        """Microbatches that hold samples of a global batch; of one whose samples have all run before, none."""
+        """Those of each microbatch, with the number of samples that it holds."""
+        self.replica_of = _replicas_of(program)
+        counts = Counter((batch, self.replica_of[k]) for k, batches in enumerate(self.of) for batch in batches)
+        self.num_backwards: dict[CheckedBatch, Counter[int]] = defaultdict(Counter)
+        """Microbatches that hold samples of a global batch, by replica; of one whose samples have run before, none."""
+        for (batch, replica), count in counts.items():
+            self.num_backwards[batch][replica] = count
         self.ended = set(self.num_backwards)
         """Those that step."""
+        homes = None if queues is None else {q.job: q.home for q in queues}
         if queues is not None:
-            last = {batch: index for batches in self.of for batch, index in batches.items()}
-            ends = {(q.job, b.step): b.first + len(b.lengths) - 1 for q in queues for b in q.batches}
-            due = {(q.job, q.batches[0].step): 0 for q in queues if q.batches and not q.batches[0].lengths}
-            self.num_backwards.update(due)
-            self.ended = {batch for batch, index in last.items() if ends[batch] == index} | due.keys()
+            done = Counter[CheckedBatch]()
+            for batches in self.of:
+                done.update(batches)
+            whole = {(q.job, b.step): len(b.lengths) for q in queues for b in q.batches}
+            due = {(q.job, q.batches[0].step) for q in queues if q.batches and not q.batches[0].lengths}
+            for job, step in due:
+                home = 0 if homes is None else homes[job]
+                self.num_backwards[job, step][home or 0] = 0
+            self.ended = {batch for batch, count in done.items() if whole[batch] == count} | due
         pairs = itertools.pairwise(sorted(self.num_backwards))
         self.previous = {batch: before for before, batch in pairs if before[0] == batch[0]}
         """The job's global batch before this one, if it has one here."""
-        self.keeps_order = queues is not None
+        everywhere = frozenset(range(len(program.replicas)))
+        used: dict[str, set[int]] = defaultdict(set)
+        for (job, _), replicas in self.num_backwards.items():
+            used[job].update(replicas)
+        self.steps_on: dict[str, frozenset[int]] = {}
+        """The replicas on which each job steps."""
+        for job, known in used.items():
+            if homes is None:
+                self.steps_on[job] = everywhere if len(known) > 1 else frozenset(known)
+            else:
+                self.steps_on[job] = everywhere if (home := homes[job]) is None else frozenset({home})
+        self.ordered = set() if homes is None else {job for job, home in homes.items() if home is not None}
+        """Jobs whose samples go backward in their order."""
+
+
+def _replicas_of(program: Program) -> list[int]:
+    """The replica that runs each microbatch: the first with a stage that has it forward."""
+    found: dict[int, int] = {}
+    for replica, stages in enumerate(program.replicas):
+        for stage in stages:
+            for i in program.stages[stage]:
+                if isinstance(i, Forward):
+                    found.setdefault(i.microbatch, replica)
+    return [found.get(k, 0) for k in range(len(program.microbatches))]
+
+
+def _away(program: Program, batches: _Batches) -> Iterator[str]:
+    """Microbatches with samples of jobs that are at home on another replica."""
+    for k, own in enumerate(batches.of):
+        for job, _ in own:
+            if batches.replica_of[k] not in batches.steps_on[job]:
+                yield f"microbatch {k} is on replica {batches.replica_of[k]}, where {job} is not at home"
 
 
 class _Walk:
@@ -144,7 +209,13 @@ class _Walk:
         self, program: Program, stage: int, batches: _Batches, cost: CostModel | None, limit: int | None
     ) -> None:
         self.program, self.stage, self.batches, self.cost, self.limit = program, stage, batches, cost, limit
-        self.left = {batch: count * program.num_chunks for batch, count in batches.num_backwards.items()}
+        self.replica = next(place for place, own in enumerate(program.replicas) if stage in own)
+        own = program.replicas[self.replica]
+        self.first, self.num_stages = own.start, len(own)
+        counts = {batch: count[self.replica] for batch, count in batches.num_backwards.items()}
+        self.left = {batch: count * program.num_chunks for batch, count in counts.items()}
+        self.measures = {batch for batch, count in batches.num_backwards.items() if self.replica in count}
+        """Global batches of which the replica has a part."""
         self.newest: dict[tuple[str, int], int] = {}
         """The last microbatch that has gone backward, of each job and slice."""
         self.place = 0
@@ -160,7 +231,9 @@ class _Walk:
                 self._add("comes again")
                 continue
             self.done.add(i)
-            if isinstance(i, Measure):
+            if not isinstance(i, Measure | Step) and self.batches.replica_of[i.microbatch] != self.replica:
+                self._add("is of a microbatch that another replica runs")
+            elif isinstance(i, Measure):
                 self._measure(i)
             elif isinstance(i, Step):
                 self._step(i)
@@ -183,17 +256,16 @@ class _Walk:
 
     def _next(self, chunk: int, is_gradient: bool) -> int | None:
         """Stage of the slice that comes after this one, in the direction of activations or of gradients."""
-        num_stages = self.program.num_stages
-        virtual = chunk * num_stages + self.stage + (-1 if is_gradient else 1)
-        if num_stages == 1 or not 0 <= virtual < num_stages * self.program.num_chunks:
+        virtual = chunk * self.num_stages + self.stage - self.first + (-1 if is_gradient else 1)
+        if self.num_stages == 1 or not 0 <= virtual < self.num_stages * self.program.num_chunks:
             return None
-        return virtual % num_stages
+        return self.first + virtual % self.num_stages
 
     def _forward(self, visit: Forward) -> None:
         k, chunk = visit.microbatch, visit.chunk
         self._input(k, chunk, is_gradient=False)
         # One stage holding several slices passes from slice to slice without a transfer.
-        if self.program.num_stages == 1 and chunk > 0 and Forward(k, chunk - 1) not in self.done:
+        if self.num_stages == 1 and chunk > 0 and Forward(k, chunk - 1) not in self.done:
             self._add("comes before its input")
         for batch in self.batches.of[k]:
             before = self.batches.previous.get(batch)
@@ -206,14 +278,14 @@ class _Walk:
     def _backward(self, visit: Backward) -> None:
         k, chunk = visit.microbatch, visit.chunk
         self._input(k, chunk, is_gradient=True)
-        is_last = self.program.num_stages > 1 or chunk + 1 == self.program.num_chunks
+        is_last = self.num_stages > 1 or chunk + 1 == self.program.num_chunks
         if Forward(k, chunk) not in self.done or not (is_last or Backward(k, chunk + 1) in self.done):
             self._add("comes before what it goes back through")
         for job, step in self.batches.of[k]:
             self.left[job, step] -= 1
             newest = self.newest.get((job, chunk), -1)
             self.newest[job, chunk] = k
-            if newest > k and self.batches.keeps_order:
+            if newest > k and job in self.batches.ordered:
                 self._add(f"comes after microbatch {newest}, whose samples of {job} follow its own")
         self.held -= self._held(k, chunk)
 
@@ -228,6 +300,8 @@ class _Walk:
             self._add("is for several stages; one has the whole gradient")
         elif batch not in self.batches.ended:
             self._add("measures a global batch that is not there, or not whole")
+        elif batch not in self.measures:
+            self._add("measures a global batch of which the replica has no sample")
         elif self.left[batch]:
             self._add(f"comes {self.left[batch]} backwards early")
 
@@ -236,16 +310,22 @@ class _Walk:
         self.stepped.add(batch)
         if batch not in self.batches.ended:
             self._add("steps a global batch that is not there, or not whole")
+        elif self.replica not in self.batches.steps_on[step.job]:
+            self._add("steps a job that is not at home here")
         elif self.left[batch]:
             self._add(f"comes {self.left[batch]} backwards early")
-        elif self.program.num_stages > 1 and Measure(*batch) not in self.done:
+        elif self.program.num_stages > 1 and batch in self.measures and Measure(*batch) not in self.done:
             self._add("comes before its gradient is measured")
 
     def _missing(self) -> None:
         ended = sorted(self.batches.ended)
-        expected: list[Instruction] = [Step(job, step) for job, step in ended]
-        expected += [Measure(job, step) for job, step in ended] if self.program.num_stages > 1 else []
+        steps_on = self.batches.steps_on
+        expected: list[Instruction] = [Step(job, step) for job, step in ended if self.replica in steps_on[job]]
+        if self.program.num_stages > 1:
+            expected += [Measure(job, step) for job, step in ended if (job, step) in self.measures]
         for k in range(len(self.program.microbatches)):
+            if self.batches.replica_of[k] != self.replica:
+                continue
             for chunk in range(self.program.num_chunks):
                 expected += [Forward(k, chunk), Backward(k, chunk)]
                 onward, back = self._next(chunk, False), self._next(chunk, True)
@@ -259,19 +339,20 @@ class _Walk:
         lengths = [s.length for s in self.program.microbatches[k].segments]
         if not lengths:
             return 0
-        return self.cost.held_bytes(lengths, chunk * self.program.num_stages + self.stage)
+        return self.cost.held_bytes(lengths, chunk * self.num_stages + self.stage - self.first)
 
 
 def _crossings(program: Program) -> Iterator[str]:
     """Neighbours that would take each other's transfers for one another: channels deliver in order."""
+    owners = [own for own in program.replicas for _ in own]
     sent: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
     awaited: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
     for stage, instructions in enumerate(program.stages):
         for i in instructions:
             if isinstance(i, Send):
-                sent[stage, i.to_stage, i.is_gradient].append(_parcel(program, stage, i))
+                sent[stage, i.to_stage, i.is_gradient].append(_parcel(owners, stage, i))
             elif isinstance(i, Receive):
-                awaited[i.from_stage, stage, i.is_gradient].append(_parcel(program, stage, i))
+                awaited[i.from_stage, stage, i.is_gradient].append(_parcel(owners, stage, i))
     for source, target, is_gradient in sorted({*sent, *awaited}):
         channel = (source, target, is_gradient)
         if sent[channel] != awaited[channel]:
@@ -281,23 +362,25 @@ def _crossings(program: Program) -> Iterator[str]:
 
 def _stuck(program: Program) -> Iterator[str]:
     """Stages that wait for each other for ever when all lists run side by side."""
+    owners = [own for own in program.replicas for _ in own]
     places = [0] * program.num_stages
     arrived: set[Transfer] = set()
     measured: Counter[Measure] = Counter()
+    measuring = program.measuring
     moved = True
     while moved:
         moved = False
         for stage, instructions in enumerate(program.stages):
             while places[stage] < len(instructions):
                 i = instructions[places[stage]]
-                if isinstance(i, Receive) and _parcel(program, stage, i) not in arrived:
+                if isinstance(i, Receive) and _parcel(owners, stage, i) not in arrived:
                     break
-                if isinstance(i, Measure) and stage == 0 and measured[i] < program.num_stages - 1:
+                if isinstance(i, Measure) and stage == measuring[i][0] and measured[i] < len(measuring[i]) - 1:
                     break
-                if isinstance(i, Step) and stage > 0 and measured[Measure(i.job, i.step)] < program.num_stages:
+                if isinstance(i, Step) and measured[of := Measure(i.job, i.step)] < len(measuring.get(of, ())):
                     break
                 if isinstance(i, Send):
-                    arrived.add(_parcel(program, stage, i))
+                    arrived.add(_parcel(owners, stage, i))
                 measured.update([i] if isinstance(i, Measure) else [])
                 places[stage] += 1
                 moved = True
@@ -306,8 +389,9 @@ def _stuck(program: Program) -> Iterator[str]:
             yield f"stage {stage} waits for ever at {instructions[places[stage]]}"
 
 
-def _parcel(program: Program, stage: int, i: Send | Receive) -> Transfer:
-    virtual = i.chunk * program.num_stages + stage
+def _parcel(owners: Sequence[range], stage: int, i: Send | Receive) -> Transfer:
+    own = owners[stage]
+    virtual = i.chunk * len(own) + stage - own.start
     if isinstance(i, Send):
         virtual += -1 if i.is_gradient else 1
     return i.microbatch, virtual, i.is_gradient

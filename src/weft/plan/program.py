@@ -5,11 +5,16 @@ device is one stage, which runs a microbatch forward, at once backward, and then
 job's step needs the norm of its whole gradient, which lies on all stages of a pipeline: each stage measures its part
 (`Measure`), the first one judges, and each steps just before the job's next forward, when the verdict is there. With
 `num_chunks` above 1 every stage holds several slices of the model (interleaving): slice c of stage s is the virtual
-stage c · num_stages + s. Programs print, hash, and come back from JSON as they were.
+stage c · num_stages + s.
+
+A program may be for several whole replicas (`replica_sizes`): their stages follow one another, a microbatch is run by
+one of them, and a job whose sums are free has samples on several. Whoever had some measures, the first of these judges
+by the sum of all, and every stage of every replica steps. Programs print, hash, and come back from JSON as they were.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, Protocol, TypeVar
@@ -57,7 +62,10 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A stage of several hands its part of a job's gradient to the first one, whose own Measure waits for all parts."""
+    """A stage of several hands its part of a job's gradient to the first that measures it too.
+
+    That one is the judge: its own Measure waits for all parts.
+    """
 
     job: str
     step: int
@@ -67,7 +75,7 @@ class Measure:
 class Step:
     """A job's optimizer steps on this stage: its global batch has been backward here.
 
-    With several stages it waits until the first one has measured the whole gradient.
+    With several stages it waits until the judge has measured the whole gradient.
     """
 
     job: str
@@ -105,6 +113,8 @@ class Program:
     """An empty one is a bubble that a pipeline's schedule needs to keep its distances (a no-op)."""
     stages: tuple[tuple[Instruction, ...], ...]
     num_chunks: int = 1
+    replica_sizes: tuple[int, ...] = ()
+    """Stages of each replica, whose lists follow one another; empty: one replica has them all."""
 
     @classmethod
     def from_turns(cls, turns: Iterable[Turn]) -> Program:
@@ -120,8 +130,24 @@ class Program:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 for one device."""
+        """Stages of all replicas; 1 for one device."""
         return len(self.stages)
+
+    @property
+    def replicas(self) -> tuple[range, ...]:
+        """The stages of each replica."""
+        ends = [*itertools.accumulate(self.replica_sizes or (self.num_stages,))]
+        return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+    @property
+    def measuring(self) -> dict[Measure, tuple[int, ...]]:
+        """The stages that measure each gradient; the first of them judges it."""
+        found: dict[Measure, list[int]] = {}
+        for stage, instructions in enumerate(self.stages):
+            for i in instructions:
+                if isinstance(i, Measure):
+                    found.setdefault(i, []).append(stage)
+        return {measure: tuple(stages) for measure, stages in found.items()}
 
     @property
     def turns(self) -> list[Turn]:
@@ -148,6 +174,7 @@ class Program:
         """
         return {
             "num_chunks": self.num_chunks,
+            "replica_sizes": list(self.replica_sizes),
             "microbatches": [[list(astuple(segment)) for segment in m.segments] for m in self.microbatches],
             "stages": [[[_NAMES[type(i)], *astuple(i)] for i in instructions] for instructions in self.stages],
         }
@@ -160,8 +187,9 @@ class Program:
                 tuple(Microbatch(tuple(_built(Segment, own) for own in segments)) for segments in tree["microbatches"]),
                 tuple(tuple(_built(_KINDS[kind], own) for kind, *own in stage) for stage in tree["stages"]),
                 int(tree["num_chunks"]),
+                tuple(int(size) for size in tree.get("replica_sizes", ())),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"this is not a program ({type(error).__name__}: {error}); it needs num_chunks, microbatches and "
                 "stages as `weft plan --json` writes them."

@@ -75,6 +75,8 @@ class JobQueue:
     """Tokens the job has had so far; among equals, who had least goes first."""
     lane: str = ""
     """Jobs of different lanes never share a microbatch; most are in the common one."""
+    home: int | None = 0
+    """The replica that runs it; None: its sums are free, so all of several do, and its samples may be in any order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 A stage runs its list from the first to the last instruction. With overlap a stage has three lanes, as mLoRA's three
 streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
 receiving each keep the stage itself busy. Empty microbatches cost nothing. Measuring a gradient takes no time, but the
-first stage waits until all have measured theirs, and the others step when it has. With several slices per stage the
-cost model is asked for virtual stages. O(instructions).
+judge waits until all have measured theirs, and the others step when it has. With several slices per stage the cost
+model is asked for virtual stages. Replicas have a cost model each; what they add to each other's gradients is taken to
+cost nothing. O(instructions).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,9 @@ class _StageRun:
     """Where one stage is."""
 
     rest: deque[Instruction]
+    own: range
+    """The stages of its replica."""
+    cost: CostModel
     free_at: float = 0.0
     send_free_at: float = 0.0
     held: int = 0
@@ -37,10 +41,13 @@ class _StageRun:
     memory: list[MemoryPoint] = field(default_factory=list)
 
 
-def simulate(program: Program, cost: CostModel, *, overlap: bool = True) -> Timeline:
-    """The predicted timeline of any program; a PlanError if its stages wait for each other for ever."""
-    run = _Run(program, cost, overlap)
-    waiting = deque(range(program.num_stages))
+def simulate(program: Program, cost: CostModel | Sequence[CostModel], *, overlap: bool = True) -> Timeline:
+    """The predicted timeline of any program; a PlanError if its stages wait for each other for ever.
+
+    `cost`: of all replicas, or of each.
+    """
+    run = _Run(program, cost if isinstance(cost, Sequence) else [cost] * len(program.replicas), overlap)
+    waiting = deque(stage for stage, instructions in enumerate(program.stages) if instructions)
     idle = 0
     while waiting and idle < len(waiting):
         stage = waiting.popleft()
@@ -57,16 +64,20 @@ def simulate(program: Program, cost: CostModel, *, overlap: bool = True) -> Time
 
 
 class _Run:
-    def __init__(self, program: Program, cost: CostModel, overlap: bool) -> None:
-        self.program, self.cost, self.overlap = program, cost, overlap
-        self.stages = [_StageRun(deque(instructions)) for instructions in program.stages]
+    def __init__(self, program: Program, costs: Sequence[CostModel], overlap: bool) -> None:
+        self.program, self.overlap = program, overlap
+        owners = [(own, cost) for own, cost in zip(program.replicas, costs, strict=True) for _ in own]
+        self.stages = [
+            _StageRun(deque(instructions), *owner) for instructions, owner in zip(program.stages, owners, strict=True)
+        ]
+        self.measuring = program.measuring
         self.lengths = [[s.length for s in m.segments] for m in program.microbatches]
         self.notes = [describe(m) for m in program.microbatches]
         self.arrivals: dict[Parcel, float] = {}
         self.measured: dict[Measure, list[float]] = {}
-        """When each stage but the first had measured its part."""
+        """When each stage but the judge had measured its part."""
         self.verdicts: dict[Measure, float] = {}
-        """When the first stage had all parts."""
+        """When the judge had all parts."""
 
     def advance(self, place: int) -> bool:
         """Runs a stage until it must wait; tells whether it got anywhere."""
@@ -83,7 +94,7 @@ class _Run:
                 self._send(stage, place, instruction)
             elif isinstance(instruction, Step):
                 args = {"jobs": {instruction.job: 0}, "step": instruction.step}
-                self._take(stage, place, "step", self.cost.step_s(place), args)
+                self._take(stage, place, "step", stage.cost.step_s(place - stage.own.start), args)
         return progressed
 
     def _may_run(self, stage: _StageRun, place: int, instruction: Instruction) -> bool:
@@ -93,7 +104,7 @@ class _Run:
                 return self._receive(stage, place, instruction)
             case Measure():
                 return self._measure(stage, place, instruction)
-            case Step(job, step) if place > 0:
+            case Step(job, step) if Measure(job, step) in self.measuring:
                 verdict = self.verdicts.get(Measure(job, step))
                 stage.free_at = max(stage.free_at, verdict or 0.0)
                 return verdict is not None
@@ -101,22 +112,23 @@ class _Run:
 
     def _measure(self, stage: _StageRun, place: int, measure: Measure) -> bool:
         parts = self.measured.setdefault(measure, [])
-        if place > 0:
+        measuring = self.measuring[measure]
+        if place != measuring[0]:
             parts.append(stage.free_at)
             return True
-        if len(parts) < self.program.num_stages - 1:
+        if len(parts) < len(measuring) - 1:
             return False
         stage.free_at = self.verdicts[measure] = max([stage.free_at, *parts])
         return True
 
     def _compute(self, stage: _StageRun, place: int, visit: Forward | Backward) -> None:
         lengths = self.lengths[visit.microbatch]
-        virtual = visit.chunk * self.program.num_stages + place
+        virtual = _virtual(stage, place, visit.chunk)
         is_forward = isinstance(visit, Forward)
         if not lengths:
             return
-        seconds = self.cost.forward_s(lengths, virtual) if is_forward else self.cost.backward_s(lengths, virtual)
-        held = self.cost.held_bytes(lengths, virtual)
+        seconds = stage.cost.forward_s(lengths, virtual) if is_forward else stage.cost.backward_s(lengths, virtual)
+        held = stage.cost.held_bytes(lengths, virtual)
         if is_forward:
             stage.held += held
             stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
@@ -133,9 +145,9 @@ class _Run:
         stage.free_at += seconds
 
     def _send(self, stage: _StageRun, place: int, send: Send) -> None:
-        source = send.chunk * self.program.num_stages + place
+        source = _virtual(stage, place, send.chunk)
         parcel = (send.microbatch, source - 1 if send.is_gradient else source + 1, send.is_gradient)
-        seconds = self._transfer_s(send.microbatch)
+        seconds = self._transfer_s(stage, send.microbatch)
         start = max(stage.free_at, stage.send_free_at)
         stage.send_free_at = self.arrivals[parcel] = start + seconds
         if not self.overlap:
@@ -152,11 +164,11 @@ class _Run:
                 )
 
     def _receive(self, stage: _StageRun, place: int, receive: Receive) -> bool:
-        parcel = (receive.microbatch, receive.chunk * self.program.num_stages + place, receive.is_gradient)
+        parcel = (receive.microbatch, _virtual(stage, place, receive.chunk), receive.is_gradient)
         if parcel not in self.arrivals:
             return False
         stage.free_at = max(stage.free_at, self.arrivals[parcel])
-        seconds = self._transfer_s(receive.microbatch)
+        seconds = self._transfer_s(stage, receive.microbatch)
         if not self.overlap and seconds:
             lane = RECEIVE_GRADIENT if receive.is_gradient else RECEIVE
             args = {"microbatch": receive.microbatch, "from": receive.from_stage}
@@ -166,9 +178,14 @@ class _Run:
             stage.free_at += seconds
         return True
 
-    def _transfer_s(self, microbatch: int) -> float:
+    def _transfer_s(self, stage: _StageRun, microbatch: int) -> float:
         lengths = self.lengths[microbatch]
-        return self.cost.transfer_s(sum(lengths)) if lengths else 0.0
+        return stage.cost.transfer_s(sum(lengths)) if lengths else 0.0
+
+
+def _virtual(stage: _StageRun, place: int, chunk: int) -> int:
+    """The number of a slice among those of its replica."""
+    return chunk * len(stage.own) + place - stage.own.start
 
 
 def simulate_turns(program: Program, cost: CostModel) -> Timeline:

@@ -1,22 +1,34 @@
-"""Tiny random backbones cut into stages."""
+"""Tiny random backbones cut into stages, and jobs of all kinds for them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tiny_models import random_model
+from tiny_models import Job, job_spec, random_data, random_model, submit
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.model_part import ModelPart, keep_part
+from weft.data.dataset import JobData
+from weft.data.samples import Samples
+from weft.engine.engine import Engine
 from weft.execute.stages.stage_group import LocalStages
 from weft.execute.stages.staged import StagedExecutor
+from weft.objectives.heads.classes import Classification
+from weft.objectives.preference.cpo import SimPo
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
-def staged_executor(name: str, sizes: tuple[int, ...], **options: Any) -> StagedExecutor:
-    """A tiny random model in this process, cut into stages of so many layers."""
-    parts, first = [], 0
+def staged_executor(name: str, *replicas: tuple[int, ...], **options: Any) -> StagedExecutor:
+    """Tiny random replicas in this process, each cut into stages of so many layers."""
     tokenizer: Any = SimpleNamespace(eos_token_id=None)
+    return StagedExecutor(LocalStages(*(_parts(name, sizes, tokenizer, **options) for sizes in replicas)), tokenizer)
+
+
+def _parts(name: str, sizes: tuple[int, ...], tokenizer: Any, **options: Any) -> list[Backbone]:
+    parts, first = [], 0
     for size in sizes:
         part = ModelPart(first, first + size, sum(sizes))
         model = random_model(name, num_hidden_layers=part.num_layers, **options)
@@ -24,4 +36,55 @@ def staged_executor(name: str, sizes: tuple[int, ...], **options: Any) -> Staged
         parts.append(Backbone(model, tokenizer, name, part))
         parts[-1].use_kernels("reference")
         first += size
-    return StagedExecutor(LocalStages(parts), tokenizer)
+    return parts
+
+
+def odd_jobs() -> list[Job]:
+    """Buffers whose cuts are no multiple of anything, and all that an adapter or an optimizer can remember."""
+    step = {"max_steps": 4, "max_grad_norm": 0.3, "weight_decay": 0.1}
+    adapters: dict[str, dict[str, Any]] = {
+        "dora": {"method": "dora", "r": 3},
+        "vera": {"method": "vera"},
+        "bottleneck": {"method": "bottleneck", "bottleneck_size": 5},
+        "diff": {"method": "diff_pruning", "density": 0.05, "mask": "l0"},
+        "prompt": {"method": "prompt_tuning", "num_virtual_tokens": 3},
+        "prefix": {"method": "prefix_tuning", "num_virtual_tokens": 3},
+        "one_layer": {"r": 3, "layers_to_transform": (1,)},
+    }
+    settings: dict[str, dict[str, Any]] = {
+        "muon": {"optim": "muon"},
+        "adafactor": {"optim": "adafactor"},
+        "lion": {"optim": "lion"},
+        "average": {"ema_decay": 0.9, "learning_rate_pattern": {"layers.2.mlp.up_proj": 2.0}},
+    }
+    found = [job_spec(name, adapter=adapter, **step) for name, adapter in adapters.items()]
+    found += [job_spec(name, adapter={"r": 3}, **step, **own) for name, own in settings.items()]
+    return [(spec, random_data(place, num_samples=5)) for place, spec in enumerate(found)]
+
+
+def objective_jobs() -> list[Job]:
+    """A head for labels, and pairs whose samples share a microbatch."""
+    labelled, paired = random_data(1, num_samples=6), random_data(2, num_samples=6)
+    texts = Samples.of([sample.labelled_end(n % 3) for n, sample in enumerate(labelled.train.samples)])
+    head = replace(labelled.train, objective=Classification(("a", "b", "c")), samples=texts)
+    pairs = replace(paired.train, objective=SimPo(2.0, gamma=0.3))
+    step = {"max_steps": 3, "global_batch_size": 3, "max_grad_norm": 0.2}
+    return [
+        (job_spec("labels", adapter={"r": 3}, **step), JobData(head, None)),
+        (job_spec("pairs", adapter={"r": 3}, **step), JobData(pairs, None)),
+    ]
+
+
+def train_until(engine: Engine, place: Path, step: int, jobs: list[Job]) -> None:
+    """Trains until all jobs have done so many steps, and saves them there."""
+    submit(engine, *jobs)
+    is_new = not place.exists()
+    with RunDirectory.open(place, resume=not is_new) as directory:
+        if is_new:
+            directory.write_run(RunRecord(base_model="tiny", capacity=48))
+        engine.keep_in(directory)
+        for name in engine.jobs:
+            engine.hold(name, step)
+        engine.run()
+        engine.stop()
+        engine.run()

@@ -7,12 +7,11 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from staged_models import staged_executor
+from staged_models import objective_jobs, odd_jobs, staged_executor, train_until
 from tiny_models import (
     Job,
     assert_same_bits,
@@ -26,12 +25,8 @@ from tiny_models import (
 )
 
 from weft.cost.types import LinearCost
-from weft.data.dataset import JobData
-from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.errors import ConfigError
-from weft.objectives.heads.classes import Classification
-from weft.objectives.preference.cpo import SimPo
 from weft.plan.check import violations
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
@@ -40,7 +35,6 @@ from weft.plan.types import JobQueue, Limits
 from weft.simulate.choose import FastestPipeline
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import COMPUTE, Timeline
-from weft.store.run_dir import RunDirectory, RunRecord
 
 SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED]
 
@@ -88,42 +82,6 @@ def test_jobs_when_the_weights_are_bfloat16_then_have_the_bits_of_one_device():
     check_bits([Schedule.ONE_F_ONE_B], torch.bfloat16)
 
 
-def odd_jobs() -> list[Job]:
-    """Buffers whose cuts are no multiple of anything, and all that an adapter or an optimizer can remember."""
-    step = {"max_steps": 4, "max_grad_norm": 0.3, "weight_decay": 0.1}
-    adapters: dict[str, dict[str, Any]] = {
-        "dora": {"method": "dora", "r": 3},
-        "vera": {"method": "vera"},
-        "bottleneck": {"method": "bottleneck", "bottleneck_size": 5},
-        "diff": {"method": "diff_pruning", "density": 0.05, "mask": "l0"},
-        "prompt": {"method": "prompt_tuning", "num_virtual_tokens": 3},
-        "prefix": {"method": "prefix_tuning", "num_virtual_tokens": 3},
-        "one_layer": {"r": 3, "layers_to_transform": (1,)},
-    }
-    settings: dict[str, dict[str, Any]] = {
-        "muon": {"optim": "muon"},
-        "adafactor": {"optim": "adafactor"},
-        "lion": {"optim": "lion"},
-        "average": {"ema_decay": 0.9, "learning_rate_pattern": {"layers.2.mlp.up_proj": 2.0}},
-    }
-    found = [job_spec(name, adapter=adapter, **step) for name, adapter in adapters.items()]
-    found += [job_spec(name, adapter={"r": 3}, **step, **own) for name, own in settings.items()]
-    return [(spec, random_data(place, num_samples=5)) for place, spec in enumerate(found)]
-
-
-def objective_jobs() -> list[Job]:
-    """A head for labels, and pairs whose samples share a microbatch."""
-    labelled, paired = random_data(1, num_samples=6), random_data(2, num_samples=6)
-    texts = Samples.of([sample.labelled_end(n % 3) for n, sample in enumerate(labelled.train.samples)])
-    head = replace(labelled.train, objective=Classification(("a", "b", "c")), samples=texts)
-    pairs = replace(paired.train, objective=SimPo(2.0, gamma=0.3))
-    step = {"max_steps": 3, "global_batch_size": 3, "max_grad_norm": 0.2}
-    return [
-        (job_spec("labels", adapter={"r": 3}, **step), JobData(head, None)),
-        (job_spec("pairs", adapter={"r": 3}, **step), JobData(pairs, None)),
-    ]
-
-
 @pytest.mark.parametrize("make", [odd_jobs, objective_jobs])
 def test_methods_optimizers_and_objectives_when_cut_then_have_the_bits_of_one_device(make):
     expected = train(random_backbone("llama_odd", num_hidden_layers=3), make(), capacity=48)
@@ -161,9 +119,9 @@ def done(timeline: Timeline, stage: int) -> list[tuple[str, Any]]:
 
 def test_run_when_resumed_with_another_number_of_stages_then_the_files_are_those_of_one_device(tmp_path):
     """Checkpoints do not tell how many stages wrote them."""
-    train_until(whole(), tmp_path / "one", 9)
+    train_until(whole(), tmp_path / "one", 9, resumed_jobs())
     for until, engine in ((2, staged("llama_odd", (1, 2))), (4, whole()), (9, staged("llama_odd", (1, 1, 1)))):
-        train_until(engine, tmp_path / "moved", until)
+        train_until(engine, tmp_path / "moved", until, resumed_jobs())
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
     assert len(files) >= 4
     for path in files:
@@ -172,21 +130,6 @@ def test_run_when_resumed_with_another_number_of_stages_then_the_files_are_those
 
 def whole() -> Engine:
     return Engine(random_backbone("llama_odd", num_hidden_layers=3), capacity=48)
-
-
-def train_until(engine: Engine, place: Path, step: int) -> None:
-    """Trains until all jobs have done so many steps, and saves them there."""
-    submit(engine, *resumed_jobs())
-    is_new = not place.exists()
-    with RunDirectory.open(place, resume=not is_new) as directory:
-        if is_new:
-            directory.write_run(RunRecord(base_model="llama_odd", capacity=48))
-        engine.keep_in(directory)
-        for name in engine.jobs:
-            engine.hold(name, step)
-        engine.run()
-        engine.stop()
-        engine.run()
 
 
 def resumed_jobs() -> list[Job]:
@@ -217,11 +160,10 @@ def test_job_when_it_diverges_then_ends_as_on_one_device_and_the_neighbours_go_o
     ("job", "where"),
     [
         (job_spec("job", optim="adamw_8bit"), "optim"),
-        (job_spec("job", sums="free"), "sums"),
         (job_spec("job", adapter={"r": 2, "target_modules": ("nothing",)}), "adapter.target_modules"),
         (job_spec("job", learning_rate_pattern={"nothing": 2.0}), "learning_rate_pattern"),
     ],
-    ids=["blocks of numbers", "free sums", "no such module", "no such rate"],
+    ids=["blocks of numbers", "no such module", "no such rate"],
 )
 def test_job_when_it_does_not_fit_stages_then_refused_and_forgotten(job, where):
     engine = staged("llama", (1, 1))

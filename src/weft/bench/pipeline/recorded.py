@@ -84,7 +84,7 @@ def record_run(num_stages: int, schedule: Schedule) -> RecordedRun:
 
     with tempfile.TemporaryDirectory(prefix="weft-pipeline-") as name:
         spec = write_jobs(Path(name))
-        engine = Engine(load_stages(BackboneSpec("tiny", device="cpu"), num_stages), capacity=CAPACITY, planner=plan)
+        engine = Engine(load_stages(BackboneSpec("tiny", device="cpu"), [num_stages]), capacity=CAPACITY, planner=plan)
         try:
             for job in spec.jobs:
                 engine.submit(job, base_dir=name)

@@ -80,6 +80,8 @@ class LiveJob:
         """What kernels hold of it besides a copy of those; the executor knows."""
         self.lane = ""
         """It shares microbatches only with jobs of the same lane; the executor knows which."""
+        self.home: int | None = None if spec.sums == "free" else 0
+        """The replica that it trains on, of several; None: on all of them."""
         self.notes: tuple[str, ...] = ()
         """What its owner should know before it starts."""
         self.longest = max(part.longest_group for part in (data.train, data.eval) if part is not None)
@@ -157,11 +159,12 @@ class LiveJob:
 
     def queue(self) -> JobQueue:
         """The job's next global batches, for a planner."""
-        return self.progress.queue(self.spec.priority, self.lane)
+        return replace(self.progress.queue(self.spec.priority, self.lane), home=self.home)
 
     def queue_after(self, turns: list[Turn]) -> JobQueue | None:
         """The queue once these have run too; None if the job has ended then."""
-        return self.progress.queue_after(turns, self.spec.priority, self.lane)
+        queue = self.progress.queue_after(turns, self.spec.priority, self.lane)
+        return None if queue is None else replace(queue, home=self.home)
 
     def queue_until_due(self) -> JobQueue:
         """The job's next global batches up to the step after which it is evaluated or saved."""

@@ -7,7 +7,7 @@ brought to one place and put together as that buffer; sums of parts would depend
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,8 @@ class JobShare:
     """All adapted modules of the whole model, in the words of PEFT's target_modules."""
     shared: Mapping[str, torch.Tensor]
     """Frozen tensors that all modules read."""
+    summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Where sums are free: numbers of each tensor that is summed by itself, by group that is trained."""
 
     @property
     def num_trained(self) -> int:

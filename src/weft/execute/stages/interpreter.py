@@ -1,7 +1,6 @@
 """Runs one stage's instructions of a program with tensors, as `simulate/interpret.py` does with a cost model.
 
-A job's step needs the norm of its whole gradient: each stage sends its part to the first, which tells the others the
-norm and whether the losses are finite (`gradient.py`).
+What stages tell each other about a job's step is in `step_exchange.py`.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from weft.backbone.scores import PendingScores
 from weft.execute.optimizers.optimizer import PartOfStep
 from weft.execute.optimizers.rate_pattern import scaling_changes
 from weft.execute.protocol import MicrobatchOutcome, StagedWork
-from weft.execute.stages.gradient import Verdict, gradient_part, judge_gradient, part_of_step, part_size
+from weft.execute.stages.gradient import part_of_step
 from weft.execute.stages.stage import Stage
-from weft.execute.stages.transport import ACTIVATION, FIRST_FREE, GRADIENT
+from weft.execute.stages.step_exchange import StepExchange, StepOf
+from weft.execute.stages.transport import ACTIVATION, GRADIENT
 from weft.execute.weights import JobWeights
 from weft.kernels.adamw import Updated
 from weft.plan.program import Backward, Forward, Instruction, Measure, Receive, Send, Step
 from weft.simulate.interpret import describe
 from weft.simulate.timeline import COMPUTE, Span
-
-StepOf = tuple[str, int]
-"""A job and its step."""
 
 
 @dataclass
@@ -36,7 +33,7 @@ class StageOutcome:
     """What one stage did of a program."""
 
     microbatches: dict[int, MicrobatchOutcome] = field(default_factory=dict)
-    """On the last stage."""
+    """On the last stage of the replica that ran them."""
     steps: dict[StepOf, Updated] = field(default_factory=dict)
     """Without those of jobs that have no share of the stage."""
     spans: list[Span] = field(default_factory=list)
@@ -48,8 +45,7 @@ class StageProgram:
     def __init__(self, stage: Stage, work: StagedWork) -> None:
         self._stage, self._work = stage, work
         self._microbatches = work.program.microbatches
-        steps = sorted({(i.job, i.step) for i in work.program.stages[0] if isinstance(i, Step)})
-        self._numbers = {step: number for number, step in enumerate(steps)}
+        self._exchange = StepExchange(stage, work.program)
         self._batches: dict[int, PackedBatch] = {}
         self._entering: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, torch.Tensor] = {}
@@ -57,35 +53,34 @@ class StageProgram:
         self._going_back: dict[int, torch.Tensor] = {}
         self._scores: dict[int, PendingScores] = {}
         self._is_finite: dict[StepOf, bool] = {}
-        self._parts: dict[StepOf, list[torch.Tensor]] = {}
-        """On the first stage, of the stages in their order."""
-        self._verdicts: dict[StepOf, Verdict] = {}
         self._done = StageOutcome()
 
     def run(self) -> Generator[None, None, StageOutcome]:
         """Runs all instructions; it yields where another stage must have its turn first."""
-        for instruction in self._work.program.stages[self._stage.index]:
-            while not self._run(instruction):
-                yield
+        for instruction in self._work.program.stages[self._stage.device]:
+            yield from self._run(instruction)
         self._stage.transport.finish()
         for k, scores in self._scores.items():
             rows = self._batches[k].num_rows
             self._done.microbatches[k] = MicrobatchOutcome(scores.scores(), rows, scores.seconds(), scores.wait())
         return self._done
 
-    def _run(self, instruction: Instruction) -> bool:
-        """Runs one; False if what it needs of another stage is not there."""
+    def _run(self, instruction: Instruction) -> Generator[None, None, None]:
+        """Runs one; it yields as long as what it needs of another stage is not there."""
         match instruction:
             case Measure(job, step):
-                return self._measure((job, step))
+                is_finite = self._is_finite.pop((job, step), True)
+                yield from self._exchange.measure((job, step), is_finite=is_finite)
+                return
             case Step(job, step):
-                return self._step((job, step))
+                yield from self._step((job, step))
+                return
         k = instruction.microbatch
         if not self._microbatches[k].segments:
-            return True
+            return
         match instruction:
             case Receive():
-                return self._receive(k, instruction)
+                yield from self._receive(k, instruction)
             case Send(is_gradient=is_gradient, to_stage=to_stage):
                 tensor = (self._going_back if is_gradient else self._leaving).pop(k)
                 self._stage.transport.send(tensor, to_stage, GRADIENT if is_gradient else ACTIVATION)
@@ -93,16 +88,13 @@ class StageProgram:
                 self._timed("forward", k, lambda: self._forward(k))
             case Backward():
                 self._timed("backward", k, lambda: self._backward(k))
-        return True
 
-    def _receive(self, k: int, receive: Receive) -> bool:
+    def _receive(self, k: int, receive: Receive) -> Generator[None, None, None]:
         stage, tag = self._stage, GRADIENT if receive.is_gradient else ACTIVATION
-        shape = stage.border(self._batch(k).num_rows)
-        tensor = stage.transport.receive(shape, stage.backbone.dtype, receive.from_stage, tag)
-        if tensor is None:
-            return False
+        shape, dtype = stage.border(self._batch(k).num_rows), stage.backbone.dtype
+        while (tensor := stage.transport.receive(shape, dtype, receive.from_stage, tag)) is None:
+            yield
         (self._gradients if receive.is_gradient else self._entering)[k] = tensor
-        return True
 
     def _batch(self, k: int) -> PackedBatch:
         if k not in self._batches:
@@ -128,53 +120,15 @@ class StageProgram:
         for owner, is_finite in zip(named, found, strict=True):
             self._is_finite[owner] = self._is_finite.get(owner, True) and is_finite > 0
 
-    def _measure(self, step: StepOf) -> bool:
-        """Sends this stage's part of a gradient to the first stage, which judges once it has all."""
-        stage, (part_tag, verdict_tag) = self._stage, self._tags(step)
-        if not stage.is_first:
-            stage.transport.send(self._part(step), 0, part_tag)
-            return True
-        shares = stage.shares[step[0]]
-        parts = self._parts.get(step) or self._parts.setdefault(step, [self._part(step)])
-        while len(parts) < len(shares):
-            place = len(parts)
-            part = stage.transport.receive((part_size(shares[place]),), torch.float32, place, part_tag)
-            if part is None:
-                return False
-            parts.append(part)
-        verdict = self._verdicts[step] = judge_gradient(self._parts.pop(step), shares)
-        told = torch.tensor([verdict.norm, float(verdict.is_finite)], dtype=torch.float64)
-        for place in range(1, len(shares)):
-            stage.transport.send(told, place, verdict_tag)
-        return True
-
-    def _part(self, step: StepOf) -> torch.Tensor:
-        weights = self._stage.weights_of(step[0])
-        if weights is not None:
-            weights.adapter.complete_gradients()
-        return gradient_part(weights, is_finite=self._is_finite.pop(step, True))
-
-    def _tags(self, step: StepOf) -> tuple[int, int]:
-        """Of the parts of a gradient, and of what the first stage finds; each step of a program has its own."""
-        first = FIRST_FREE + 2 * self._numbers[step]
-        return first, first + 1
-
-    def _step(self, step: StepOf) -> bool:
+    def _step(self, step: StepOf) -> Generator[None, None, None]:
         """Steps a job's share as soon as the verdict is there."""
-        stage = self._stage
-        if not stage.is_first:
-            told = stage.transport.receive((2,), torch.float64, 0, self._tags(step)[1])
-            if told is None:
-                return False
-            norm, is_finite = told.tolist()
-            self._verdicts[step] = Verdict(norm, is_finite > 0)
-        weights, verdict = stage.weights_of(step[0]), self._verdicts.pop(step)
+        stage, verdict = self._stage, (yield from self._exchange.verdict(step))
+        weights = stage.weights_of(step[0])
         if weights is not None:
             begun_s = time.perf_counter()
-            part = part_of_step(verdict.norm, stage.shares[step[0]], stage.index)
+            part = part_of_step(verdict.norm, stage.own_shares(step[0]), stage.index)
             self._done.steps[step] = take_step(weights, self._work.rates[step], verdict.is_finite, part)
             self._note("step", begun_s, {"jobs": {step[0]: 0}, "step": step[1]})
-        return True
 
     def _timed(self, name: str, k: int, run: Callable[[], None]) -> None:
         begun_s = time.perf_counter()
@@ -184,7 +138,7 @@ class StageProgram:
 
     def _note(self, name: str, begun_s: float, args: Mapping[str, Any]) -> None:
         seconds = time.perf_counter() - begun_s
-        self._done.spans.append(Span(name, begun_s, seconds, args, self._stage.index, COMPUTE))
+        self._done.spans.append(Span(name, begun_s, seconds, args, self._stage.device, COMPUTE))
 
 
 def take_step(weights: JobWeights, rate: float, is_finite: bool, part: PartOfStep) -> Updated:

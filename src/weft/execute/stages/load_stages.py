@@ -1,7 +1,8 @@
-"""Loads a replica in stages, after everything is refused that cannot be cut."""
+"""Loads replicas in stages, after everything is refused that cannot be cut."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +27,19 @@ WHERE = "--layout"
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How a replica is divided, and how its stages share the work."""
+    """How replicas are divided, and how their stages share the work."""
 
-    num_stages: int
+    replica_sizes: tuple[int, ...]
+    """Stages of each replica."""
     schedule: Schedule | None = None
     """None: whatever is fastest."""
 
 
-def load_stages(spec: BackboneSpec, num_stages: int) -> StagedExecutor:
-    """A replica whose stages are processes of this machine."""
-    parts = find_parts(spec, num_stages)
+def load_stages(spec: BackboneSpec, replica_sizes: Sequence[int]) -> StagedExecutor:
+    """Replicas whose stages are processes of this machine."""
+    replicas = [find_parts(spec, size) for size in replica_sizes]
     tokenizer = load_tokenizer(spec.base_model)
-    return StagedExecutor(StageProcesses(spec, parts), tokenizer)
+    return StagedExecutor(StageProcesses(spec, *replicas), tokenizer)
 
 
 def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int) -> AnalyticCost:
@@ -49,9 +51,10 @@ def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int) -> AnalyticCo
     )
 
 
-def check_layout(spec: RunSpec, num_stages: int) -> None:
-    """Raises what keeps a run from being trained in so many stages, as far as that is known before anything is read."""
-    find_parts(spec.backbone, num_stages)
+def check_layout(spec: RunSpec, replica_sizes: Sequence[int]) -> None:
+    """Raises what keeps a run from being trained by such replicas, as far as that is known before anything is read."""
+    for size in replica_sizes:
+        find_parts(spec.backbone, size)
     for place, job in enumerate(spec.jobs):
         try:
             refuse_settings(job)

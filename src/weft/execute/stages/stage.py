@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -42,8 +43,6 @@ def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
     """ConfigError for settings of a job that need a backbone in one piece; `start`: of the adapter it goes on from."""
     if spec.optim in WHOLE_STATES:
         raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
-    if spec.sums == "free":
-        raise ConfigError("stages add gradients in order; use ordered, or train without --layout.", where="sums")
     if spec.adapter.eva is not None:
         found = "eva looks at the data with a backbone in one piece; use another start, or train without --layout."
         raise ConfigError(found, where="adapter.init_lora_weights")
@@ -69,18 +68,38 @@ def _compares(objective: str) -> ConfigError:
     return ConfigError(found, where="objective")
 
 
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a stage is among all of them: those of the first replica come first, in their order."""
+
+    replica: int
+    index: int
+    """Among the stages of its replica."""
+    num_stages: int
+    """Of its replica."""
+    device: int
+    """Among all stages of all replicas."""
+
+
+def stage_places(replica_sizes: Sequence[int]) -> list[StagePlace]:
+    """The places of all stages of replicas with so many each."""
+    pairs = [(replica, index, size) for replica, size in enumerate(replica_sizes) for index in range(size)]
+    return [StagePlace(*pair, device) for device, pair in enumerate(pairs)]
+
+
 class Stage:
     """A part of a backbone, and its share of the jobs."""
 
-    def __init__(self, index: int, num_stages: int, backbone: Backbone, transport: Transport) -> None:
-        self.index, self.num_stages = index, num_stages
+    def __init__(self, place: StagePlace, backbone: Backbone, transport: Transport) -> None:
+        self.index, self.num_stages, self.device = place.index, place.num_stages, place.device
+        self.replica = place.replica
         self.backbone = backbone
         self.transport = transport
         self.runner = StageRunner(backbone)
         self.local = LocalExecutor(backbone)
         self._given: dict[str, NewJob] = {}
-        self.shares: dict[str, Sequence[JobShare]] = {}
-        """What every stage holds of a job."""
+        self.shares: dict[str, Mapping[int, Sequence[JobShare]]] = {}
+        """What every stage holds of a job, by the replicas that have it."""
 
     @property
     def is_first(self) -> bool:
@@ -128,14 +147,15 @@ class Stage:
                     where="adapter.layers_to_transform",
                 )
             return JobShare({}, (), (), names, {})
-        adapter = self.backbone.new_adapter(
-            spec.adapter, spec.seed, CPU, job.batches.data.head if self.is_last else None
-        )
+        head = job.batches.data.head if self.is_last else None
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
         if job.start is not None:
             adapter.load(self._own_start(job.start, own, targets), job.start_name)
         self.local.jobs[spec.name] = ExecutedJob(job, JobWeights(spec, adapter))
         sizes = {name: params.numel() for name, params in adapter.flat().items()}
-        return JobShare(sizes, tuple(adapter.groups), tuple(own), names, adapter.shared)
+        free = adapter.free_sums() if spec.sums == "free" else {}
+        summed = {group: words.sizes for group, words in free.items()}
+        return JobShare(sizes, tuple(adapter.groups), tuple(own), names, adapter.shared, summed)
 
     def _own_start(
         self, start: Mapping[str, ModuleTensors], own: Sequence[str], targets: Sequence[str]
@@ -144,9 +164,13 @@ class Stage:
         elsewhere = {*targets} - {*own} if self.is_last else start.keys() - {*own}
         return {path: tensors for path, tensors in start.items() if path not in elsewhere}
 
-    def know_shares(self, job: str, shares: Sequence[JobShare]) -> None:
-        """Learns what the other stages hold of a job."""
+    def know_shares(self, job: str, shares: Mapping[int, Sequence[JobShare]]) -> None:
+        """Learns what the other stages hold of a job, by replica."""
         self.shares[job] = shares
+
+    def own_shares(self, job: str) -> Sequence[JobShare]:
+        """What the stages of this replica hold of a job, in their order."""
+        return self.shares[job][self.replica]
 
     def drop(self, job: str) -> None:
         """Forgets a job, if it is known."""
@@ -233,7 +257,7 @@ class Stage:
                 if scores is not None:
                     running.append((owners, scores))
                     continue
-                self.transport.send(left_TD, self.index + 1, ACTIVATION)
+                self.transport.send(left_TD, self.device + 1, ACTIVATION)
                 num_sent += 1
                 if num_sent % MOST_AHEAD == 0:
                     self.transport.finish()
@@ -241,7 +265,7 @@ class Stage:
         return mean_of(running, len(requests)) if self.is_last else []
 
     def _next_activation(self, batch: PackedBatch) -> torch.Tensor | None:
-        return self.transport.receive(self.border(batch.num_rows), self.backbone.dtype, self.index - 1, ACTIVATION)
+        return self.transport.receive(self.border(batch.num_rows), self.backbone.dtype, self.device - 1, ACTIVATION)
 
     def forget(self) -> None:
         """Lets go of what was under way when another stage failed."""

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from weft.backbone.backbone import Backbone
 from weft.execute.protocol import StagedWork
 from weft.execute.stages.interpreter import StageOutcome, StageProgram
-from weft.execute.stages.stage import Stage
+from weft.execute.stages.stage import Stage, stage_places
 from weft.execute.stages.transport import Boxes, LocalTransport
 
 
 class StageGroup(Protocol):
-    """All stages of one replica."""
+    """All stages of one or more replicas."""
+
+    replica_sizes: list[int]
+    """Stages of each replica; those of the first come first."""
 
     def ask(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question, a method of `Stage` or `run`; raises what one raised."""
         ...
 
-    def ask_each(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same, with another thing given to each stage."""
+    def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+        """The same of some stages, by number, with another thing given to each."""
         ...
 
     def close(self) -> None:
@@ -49,18 +52,23 @@ def run_program(stage: Stage, work: StagedWork) -> Generator[None, None, StageOu
 class LocalStages:
     """Stages of this process."""
 
-    def __init__(self, parts: Sequence[Backbone]) -> None:
-        """`parts`: of one backbone, in order."""
+    def __init__(self, *replicas: Sequence[Backbone]) -> None:
+        """`replicas`: of each, the parts of its backbone in order."""
         boxes: Boxes = defaultdict(deque)
-        self.stages = [Stage(index, len(parts), part, LocalTransport(index, boxes)) for index, part in enumerate(parts)]
+        self.replica_sizes = [len(parts) for parts in replicas]
+        parts = [part for own in replicas for part in own]
+        self.stages = [
+            Stage(place, part, LocalTransport(place.device, boxes))
+            for place, part in zip(stage_places(self.replica_sizes), parts, strict=True)
+        ]
 
     def ask(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question."""
-        return self.ask_each(what, [given] * len(self.stages))
+        return self.ask_each(what, {stage.device: given for stage in self.stages})
 
-    def ask_each(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """Lets the stages run in turn, each until it must wait for another."""
-        waiting = {stage.index: answer(stage, what, own) for stage, own in zip(self.stages, given, strict=True)}
+        waiting = {device: answer(self.stages[device], what, own) for device, own in given.items()}
         found: dict[int, Any] = {}
         while waiting:
             for index, running in list(waiting.items()):
@@ -69,7 +77,7 @@ class LocalStages:
                 except StopIteration as end:
                     found[index] = end.value
                     del waiting[index]
-        return [found[stage.index] for stage in self.stages]
+        return [found[device] for device in given]
 
     def close(self) -> None:
         """Has nothing to end."""

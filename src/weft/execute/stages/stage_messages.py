@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from weft.backbone.model_part import ModelPart
+from weft.execute.stages.stage import StagePlace
 from weft.spec import BackboneSpec
 
 
@@ -18,10 +19,11 @@ from weft.spec import BackboneSpec
 class StageOrder:
     """What a stage is to be."""
 
-    index: int
+    place: StagePlace
     backbone: BackboneSpec
-    parts: tuple[ModelPart, ...]
-    """Of all stages."""
+    part: ModelPart
+    num_devices: int
+    """Stages of all replicas."""
     store: str
     """A file through which the stages find each other."""
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -18,6 +18,7 @@ from typing import Any
 from weft.backbone.model_part import ModelPart
 from weft.errors import JobError, WeftError
 from weft.execute.protocol import ReplicaFaultError
+from weft.execute.stages.stage import stage_places
 from weft.execute.stages.stage_messages import StageAlive, StageAnswer, StageOrder, hear, tell
 from weft.spec import BackboneSpec
 
@@ -36,10 +37,15 @@ class StageLostError(JobError, ReplicaFaultError):
 
 
 class StageProcesses:
-    """All stages of one replica, each in a process of its own."""
+    """All stages of one or more replicas, each in a process of its own."""
 
-    def __init__(self, backbone: BackboneSpec, parts: Sequence[ModelPart], *, silent_s: float = SILENT_S) -> None:
-        """Starts them and waits until all have loaded their layers; raises what keeps one from it."""
+    def __init__(self, backbone: BackboneSpec, *replicas: Sequence[ModelPart], silent_s: float = SILENT_S) -> None:
+        """Starts them and waits until all have loaded their layers; raises what keeps one from it.
+
+        `replicas`: of each, the parts of its stages.
+        """
+        self.replica_sizes = [len(parts) for parts in replicas]
+        parts = [part for own in replicas for part in own]
         self._silent_s = silent_s
         self._folder = tempfile.TemporaryDirectory(prefix="weft-stages-")
         self._lost: StageLostError | None = None
@@ -47,27 +53,27 @@ class StageProcesses:
         self._connections: list[Connection] = []
         self._heard_s = [time.monotonic() + JOIN_S - silent_s] * len(parts)
         try:
-            for index in range(len(parts)):
-                self._start(index, StageOrder(index, backbone, tuple(parts), f"{self._folder.name}/store"))
-            self._gather(is_together=True)
+            for place, part in zip(stage_places(self.replica_sizes), parts, strict=True):
+                self._start(StageOrder(place, backbone, part, len(parts), f"{self._folder.name}/store"))
+            self._gather(range(len(parts)), is_together=True)
         except BaseException:
             self.close()
             raise
 
     def ask(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question."""
-        return self.ask_each(what, [given] * len(self._connections))
+        return self.ask_each(what, dict.fromkeys(range(len(self._connections)), given))
 
-    def ask_each(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same, with another thing given to each stage."""
+    def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+        """The same of some stages, with another thing given to each."""
         if self._lost is not None:
             raise self._lost
-        for index, (connection, own) in enumerate(zip(self._connections, given, strict=True)):
+        for index, own in given.items():
             try:
-                tell(connection, (what, own))
+                tell(self._connections[index], (what, own))
             except OSError:
                 raise self._lose(index) from None
-        return self._gather(is_together=what in TOGETHER)
+        return self._gather(list(given), is_together=what in TOGETHER)
 
     def close(self) -> None:
         """Ends them and removes what they left behind."""
@@ -80,10 +86,10 @@ class StageProcesses:
         self._kill()
         self._folder.cleanup()
 
-    def _start(self, index: int, order: StageOrder) -> None:
+    def _start(self, order: StageOrder) -> None:
         mine, its = Pipe()
         command = [sys.executable, "-m", "weft.execute.stages.stage_process", str(its.fileno())]
-        with self._log(index).open("wb") as out:
+        with self._log(order.place.device).open("wb") as out:
             # A session of its own: Ctrl-C is for the coordinator, which stops at a step boundary.
             process = subprocess.Popen(
                 command,
@@ -98,11 +104,11 @@ class StageProcesses:
         self._connections.append(mine)
         tell(mine, order)
 
-    def _gather(self, *, is_together: bool) -> list[Any]:
-        """Waits for an answer of every stage; raises what one raised."""
+    def _gather(self, asked: Sequence[int], *, is_together: bool) -> list[Any]:
+        """Waits for an answer of every stage that was asked; raises what one raised."""
         found: dict[int, StageAnswer] = {}
-        while len(found) < len(self._connections):
-            waiting = {c: index for index, c in enumerate(self._connections) if index not in found}
+        while len(found) < len(asked):
+            waiting = {self._connections[index]: index for index in asked if index not in found}
             for connection in wait(list(waiting), timeout=1.0):
                 index = waiting[connection]  # type: ignore[index]
                 told = self._hear(index)
@@ -114,7 +120,7 @@ class StageProcesses:
         errors = [told.error for told in found.values() if told.error is not None]
         if errors:
             raise errors[0]
-        return [found[index].found for index in range(len(self._connections))]
+        return [found[index].found for index in asked]
 
     def _failed(self, index: int, error: Exception) -> WeftError:
         """Ends all stages because one cannot go on, and says why."""

@@ -79,16 +79,15 @@ def tellable(error: Exception) -> Exception:
 
 def load_stage(order: StageOrder) -> Stage:
     """Loads the layers of a stage and joins the others."""
-    backbone = load_backbone(order.backbone, order.parts[order.index])
-    num_stages = len(order.parts)
+    backbone = load_backbone(order.backbone, order.part)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{order.store}",
-        rank=order.index,
-        world_size=num_stages,
+        rank=order.place.device,
+        world_size=order.num_devices,
         timeout=LONGEST_WAIT,
     )
-    return Stage(order.index, num_stages, backbone, TorchTransport())
+    return Stage(order.place, backbone, TorchTransport())
 
 
 def _answered(stage: Stage, what: str, given: tuple[Any, ...]) -> Any:

@@ -1,15 +1,17 @@
-"""The executor of a replica whose layers are divided into stages.
+"""The executor of one or more replicas whose layers are divided into stages.
 
 It holds no tensor of a model: it asks all stages, and puts together what they answer, so that checkpoints and adapters
-are those of one device.
+are those of one device. A job whose sums are free is on every replica, whose adapters stay equal; any other is at home
+on one, and moves with all its state where a program has it run on another.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,30 +41,41 @@ from weft.execute.protocol import (
     Work,
 )
 from weft.execute.stages.gradient import JobShare
-from weft.execute.stages.interpreter import StageOutcome, StepOf
+from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.stage_group import StageGroup
 from weft.execute.stages.state_parts import cut_state, join_state
+from weft.execute.stages.step_exchange import StepOf
 from weft.kernels.adamw import Updated
+from weft.plan.program import Program, Step
 from weft.spec import AdapterSpec
 from weft.store.checkpoint import Checkpoint, save_checkpoint
 from weft.store.peft_files import write_adapter
 
 
-@dataclass(frozen=True)
+@dataclass
 class _StagedJob:
     """A job, and what each stage holds of it."""
 
     given: NewJob
-    shares: list[JobShare]
+    shares: dict[int, list[JobShare]]
+    """By the replicas that have it."""
+    has_seat: bool = False
+
+    @property
+    def home(self) -> int:
+        """The replica that is asked about it: what others have is equal."""
+        return min(self.shares)
 
 
 class StagedExecutor:
-    """Runs the engine's work on all stages of a replica, at once when it is started."""
+    """Runs the engine's work on all stages of its replicas, at once when it is started."""
 
     def __init__(self, stages: StageGroup, tokenizer: Tokenizer) -> None:
         self.stages = stages
         self.tokenizer = tokenizer
-        self.facts = _facts_of(stages.ask("facts"))
+        ends = [*itertools.accumulate(stages.replica_sizes)]
+        self._replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
+        self.facts = _facts_of(stages.ask("facts"), self._replicas)
         self._jobs: dict[str, _StagedJob] = {}
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
@@ -80,8 +93,9 @@ class StagedExecutor:
         return int(self.stages.ask("row_tile", capacity)[0])
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        """What a microbatch may hold on all stages together."""
-        return sum(self.stages.ask("activation_bytes", capacity, list(adapters)))
+        """What a microbatch may hold on all stages of a replica together."""
+        found: list[int] = self.stages.ask("activation_bytes", capacity, list(adapters))
+        return max(sum(found[device] for device in devices) for devices in self._replicas)
 
     def memory(self) -> ReplicaMemory | None:
         """Has no limit of its own on CPUs."""
@@ -102,55 +116,56 @@ class StagedExecutor:
         return 0.0
 
     def add(self, job: NewJob) -> AddedJob:
-        """Makes a job's share on every stage."""
+        """Makes a job's shares, on all replicas or on the one where the least is trained so far."""
         name = job.spec.name
-        try:
-            shares: list[JobShare] = self.stages.ask("add", job)
-            _refuse_unlike(shares)
-        except Exception:
-            self.stages.ask("drop", name)
-            raise
-        self.stages.ask("know_shares", name, [dataclasses.replace(share, shared={}) for share in shares])
+        where = range(len(self._replicas)) if job.spec.sums == "free" else [self._emptiest()]
+        shares = self._place(job, where)
         self._jobs[name] = _StagedJob(job, shares)
-        return AddedJob(sum(share.num_trained for share in shares), "")
+        return AddedJob(sum(share.num_trained for share in shares[min(shares)]), "")
 
     def drop(self, job: str) -> None:
         """Forgets a job."""
+        self._ask("drop", job)
         del self._jobs[job]
-        self.stages.ask("drop", job)
 
     def seat(self, job: str) -> None:
-        """Takes a slot for a job on every stage."""
-        self.stages.ask("seat", job)
+        """Takes a slot for a job on every stage that has a share."""
+        self._ask("seat", job)
+        self._jobs[job].has_seat = True
 
     def unseat(self, job: str) -> None:
         """Frees a job's slots."""
-        self.stages.ask("unseat", job)
+        self._ask("unseat", job)
+        self._jobs[job].has_seat = False
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives every stage its part of a job's state."""
-        parts = cut_state(tensors, self._jobs[job].shares)
-        self.stages.ask_each("restore", [(job, part) for part in parts])
+        given: dict[int, tuple[Any, ...]] = {}
+        for replica, shares in self._jobs[job].shares.items():
+            parts = cut_state(tensors, shares)
+            given |= {device: (job, part) for device, part in zip(self._replicas[replica], parts, strict=True)}
+        self.stages.ask_each("restore", given)
 
     def rewind(self, job: str) -> None:
         """Forgets the gradients of a job's current global batch."""
-        self.stages.ask("rewind", job)
+        self._ask("rewind", job)
 
     def keep_best(self, job: str) -> None:
         """Keeps a copy of a job's weights as the best so far."""
-        self.stages.ask("keep_best", job)
+        self._ask("keep_best", job)
 
     def use_best(self, job: str) -> None:
         """Puts the copy that was kept into the adapter, if there is one."""
-        self.stages.ask("use_best", job)
+        self._ask("use_best", job)
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
         """The adapter's tensors of a job by module path."""
-        return _merged(self.stages.ask("adapter_of", job))
+        return _merged(self._ask_home("adapter_of", job))
 
     def target_names(self, job: str) -> list[str]:
         """The adapted modules in the words of PEFT's target_modules."""
-        return list(self._jobs[job].shares[0].target_names)
+        known = self._jobs[job]
+        return list(known.shares[known.home][0].target_names)
 
     def prepare(self, work: MicrobatchWork) -> None:
         """Has nothing to make ready: stages take whole programs."""
@@ -182,26 +197,97 @@ class StagedExecutor:
         done: Any
         match work:
             case StagedWork():
+                self._bring_home(work.program)
                 done = _program_outcome(work, self.stages.ask("run", work))
             case EvaluationWork():
                 done = self._evaluate(work)
             case StateWork(name):
-                done = join_state(self.stages.ask("tensors", name, True))
+                done = join_state(self._ask_home("tensors", name, True))
             case CheckpointWork() | AdapterWork():
                 return _kept(lambda: self._write(work))
             case _:
                 raise ConfigError(f"stages have no {type(work).__name__}; train without --layout.", where="--layout")
         return lambda: done
 
+    def _place(self, job: NewJob, replicas: Iterable[int]) -> dict[int, list[JobShare]]:
+        """Makes a job's shares on some replicas; what cannot be leaves nothing behind."""
+        name, where = job.spec.name, list(replicas)
+        devices = [device for replica in where for device in self._replicas[replica]]
+        try:
+            found = dict(zip(devices, self.stages.ask_each("add", dict.fromkeys(devices, (job,))), strict=True))
+            shares = {replica: [found[device] for device in self._replicas[replica]] for replica in where}
+            for own in shares.values():
+                _refuse_unlike(own)
+        except Exception:
+            self.stages.ask_each("drop", dict.fromkeys(devices, (name,)))
+            raise
+        known = {replica: [dataclasses.replace(share, shared={}) for share in own] for replica, own in shares.items()}
+        self.stages.ask_each("know_shares", dict.fromkeys(devices, (name, known)))
+        return shares
+
+    def _emptiest(self) -> int:
+        """The replica with the fewest trained numbers for each of its stages."""
+        counts = [0.0] * len(self._replicas)
+        for job in self._jobs.values():
+            for replica, shares in job.shares.items():
+                counts[replica] += sum(share.num_trained for share in shares) / len(shares)
+        return counts.index(min(counts))
+
+    def _bring_home(self, program: Program) -> None:
+        """Moves every job that a program runs on another replica than the one it is at home on."""
+        homes = {
+            i.job: replica
+            for replica, devices in enumerate(self._replicas)
+            for i in program.stages[devices.start]
+            if isinstance(i, Step)
+        }
+        for name, home in homes.items():
+            job = self._jobs[name]
+            if home in job.shares:
+                continue
+            tensors = join_state(self._ask_home("tensors", name, True))
+            if job.has_seat:
+                self._ask("unseat", name)
+            self._ask("drop", name)
+            job.shares = self._place(job.given, [home])
+            self.restore(name, tensors)
+            if job.has_seat:
+                self._ask("seat", name)
+
+    def _ask(self, what: str, job: str, *given: Any) -> list[Any]:
+        """What every stage answers that has a job."""
+        devices = [device for replica in self._jobs[job].shares for device in self._replicas[replica]]
+        return self.stages.ask_each(what, dict.fromkeys(devices, (job, *given)))
+
+    def _ask_home(self, what: str, job: str, *given: Any) -> list[Any]:
+        """What every stage answers of the replica that is asked about a job."""
+        return self.stages.ask_each(what, dict.fromkeys(self._replicas[self._jobs[job].home], (job, *given)))
+
     def _evaluate(self, work: EvaluationWork) -> EvaluationOutcome:
+        """Evaluates every job on a replica that has it, on all of them at once."""
         begun_s = time.perf_counter()
-        means = self.stages.ask("evaluate", work)[-1]
+        own: list[list[str]] = [[] for _ in self._replicas]
+        for job in sorted(work.jobs, key=lambda job: len(self._jobs[job].shares)):
+            # Those that are everywhere go where the fewest are.
+            min((own[replica] for replica in self._jobs[job].shares), key=len).append(job)
+        given = {
+            device: (dataclasses.replace(work, jobs=tuple(own[replica])),)
+            for replica, devices in enumerate(self._replicas)
+            for device in devices
+            if own[replica]
+        }
+        found = dict(zip(given, self.stages.ask_each("evaluate", given), strict=True))
+        means = {
+            job: mean
+            for jobs, devices in zip(own, self._replicas, strict=True)
+            for job, mean in zip(jobs, found[devices[-1]] if jobs else (), strict=True)
+        }
         ended_s = time.perf_counter()
-        return EvaluationOutcome(means, ended_s - begun_s, ended_s)
+        return EvaluationOutcome([means[job] for job in work.jobs], ended_s - begun_s, ended_s)
 
     def _write(self, work: CheckpointWork | AdapterWork) -> None:
         if isinstance(work, CheckpointWork):
-            tensors = join_state(self.stages.ask("tensors", work.job, True))
+            tensors = join_state(self._ask_home("tensors", work.job, True))
             checkpoint = Checkpoint(work.step, tensors, dict(work.state), dict(work.environment))
             save_checkpoint(work.directory, checkpoint, keep=work.keep)
             return
@@ -209,24 +295,31 @@ class StagedExecutor:
         write_adapter(
             work.directory,
             job.given.spec.adapter,
-            _merged(self.stages.ask("modules", work.job, work.best)),
+            _merged(self._ask_home("modules", work.job, work.best)),
             base_model=self.facts.base_model,
             target_names=self.target_names(work.job),
             chat_template=job.given.spec.chat_template,
-            shared=next(share.shared for share in job.shares if share.modules),
+            shared=next(share.shared for share in job.shares[job.home] if share.modules),
             head=job.given.batches.data.head,
         )
 
 
-def _facts_of(stages: list[ReplicaFacts]) -> ReplicaFacts:
-    """The facts of a replica from those of its stages; the last one has the model's own configuration."""
+def _facts_of(stages: list[ReplicaFacts], replicas: Sequence[range]) -> ReplicaFacts:
+    """The facts of all replicas from those of their stages; the last one has the model's own configuration."""
     return dataclasses.replace(
         stages[-1],
-        modules=tuple(path for facts in stages for path in facts.modules),
+        modules=tuple(path for device in replicas[0] for path in stages[device].modules),
         backbone_bytes=sum(facts.backbone_bytes for facts in stages),
-        kernels=f"{stages[-1].kernels}; {len(stages)} stages",
-        num_stages=len(stages),
+        kernels=f"{stages[-1].kernels}; {_in_words(replicas)}",
+        replica_sizes=tuple(len(devices) for devices in replicas),
     )
+
+
+def _in_words(replicas: Sequence[range]) -> str:
+    sizes = [len(devices) for devices in replicas]
+    if len(sizes) == 1:
+        return f"{sizes[0]} stages"
+    return f"{len(sizes)} replicas" + ("" if max(sizes) == 1 else f" of {', '.join(map(str, sizes))} stages")
 
 
 def _refuse_unlike(shares: list[JobShare]) -> None:
@@ -247,7 +340,8 @@ def _merged(parts: list[Mapping[str, ModuleTensors]]) -> dict[str, ModuleTensors
 def _program_outcome(work: StagedWork, stages: list[StageOutcome]) -> StagedOutcome:
     """What became of a program, from what each stage tells."""
     nothing = MicrobatchOutcome((), 0, 0.0, 0.0)
-    microbatches = [stages[-1].microbatches.get(k, nothing) for k in range(len(work.program.microbatches))]
+    found = {k: outcome for stage in stages for k, outcome in stage.microbatches.items()}
+    microbatches = [found.get(k, nothing) for k in range(len(work.program.microbatches))]
     spans = sorted((span for stage in stages for span in stage.spans), key=lambda span: (span.start_s, span.stage))
     steps: dict[StepOf, Updated] = {}
     for stage in stages:

@@ -153,14 +153,16 @@ def _assemble(stream: BatchStream, orders: Sequence[StageOrder], num_chunks: int
     """Puts every computation between its transfers, and steps where they are due."""
     num_stages = len(orders)
     stages = tuple(
-        tuple(_with_transfers(stream, order, stage, num_stages, num_chunks)) for stage, order in enumerate(orders)
+        tuple(with_transfers(stream, order, stage, num_stages, num_chunks, measures=num_stages > 1))
+        for stage, order in enumerate(orders)
     )
     return Program(stream.microbatches, stages, num_chunks)
 
 
-def _with_transfers(
-    stream: BatchStream, order: StageOrder, stage: int, num_stages: int, num_chunks: int
+def with_transfers(
+    stream: BatchStream, order: StageOrder, stage: int, num_stages: int, num_chunks: int = 1, *, measures: bool
 ) -> list[Instruction]:
+    """A stage's list with the transfers, measures (where several devices train) and steps of what it computes."""
     batches_of = [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
     left = Counter({batch: num_chunks * len(places) for batch, places in stream.members.items()})
     measured: dict[str, int] = {}
@@ -184,12 +186,12 @@ def _with_transfers(
         if is_gradient:
             left.subtract(batches_of[k])
             ended = [batch for batch in batches_of[k] if left[batch] == 0]
-        if num_stages > 1:
+        if measures:
             # Before the gradients go on, so that whoever gets them has the part that belongs to them already.
             result.extend(Measure(job, step) for job, step in ended)
             measured.update(ended)
         if has_target:
             result.append(Send(k, chunk, is_gradient, (stage + towards) % num_stages))
-        if num_stages == 1:
+        if not measures:
             result.extend(Step(job, step) for job, step in ended)
     return [*result, *(Step(job, step) for job, step in sorted(measured.items()))]

@@ -5,7 +5,8 @@ job's next global batch waits for its step on that stage, and what lies between 
 Method: list scheduling over the cost model, O(stages × clocks × log). A stage that is free takes the first backward
 that has arrived (it frees memory and lets a step come), else the next forward of the stream if memory and the jobs'
 steps allow. Forwards, and hence backwards, keep the stream's order. No order can deadlock: the last stage's backward is
-ready when its forward ends, so some stage always goes on if every clock fits alone.
+ready when its forward ends, so some stage always goes on if every clock fits alone. Several replicas are run ahead
+side by side: where they share a global batch, none begins the next one before all have run the one before.
 Bound: as some stage always computes or some transfer is under way, the makespan is at most all work and transfers in a
 row; on N equal microbatches, each job's batches S or more apart, it is (N + S - 1)(forward + backward), the least.
 """
@@ -13,7 +14,8 @@ row; on N equal microbatches, each job's batches S or more apart, it is (N + S -
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from weft.cost.types import CostModel
@@ -22,6 +24,8 @@ from weft.plan.pipeline.stream import BatchStream
 from weft.plan.program import Backward, Forward
 
 NEVER = float("inf")
+SharedBatch = tuple[str, int]
+"""Job and step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,24 @@ class Pass:
     is_backward: bool
     start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """What goes through the stages of one replica."""
+
+    clocks: Sequence[Clock]
+    num_stages: int
+    waits_for: Sequence[int]
+    """Forward k comes after this backward on the same stage; -1: after none."""
+    memory_bytes: Sequence[int] | None = None
+    """What each stage has for clocks in flight."""
+    max_lead: Sequence[int] | None = None
+    """Most clocks that each stage has in flight."""
+    shared: Sequence[Collection[SharedBatch]] = ()
+    """The global batches of each clock that other replicas have samples of, too."""
+    needs: Sequence[Collection[SharedBatch]] = ()
+    """Those that must have been backward everywhere before each clock is forward."""
 
 
 @dataclass
@@ -73,7 +95,7 @@ def eager_orders(
     """Orders of all stages; `max_lead` caps what a stage has in flight, in microbatches."""
     num_steps = {k: len(batches) for k, batches in stream.completes.items()}
     clocks = [
-        _clock([s.length for s in m.segments], num_steps.get(k, 0), num_stages, cost)
+        clock_of([s.length for s in m.segments], num_steps.get(k, 0), num_stages, cost)
         for k, m in enumerate(stream.microbatches)
     ]
     waits_for = list(stream.waits_for)
@@ -96,10 +118,34 @@ def play(
         for place, limit in enumerate(memory_bytes or ()):
             if clock.held_bytes[place] > limit:
                 raise does_not_fit(k, place, clock.held_bytes[place], limit)
-    return _Play(clocks, num_stages, memory_bytes, waits_for or [-1] * len(clocks), max_lead).run()
+    pipe = Pipe(clocks, num_stages, waits_for or [-1] * len(clocks), memory_bytes, max_lead)
+    return play_all([pipe])[0]
 
 
-def _clock(lengths: Sequence[int], num_steps: int, num_stages: int, cost: CostModel) -> Clock:
+def play_all(pipes: Sequence[Pipe]) -> list[list[list[Pass]]]:
+    """The same of several replicas, by replica and stage."""
+    left: Counter[SharedBatch] = Counter()
+    for pipe in pipes:
+        for batches in pipe.shared:
+            left.update(batches)
+    ends: dict[SharedBatch, float] = {}
+    wakes = [(0.0, place, 0) for place in range(len(pipes))]
+    plays = [_Play(place, pipe, wakes) for place, pipe in enumerate(pipes)]
+    while wakes:
+        now, pipe_place, place = heapq.heappop(wakes)
+        for batch in plays[pipe_place].advance(place, now):
+            left[batch] -= 1
+            ends[batch] = max(ends.get(batch, 0.0), plays[pipe_place].stages[place].free_at)
+            if not left[batch]:
+                for other, play in enumerate(plays):
+                    play.whole_at[batch] = ends[batch]
+                    heapq.heappush(wakes, (ends[batch], other, 0))
+    for play in plays:
+        assert all(stage.num_backwards == len(play.clocks) for stage in play.stages), "a stage waits for ever"
+    return [[stage.passes for stage in play.stages] for play in plays]
+
+
+def clock_of(lengths: Sequence[int], num_steps: int, num_stages: int, cost: CostModel) -> Clock:
     """One microbatch; one without samples takes no time."""
     stages = range(num_stages)
     return Clock(
@@ -112,37 +158,36 @@ def _clock(lengths: Sequence[int], num_steps: int, num_stages: int, cost: CostMo
 
 
 class _Play:
-    def __init__(
-        self,
-        clocks: Sequence[Clock],
-        num_stages: int,
-        memory_bytes: Sequence[int] | None,
-        waits_for: Sequence[int],
-        max_lead: Sequence[int] | None,
-    ) -> None:
-        size = len(clocks)
-        self.stages = [_Stage([0.0 if s == 0 else NEVER] * size, [NEVER] * size) for s in range(num_stages)]
-        self.clocks, self.waits_for = clocks, waits_for
-        self.memory_bytes, self.max_lead = memory_bytes, max_lead
-        self.wakes = [(0.0, 0)]
+    """One replica while all are run ahead."""
 
-    def run(self) -> list[list[Pass]]:
-        size = len(self.clocks)
-        while self.wakes:
-            now, place = heapq.heappop(self.wakes)
-            stage = self.stages[place]
-            if stage.free_at > now or stage.num_backwards == size:
-                continue
-            if stage.gradient_at[stage.num_backwards] <= now:
-                self._backward(stage, place, now)
-            elif self._may_forward(stage, place, now):
-                self._forward(stage, place, now)
-        assert all(stage.num_backwards == size for stage in self.stages), "a stage waits for ever"
-        return [stage.passes for stage in self.stages]
+    def __init__(self, own: int, pipe: Pipe, wakes: list[tuple[float, int, int]]) -> None:
+        self.own, self.wakes = own, wakes
+        self.clocks, self.waits_for = pipe.clocks, pipe.waits_for
+        self.memory_bytes, self.max_lead = pipe.memory_bytes, pipe.max_lead
+        self.shared, self.needs = pipe.shared, pipe.needs
+        size = len(pipe.clocks)
+        self.stages = [_Stage([0.0 if s == 0 else NEVER] * size, [NEVER] * size) for s in range(pipe.num_stages)]
+        self.whole_at: dict[SharedBatch, float] = {}
+        """When global batches that are shared have been backward everywhere."""
+
+    def advance(self, place: int, now: float) -> Collection[SharedBatch]:
+        """Lets a stage do what it may; returns the shared global batches of what it then brings to its end."""
+        stage = self.stages[place]
+        k = stage.num_backwards
+        if stage.free_at > now or k == len(self.clocks):
+            return ()
+        if stage.gradient_at[k] <= now:
+            self._backward(stage, place, now)
+            return self.shared[k] if self.shared and place == 0 else ()
+        if self._may_forward(stage, place, now):
+            self._forward(stage, place, now)
+        return ()
 
     def _may_forward(self, stage: _Stage, place: int, now: float) -> bool:
         k = stage.num_forwards
         if k == len(self.clocks) or stage.activation_at[k] > now or self.waits_for[k] >= stage.num_backwards:
+            return False
+        if place == 0 and self.needs and any(self.whole_at.get(b, NEVER) > now for b in self.needs[k]):
             return False
         if self.max_lead is not None and k - stage.num_backwards >= self.max_lead[place]:
             return False
@@ -174,8 +219,8 @@ class _Play:
 
     def _arrive(self, arrivals: list[float], k: int, place: int, sent_at: float) -> None:
         arrivals[k] = sent_at + self.clocks[k].transfer_s
-        heapq.heappush(self.wakes, (arrivals[k], place))
+        heapq.heappush(self.wakes, (arrivals[k], self.own, place))
 
     def _busy_until(self, stage: _Stage, place: int, end: float) -> None:
         stage.free_at = end
-        heapq.heappush(self.wakes, (end, place))
+        heapq.heappush(self.wakes, (end, self.own, place))

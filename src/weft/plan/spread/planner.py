@@ -1,0 +1,181 @@
+"""Plans programs for several whole replicas under one engine.
+
+Samples are dealt out (`deal.py`) and packed replica by replica, as for one; where jobs are spread, round by round, a
+round being one global batch of every job: a microbatch of two rounds could wait for another replica that waits for it.
+Then all replicas are run ahead side by side on their cost models: what each stage does when, follows from that, and so
+do the judges' measures and all steps of jobs that several replicas train. They stand where the common clock has them
+due, so that no list waits for another that waits for it. O(samples · replicas + instructions).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weft.cost.types import CostModel
+from weft.plan.pipeline.build import with_transfers
+from weft.plan.pipeline.eager import Pass, Pipe, clock_of, play_all
+from weft.plan.pipeline.planner import whole_batches
+from weft.plan.pipeline.stream import BatchStream, StreamBatch, read_stream
+from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
+from weft.plan.spread.deal import deal
+from weft.plan.types import JobQueue, Limits, Microbatch
+
+
+@dataclass(frozen=True)
+class SpreadPlanner:
+    """A planner for replicas of so many stages each."""
+
+    replica_sizes: tuple[int, ...]
+    costs: tuple[CostModel, ...]
+    """Of each replica."""
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        """The next program: whole global batches, at least one of every job."""
+        whole = whole_batches(queues, limits, sum(self.replica_sizes))
+        free = {
+            queue.job: [batch.step for batch in queue.batches if batch.lengths] for queue in whole if queue.home is None
+        }
+        speeds, streams = self.speeds(limits.capacity), [list[Microbatch]() for _ in self.replica_sizes]
+        for together in _rounds(whole) if free else [whole]:
+            for stream, dealt in zip(streams, deal(together, speeds), strict=True):
+                stream += dealt.packed(limits)
+        return assemble([read_stream(stream) for stream in streams], self.replica_sizes, self.costs, free)
+
+    def speeds(self, capacity: int) -> list[float]:
+        """Tokens that each replica is taken to run in a second, its stages full."""
+        found = []
+        for size, cost in zip(self.replica_sizes, self.costs, strict=True):
+            stages = range(size)
+            slowest = max(cost.forward_s([capacity], s) + cost.backward_s([capacity], s) for s in stages)
+            found.append(capacity / slowest)
+        return found
+
+
+def _rounds(queues: Sequence[JobQueue]) -> list[list[JobQueue]]:
+    """The first global batches of all jobs, the second ones, and so on."""
+    most = max(len(queue.batches) for queue in queues)
+    return [[replace(q, batches=q.batches[n : n + 1]) for q in queues if n < len(q.batches)] for n in range(most)]
+
+
+def assemble(
+    streams: Sequence[BatchStream],
+    replica_sizes: Sequence[int],
+    costs: Sequence[CostModel],
+    free: Mapping[str, Sequence[int]],
+) -> Program:
+    """The program of what each replica is to run; `free`: the steps of the jobs that all replicas train."""
+    before = {(job, step): (job, earlier) for job, own in free.items() for earlier, step in itertools.pairwise(own)}
+    pipes = [_pipe(*given, free.keys(), before) for given in zip(streams, replica_sizes, costs, strict=True)]
+    played = play_all(pipes)
+    due = _due(streams, played, free)
+    order = sorted(
+        (one.start_s, replica, one.clock)
+        for replica, stages in enumerate(played)
+        for one in stages[0]
+        if not one.is_backward
+    )
+    numbers = {(replica, k): number for number, (_, replica, k) in enumerate(order)}
+    microbatches = tuple(streams[replica].microbatches[k] for _, replica, k in order)
+    lists: list[tuple[Instruction, ...]] = []
+    for replica, (stream, stages) in enumerate(zip(streams, played, strict=True)):
+        first = len(lists)
+        for place, passes in enumerate(stages):
+            visits = [Backward(p.clock) if p.is_backward else Forward(p.clock) for p in passes]
+            own = with_transfers(stream, visits, place, len(stages), measures=True)
+            judged = [batch for batch, (_, judge) in due.items() if place == 0 and judge == replica]
+            own = _with_steps(own, passes, stream, due, free, judged)
+            lists.append(tuple(_renumbered(i, numbers, replica, first) for i in own))
+    return Program(microbatches, tuple(lists), replica_sizes=tuple(replica_sizes))
+
+
+def _pipe(
+    stream: BatchStream,
+    num_stages: int,
+    cost: CostModel,
+    free: Collection[str],
+    before: Mapping[StreamBatch, StreamBatch],
+) -> Pipe:
+    """What a replica runs, and for which global batches it waits for others."""
+    num_steps = {k: len(batches) for k, batches in stream.completes.items()}
+    lengths = [[s.length for s in m.segments] for m in stream.microbatches]
+    shared = [_shared(m, free) for m in stream.microbatches]
+    return Pipe(
+        [clock_of(own, num_steps.get(k, 0), num_stages, cost) for k, own in enumerate(lengths)],
+        num_stages,
+        stream.waits_for,
+        max_lead=[2 * num_stages] * num_stages,
+        shared=shared,
+        needs=[[before[batch] for batch in own if batch in before] for own in shared],
+    )
+
+
+def _shared(microbatch: Microbatch, free: Collection[str]) -> list[StreamBatch]:
+    return sorted({(s.job, s.step) for s in microbatch.segments if s.job in free})
+
+
+def _due(
+    streams: Sequence[BatchStream], played: Sequence[Sequence[Sequence[Pass]]], free: Mapping[str, Sequence[int]]
+) -> dict[StreamBatch, tuple[float, int]]:
+    """When each global batch that is shared has been backward everywhere, and the first replica that has some of it."""
+    due: dict[StreamBatch, tuple[float, int]] = {}
+    for replica, (stream, stages) in enumerate(zip(streams, played, strict=True)):
+        for one in stages[0]:
+            for batch in _shared(stream.microbatches[one.clock], free) if one.is_backward else ():
+                end, judge = due.get(batch, (0.0, replica))
+                due[batch] = (max(end, one.end_s), judge)
+    return dict(sorted(due.items(), key=lambda item: (item[1][0], item[0])))
+
+
+def _with_steps(
+    given: Sequence[Instruction],
+    passes: Sequence[Pass],
+    stream: BatchStream,
+    due: Mapping[StreamBatch, tuple[float, int]],
+    free: Mapping[str, Sequence[int]],
+    judged: Sequence[StreamBatch],
+) -> list[Instruction]:
+    """A stage's list with the steps of shared jobs in place: before their next forward, or when it has judged them."""
+    result: list[Instruction] = []
+    left = {job: list(own) for job, own in free.items()}
+
+    def step_until(job: str, step: int) -> None:
+        while left[job] and left[job][0] < step:
+            result.append(Step(job, left[job].pop(0)))
+
+    judging, running = list(judged), iter(passes)
+    for i in given:
+        if isinstance(i, Step) and i.job in free:
+            continue
+        if isinstance(i, Measure) and (i.job, i.step) in judged:
+            continue
+        if isinstance(i, Forward | Backward):
+            now = next(running).start_s
+            while judging and due[judging[0]][0] <= now:
+                job, step = judging.pop(0)
+                step_until(job, step)
+                result.append(Measure(job, step))
+                step_until(job, step + 1)
+            if isinstance(i, Forward):
+                for job, step in _shared(stream.microbatches[i.microbatch], free):
+                    step_until(job, step)
+        result.append(i)
+    for job, step in due:
+        if (job, step) in judging:
+            step_until(job, step)
+            result.append(Measure(job, step))
+        step_until(job, step + 1)
+    return result
+
+
+def _renumbered(i: Instruction, numbers: Mapping[tuple[int, int], int], replica: int, first: int) -> Instruction:
+    """An instruction of one replica in the numbers of all; `first` is its first stage."""
+    match i:
+        case Send():
+            return replace(i, microbatch=numbers[replica, i.microbatch], to_stage=first + i.to_stage)
+        case Receive():
+            return replace(i, microbatch=numbers[replica, i.microbatch], from_stage=first + i.from_stage)
+        case Forward() | Backward():
+            return replace(i, microbatch=numbers[replica, i.microbatch])
+    return i

@@ -1,0 +1,96 @@
+"""Programs for several replicas: every sample once, nobody waits for ever, whatever the jobs and the replicas are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.cost.types import LinearCost
+from weft.plan.check import violations
+from weft.plan.program import Measure, Program, Step
+from weft.plan.spread.homes import choose_homes
+from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.types import Batch, JobQueue, Limits
+from weft.simulate.interpret import simulate
+
+LIMITS = Limits(capacity=64, max_microbatches=3)
+
+
+@st.composite
+def queues(draw: st.DrawFn, num_replicas: int) -> list[JobQueue]:
+    found = []
+    for name in "abcd"[: draw(st.integers(1, 4))]:
+        lengths = st.lists(st.integers(1, 60), min_size=1, max_size=7)
+        first = draw(st.integers(0, 3))
+        batches = tuple(Batch(first + n, 0, tuple(draw(lengths))) for n in range(draw(st.integers(1, 4))))
+        home = draw(st.one_of(st.none(), st.integers(0, num_replicas - 1)))
+        found.append(JobQueue(name, batches, is_all=True, home=home))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_program_when_jobs_are_spread_and_at_home_then_passes_the_checker_and_comes_to_its_end(data, sizes):
+    own = data.draw(queues(len(sizes)))
+    costs = tuple(LinearCost(fixed_s=data.draw(st.sampled_from([0.0, 5.0])), token_s=1 / size) for size in sizes)
+    program = SpreadPlanner(tuple(sizes), costs)(own, LIMITS)
+    if len(program.stages) > 1:
+        assert violations(program, own, LIMITS) == []
+        assert simulate(program, costs).makespan_s > 0
+    assert Program.from_json(program.to_json()) == program
+
+
+def job(name: str, *lengths: int, home: int | None = None, steps: int = 2) -> JobQueue:
+    return JobQueue(name, tuple(Batch(n, 0, lengths) for n in range(steps)), is_all=True, home=home)
+
+
+def test_program_when_one_job_is_spread_then_replicas_get_alike_parts_and_all_step():
+    program = SpreadPlanner((1, 1), (LinearCost(), LinearCost()))([job("a", 40, 30, 20, 10)], LIMITS)
+    tokens = [[m.num_tokens for m in program.microbatches[n : n + 2]] for n in (0, 2)]
+    assert tokens == [[50, 50], [50, 50]]
+    for instructions in program.stages:
+        assert [i for i in instructions if isinstance(i, Step)] == [Step("a", 0), Step("a", 1)]
+    assert program.measuring == {Measure("a", 0): (0, 1), Measure("a", 1): (0, 1)}
+
+
+def test_program_when_a_replica_has_jobs_of_its_own_then_gets_less_of_those_that_are_spread():
+    own = [job("home", 30, 30, home=0, steps=1), job("free", *[10] * 6, steps=1)]
+    program = SpreadPlanner((1, 1), (LinearCost(), LinearCost()))(own, LIMITS)
+    assert simulate(program, LinearCost()).makespan_s == 2 * 60
+
+
+def test_program_when_a_replica_is_faster_then_gets_more():
+    program = SpreadPlanner((1, 2), (LinearCost(), LinearCost(token_s=0.5)))([job("a", *[10] * 6, steps=1)], LIMITS)
+    (home,) = [m for m in program.microbatches if m.num_tokens == 20]
+    assert program.microbatches.index(home) in {i.microbatch for i in program.stages[0] if hasattr(i, "microbatch")}
+
+
+def test_checker_when_a_program_of_several_replicas_is_wrong_then_says_so():
+    own = [job("a", 40, 30, 20, 10), job("b", 20, home=1)]
+    program = SpreadPlanner((1, 1), (LinearCost(), LinearCost()))(own, LIMITS)
+
+    def found(**changes: object) -> str:
+        return "; ".join(violations(dataclasses.replace(program, **changes), own, LIMITS))
+
+    first, second = program.stages
+    assert "is of a microbatch that another replica runs" in found(stages=(first + second[:1], second))
+    assert "Step(job='a', step=1) is missing" in found(stages=(first, tuple(i for i in second if i != Step("a", 1))))
+    assert "steps a job that is not at home here" in found(stages=((*first, Step("b", 0)), second))
+    assert "where b is not at home" in found(stages=(second, first))
+    assert "not the 2 that are there" in found(replica_sizes=(1, 2))
+    doubled = tuple(program.microbatches[0] if m == program.microbatches[-1] else m for m in program.microbatches)
+    assert "is not a sample that a has left" in found(microbatches=doubled)
+
+
+def test_homes_when_jobs_come_then_are_level_and_stay():
+    loads = {"a": 60.0, "b": 50.0, "c": 40.0, "d": 30.0}
+    homes = choose_homes(loads, [1.0, 1.0], {})
+    ends = [sum(loads[name] for name, home in homes.items() if home == k) for k in (0, 1)]
+    assert sorted(ends) == [90, 90]
+    assert choose_homes(loads, [1.0, 1.0], homes) == homes
+    without = {name: load for name, load in loads.items() if name != "a"}
+    moved = choose_homes(without, [1.0, 1.0], homes)
+    assert sum(moved[name] != homes[name] for name in without) <= 1
+    assert choose_homes({"a": 1.0}, [1.0, 2.0], {}) == {"a": 1}
