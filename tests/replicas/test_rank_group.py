@@ -39,10 +39,21 @@ class ToldRanks:
 
 
 def test_start_when_a_process_is_lost_by_accident_then_another_one_takes_its_place():
-    ranks = ToldRanks(RankEnded("was ended by signal 9", is_accident=True), READY, READY)
+    ranks = ToldRanks(RankEnded("was ended by signal 9", is_accident=True), READY)
+    group = RankGroup(ranks, 1)
+    group.await_all()
+    assert len(group.loaded) == 1 and ranks.num_started == 2
+
+
+def test_start_when_a_machine_is_lost_then_the_others_begin_without_waiting_for_another_in_its_place():
+    ranks = ToldRanks(RankEnded("on far has gone", is_accident=True), READY, RankAlive())
     group = RankGroup(ranks, 2)
     group.await_all()
-    assert len(group.loaded) == 2 and ranks.num_started == 3
+    assert [rank.index for rank in group.loaded] == [1] and len(group) == 2
+    ranks.inbox.put((group[0].process, READY))
+    while group.next_report() is not None:
+        pass
+    assert len(group.loaded) == 2
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,11 @@ class RankGroup:
         self.close()
 
     def await_all(self) -> None:
-        """Until all replicas are loaded; what keeps one from it is raised, unless it may go better another time."""
-        while len(self.loaded) < len(self):
+        """Until all replicas are loaded; what keeps one from it is raised, unless it may go better another time.
+
+        For one that was lost meanwhile nobody waits while there are others: its machine may be gone for good.
+        """
+        while not self.loaded or any(rank.ready is None and not rank.num_restarts for rank in self):
             told = self.next_report()
             if told is None:
                 continue
