@@ -14,7 +14,6 @@ from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.inputs import input_shape
 from weft.backbone.fused.path import FusedPath
-from weft.backbone.fused.step import run_backward
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.errors import ModelError
 from weft.spec import AdapterSpec
@@ -62,12 +61,14 @@ def test_fused_step_when_there_is_room_for_more_rows_and_samples_then_not_a_bit_
         batch, path = packed(slots), backbone.path
         assert isinstance(path, FusedPath)
         shape = replace(input_shape(batch, with_longest=False), num_rows=num_rows, num_spans=num_spans)
-        passed = path._pass(batch, shape, 128, needs_grad=True)
-        grad_TD = torch.zeros_like(passed.hidden_TD)
+        path.follow(batch)
+        place = path.new_place()
+        hidden_TD = place.forward(batch, shape, 128, needs_grad=True)
+        grad_TD = place.zero_gradient()
         used = slice(0, batch.num_tokens)
-        grad_TD[used] = passed.hidden_TD[used] * 1e-3
-        run_backward(passed, grad_TD)
-        ends.append([passed.hidden_TD[used], *(g.grad for a in adapters for g in a.groups.values())])
+        grad_TD[used] = hidden_TD[used] * 1e-3
+        place.backward(grad_TD)
+        ends.append([hidden_TD[used], *(g.grad for a in adapters for g in a.groups.values())])
     assert all(one.equal(other) for one, other in zip(*ends, strict=True))
     assert all(tensor.any() for tensor in ends[0])
 

@@ -14,10 +14,11 @@ from tiny_models import random_backbone, random_sample
 
 from weft.adapters import frozen
 from weft.adapters.frozen import quantise
-from weft.backbone.fused import path
+from weft.backbone.fused import place
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.inputs import InputShape, input_shape
 from weft.backbone.fused.model import why_not
+from weft.backbone.fused.path import FusedPath
 from weft.backbone.load import fp8_copies
 from weft.backbone.packed import Placed, pack_samples
 from weft.backbone.packing import attention
@@ -105,26 +106,28 @@ def test_capture_when_memory_ends_then_what_it_held_is_free_before_the_next_try(
         alive.append(sum(tensor() is not None for tensor in held))
         return "captured"
 
-    monkeypatch.setattr(path, "capture", capture)
+    monkeypatch.setattr(place, "capture", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     fused = random_backbone("llama", kernels="fused").path
-    assert isinstance(fused, path.FusedPath)
-    wanted = fused._key(InputShape(128, 16, 0, True, False), None)
-    assert fused._graphs.graph(wanted) == "captured"  # type: ignore[comparison-overlap]
+    assert isinstance(fused, FusedPath)
+    only = fused.new_place()
+    wanted = only._key(InputShape(128, 16, 0, True, False), None)
+    assert only._graphs.graph(wanted) == "captured"  # type: ignore[comparison-overlap]
     assert alive == [0]
 
 
 def test_graphs_when_jobs_come_and_go_then_only_the_first_of_a_kind_is_captured_for(monkeypatch):
     """One with dropout or wide ranks takes kernels of its own while it is there; evaluation takes training's."""
     taken: list[Needs] = []
-    monkeypatch.setattr(path, "capture", lambda _model, _shape, table, *_: taken.append(table.needs) or "captured")
+    monkeypatch.setattr(place, "capture", lambda _model, _shape, table, *_: taken.append(table.needs) or "captured")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     moments = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
     backbone = random_backbone("llama", kernels="fused")
     fused = backbone.path
-    assert isinstance(fused, path.FusedPath)
+    assert isinstance(fused, FusedPath)
+    only = fused.new_place()
     backbone.attach(backbone.new_adapter(AdapterSpec(r=8), 0))
     training, evaluation = InputShape(128, 16, 0, True, True), InputShape(128, 16, 0, True, False)
     for _ in range(2):
@@ -135,9 +138,9 @@ def test_graphs_when_jobs_come_and_go_then_only_the_first_of_a_kind_is_captured_
         ):
             slot = backbone.attach(backbone.new_adapter(spec, 0))
             for shape in (training, evaluation, training):
-                fused._graphs.graph(fused._key(shape, None))
+                only._graphs.graph(only._key(shape, None))
             backbone.detach(slot)
-            fused._graphs.graph(fused._key(training, None))
+            only._graphs.graph(only._key(training, None))
     narrow, dropping, wide = Needs.of((8,), drops=False), Needs.of((8,), drops=True), Needs.of((8, 20), drops=False)
     assert taken == [narrow, dropping, wide]
     assert backbone.compiling_s == fused.captured_s == 3, "each capture is timed, and nothing else is"

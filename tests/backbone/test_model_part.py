@@ -14,7 +14,7 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.backbone.model_part import ModelPart, keep_part
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.backbone.stage_runner import StageRunner
+from weft.backbone.stage_runner import stage_runner
 from weft.kernels.dropout import mix, module_key
 from weft.spec import AdapterSpec, BackboneSpec
 
@@ -22,10 +22,12 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=None)
 FAMILIES = ["llama", "llama_tied", "mistral", "qwen2_sliding", "qwen3", "phi3", "gemma3_text"]
 
 
-def part_of(name: str, first: int, end: int, **options: Any) -> Backbone:
+def part_of(name: str, first: int, end: int, kernels: str, **options: Any) -> Backbone:
     model, part = random_model(name, **options), ModelPart(first, end, 2)
     keep_part(model, part)
-    return Backbone(model, TOKENIZER, name, part)
+    backbone = Backbone(model, TOKENIZER, name, part)
+    backbone.use_kernels(kernels)
+    return backbone
 
 
 def with_adapter(backbone: Backbone) -> tuple[Any, PackedBatch]:
@@ -39,15 +41,16 @@ def with_adapter(backbone: Backbone) -> tuple[Any, PackedBatch]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_parts_when_run_one_after_another_then_scores_and_gradients_are_the_wholes(name, dtype):
+def test_parts_when_run_one_after_another_then_scores_and_gradients_are_the_wholes(name, kernels, dtype):
     """Two microbatches are under way at once."""
-    whole = random_backbone(name, dtype=dtype)
+    whole = random_backbone(name, kernels=kernels, dtype=dtype)
     adapter, batch = with_adapter(whole)
     expected = [whole.launch(batch, 64).scores() for _ in range(2)]
-    parts = [part_of(name, 0, 1, dtype=dtype), part_of(name, 1, 2, dtype=dtype)]
+    parts = [part_of(name, 0, 1, kernels, dtype=dtype), part_of(name, 1, 2, kernels, dtype=dtype)]
     shares, batches = zip(*(with_adapter(part) for part in parts), strict=True)
-    first, last = (StageRunner(part) for part in parts)
+    first, last = (stage_runner(part) for part in parts)
     crossing = [first.forward(place, batches[0], 64, None) for place in range(2)]
     found = []
     for place in range(2):

@@ -41,7 +41,7 @@ def test_layout_when_nobody_knows_the_models_layers_then_refused(tmp_path):
 
 def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
     assert "leave --replicas out" in refusal("stages:2", flags=("--replicas", "2"))
-    assert "reference path" in refusal("stages:2", kernels="fused")
+    assert "set kernels=fused too" in refusal("stages:2", recompute="mlp")
     assert refusal("stages:2", jobs=(JobSpec("job", ("data.jsonl",), optim="adamw_8bit"),)).startswith("jobs.0.optim:")
     for objective in ("dpo", "kto", "distillation"):
         job = JobSpec("job", ("data.jsonl",), objective=objective)

@@ -176,7 +176,10 @@ def test_kept_when_compared_with_the_memory_model_then_equal_to_the_byte(mode, n
     slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=4, rank_pattern={"down_proj": 20}), 0))
     batch = pack_samples([Placed(random_sample(np.random.default_rng(0), 100), slot)], 128, backbone.device)
     assert isinstance(backbone.path, FusedPath)
-    passed = backbone.path._pass(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)
+    place = backbone.path.new_place()
+    place.forward(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)
+    passed = place._held
+    assert isinstance(passed, Passed)
     shape = ModelShape.from_config(backbone.model.config.to_dict())
     model = MemoryModel(shape, recompute=mode, activation_bytes=4)
     assert backbone.path.table.rank_class == rank_class([20]) == 32

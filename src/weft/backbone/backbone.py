@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,9 +164,10 @@ class Backbone:
         if obstacle:
             raise ModelError(f"the fused kernels do not fit: {obstacle}; use auto or reference.", where="kernels")
         memory = memory or Memory()
-        fused = fuse(self.model, self.linears)
+        fused = fuse(self.model, self.linears, self.part)
         parts = (fused, self._numbers(fused), self.head, memory)
-        self.path = FusedPath(*parts, self._memory_model(memory), self._heads)
+        lane = 0 if self.part is None else self.part.first
+        self.path = FusedPath(*parts, self._memory_model(memory), self._heads, lane)
         self.kernels = "fused: " + ("Triton and captured graphs" if self.works_on else "plain torch twins")
 
     def gather_by(self, ring: LayerRing) -> None:
@@ -191,12 +193,15 @@ class Backbone:
         places = [layer.places for layer in fused.layers]
         ends = [end.module for own in places for end in (own.attention_end, own.mlp_end)]
         numbers |= dict(zip(self.blocks, ends, strict=True))
-        numbers |= {layer_path(i): own.keys_and_values for i, own in enumerate(places)}
+        first = 0 if self.part is None else self.part.first
+        numbers |= {layer_path(i): own.keys_and_values for i, own in enumerate(places, first)}
         return {**numbers, INPUT_PATH: fused.input_rows}
 
     def _memory_model(self, memory: Memory) -> MemoryModel:
         weights = [linear.frozen for linear in self.linears.values()]
         shape = ModelShape.from_config(self.model.config.to_dict(), self.name)
+        if self.part is not None:
+            shape = replace(shape, num_layers=self.part.end - self.part.first)
         copies = min((weight.copies for weight in weights if isinstance(weight, Fp8)), default=1)
         return MemoryModel(shape, quantisation(weights), memory.recompute, self.dtype.itemsize, copies)
 

@@ -35,9 +35,12 @@ class Path(Protocol):
     """Runs microbatches forward, or forward and back."""
 
     name: ClassVar[str]
-    captured_s: float
-    """Seconds spent on capturing graphs, so far."""
     """What a run records: results of two paths differ in their last bits."""
+
+    @property
+    def captured_s(self) -> float:
+        """Seconds spent on capturing graphs, so far."""
+        ...
 
     @property
     def memory(self) -> Memory:

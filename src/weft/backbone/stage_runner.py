@@ -1,76 +1,59 @@
-"""Runs microbatches through one part of a model on the reference path, forward and backward apart.
+"""What a stage of a pipeline runs a part of a model with: forward and backward apart, several microbatches in flight.
 
-Autograd's graph ends at the borders of the part: one tensor enters and one leaves, and their gradients go the other
-way. Any number of microbatches can be between forward and backward. Shape suffixes: T rows, D hidden size.
+One tensor enters and one leaves, and their gradients go the other way. Both paths have one: the reference path cuts
+autograd's graph at the borders, the fused path its list of layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from weft.backbone.backbone import Backbone
+from weft.backbone.fused.path import FusedPath
+from weft.backbone.fused.stage import FusedStageRunner
 from weft.backbone.packed import PackedBatch
-from weft.backbone.reference import Learnt
+from weft.backbone.reference_stage import ReferenceStageRunner
 from weft.backbone.scores import PendingScores
-from weft.kernels.device_event import DeviceEvent
 
 
-@dataclass(frozen=True, eq=False)
-class _InFlight:
-    """A microbatch between its forward and its backward."""
+class StageRunner(Protocol):
+    """The microbatches that are on their way through one part of a model.
 
-    entered_TD: torch.Tensor | None
-    """None on the first stage: nobody waits for the gradient of embeddings."""
-    left_TD: torch.Tensor
-    begun: DeviceEvent
-    learnt: Learnt | None = None
-    """Where this is the last stage."""
-
-
-class StageRunner:
-    """The microbatches that are on their way through one part of a model."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        assert backbone.part is not None, "a whole model has no borders"
-        self.part = backbone.part
-        self._path = backbone.reference
-        self._device = backbone.device
-        self._in_flight: dict[int, _InFlight] = {}
+    What is returned is the caller's: no later microbatch changes it. Only hidden states that leave the last stage are
+    nobody's.
+    """
 
     def forward(
-        self, place: int, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None
+        self, microbatch: int, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None
     ) -> torch.Tensor:
         """Runs a microbatch forward and keeps it until its backward; what leaves goes to the next stage, if any."""
-        begun = DeviceEvent(self._device)
-        entered_TD = None if entering_TD is None else entering_TD.requires_grad_()
-        left_TD = self._path.hidden(batch, row_tile, entering_TD=entered_TD)
-        learnt = self._path.learn(left_TD.detach(), batch) if self.part.is_last else None
-        self._in_flight[place] = _InFlight(entered_TD, left_TD, begun, learnt)
-        return left_TD.detach()
+        ...
 
     def backward(
-        self, place: int, gradient_TD: torch.Tensor | None
+        self, microbatch: int, gradient_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, PendingScores | None]:
         """Runs it backward: the gradient of what entered, if anybody waits for it, and the last stage's scores.
 
         `gradient_TD`: of what left; the last stage has its own.
         """
-        kept = self._in_flight.pop(place)
-        self._path.go_back(kept.left_TD, gradient_TD if kept.learnt is None else kept.learnt.grad_TD)
-        scores = None if kept.learnt is None else kept.learnt.scores(kept.begun)
-        return None if kept.entered_TD is None else kept.entered_TD.grad, scores
+        ...
 
-    @torch.no_grad()
     def look(
         self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, PendingScores | None]:
         """Runs a microbatch forward only: what leaves, and the last stage's scores."""
-        begun = DeviceEvent(self._device)
-        left_TD = self._path.hidden(batch, row_tile, entering_TD=entering_TD)
-        return left_TD, self._path.judge(left_TD, batch, begun) if self.part.is_last else None
+        ...
 
     def forget(self) -> None:
         """Lets go of all microbatches that wait for their backward."""
-        self._in_flight.clear()
+        ...
+
+
+def stage_runner(backbone: Backbone) -> StageRunner:
+    """The one of the path that the backbone takes."""
+    assert backbone.part is not None, "a whole model has no borders"
+    if isinstance(backbone.path, FusedPath):
+        return FusedStageRunner(backbone.path, backbone.part, backbone.device)
+    return ReferenceStageRunner(backbone)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.backbone.model_part import ModelPart, keep_part
 from weft.errors import ConfigError, closest
 from weft.families.registry import describe
 
@@ -131,9 +132,11 @@ def find_shape(name: str) -> Shape:
     )
 
 
-def build(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    """A transformers model of that shape with random weights; seconds for 8 B parameters on a GPU."""
+def build(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str, part: ModelPart | None = None) -> Any:
+    """A transformers model of that shape, or a part of it, with random weights; seconds for 8 B parameters on a GPU."""
     model = build_empty(shape, dtype, attention)
+    if part is not None:
+        keep_part(model, part)
     for path, module in list(model.named_modules()):
         fill(module, path, device, _norm_value(shape))
     model.tie_weights()

@@ -82,13 +82,16 @@ StepLane = Callable[[Update, ParameterLane, float], None]
 
 
 def adamw_reference(
-    updates: Sequence[Update], finite_J: torch.Tensor, step_lane: StepLane | None = None
+    updates: Sequence[Update],
+    finite_J: torch.Tensor,
+    step_lane: StepLane | None = None,
+    norms_J: torch.Tensor | None = None,
 ) -> list[Updated]:
     """The same in plain torch, job by job; `step_lane`: how a buffer is stepped, if not as here."""
     step_lane = step_lane or step_plain_lane
     results = []
-    for update, is_finite in zip(updates, finite_J.tolist(), strict=True):
-        norm = float(torch.stack([lane.grad_P.norm() for lane in update.lanes]).norm())
+    for job, (update, is_finite) in enumerate(zip(updates, finite_J.tolist(), strict=True)):
+        norm = float(norm_reference([lane.grad_P for lane in update.lanes]) if norms_J is None else norms_J[job])
         skipped = not (update.is_finite and is_finite and math.isfinite(norm))
         limit = update.max_grad_norm / (norm + 1e-6) if update.max_grad_norm else 1.0
         for lane in update.lanes:
@@ -98,6 +101,12 @@ def adamw_reference(
         largest = float(torch.stack([lane.params_P.abs().max() for lane in update.lanes]).max())
         results.append(Updated(norm, largest, skipped))
     return results
+
+
+def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of a gradient that is in several buffers."""
+    norm: torch.Tensor = torch.stack([grad.norm() for grad in grads]).norm()
+    return norm
 
 
 def step_plain_lane(update: Update, lane: ParameterLane, factor: float) -> None:
@@ -179,25 +188,33 @@ def _norms_kernel(  # type: ignore[no-untyped-def]
     SIDES: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    IS_KNOWN: tl.constexpr,
 ):
-    """A job's gradient norm, and what its gradient is multiplied by: negative if the step is left out."""
+    """A job's gradient norm, and what its gradient is multiplied by: negative if the step is left out.
+
+    Where a job's gradient is in several places the norm is known already.
+    """
     job = tl.program_id(0)
-    total = 0.0
-    for side in tl.static_range(SIDES):
-        lane = SIDES * job + side
-        num_blocks = (tl.load(lanes_ptr + lane * 6 + 4) + BLOCK - 1) // BLOCK
-        own = sums_ptr + tl.load(lanes_ptr + lane * 6 + 5)
-        sums = tl.zeros([CHUNK], tl.float32)
-        for first in range(0, num_blocks, CHUNK):
-            places = first + tl.arange(0, CHUNK)
-            sums += tl.load(own + places, mask=places < num_blocks, other=0.0)
-        total += tl.sum(sums, 0)
-    norm = tl.sqrt_rn(total)
+    if IS_KNOWN:
+        norm = tl.load(norms_ptr + job)
+    else:
+        total = 0.0
+        for side in tl.static_range(SIDES):
+            lane = SIDES * job + side
+            num_blocks = (tl.load(lanes_ptr + lane * 6 + 4) + BLOCK - 1) // BLOCK
+            own = sums_ptr + tl.load(lanes_ptr + lane * 6 + 5)
+            sums = tl.zeros([CHUNK], tl.float32)
+            for first in range(0, num_blocks, CHUNK):
+                places = first + tl.arange(0, CHUNK)
+                sums += tl.load(own + places, mask=places < num_blocks, other=0.0)
+            total += tl.sum(sums, 0)
+        norm = tl.sqrt_rn(total)
     limit = tl.load(numbers_ptr + job * SIDES * 10 + 8)
     factor = tl.div_rn(limit, norm + 1e-6)
     factor = tl.where((limit > 0) & (factor < 1), factor, 1.0)
     is_finite = (tl.load(numbers_ptr + job * SIDES * 10 + 9) > 0) & (tl.load(finite_ptr + job) > 0)
-    tl.store(norms_ptr + job, norm)
+    if not IS_KNOWN:
+        tl.store(norms_ptr + job, norm)
     tl.store(factors_ptr + job, tl.where(is_finite & (norm < float("inf")), factor, -1.0))
 
 
@@ -267,6 +284,7 @@ class StepTables:
     lanes: list[ParameterLane]
     lanes_L6: torch.Tensor
     numbers_L10: torch.Tensor
+    norms_J: torch.Tensor
     factors_J: torch.Tensor
     largest_J: torch.Tensor
     sides: int
@@ -274,9 +292,29 @@ class StepTables:
     shared: dict[str, int]
 
 
-def adamw_kernel(updates: Sequence[Update], finite_J: torch.Tensor) -> Callable[[], list[Updated]]:
+def adamw_kernel(
+    updates: Sequence[Update], finite_J: torch.Tensor, norms_J: torch.Tensor | None = None
+) -> Callable[[], list[Updated]]:
     """The same by three launches and one read, whatever the number of jobs."""
-    return step_by_kernel(updates, finite_J, _launch_update)
+    return step_by_kernel(updates, finite_J, _launch_update, norms_J)
+
+
+def norm_kernel(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of a gradient that is in several buffers, to the bits that a step of all of them finds."""
+    lanes = tuple(ParameterLane(grad, grad, grad, grad, 0.0) for grad in grads)
+    found: list[torch.Tensor] = []
+
+    def keep_norm(tables: StepTables) -> None:
+        found.append(tables.norms_J[0].clone())
+
+    update = Update(lanes, 1, (0.0, 0.0), 0.0, 0.0, 0.0, True)
+    step_by_kernel([update], torch.ones(1, device=grads[0].device), keep_norm)
+    return found[0]
+
+
+def adamw_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of one job's gradient as its step finds it, on the device; to be given to steps of parts of it."""
+    return norm_kernel(grads) if runs_triton(grads[0]) else norm_reference(grads)
 
 
 def _launch_update(tables: StepTables) -> None:
@@ -285,9 +323,12 @@ def _launch_update(tables: StepTables) -> None:
 
 
 def step_by_kernel(
-    updates: Sequence[Update], finite_J: torch.Tensor, launch_update: Callable[[StepTables], None]
+    updates: Sequence[Update],
+    finite_J: torch.Tensor,
+    launch_update: Callable[[StepTables], None],
+    known_J: torch.Tensor | None = None,
 ) -> Callable[[], list[Updated]]:
-    """Norms and factors of all jobs, then an update kernel, then one read."""
+    """Norms and factors of all jobs, then an update kernel, then one read; `known_J`: norms that are known already."""
     device = updates[0].lanes[0].params_P.device
     sides = max(2, *(len(update.lanes) for update in updates))
     filled = [(update, lane) for update in updates for lane in _filled_up(update.lanes, sides)]
@@ -304,18 +345,26 @@ def step_by_kernel(
     arrival = AsyncCopy(results_3J)
     norms_J, largest_J, factors_J = results_3J[0], results_3J.view(torch.int32)[1], results_3J[2]
     shared = {"BLOCK": BLOCK, "LANES": max(FEWEST_LANES, next_power_of_2(len(lanes))), "num_warps": NUM_WARPS}
-    _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
-    _norms_kernel[(num_jobs,)](lanes_L6, numbers_L10, finite_J, sums, norms_J, factors_J, sides, BLOCK, CHUNK)
-    launch_update(StepTables(lanes, lanes_L6, numbers_L10, factors_J, largest_J, sides, num_blocks, shared))
+    is_known = known_J is not None
+    if known_J is not None:
+        norms_J[:num_jobs].copy_(known_J)
+    else:
+        _squares_kernel[(num_blocks,)](lanes_L6, sums, len(lanes), **shared)
+    tables = (lanes_L6, numbers_L10, finite_J, sums, norms_J, factors_J)
+    _norms_kernel[(num_jobs,)](*tables, sides, BLOCK, CHUNK, IS_KNOWN=is_known)
+    launch_update(StepTables(lanes, lanes_L6, numbers_L10, norms_J, factors_J, largest_J, sides, num_blocks, shared))
     arrival.begin()
     return lambda: [Updated(norm, size, factor < 0) for norm, size, factor in arrival.get().t()[:num_jobs].tolist()]
 
 
-def adamw(updates: Sequence[Update], finite_J: torch.Tensor | None = None) -> Callable[[], list[Updated]]:
+def adamw(
+    updates: Sequence[Update], finite_J: torch.Tensor | None = None, norms_J: torch.Tensor | None = None
+) -> Callable[[], list[Updated]]:
     """Starts the steps of all jobs given, each as if alone; gradients are zero afterwards.
 
-    `finite_J` says on the device whether each loss is finite, where the host does not know yet. What is returned waits
-    for the device and says what the steps did.
+    `finite_J` says on the device whether each loss is finite, where the host does not know yet; `norms_J` are the norms
+    of gradients of which the buffers here are only parts. What is returned waits for the device and says what the steps
+    did.
     """
     assert updates
     if finite_J is None:
@@ -324,8 +373,8 @@ def adamw(updates: Sequence[Update], finite_J: torch.Tensor | None = None) -> Ca
         for tensor in (lane.params_P, lane.grad_P, lane.exp_avg_P, lane.exp_avg_sq_P):
             assert tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.shape == lane.params_P.shape
     if runs_triton(finite_J):
-        return adamw_kernel(updates, finite_J)
-    results = adamw_reference(updates, finite_J)
+        return adamw_kernel(updates, finite_J, norms_J)
+    results = adamw_reference(updates, finite_J, norms_J=norms_J)
     return lambda: results
 
 

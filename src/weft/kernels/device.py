@@ -196,6 +196,20 @@ def beside(device: torch.device, stream: Stream) -> Iterator[None]:
     main.wait_stream(stream)
 
 
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """A mark behind all that was launched to the current stream, for other streams; None for devices without."""
+    return current_stream(device).record_event() if has_streams(device) else None
+
+
+def wait_for(tensor: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+    """What is launched to the current stream from now on finds a tensor that another stream had made by a mark."""
+    if ready is not None:
+        stream = current_stream(tensor.device)
+        stream.wait_event(ready)
+        # Its memory is not given to others of its own stream before this one is done with it.
+        tensor.record_stream(stream)
+
+
 def graph_pool() -> Any:
     """Memory that captured graphs share."""
     return torch.cuda.graph_pool_handle()

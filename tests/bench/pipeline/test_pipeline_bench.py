@@ -10,7 +10,7 @@ import pytest
 from weft.bench.pipeline.executed import execute
 from weft.bench.pipeline.four_jobs import BATCH, CAPACITY, by_samples, measure_executed
 from weft.bench.pipeline.lengths import MIXES, queues
-from weft.bench.pipeline.parts import REGIMES, TARGETS, choose_parts
+from weft.bench.pipeline.parts import GPU_REGIMES, REGIMES, TARGETS, choose_parts
 from weft.bench.pipeline.recorded import RecordedRun, equal_share, replay_errors
 from weft.bench.pipeline.seventy import measure_seventy, scaled
 from weft.bench.shapes import find_shape
@@ -105,8 +105,8 @@ def test_seventy_when_few_samples_are_simulated_then_links_are_named():
 
 
 def test_parts_when_one_figure_is_asked_for_then_only_its_part_is_chosen():
-    # Shards are measured on a GPU.
-    assert len(choose_parts([], None)) == len(REGIMES) - (not has_gpu())
+    # Some are measured on a GPU.
+    assert len(choose_parts([], None)) == len(REGIMES) - (0 if has_gpu() else len(GPU_REGIMES))
     assert list(choose_parts(["sim70b_vs_1f1b"], PROFILE)) == [
         "70B on four H100, simulated by a profile of llama-3.1-8b, links assumed"
     ]

@@ -11,6 +11,7 @@ from tiny_models import Job, job_spec, random_data, random_model, submit
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.model_part import ModelPart, keep_part
+from weft.backbone.path import Memory
 from weft.data.dataset import JobData
 from weft.data.samples import Samples
 from weft.engine.engine import Engine
@@ -21,10 +22,15 @@ from weft.objectives.preference.cpo import SimPo
 from weft.store.run_dir import RunDirectory, RunRecord
 
 
-def staged_executor(name: str, *replicas: tuple[int, ...], **options: Any) -> StagedExecutor:
+def staged_executor(
+    name: str, *replicas: tuple[int, ...], kernels: str = "reference", memory: Memory | None = None, **options: Any
+) -> StagedExecutor:
     """Tiny random replicas in this process, each cut into stages of so many layers."""
     tokenizer: Any = SimpleNamespace(eos_token_id=None)
-    return StagedExecutor(LocalStages(*(_parts(name, sizes, tokenizer, **options) for sizes in replicas)), tokenizer)
+    cut = [_parts(name, sizes, tokenizer, **options) for sizes in replicas]
+    for part in (part for parts in cut for part in parts):
+        part.use_kernels(kernels, memory)
+    return StagedExecutor(LocalStages(*cut), tokenizer)
 
 
 def _parts(name: str, sizes: tuple[int, ...], tokenizer: Any, **options: Any) -> list[Backbone]:
@@ -34,7 +40,6 @@ def _parts(name: str, sizes: tuple[int, ...], tokenizer: Any, **options: Any) ->
         model = random_model(name, num_hidden_layers=part.num_layers, **options)
         keep_part(model, part)
         parts.append(Backbone(model, tokenizer, name, part))
-        parts[-1].use_kernels("reference")
         first += size
     return parts
 

@@ -53,7 +53,7 @@ def _run(request: KernelRequest, needs: Sequence[Needs]) -> None:
         for shape in _shapes(asked):
             _step(model, shape, asked, Memory(request.recompute))  # type: ignore[arg-type]
     loss = BlockedLoss(skeleton_head(request.config, dtype), LOSS_ROWS, cross_entropy_rows)
-    hidden_ND = torch.empty(LOSS_ROWS, model.embedding_VD.shape[1], dtype=dtype, device=META)
+    hidden_ND = torch.empty(LOSS_ROWS, model.hidden, dtype=dtype, device=META)
     targets_N, weights_N = torch.empty(LOSS_ROWS, dtype=torch.int64, device=META), torch.empty(LOSS_ROWS, device=META)
     loss(hidden_ND, targets_N, weights_N)
     loss(hidden_ND, targets_N)
@@ -70,11 +70,11 @@ def _shapes(needs: Needs) -> Iterator[InputShape]:
 
 def _step(model: FusedModel, shape: InputShape, needs: Needs, memory: Memory) -> None:
     """Forward and back."""
-    table = model.table(META)
+    table = model.table()
     table.needs = needs
     inputs = Inputs(shape, torch.empty(shape.layout["end"][0], dtype=torch.int32, device=META))
     passed = run_forward(model, inputs, table, None, memory, needs_grad=True)
-    run_backward(passed, torch.empty_like(passed.hidden_TD))
+    run_backward(passed, torch.empty_like(passed.left_TD))
 
 
 def _numbers_of_jobs(most: int) -> list[int]:

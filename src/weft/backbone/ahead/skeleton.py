@@ -33,6 +33,9 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str) -> Fu
     telling = _telling_layers(decoder)
     layers = tuple(maker.layer(place, index, len(telling)) for place, index in enumerate(telling))
     return FusedModel(
+        device=META,
+        dtype=dtype,
+        hidden=sizes.hidden,
         embedding_VD=maker.empty(sizes.vocabulary, sizes.hidden),
         embedding_scale=decoder.embedding_scale,
         layers=layers,

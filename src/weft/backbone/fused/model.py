@@ -1,4 +1,5 @@
-"""What the fused step needs of a model: its layers as four products each, and the numbers around them.
+"""What the fused step needs of a model, or of a part of it: its layers as four products each, and the numbers around
+them.
 
 q, k, v share one frozen product, and so do gate and up: their weights are stored as one, of which the model's own
 linears then are parts. Nothing is held twice. Which modules those are, and what surrounds them, the family's
@@ -16,6 +17,7 @@ import torch
 from weft.adapters.frozen import FrozenWeight, join
 from weft.adapters.linear import SlotLinear
 from weft.backbone.fused.attention import needs_bounds
+from weft.backbone.model_part import ModelPart
 from weft.backbone.shards.ring import LayerRing
 from weft.families.description import Decoder
 from weft.families.kept import moved_names
@@ -94,15 +96,21 @@ class RotaryTable(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FusedModel:
-    """A whole model."""
+    """A whole model, or a part of one."""
 
-    embedding_VD: torch.Tensor
+    device: torch.device
+    dtype: torch.dtype
+    """Of the activations."""
+    hidden: int
+    embedding_VD: torch.Tensor | None
+    """None where an earlier part of the model has it."""
     embedding_scale: float | None
     """Rounded to the embedding's type."""
     layers: tuple[FusedLayer, ...]
-    norm: RmsNorm
+    norm: RmsNorm | None
+    """None where a later part of the model has it."""
     post: RmsNorm | None
-    """Of what the last layer adds, where a family norms that."""
+    """Of what the last layer here adds, where a family norms that."""
     heads: Heads
     rotaries: tuple[RotaryTable, ...]
     attention_scale: float
@@ -111,6 +119,16 @@ class FusedModel:
     """What `offload` moves of what a layer keeps."""
     ring: LayerRing | None = None
     """Where the layers' weights come and go, if they are spread over several devices."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether tokens enter here."""
+        return self.embedding_VD is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether what leaves goes to the output head."""
+        return self.norm is not None
 
     @property
     def sites(self) -> list[Site]:
@@ -128,9 +146,9 @@ class FusedModel:
         """The table's modules at which rows are replaced, with their roles."""
         return {**{layer.places.keys_and_values: "kv" for layer in self.layers}, self.input_rows: "input"}
 
-    def table(self, device: torch.device) -> SlotTable:
+    def table(self) -> SlotTable:
         """An empty table of its places."""
-        return SlotTable(self.sites, device, self.row_places)
+        return SlotTable(self.sites, self.device, self.row_places)
 
 
 def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device, dtype: torch.dtype) -> str | None:
@@ -148,20 +166,25 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device,
     return None
 
 
-def fuse(model: Any, linears: Mapping[str, SlotLinear]) -> FusedModel:
-    """The model's layers with joined weights; its own linears become parts of them."""
+def fuse(model: Any, linears: Mapping[str, SlotLinear], part: ModelPart | None = None) -> FusedModel:
+    """The model's layers, or those of a part, with joined weights; its own linears become parts of them."""
     decoder, modules = describe(model.config.to_dict()), model.base_model
     sizes = decoder.sizes
     assert sizes.form.activation is not None
-    layers = tuple(_layer(i, decoder, modules.layers, linears) for i in range(sizes.num_layers))
-    embedding_VD = model.get_input_embeddings().weight
+    part = part or ModelPart(0, sizes.num_layers, sizes.num_layers)
+    layers = tuple(_layer(i, part, decoder, modules.layers, linears) for i in range(part.first, part.end))
+    # Not the embedding's, which may be elsewhere, nor a linear's, which may be quantised.
+    like = getattr(modules.layers[part.first], sizes.form.norms.before_attention).weight
     scale = decoder.embedding_scale
     return FusedModel(
-        embedding_VD=embedding_VD,
-        embedding_scale=None if scale is None else float(torch.tensor(scale).to(embedding_VD.dtype)),
+        device=like.device,
+        dtype=like.dtype,
+        hidden=sizes.hidden,
+        embedding_VD=model.get_input_embeddings().weight if part.is_first else None,
+        embedding_scale=None if scale is None else float(torch.tensor(scale).to(like.dtype)),
         layers=layers,
-        norm=_norm(modules.norm, sizes.form),
-        post=_norm_of(modules.layers[-1], sizes.form.norms.after_mlp, sizes.form),
+        norm=_norm(modules.norm, sizes.form) if part.is_last else None,
+        post=_norm_of(modules.layers[part.end - 1], sizes.form.norms.after_mlp, sizes.form),
         heads=Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_size),
         rotaries=tuple(_rotary_table(modules.rotary_emb, rotary.kind) for rotary in decoder.rotaries),
         attention_scale=decoder.attention_scale,
@@ -170,7 +193,7 @@ def fuse(model: Any, linears: Mapping[str, SlotLinear]) -> FusedModel:
     )
 
 
-def _layer(index: int, decoder: Decoder, blocks: Any, linears: Mapping[str, SlotLinear]) -> FusedLayer:
+def _layer(index: int, part: ModelPart, decoder: Decoder, blocks: Any, linears: Mapping[str, SlotLinear]) -> FusedLayer:
     block, form, paths = blocks[index], decoder.sizes.form, list(linears)
     prefix = next(path for path in paths if f"layers.{index}." in path).partition(f"layers.{index}.")[0]
     named = ([f"{prefix}layers.{index}.{name}" for name in names] for names in form.sites)
@@ -186,10 +209,10 @@ def _layer(index: int, decoder: Decoder, blocks: Any, linears: Mapping[str, Slot
         down=down,
         norm_in=_norm(getattr(block, form.norms.before_attention), form),
         norm_mid=_norm(getattr(block, form.norms.before_mlp), form),
-        post_in=_norm_of(blocks[index - 1], form.norms.after_mlp, form) if index else None,
+        post_in=_norm_of(blocks[index - 1], form.norms.after_mlp, form) if index > part.first else None,
         post_mid=_norm_of(block, form.norms.after_attention, form),
         head_norms=head_norms,
-        places=LayerPlaces.of(index, decoder.sizes.num_layers, len(paths), decoder.sizes.hidden),
+        places=LayerPlaces.of(index - part.first, part.end - part.first, len(paths), decoder.sizes.hidden),
         window=decoder.layers[index].window,
         rotary=decoder.layers[index].rotary,
     )

@@ -1,13 +1,10 @@
-"""Runs microbatches through the fused step: captured graphs on a GPU, line by line elsewhere."""
+"""Runs microbatches through the fused step, with the adapters on its slots; stages run parts of one by `stage.py`."""
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,11 +14,9 @@ from weft.adapters.head import HeadWeights
 from weft.adapters.method import Keeps
 from weft.backbone.distill import TaughtPass, run_taught
 from weft.backbone.fused.attention import needs_bounds
-from weft.backbone.fused.captures import CapturedGraphs, GraphKey
-from weft.backbone.fused.graph import Captured, capture
-from weft.backbone.fused.inputs import Inputs, InputShape, input_array, input_shape, spans_of
+from weft.backbone.fused.inputs import InputShape, input_shape
 from weft.backbone.fused.model import FusedModel
-from weft.backbone.fused.step import Passed, run_backward, run_forward
+from weft.backbone.fused.place import PlaceInFlight
 from weft.backbone.fused.tiles import tile_for
 from weft.backbone.heads import HeadPass, run_heads
 from weft.backbone.judge import run_loss
@@ -32,7 +27,7 @@ from weft.backbone.scores import PendingScores
 from weft.backbone.shards.ring import LayerRing
 from weft.cost.memory import LOSS_ROWS, MemoryModel, rank_class
 from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
-from weft.kernels.device import empty_cache, graph_pool, is_gpu, synchronise
+from weft.kernels.device import is_gpu
 from weft.kernels.device_event import DeviceEvent, sent
 from weft.kernels.layers.cross_entropy import cross_entropy_rows
 
@@ -50,21 +45,25 @@ class FusedPath:
         memory: Memory,
         memory_model: MemoryModel,
         heads: Mapping[int, HeadWeights],
+        lane: int = 0,
     ) -> None:
-        """`modules`: the table's modules by path; `heads`: those of jobs, by slot."""
+        """`modules`: the table's modules by path; `heads`: those of jobs, by slot.
+
+        `lane`: of two paths that run on one GPU at the same time, each has its own.
+        """
         self._heads = heads
-        self.table = model.table(model.embedding_VD.device)
+        self.table = model.table()
         self._model = model
         self.memory = memory
         self._memory_model = memory_model
         self._modules = modules
         self._adapters: dict[int, Adapter] = {}
-        self._graphs = CapturedGraphs(self._capture_for, self._settle)
-        self._pool: Any = None
-        self.captured_s = 0.0
-        """Seconds spent on capturing graphs, so far."""
         self._tiles: dict[tuple[int, int | None], int | None] = {}
-        self._device = model.embedding_VD.device
+        self._device = model.device
+        self._lane = lane
+        self._places: list[PlaceInFlight] = []
+        self._only = self.new_place()
+        """Where microbatches of a model in one piece are."""
         block = LOSS_ROWS if is_gpu(self._device) else BLOCK
         self._loss = BlockedLoss(head, block, cross_entropy_rows)
 
@@ -77,16 +76,20 @@ class FusedPath:
         """Lets every layer wait for its frozen weights."""
         # Graphs would read where the weights have been.
         self.forget()
+        # Graphs would read where the weights have been.
+        self.forget()
         self._model = replace(self._model, ring=ring)
+        self._places.clear()
+        self._only = self.new_place()
 
     @property
     def copy_bytes(self) -> int:
         """Bytes per trainable parameter of the copy that kernels read."""
-        return self._model.embedding_VD.element_size()
+        return self._model.dtype.itemsize
 
     def take_slot(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot of the table and returns the slot."""
-        copy = adapter.method.kernel_copy(adapter, self._model.embedding_VD.dtype)
+        copy = adapter.method.kernel_copy(adapter, self._model.dtype)
         entries = {self._modules[path]: entry for path, entry in copy.entries.items()}
         slot = self.table.put(entries, copy.others.numbered(self._modules))
         adapter.kernel_copy, self._adapters[slot] = copy, adapter
@@ -103,34 +106,38 @@ class FusedPath:
         Without adapters there is nothing to go back for; `through` goes all the same, to measure what it costs.
         """
         begun = DeviceEvent(self._device)
-        shape = input_shape(batch, with_longest=needs_bounds(self._device))
-        goes_back = through or shape.is_adapted
+        shape = self.shape_of(batch)
+        if not (through or shape.is_adapted):
+            return self.judge(self._only.forward(batch, shape, row_tile, needs_grad=False), batch, begun)
+        self.follow(batch)
+        hidden_TD = self._only.forward(batch, shape, row_tile, needs_grad=True)
+        grad_TD = self._only.zero_gradient()
+        scores = self.learn(hidden_TD, batch, grad_TD)
+        self._only.backward(grad_TD)
+        return scores(begun)
+
+    def learn(
+        self, hidden_TD: torch.Tensor, batch: PackedBatch, grad_TD: torch.Tensor
+    ) -> Callable[[DeviceEvent], PendingScores]:
+        """The losses behind the last hidden states; their gradient is put among zeros.
+
+        What is returned is asked once all else has been asked of the device, and given when the microbatch began.
+        """
         rows_N, targets_N, weights_N = self._supervised(batch)
-        if not self._is_captured:
-            passed = self._pass(batch, shape, row_tile, needs_grad=goes_back)
-            found = run_loss(self._loss, passed.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
-            grad_TD = torch.zeros_like(passed.hidden_TD)
-            headed, taught = self._other_rows(passed.hidden_TD, batch, grad_TD)
-            if goes_back:
-                assert found.grad_ND is not None
-                run_backward(passed, grad_TD.index_copy_(0, rows_N, found.grad_ND))
-            return PendingScores(found, batch, begun, headed, taught)
-        captured = self._replay(batch, shape, row_tile, goes_back=goes_back)
-        found = run_loss(self._loss, captured.hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
-        headed, taught = [], []
-        if goes_back:
-            assert found.grad_ND is not None
-            captured.grad_TD.zero_().index_copy_(0, rows_N, found.grad_ND)
-            headed, taught = self._other_rows(captured.hidden_TD, batch, captured.grad_TD)
-            captured.backward.replay()
-            self._went(goes_back=False, is_back=True)
-        return PendingScores(found, batch, begun, headed, taught)
+        found = run_loss(self._loss, hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
+        assert found.grad_ND is not None
+        grad_TD.index_copy_(0, rows_N, found.grad_ND)
+        headed, taught = self._other_rows(hidden_TD, batch, grad_TD)
+        return lambda begun: PendingScores(found, batch, begun, headed, taught)
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
         begun = DeviceEvent(self._device)
+        return self.judge(self._hidden(batch, row_tile), batch, begun)
+
+    def judge(self, hidden_TD: torch.Tensor, batch: PackedBatch, begun: DeviceEvent) -> PendingScores:
+        """The scores behind the last hidden states of a microbatch that began then; nothing learns from them."""
         rows_N, targets_N, _ = self._supervised(batch)
-        hidden_TD = self._hidden(batch, row_tile)
         found = run_loss(self._loss, hidden_TD[rows_N], targets_N, None, batch.judgements)
         return PendingScores(found, batch, begun, *self._other_rows(hidden_TD, batch))
 
@@ -151,11 +158,14 @@ class FusedPath:
         While there are adapters it takes the kernels that their microbatches take, also where it has no row of theirs:
         what a reference says must not depend on which graphs there are, nor wait for the capture of another one.
         """
-        shape = input_shape(batch, with_longest=needs_bounds(self._device))
+        shape = self.shape_of(batch)
         shape = replace(shape, is_adapted=shape.is_adapted or bool(self._adapters))
-        if self._is_captured:
-            return self._replay(batch, shape, row_tile, goes_back=False).hidden_TD
-        return self._pass(batch, shape, row_tile, needs_grad=False).hidden_TD
+        self.follow(batch)
+        return self._only.forward(batch, shape, row_tile, needs_grad=False)
+
+    def shape_of(self, batch: PackedBatch) -> InputShape:
+        """What the batch needs of a graph."""
+        return input_shape(batch, with_longest=needs_bounds(self._device))
 
     def loss(self, batch: PackedBatch) -> BlockedLoss:
         """What makes losses of the hidden states of a microbatch's supervised rows."""
@@ -171,11 +181,12 @@ class FusedPath:
         rows = -(-capacity // tile) * tile
         kept = model.kept_bytes(rows, widest_rank) - (model.offloaded_bytes(rows) if self.memory.offload else 0)
         kept += sum(self._width(kind, widest_rank) for kind in keeps) * rows * self.copy_bytes
-        return kept + model.workspace_bytes(rows, widest_rank) + model.loss_bytes()
+        loss = model.loss_bytes() if self._model.is_last else 0
+        return kept + model.workspace_bytes(rows, widest_rank) + loss
 
     def _width(self, kind: Keeps, widest_rank: int) -> int:
         """Numbers of a row that are kept for a method besides S, at most."""
-        layers, hidden = self._model.layers, self._model.embedding_VD.shape[1]
+        layers, hidden = self._model.layers, self._model.hidden
         if kind == "outputs":
             return len(layers) * (layers[0].qkv.site.num_out + 2 * hidden)
         if kind == "blocks":
@@ -187,47 +198,18 @@ class FusedPath:
 
     def forget(self) -> None:
         """Gives captured graphs and their memory back."""
-        self._graphs.forget()
-        self._pool = None
+        for place in self._places:
+            place.forget()
+
+    def new_place(self) -> PlaceInFlight:
+        """Room for one more microbatch between its forward and its backward."""
+        self._places.append(PlaceInFlight(self._model, self.table, self.memory, self._tile, self._lane))
+        return self._places[-1]
 
     @property
-    def _is_captured(self) -> bool:
-        # Copies to the machine's memory are timed by streams of their own, which no graph holds.
-        ring = self._model.ring
-        return is_gpu(self._device) and not self.memory.offload and (ring is None or ring.can_be_recorded)
-
-    def _pass(self, batch: PackedBatch, shape: InputShape, row_tile: int | None, *, needs_grad: bool) -> Passed:
-        self._follow(batch)
-        inputs = Inputs(shape, torch.from_numpy(input_array(batch, shape)).to(self._device), spans_of(batch))
-        tile = self._tile(shape.num_rows, row_tile)
-        return run_forward(self._model, inputs, self.table, tile, self.memory, needs_grad=needs_grad)
-
-    def _replay(self, batch: PackedBatch, shape: InputShape, row_tile: int | None, *, goes_back: bool) -> Captured:
-        self._follow(batch)
-        captured = self._graphs.graph(self._key(shape, row_tile))
-        numbers = torch.from_numpy(input_array(batch, captured.inputs.shape))
-        captured.inputs.buffer.copy_(numbers.pin_memory(), non_blocking=True)
-        if self._model.ring is not None:
-            self._model.ring.begin(back=goes_back)
-        captured.forward.replay()
-        self._went(goes_back=goes_back, is_back=False)
-        return captured
-
-    def _went(self, *, goes_back: bool, is_back: bool) -> None:
-        """Tells the ring of the way that a graph has taken by itself, and of its end if no way back follows."""
-        if self._model.ring is not None:
-            self._model.ring.went(back=is_back)
-            if not goes_back:
-                self._model.ring.end()
-
-    def _key(self, shape: InputShape, row_tile: int | None) -> GraphKey:
-        """What a graph for this shape is captured for: nothing of the adapters where none takes part."""
-        needs, drops = self.table.needs, self.table.needs.drops and shape.drops and shape.is_adapted
-        kernels = replace(needs, drops=drops) if shape.is_adapted else None
-        return GraphKey(replace(shape, drops=drops), row_tile, kernels, self.table.version)
-
-    def _settle(self) -> None:
-        synchronise(self._device)
+    def captured_s(self) -> float:
+        """Seconds spent on capturing graphs, so far."""
+        return sum(place.captured_s for place in self._places)
 
     def _tile(self, num_rows: int, row_tile: int | None) -> int | None:
         key = (num_rows, row_tile)
@@ -235,28 +217,8 @@ class FusedPath:
             self._tiles[key] = tile_for(self._model, num_rows, row_tile)
         return self._tiles[key]
 
-    def _capture_for(self, key: GraphKey) -> Captured:
-        begun_s = time.perf_counter()
-        captured = self._try_capture(key) or self._capture(key)
-        self.captured_s += time.perf_counter() - begun_s
-        return captured
-
-    def _try_capture(self, key: GraphKey) -> Captured | None:
-        """None if memory ended; then there is more of it: graphs of other shapes may have held it in small pieces."""
-        with suppress(torch.OutOfMemoryError):
-            return self._capture(key)
-        # Not in a handler: the error's frames would keep all that the failed capture had made.
-        self.forget()
-        gc.collect()
-        empty_cache(self._device)
-        return None
-
-    def _capture(self, key: GraphKey) -> Captured:
-        self._pool = self._pool or graph_pool()
-        tile = self._tile(key.shape.num_rows, key.row_tile)
-        return capture(self._model, key.shape, self.table, tile, self.memory, self._pool)
-
-    def _follow(self, batch: PackedBatch) -> None:
+    def follow(self, batch: PackedBatch) -> None:
+        """Brings what kernels read in line with the weights of those who take part."""
         for slot in dict.fromkeys(batch.segment_slots):
             if slot is not None:
                 copy = self._adapters[slot].kernel_copy

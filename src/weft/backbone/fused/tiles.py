@@ -18,7 +18,7 @@ def tile_for(model: FusedModel, num_rows: int, row_tile: int | None) -> int | No
     """`row_tile` if any product of the model needs tiles at this row count, else None: all rows at once."""
     if row_tile is None or num_rows == row_tile:
         return None
-    if not is_gpu(model.embedding_VD.device):
+    if not is_gpu(model.device):
         return row_tile
     layer = model.layers[0]
     weights = {p.weight.shape: p.weight for p in (layer.qkv, layer.out, layer.gate_up, layer.down)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.pipeline.four_jobs import measure_executed
+from weft.bench.pipeline.one_gpu import measure_one_gpu
 from weft.bench.pipeline.recorded import measure_recorded
 from weft.bench.pipeline.seventy import measure_seventy
 from weft.bench.pipeline.shards import measure_shards
@@ -22,14 +23,19 @@ TARGETS: Targets = {
     "bubble_het4_exec_every_2": (Kind.WASTE, None),
     "sim70b_vs_1f1b": (Kind.SPEEDUP, 1.8),
     "sim70b_vs_mlora": (Kind.SPEEDUP, 1.4),
+    "bits_stages": (Kind.DIFFERENCES, 0.0),
+    "stage_sum": (Kind.WASTE, 0.03),
+    "stage_sim": (Kind.WASTE, 0.05),
     "shard_overlap": (Kind.SHARE, None),
     "shard_bits": (Kind.DIFFERENCES, 0.0),
     "shard_gather_gb_s": (Kind.GB_PER_S, None),
 }
-REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b", "shard_overlap")
+GPU_REGIMES = ("shard_overlap", "bits_stages")
+REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b", *GPU_REGIMES)
 """The figures that parts are asked for by."""
 SHARDS = "shards on one GPU, gathered from pinned memory"
-ON_GPU = frozenset({SHARDS})
+STREAMS = "8B in stages on one GPU, each a stream of this process"
+ON_GPU = frozenset({SHARDS, STREAMS})
 
 
 def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
@@ -38,14 +44,15 @@ def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
     for name in regimes:
         if name not in REGIMES:
             raise ConfigError(f"got {name!r}; accepted are {', '.join(REGIMES)}.", where="--regime")
-        if name == "shard_overlap" and not is_gpu(device):
+        if name in GPU_REGIMES and not is_gpu(device):
             raise ConfigError(f"{name} needs a CUDA GPU and torch sees none.", where="--regime")
-    can = REGIMES if is_gpu(device) else REGIMES[:-1]
+    can = [name for name in REGIMES if is_gpu(device) or name not in GPU_REGIMES]
     source = "the hardware table" if profile is None else f"a profile of {profile.setup.model}"
     parts: Parts = {
         "stages on this machine beside the simulator": measure_recorded,
         "four unlike jobs on four stages, simulated": measure_executed,
         f"70B on four H100, simulated by {source}, links assumed": lambda: measure_seventy(profile),
         SHARDS: lambda: measure_shards(device),
+        STREAMS: measure_one_gpu,
     }
     return {title: part for name, (title, part) in zip(REGIMES, parts.items(), strict=True) if name in (regimes or can)}

@@ -6,7 +6,7 @@ Either way the moments live in the job's torch optimizer, under torch's names.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw as step_with_torch
 
 from weft.adapters.adapter import Adapter
 from weft.execute.optimizers.optimizer import Optimizer, PartOfStep, Results, counting_steps, gradient_norm
-from weft.kernels.adamw import ParameterLane, Update, Updated, adamw
+from weft.kernels.adamw import ParameterLane, Update, Updated, adamw, adamw_norm
 from weft.spec import JobSpec
 
 
@@ -57,7 +57,7 @@ class AdamW(Optimizer):
     def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
         """Clips and applies the gradients with torch."""
         groups = self.adapter.groups.values()
-        norm = float(gradient_norm(group.grad for group in groups)) if part is None else part.norm
+        norm = float(gradient_norm(group.grad for group in groups)) if part is None else float(part.norm)
         skipped = not (is_finite and math.isfinite(norm))
         if not skipped:
             self._clip(norm)
@@ -97,6 +97,17 @@ class AdamW(Optimizer):
             )
             for tensor, stepped in zip(own, filled, strict=True):
                 tensor.copy_(stepped[fill:])
+
+    @classmethod
+    def norm_of(cls, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """By the fused kernel on a GPU, as its steps do."""
+        return adamw_norm(grads)
+
+    def start_part(self, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
+        """By the fused kernel, which takes the norm as it is."""
+        wait = adamw([self.update(True)], is_finite.float().view(1), part.norm.float().view(1))
+        results = counting_steps([self], wait)
+        return lambda: results()[0]
 
     @classmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:

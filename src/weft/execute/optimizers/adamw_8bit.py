@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -45,6 +45,10 @@ class AdamW8bit(Optimizer):
         """Clips and applies the gradients."""
         assert part is None, "its blocks of numbers do not end where a part of a job does"
         return self.start_all([self], [is_finite], None)()[0]
+
+    def start_part(self, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
+        """Is never asked for: stages refuse its jobs."""
+        raise AssertionError("its blocks of numbers do not end where a part of a job does")
 
     @classmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:

@@ -88,9 +88,13 @@ class GatedOptimizer(Optimizer):
 
     def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
         """Clips and applies the gradients at once."""
-        device = self.adapter.device
-        norm = None if part is None else torch.tensor(part.norm, device=device)
-        return self._start(torch.tensor(is_finite, device=device), norm)()
+        norm = None if part is None else part.norm
+        return self._start(torch.tensor(is_finite, device=self.adapter.device), norm)()
+
+    def start_part(self, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
+        """The same step with a norm that is known."""
+        self.make_room()
+        return self._start(is_finite > 0, part.norm)
 
     @classmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:

@@ -37,8 +37,8 @@ def counting_steps(optimizers: Sequence[Optimizer], wait: Results) -> Results:
 class PartOfStep:
     """What a step has to know where an adapter is only a part of a job's, to do what the step of all would do to it."""
 
-    norm: float
-    """Of the whole gradient."""
+    norm: torch.Tensor
+    """Of the whole gradient, as `Optimizer.norm_of` finds it, beside the part of it."""
     fills: Mapping[str, int]
     """By group: with so many zeros in front of it, torch takes the same numbers by vectors as in the whole buffer."""
 
@@ -87,6 +87,15 @@ class Optimizer(ABC):
 
         `part`: where this adapter is only a part of the job's.
         """
+
+    @classmethod
+    def norm_of(cls, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm of a whole gradient, given by group, to the bits that a step of all of it finds."""
+        return gradient_norm(grads)
+
+    @abstractmethod
+    def start_part(self, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
+        """Starts the step of a part of a job's adapter on a GPU; what is returned waits, as that of `start_all`."""
 
     @classmethod
     @abstractmethod

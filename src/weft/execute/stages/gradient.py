@@ -6,12 +6,12 @@ brought to one place and put together as that buffer; sums of parts would depend
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from weft.execute.optimizers.optimizer import PartOfStep, gradient_norm
+from weft.execute.optimizers.optimizer import PartOfStep
 from weft.execute.weights import JobWeights
 
 VECTOR = 16
@@ -43,17 +43,22 @@ class JobShare:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a job's gradient once all stages have measured it."""
+    """What is known of a job's gradient once all stages have measured it; to the device, for which nobody waits."""
 
-    norm: float
-    is_finite: bool
-    """Whether all losses are."""
+    norm: torch.Tensor
+    is_finite: torch.Tensor
+    """Above 0 if all losses are."""
+
+    @property
+    def told(self) -> torch.Tensor:
+        """Both numbers, as other stages hear them."""
+        return torch.stack([self.norm, self.is_finite])
 
 
-def gradient_part(weights: JobWeights | None, *, is_finite: bool) -> torch.Tensor:
+def gradient_part(weights: JobWeights | None, is_finite: torch.Tensor) -> torch.Tensor:
     """A stage's part of a job's gradient, behind a number above 0 if the losses that the stage knows are finite."""
     grads = [] if weights is None else [group.grad for group in weights.adapter.groups.values()]
-    return torch.cat([torch.tensor([float(is_finite)]), *grads])
+    return torch.cat([is_finite.view(1), *grads])
 
 
 def part_size(share: JobShare) -> int:
@@ -61,7 +66,7 @@ def part_size(share: JobShare) -> int:
     return 1 + share.num_trained
 
 
-def part_of_step(norm: float, shares: Sequence[JobShare], stage: int) -> PartOfStep:
+def part_of_step(norm: torch.Tensor, shares: Sequence[JobShare], stage: int) -> PartOfStep:
     """What the step of a stage has to know of the others'."""
     fills = {}
     for group in shares[stage].trained:
@@ -72,13 +77,15 @@ def part_of_step(norm: float, shares: Sequence[JobShare], stage: int) -> PartOfS
     return PartOfStep(norm, fills)
 
 
-def judge_gradient(parts: Sequence[torch.Tensor], shares: Sequence[JobShare]) -> Verdict:
-    """The verdict about a gradient, given what all stages hold of it, in their order."""
+def judge_gradient(
+    parts: Sequence[torch.Tensor], shares: Sequence[JobShare], norm_of: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> Verdict:
+    """The verdict about a gradient, given what all stages hold of it, in their order; `norm_of` the groups of it."""
     pieces: dict[str, list[torch.Tensor]] = {}
     for part, share in zip(parts, shares, strict=True):
         start = 1
         for group in share.trained:
             pieces.setdefault(group, []).append(part[start : start + share.sizes[group]])
             start += share.sizes[group]
-    norm = float(gradient_norm(torch.cat(own) for own in pieces.values()))
-    return Verdict(norm, all(float(part[0]) > 0 for part in parts))
+    norm = norm_of([torch.cat(own) for own in pieces.values()])
+    return Verdict(norm, torch.stack([part[0] for part in parts]).min())

@@ -1,11 +1,11 @@
 """Runs one stage's instructions of a program with tensors, as `simulate/interpret.py` does with a cost model.
 
-What stages tell each other about a job's step is in `step_exchange.py`.
+What stages tell each other about a job's step is in `step_exchange.py`. A GPU is asked for all of a program before
+anything is waited for.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from weft.execute.stages.step_exchange import StepExchange, StepOf
 from weft.execute.stages.transport import ACTIVATION, GRADIENT
 from weft.execute.weights import JobWeights
 from weft.kernels.adamw import Updated
+from weft.kernels.device import is_gpu
+from weft.kernels.device_event import DeviceEvent
 from weft.plan.program import Backward, Forward, Instruction, Measure, Receive, Send, Step
 from weft.simulate.interpret import describe
 from weft.simulate.timeline import COMPUTE, Span
@@ -52,7 +54,13 @@ class StageProgram:
         self._gradients: dict[int, torch.Tensor] = {}
         self._going_back: dict[int, torch.Tensor] = {}
         self._scores: dict[int, PendingScores] = {}
-        self._is_finite: dict[StepOf, bool] = {}
+        self._is_finite: dict[StepOf, torch.Tensor] = {}
+        """On the last stage: above 0 as long as all losses are."""
+        self._stepping: dict[str, tuple[StepOf, Callable[[], Updated]]] = {}
+        """By job, its last step, which nobody has waited for."""
+        self._origin = DeviceEvent(stage.backbone.device)
+        self._origin.wait()
+        self._timed: list[tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]] = []
         self._done = StageOutcome()
 
     def run(self) -> Generator[None, None, StageOutcome]:
@@ -60,17 +68,22 @@ class StageProgram:
         for instruction in self._work.program.stages[self._stage.device]:
             yield from self._run(instruction)
         self._stage.transport.finish()
+        for job in list(self._stepping):
+            self._end_step(job)
         for k, scores in self._scores.items():
             rows = self._batches[k].num_rows
             self._done.microbatches[k] = MicrobatchOutcome(scores.scores(), rows, scores.seconds(), scores.wait())
+        self._done.spans += [self._span(*timed) for timed in self._timed]
         return self._done
 
     def _run(self, instruction: Instruction) -> Generator[None, None, None]:
         """Runs one; it yields as long as what it needs of another stage is not there."""
         match instruction:
             case Measure(job, step):
-                is_finite = self._is_finite.pop((job, step), True)
-                yield from self._exchange.measure((job, step), is_finite=is_finite)
+                is_finite = self._is_finite.pop((job, step), None)
+                if is_finite is None:
+                    is_finite = torch.ones((), device=self._stage.backbone.device)
+                yield from self._exchange.measure((job, step), is_finite)
                 return
             case Step(job, step):
                 yield from self._step((job, step))
@@ -85,9 +98,9 @@ class StageProgram:
                 tensor = (self._going_back if is_gradient else self._leaving).pop(k)
                 self._stage.transport.send(tensor, to_stage, GRADIENT if is_gradient else ACTIVATION)
             case Forward():
-                self._timed("forward", k, lambda: self._forward(k))
+                self._time_pass("forward", k, lambda: self._forward(k))
             case Backward():
-                self._timed("backward", k, lambda: self._backward(k))
+                self._time_pass("backward", k, lambda: self._backward(k))
 
     def _receive(self, k: int, receive: Receive) -> Generator[None, None, None]:
         stage, tag = self._stage, GRADIENT if receive.is_gradient else ACTIVATION
@@ -116,39 +129,61 @@ class StageProgram:
         self._scores[k] = scores
         owners = [(segment.job, segment.step) for segment in self._microbatches[k].segments]
         named = list(dict.fromkeys(owners))
-        found = scores.finite([named.index(owner) for owner in owners], len(named)).tolist()
-        for owner, is_finite in zip(named, found, strict=True):
-            self._is_finite[owner] = self._is_finite.get(owner, True) and is_finite > 0
+        found = scores.finite([named.index(owner) for owner in owners], len(named))
+        for owner, is_finite in zip(named, found.unbind(), strict=True):
+            self._is_finite[owner] = self._is_finite.get(owner, 1.0) * is_finite
 
     def _step(self, step: StepOf) -> Generator[None, None, None]:
         """Steps a job's share as soon as the verdict is there."""
         stage, verdict = self._stage, (yield from self._exchange.verdict(step))
         weights = stage.weights_of(step[0])
         if weights is not None:
-            begun_s = time.perf_counter()
+            self._end_step(step[0])
+            begun = DeviceEvent(stage.backbone.device)
             part = part_of_step(verdict.norm, stage.own_shares(step[0]), stage.index)
-            self._done.steps[step] = take_step(weights, self._work.rates[step], verdict.is_finite, part)
-            self._note("step", begun_s, {"jobs": {step[0]: 0}, "step": step[1]})
+            self._stepping[step[0]] = step, take_step(weights, self._work.rates[step], verdict.is_finite, part)
+            self._note("step", begun, {"jobs": {step[0]: 0}, "step": step[1]})
 
-    def _timed(self, name: str, k: int, run: Callable[[], None]) -> None:
-        begun_s = time.perf_counter()
+    def _end_step(self, job: str) -> None:
+        """Learns what a job's last step did, if it has taken one here."""
+        if job in self._stepping:
+            step, wait = self._stepping.pop(job)
+            self._done.steps[step] = wait()
+
+    def _time_pass(self, name: str, k: int, run: Callable[[], None]) -> None:
+        begun = DeviceEvent(self._stage.backbone.device)
         run()
         rows = self._batch(k).num_rows
-        self._note(name, begun_s, {"microbatch": k, "chunk": 0, "rows": rows, **describe(self._microbatches[k])})
+        self._note(name, begun, {"microbatch": k, "chunk": 0, "rows": rows, **describe(self._microbatches[k])})
 
-    def _note(self, name: str, begun_s: float, args: Mapping[str, Any]) -> None:
-        seconds = time.perf_counter() - begun_s
-        self._done.spans.append(Span(name, begun_s, seconds, args, self._stage.device, COMPUTE))
+    def _note(self, name: str, begun: DeviceEvent, args: Mapping[str, Any]) -> None:
+        self._timed.append((name, begun, DeviceEvent(self._stage.backbone.device), args))
+
+    def _span(self, name: str, begun: DeviceEvent, ended: DeviceEvent, args: Mapping[str, Any]) -> Span:
+        start_s = self._origin.wait() + begun.seconds_since(self._origin)
+        return Span(name, start_s, ended.seconds_since(begun), args, self._stage.device, COMPUTE)
 
 
-def take_step(weights: JobWeights, rate: float, is_finite: bool, part: PartOfStep) -> Updated:
-    """Clips and applies a part of a job's gradient, as one device would all of it."""
+def take_step(weights: JobWeights, rate: float, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
+    """Starts to clip and apply a part of a job's gradient, as one device would all of it.
+
+    What is returned waits for it; to be asked before the job's next step.
+    """
     optimizer, patterns = weights.optimizer, weights.optimizer.spec.learning_rate_pattern
     optimizer.set_rate(rate)
     scale = scaling_changes(patterns, optimizer.adapter) if patterns else None
-    updated = optimizer.step(is_finite, part)
+    if is_gpu(optimizer.adapter.device):
+        wait = optimizer.start_part(is_finite, part)
+    else:
+        stepped = optimizer.step(bool(is_finite > 0), part)
+        wait = lambda: stepped  # noqa: E731
     if scale is not None:
         scale()
     optimizer.adapter.changed()
-    weights.after_step(updated)
-    return updated
+
+    def result() -> Updated:
+        updated = wait()
+        weights.after_step(updated)
+        return updated
+
+    return result

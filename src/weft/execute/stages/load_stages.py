@@ -66,8 +66,8 @@ def find_parts(spec: BackboneSpec, num_stages: int) -> list[ModelPart]:
     """Which layers each stage gets; raises what stands in the way, before any weight is read."""
     if not is_cpu(choose_device(spec)):
         raise ConfigError("stages run on CPUs only so far; set device=cpu, or use --replicas.", where=WHERE)
-    if spec.kernels == "fused" or spec.recompute != "none" or spec.offload:
-        raise ConfigError("stages run on the reference path; leave kernels, recompute and offload out.", where=WHERE)
+    if spec.kernels != "fused" and (spec.recompute != "none" or spec.offload):
+        raise ConfigError("recompute and offload are for the fused kernels; set kernels=fused too.", where=WHERE)
     config = load_config(find_source(spec.base_model))
     count = num_layers(config)
     if count is None:
@@ -78,10 +78,10 @@ def find_parts(spec: BackboneSpec, num_stages: int) -> list[ModelPart]:
         )
     if num_stages > count:
         raise ConfigError(f"got {num_stages} stages; the model has {count} layers, so use 1 to {count}.", where=WHERE)
-    return _cut(config, count, num_stages)
+    return cut_layers(config, count, num_stages)
 
 
-def _cut(config: dict[str, Any], count: int, num_stages: int) -> list[ModelPart]:
+def cut_layers(config: dict[str, Any], count: int, num_stages: int) -> list[ModelPart]:
     """Runs of layers that take about as long as each other; the last one has the output head besides."""
     shape = ModelShape.from_config(config)
     weights = [float(shape.layer_weights)] * count

@@ -94,7 +94,7 @@ def judge_sums(
         if own:
             gradient[group] += torch.cat(own)
     is_finite = all(part.is_finite for parts, _ in replicas for part in parts)
-    return Verdict(float(gradient_norm(gradient.values())), is_finite), gradient
+    return Verdict(gradient_norm(gradient.values()), torch.tensor(float(is_finite))), gradient
 
 
 def slices(gradient: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ A job without a module here, because of `layers_to_transform`, has no share: its
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,17 +17,19 @@ from weft.adapters.targets import leaf_names
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, pack_samples
 from weft.backbone.scores import PendingScores
-from weft.backbone.stage_runner import StageRunner
+from weft.backbone.stage_runner import stage_runner
 from weft.errors import ConfigError
 from weft.execute.evaluate import ScoreRequest, evaluation_microbatches, mean_of
 from weft.execute.local import LocalExecutor, replica_facts
 from weft.execute.microbatch import ExecutedJob, place_segment
+from weft.execute.optimizers.optimizer import Optimizer
 from weft.execute.optimizers.rate_pattern import refuse_idle_rates
+from weft.execute.optimizers.registry import OPTIMIZER_KINDS
 from weft.execute.protocol import EvaluationWork, NewJob, ReplicaFacts
 from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.transport import ACTIVATION, Transport
 from weft.execute.weights import JobWeights
-from weft.kernels.device import CPU
+from weft.kernels.device import CPU, Stream, current_stream, has_streams, on_stream
 from weft.objectives.metrics import MeanScores
 from weft.objectives.registry import OBJECTIVES
 from weft.plan.types import Microbatch
@@ -95,11 +97,20 @@ class Stage:
         self.replica = place.replica
         self.backbone = backbone
         self.transport = transport
-        self.runner = StageRunner(backbone)
+        self.runner = stage_runner(backbone)
+        self._stream: Stream | None = None
+        if has_streams(backbone.device):
+            self._stream = Stream(backbone.device)
+            # The weights may still be on their way.
+            self._stream.wait_stream(current_stream(backbone.device))
         self.local = LocalExecutor(backbone)
         self._given: dict[str, NewJob] = {}
         self.shares: dict[str, Mapping[int, Sequence[JobShare]]] = {}
         """What every stage holds of a job, by the replicas that have it."""
+
+    def at_work(self) -> AbstractContextManager[object]:
+        """In this context launches go to the stage's own stream; all that it does on a GPU is launched in there."""
+        return nullcontext() if self._stream is None else on_stream(self._stream)
 
     @property
     def is_first(self) -> bool:
@@ -131,10 +142,15 @@ class Stage:
         """The tensors of a job's share, if it has one."""
         return self.local.jobs[job].weights if job in self.local.jobs else None
 
+    def optimizer_kind(self, job: str) -> type[Optimizer]:
+        """What a job steps with, whether it has a share here or not."""
+        return OPTIMIZER_KINDS[self._given[job].spec.optim]
+
     def add(self, job: NewJob) -> JobShare:
         """Makes a job's share; ConfigError if the job does not fit a backbone in parts."""
         spec, method = job.spec, method_of(job.spec.adapter)
         refuse_whole(job)
+        self._refuse_without_kernels(spec)
         targets = self.backbone.targets(spec.adapter)
         refuse_idle_rates(spec.learning_rate_pattern, targets)
         names = tuple(leaf_names(targets, self.backbone.paths_for(method)) or targets)
@@ -156,6 +172,12 @@ class Stage:
         free = adapter.free_sums() if spec.sums == "free" else {}
         summed = {group: words.sizes for group, words in free.items()}
         return JobShare(sizes, tuple(adapter.groups), tuple(own), names, adapter.shared, summed)
+
+    def _refuse_without_kernels(self, spec: JobSpec) -> None:
+        """ConfigError for a method that the path of the stages cannot run."""
+        if self.backbone.lane(spec.adapter):
+            found = f"{spec.adapter.method} has no kernels, and stages run one path; use kernels reference."
+            raise ConfigError(found, where="adapter.method")
 
     def _own_start(
         self, start: Mapping[str, ModuleTensors], own: Sequence[str], targets: Sequence[str]

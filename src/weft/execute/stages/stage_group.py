@@ -73,7 +73,8 @@ class LocalStages:
         while waiting:
             for index, running in list(waiting.items()):
                 try:
-                    next(running)
+                    with self.stages[index].at_work():
+                        next(running)
                 except StopIteration as end:
                     found[index] = end.value
                     del waiting[index]

@@ -87,7 +87,7 @@ def load_stage(order: StageOrder) -> Stage:
         world_size=order.num_devices,
         timeout=LONGEST_WAIT,
     )
-    return Stage(order.place, backbone, TorchTransport())
+    return Stage(order.place, backbone, TorchTransport(backbone.device))
 
 
 def _answered(stage: Stage, what: str, given: tuple[Any, ...]) -> Any:
@@ -95,7 +95,8 @@ def _answered(stage: Stage, what: str, given: tuple[Any, ...]) -> Any:
     running: Generator[None, None, Any] = answer(stage, what, given)
     while True:
         try:
-            next(running)
+            with stage.at_work():
+                next(running)
         except StopIteration as end:
             return end.value
 

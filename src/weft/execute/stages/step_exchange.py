@@ -35,7 +35,7 @@ class StepExchange:
         self._found: dict[StepOf, tuple[Verdict, torch.Tensor | None]] = {}
         """On the judge, until it steps itself."""
 
-    def measure(self, step: StepOf, *, is_finite: bool) -> Generator[None, None, None]:
+    def measure(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Sends this stage's part to the judge; the judge waits for all."""
         judge, tag = self._measuring[Measure(*step)][0], self._tags(step)[0]
         if judge != self._stage.device:
@@ -54,8 +54,8 @@ class StepExchange:
             verdict, own = found
         else:
             judge, tag = self._measuring[Measure(*step)][0], self._tags(step)[1]
-            norm, is_finite = (yield from self._received(judge, tag, (2,), torch.float64)).tolist()
-            verdict, own = Verdict(norm, is_finite > 0), None
+            told = yield from self._received(judge, tag, (2,), torch.float32)
+            verdict, own = Verdict(*told.unbind()), None
             if self._is_spread(step[0]) and weights is not None:
                 share = stage.own_shares(step[0])[stage.index]
                 own = yield from self._received(judge, tag, (share.num_trained,), torch.float32)
@@ -67,28 +67,28 @@ class StepExchange:
         """Whether several replicas hold the job."""
         return len(self._stage.shares[job]) > 1
 
-    def _messages(self, step: StepOf, is_finite: bool) -> list[torch.Tensor]:
+    def _messages(self, step: StepOf, is_finite: torch.Tensor) -> list[torch.Tensor]:
         """This stage's part."""
         weights = self._stage.weights_of(step[0])
         if self._is_spread(step[0]):
-            return SpreadPart.of(weights, is_finite=is_finite).messages()
+            return SpreadPart.of(weights, is_finite=bool(is_finite > 0)).messages()
         if weights is not None:
             weights.adapter.complete_gradients()
-        return [gradient_part(weights, is_finite=is_finite)]
+        return [gradient_part(weights, is_finite)]
 
-    def _judge(self, step: StepOf, is_finite: bool) -> Generator[None, None, None]:
+    def _judge(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges a gradient that one replica has."""
         stage, tag = self._stage, self._tags(step)[0]
         shares, parts = stage.own_shares(step[0]), self._messages(step, is_finite)
         for place in range(1, len(shares)):
             size = (part_size(shares[place]),)
             parts.append((yield from self._received(stage.device + place, tag, size, torch.float32)))
-        verdict = judge_gradient(parts, shares)
+        verdict = judge_gradient(parts, shares, stage.optimizer_kind(step[0]).norm_of)
         self._found[step] = (verdict, None)
         for place in range(1, len(shares)):
-            stage.transport.send(_told(verdict), stage.device + place, self._tags(step)[1])
+            stage.transport.send(verdict.told, stage.device + place, self._tags(step)[1])
 
-    def _judge_spread(self, step: StepOf, is_finite: bool) -> Generator[None, None, None]:
+    def _judge_spread(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges the sum of what several replicas have, and gives every stage its part of it."""
         stage, (part_tag, verdict_tag) = self._stage, self._tags(step)
         measuring = {*self._measuring[Measure(*step)]}
@@ -101,7 +101,7 @@ class StepExchange:
             parts: list[SpreadPart] = []
             for device, share in zip(devices, shares, strict=True):
                 if device == stage.device:
-                    parts.append(SpreadPart.of(stage.weights_of(step[0]), is_finite=is_finite))
+                    parts.append(SpreadPart.of(stage.weights_of(step[0]), is_finite=bool(is_finite > 0)))
                 else:
                     parts.append((yield from receive_part(partial(self._received, device, part_tag), share)))
             replicas.append((parts, shares))
@@ -111,7 +111,7 @@ class StepExchange:
                 if device == stage.device:
                     self._found[step] = (verdict, own)
                     continue
-                stage.transport.send(_told(verdict), device, verdict_tag)
+                stage.transport.send(verdict.told, device, verdict_tag)
                 if len(own):
                     stage.transport.send(own, device, verdict_tag)
 
@@ -127,7 +127,3 @@ class StepExchange:
         """Of the parts of a gradient, and of what the judge finds; each step of a program has its own."""
         first = FIRST_FREE + 2 * self._numbers[step]
         return first, first + 1
-
-
-def _told(verdict: Verdict) -> torch.Tensor:
-    return torch.tensor([verdict.norm, float(verdict.is_finite)], dtype=torch.float64)

@@ -1,20 +1,26 @@
 """How tensors go from one stage to another: within one process, or between processes by torch.distributed.
 
 What one stage sends another under one tag arrives in the order in which it was sent; tags keep activations, gradients
-and what concerns a job's step apart.
+and what concerns a job's step apart. On GPUs no host waits: a stage computes on a stream of its own, and what crosses
+is on its way meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from weft.kernels.device import Stream, has_streams, mark, on_stream, wait_for
+
 ACTIVATION, GRADIENT, FIRST_FREE = 0, 1, 2
-"""Tags; those from `FIRST_FREE` on are for the steps of a program."""
+"""Tags; those from `FIRST_FREE` on are for the steps of a program: even ones to a judge, odd ones from it."""
+NUM_CHANNELS = FIRST_FREE + 2
+"""Kinds of tags; what goes under one kind goes between two stages in one direction only."""
 
 
 class Transport(Protocol):
@@ -33,12 +39,14 @@ class Transport(Protocol):
         ...
 
 
-Boxes = defaultdict[tuple[int, int, int], deque[torch.Tensor]]
+Parcel = tuple[torch.Tensor, Any]
+"""What was sent, and a mark of the stream that made it."""
+Boxes = defaultdict[tuple[int, int, int], deque[Parcel]]
 """What has been sent, by source, target and tag."""
 
 
 class LocalTransport:
-    """Between stages that take turns in one process."""
+    """Between stages that take turns in one process; those of one GPU work at the same time, each on its stream."""
 
     def __init__(self, stage: int, boxes: Boxes) -> None:
         """`boxes` are shared by all stages."""
@@ -47,15 +55,16 @@ class LocalTransport:
 
     def send(self, tensor: torch.Tensor, to_stage: int, tag: int) -> None:
         """Puts it where the other finds it."""
-        self._boxes[self._stage, to_stage, tag].append(tensor)
+        self._boxes[self._stage, to_stage, tag].append((tensor, mark(tensor.device)))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, tag: int) -> torch.Tensor | None:
         """What lies there, or None: the other stage must have its turn first."""
         box = self._boxes[from_stage, self._stage, tag]
         if not box:
             return None
-        tensor = box.popleft()
+        tensor, ready = box.popleft()
         assert tensor.shape == torch.Size(shape) and tensor.dtype == dtype, "stages disagree about what is sent"
+        wait_for(tensor, ready)
         return tensor
 
     def finish(self) -> None:
@@ -63,21 +72,35 @@ class LocalTransport:
 
 
 class TorchTransport:
-    """Between processes of a group of torch.distributed; receiving waits."""
+    """Between processes of torch.distributed: gloo on CPUs, where receiving waits, or NCCL.
 
-    def __init__(self) -> None:
+    Every kind of tag has a group, and so communicators of its own: those of NCCL do one thing after another, and know
+    no tags, so that under NCCL stages must measure steps in one order. What is received comes on a stream that waits
+    for no computing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """All processes of the default group make theirs at the same time."""
+        self._device = device
+        self._groups = [dist.new_group() for _ in range(NUM_CHANNELS)]
         self._leaving: list[tuple[dist.Work | None, torch.Tensor]] = []
+        streams = [Stream(device) for _ in self._groups] if has_streams(device) else []
+        self._streams = dict(enumerate(streams))
 
     def send(self, tensor: torch.Tensor, to_stage: int, tag: int) -> None:
         """Starts to send it; it is kept until it has left."""
         self._leaving = [(work, kept) for work, kept in self._leaving if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()
-        self._leaving.append((dist.isend(tensor, to_stage, tag=tag), tensor))
+        self._leaving.append((dist.isend(tensor, to_stage, group=self._groups[_channel(tag)], tag=tag), tensor))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, tag: int) -> torch.Tensor:
-        """Waits for it."""
-        tensor = torch.empty(*shape, dtype=dtype)
-        dist.recv(tensor, from_stage, tag=tag)
+        """Waits for it; on a GPU only what is launched from now on does."""
+        channel = _channel(tag)
+        with nullcontext() if channel not in self._streams else on_stream(self._streams[channel]):
+            tensor = torch.empty(*shape, dtype=dtype, device=self._device)
+            dist.recv(tensor, from_stage, group=self._groups[channel], tag=tag)
+            ready = mark(self._device)
+        wait_for(tensor, ready)
         return tensor
 
     def finish(self) -> None:
@@ -86,3 +109,8 @@ class TorchTransport:
             if work is not None:
                 work.wait()
         self._leaving.clear()
+
+
+def _channel(tag: int) -> int:
+    """The kind of a tag."""
+    return tag if tag < FIRST_FREE else FIRST_FREE + (tag - FIRST_FREE) % 2
