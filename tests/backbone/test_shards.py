@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import re
 from dataclasses import replace
@@ -16,18 +15,17 @@ from test_load_backbone import save
 from test_model_part import FAMILIES, with_adapter
 from tiny_families import plain_model
 from tiny_models import assert_same_bits, job_spec, random_backbone, random_data, small_job, train
+from tiny_shards import Late, spread
 
-from weft.adapters.frozen import FrozenWeight, quantise
+from weft.adapters.frozen import quantise
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.backbone.shards.flat_layer import ALIGNMENT
-from weft.backbone.shards.peers import Arriving, HostPeers, TorchPeers
+from weft.backbone.shards.peers import TorchPeers
 from weft.backbone.shards.ring import LayerRing
-from weft.backbone.shards.sharing import share_layers
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ModelError
-from weft.kernels.device import CPU
 from weft.spec import BackboneSpec
 
 KINDS = ["none", "fp8", "int8", "nf4"]
@@ -38,31 +36,6 @@ def stored_as(kind: str, name: str = "llama", **options: Any) -> Backbone:
     backbone = random_backbone(name, **options)
     for linear in backbone.linears.values():
         linear.frozen = quantise(linear.weight, kind)
-    return backbone
-
-
-class Late(HostPeers):
-    """Notes what is asked of it; a layer is all noise until somebody waits for it."""
-
-    def __init__(self, index: int = 0, count: int = 2) -> None:
-        super().__init__(index, count, CPU)
-        self.told: list[str] = []
-
-    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> Arriving:
-        self.told.append(f"start {layer}")
-        into.fill_(255)
-        return Waited(lambda: (self.told.append(f"wait {layer}"), self._copy(layer, own, into)))
-
-
-class Waited:
-    def __init__(self, arrive: Any) -> None:
-        self.wait = arrive
-
-
-def spread(backbone: Backbone, count: int = 2, index: int = 0, peers: Late | None = None) -> Backbone:
-    """The same, of which this device keeps a slice; all else lies in the machine's memory."""
-    kept: dict[str, FrozenWeight] = {path: copy.deepcopy(linear.frozen) for path, linear in backbone.linears.items()}
-    share_layers(backbone, peers or Late(index, count), kept.__getitem__)
     return backbone
 
 

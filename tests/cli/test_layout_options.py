@@ -25,9 +25,34 @@ def test_layout_when_it_is_no_layout_then_refused(layout):
     assert refusal(layout).startswith(f"--layout: got {layout!r}; accepted are ")
 
 
-@pytest.mark.parametrize("layout", ["tensor:2", "shards:2", "stages:1+shards:2", "auto"])
+@pytest.mark.parametrize("layout", ["tensor:2", "tensor:2,stages:2", "auto"])
 def test_layout_when_nothing_trains_it_yet_then_refused(layout):
     assert "yet" in refusal(layout)
+
+
+@pytest.mark.parametrize("layout", ["stages:2,shards:2", "spread:2,shards:2", "stages:1+shards:2"])
+def test_layout_when_shards_are_combined_then_refused(layout):
+    assert refusal(layout).endswith("shards:N is a layout of its own, with neither other parts nor other replicas.")
+
+
+def test_layout_when_shards_cannot_be_then_refused(tmp_path):
+    plain_model("gpt2").save_pretrained(tmp_path)
+    assert "is a gpt2 model" in refusal("shards:2", base_model=str(tmp_path))
+    assert "leave it out with shards:2" in refusal("shards:2", "gpipe")
+    assert "leave --replicas out" in refusal("shards:2", flags=("--replicas", "2"))
+
+
+def test_layout_when_it_is_shards_then_says_what_a_device_holds_and_when_gathering_is_hidden():
+    options = LayoutOptions("shards:4")
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
+    options.check(spec, ())
+    assert options.stages is not None
+    assert (options.stages.replica_sizes, options.stages.are_shards) == ((1,) * 4, True)
+    held, hidden = options.notes(spec)
+    assert held.startswith("each of 4 devices holds about ")
+    assert "links assumed" in hidden and "tokens a microbatch on" in hidden
+    assert LayoutOptions("shards:1").stages is None
+    assert LayoutOptions("shards:1").notes(spec) == LayoutOptions("stages:2").notes(spec) == ()
 
 
 def test_layout_when_the_model_has_fewer_layers_then_refused():

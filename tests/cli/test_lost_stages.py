@@ -68,7 +68,8 @@ def stage_processes(parent: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_run_when_stages_are_killed_three_times_then_its_adapters_are_those_of_one_device(tmp_path):
+@pytest.mark.parametrize("layout", ["stages:2", "shards:2"])
+def test_run_when_stages_are_killed_three_times_then_its_adapters_are_those_of_one_device(tmp_path, layout):
     """`kill -9` of either stage, as steps are told: nobody hangs, nothing is lost, no bit differs."""
     rows = [{"prompt": f"Add {i}.", "completion": f"{2 * i}"} for i in range(32)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,7 +78,7 @@ def test_run_when_stages_are_killed_three_times_then_its_adapters_are_those_of_o
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "weft", "train", "jobs.json", "--out"]
     subprocess.run([*command, "one"], cwd=tmp_path, check=True, capture_output=True, timeout=300)
-    staged = [*command, "two", "--layout", "stages:2"]
+    staged = [*command, "two", "--layout", layout]
     kills = {1: 0, 3: 1, 6: 0}
     """The stage that is killed once a job has told this step."""
     with subprocess.Popen(staged, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:

@@ -21,7 +21,8 @@ Layout = Annotated[
     typer.Option(
         metavar="stages:N",
         help="Divide the layers of one backbone into N stages, each in its own process; or spread:N: N backbones that "
-        "share the samples of jobs with free sums; or stages:1+stages:2: unlike ones.",
+        "share the samples of jobs with free sums; or stages:1+stages:2: unlike ones; or shards:N: N processes that "
+        "share the frozen weights of one backbone and have jobs of their own.",
     ),
 ]
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)
@@ -56,7 +57,15 @@ class LayoutOptions:
             return None
         from weft.execute.stages.load_stages import StageLayout
 
-        return StageLayout(self._sizes, self._schedule)
+        return StageLayout(self._sizes, self._schedule, self._are_shards)
+
+    def notes(self, spec: RunSpec) -> tuple[str, ...]:
+        """What whoever said so should know of it."""
+        if self.stages is None:
+            return ()
+        from weft.engine.train import layout_notes
+
+        return layout_notes(spec, self.stages)
 
     def check(self, spec: RunSpec, replica_flags: Sequence[str]) -> None:
         """ConfigError or ModelError for what cannot be, before any weight is read; `replica_flags`: said as well."""
@@ -70,7 +79,8 @@ class LayoutOptions:
         if sizes != (1,):
             from weft.execute.stages.load_stages import check_layout
 
-            check_layout(spec, sizes)
+            assert self.stages is not None
+            check_layout(spec, self.stages)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -80,11 +90,26 @@ class LayoutOptions:
         if self.layout == AUTO:
             raise ConfigError("no layout is chosen by itself yet; say one, such as stages:2.", where=WHERE)
         layout = parse_layout(self.layout, where=WHERE)
+        if self._are_shards:
+            return (1,) * layout.num_devices
         missing = {kind for replica in layout.replicas for kind in replica.parts} - {"stages"}
+        if "shards" in missing:
+            found = (
+                f"got {self.layout!r}; shards:N is a layout of its own, with neither other parts nor other replicas."
+            )
+            raise ConfigError(found, where=WHERE)
         if missing:
-            found = f"got {self.layout!r}; {min(missing)} cannot be trained yet, only stages and spread."
+            found = f"got {self.layout!r}; {min(missing)} cannot be trained yet, only stages, spread and shards."
             raise ConfigError(found, where=WHERE)
         return tuple(replica.stages for replica in layout.replicas)
+
+    @property
+    def _are_shards(self) -> bool:
+        """Whether devices share the frozen weights of one replica."""
+        if self.layout in (None, AUTO):
+            return False
+        replicas = parse_layout(self.layout, where=WHERE).replicas
+        return len(replicas) == 1 and replicas[0].parts.keys() == {"shards"}
 
     @property
     def _schedule(self) -> Schedule | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shlex
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,8 @@ def train(
         if is_taken and not resume:
             _note(console, f"{place} holds a run: train with --resume, or into another --out")
         options.check(spec.backbone)
-        _show_plan(_prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions()), console), console)
+        run = _prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions()), console)
+        _show_plan(run, stages.notes(spec), console)
         return
     with trained_in(place, resume=resume, tell=lambda text: _note(console, text)) as directory:
         wall = WallClock(process_start_s())
@@ -269,7 +271,8 @@ def _opener(ranks: RankGroup | None, layout: LayoutOptions, clock: datetime.date
     return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall)
 
 
-def _show_plan(run: PreparedRun, console: Console) -> None:
+def _show_plan(run: PreparedRun, notes: Sequence[str], console: Console) -> None:
+    """Prints what would be done; `notes`: on the layout."""
     from weft.engine.engine import Engine
     from weft.engine.preview import preview
     from weft.report.readable import NameCell
@@ -285,6 +288,8 @@ def _show_plan(run: PreparedRun, console: Console) -> None:
     console.print(table)
     if plan.capacity != run.spec.capacity:
         console.print(f"note      there is memory for microbatches of {plan.capacity:,} tokens only", highlight=False)
+    for note in notes:
+        console.print(f"layout    {note}", highlight=False, markup=False)
     console.print("\n".join(_figures(plan)), highlight=False)
     for name, error in run.failed.items():
         console.print(f"{name}: would fail: {error}", style="red", markup=False)

@@ -10,11 +10,11 @@ adapters take time besides: the true number is below it. Links are assumed: they
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.cost.analytic import PRODUCT_IN_STEP
 from weft.cost.hardware import Hardware
-from weft.cost.memory import MemoryModel
+from weft.cost.memory import GATHERED_LAYERS, MemoryModel
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,19 @@ class GatherCost:
         each = self.memory.weight_bytes_each * self.others / 2
         return math.ceil(each * self.product_flop / self.hardware.link_rate)
 
-    def in_words(self) -> str:
-        """The arithmetic, for whoever chooses a capacity."""
+    def notes(self) -> tuple[str, str]:
+        """What a device holds of the backbone, and from where on gathering is hidden, with the arithmetic."""
+        whole, held = replace(self.memory, shards=1).weight_bytes(), self.memory.weight_bytes()
+        return (
+            f"each of {self.memory.shards} devices holds about {held / 2**20:,.1f} MiB of the backbone's "
+            f"{whole / 2**20:,.1f}: its slices, {GATHERED_LAYERS} layers, embedding, head and norms.",
+            f"{self._hidden_in_words()}.",
+        )
+
+    def _hidden_in_words(self) -> str:
         link, flop = self.hardware.link_rate / 1e9, self.product_flop / 1e12
         return (
-            f"gathering a layer ({self.layer_bytes / 1e6:,.1f} MB of {self.memory.shards - 1} others) is hidden from "
+            f"gathering a layer ({self.layer_bytes / 1e6:,.1f} MB of other devices) is hidden from "
             f"{self.hidden_from_tokens:,} tokens a microbatch on: {self.memory.weight_bytes_each:g} bytes / 2 FLOP x "
             f"{self.memory.shards - 1}/{self.memory.shards} x {flop:,.3g} TFLOP/s / {link:,.3g} GB/s "
             f"({self.hardware.name}, links assumed)"

@@ -21,11 +21,12 @@ from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.data_ahead import DataAhead
 from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.protocol import ReplicaFaultError
-from weft.execute.stages.load_stages import StageLayout, load_stages, stage_cost
+from weft.execute.stages.load_stages import StageLayout, gather_cost, load_stages, stage_cost
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner
+from weft.plan.spread.in_step import InStepPlanner
 from weft.plan.spread.planner import SpreadPlanner
 from weft.simulate.choose import FastestPipeline
 from weft.spec import JobSpec, RunSpec
@@ -84,7 +85,7 @@ def load_staged(
 ) -> tuple[RunT, Engine, tuple[str, ...]]:
     """The same on one or more replicas of several stages, each in a process of this machine."""
     wall = wall or WallClock()
-    executor = load_stages(spec.backbone, layout.replica_sizes)
+    executor = load_stages(spec.backbone, layout)
     wall.add_start(Activity.LOADING)
     engine = Engine(
         executor,
@@ -95,7 +96,14 @@ def load_staged(
         tenant_weights=spec.tenant_weights,
         wall=wall,
     )
-    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, ()
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, layout_notes(spec, layout)
+
+
+def layout_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
+    """What whoever chose a layout should know of it."""
+    if not layout.are_shards:
+        return ()
+    return gather_cost(spec.backbone, len(layout.replica_sizes)).notes()
 
 
 def _stage_planner(spec: RunSpec, layout: StageLayout) -> Planner:
@@ -105,7 +113,8 @@ def _stage_planner(spec: RunSpec, layout: StageLayout) -> Planner:
     costs = {size: stage_cost(spec.backbone, size, CPU_ROW_TILE) for size in sizes}
     if len(sizes) == 1:
         return FastestPipeline(*sizes, costs[sizes[0]])
-    return SpreadPlanner(sizes, tuple(costs[size] for size in sizes))
+    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes))
+    return InStepPlanner(planner) if layout.are_shards else planner
 
 
 OpenEngine = Callable[[RunSpec, Sequence[JobSpec], WallClock | None], tuple[RunSpec, RunEngine, tuple[str, ...]]]

@@ -3,7 +3,8 @@
 Checked on every stage: each microbatch forward and backward exactly once per slice, forward first; exactly the
 transfers that the slices before and after need, in time; a global batch's step exactly once, after its last backward
 and before the job's next forward; with several stages, its measure between the two; memory never above the limit.
-Between stages: what a neighbour sends is received in the same order, and a run of all lists together comes to its end.
+Between stages: what a neighbour sends is received in the same order, and a run of all lists together comes to its end;
+where they are in step, all of them run a microbatch, or none does.
 With several replicas, all of a microbatch is on one of them. Whoever had samples of a global batch measures it. A job
 at home on a replica has all its samples there and steps there; one whose sums are free steps on every replica.
 
@@ -375,6 +376,8 @@ def _stuck(program: Program) -> Iterator[str]:
                 i = instructions[places[stage]]
                 if isinstance(i, Receive) and _parcel(owners, stage, i) not in arrived:
                     break
+                if isinstance(i, Forward) and program.is_in_step:
+                    break
                 if isinstance(i, Measure) and stage == measuring[i][0] and measured[i] < len(measuring[i]) - 1:
                     break
                 if isinstance(i, Step) and measured[of := Measure(i.job, i.step)] < len(measuring.get(of, ())):
@@ -384,9 +387,18 @@ def _stuck(program: Program) -> Iterator[str]:
                 measured.update([i] if isinstance(i, Measure) else [])
                 places[stage] += 1
                 moved = True
+        if program.is_in_step and not moved and _all_forward(program, places):
+            places = [place + 1 for place in places]
+            moved = True
     for stage, instructions in enumerate(program.stages):
         if places[stage] < len(instructions):
             yield f"stage {stage} waits for ever at {instructions[places[stage]]}"
+
+
+def _all_forward(program: Program, places: Sequence[int]) -> bool:
+    """Whether every stage stands before a microbatch."""
+    at = zip(program.stages, places, strict=True)
+    return all(place < len(own) and isinstance(own[place], Forward) for own, place in at)
 
 
 def _parcel(owners: Sequence[range], stage: int, i: Send | Receive) -> Transfer:

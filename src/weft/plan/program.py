@@ -115,6 +115,9 @@ class Program:
     num_chunks: int = 1
     replica_sizes: tuple[int, ...] = ()
     """Stages of each replica, whose lists follow one another; empty: one replica has them all."""
+    is_in_step: bool = False
+    """All run their next microbatch at the same time, since they share the frozen weights; whoever has none runs an
+    empty one."""
 
     @classmethod
     def from_turns(cls, turns: Iterable[Turn]) -> Program:
@@ -175,6 +178,7 @@ class Program:
         return {
             "num_chunks": self.num_chunks,
             "replica_sizes": list(self.replica_sizes),
+            "is_in_step": self.is_in_step,
             "microbatches": [[list(astuple(segment)) for segment in m.segments] for m in self.microbatches],
             "stages": [[[_NAMES[type(i)], *astuple(i)] for i in instructions] for instructions in self.stages],
         }
@@ -188,6 +192,7 @@ class Program:
                 tuple(tuple(_built(_KINDS[kind], own) for kind, *own in stage) for stage in tree["stages"]),
                 int(tree["num_chunks"]),
                 tuple(int(size) for size in tree.get("replica_sizes", ())),
+                bool(tree.get("is_in_step", False)),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(

@@ -26,20 +26,23 @@ def staged_executor(
     name: str, *replicas: tuple[int, ...], kernels: str = "reference", memory: Memory | None = None, **options: Any
 ) -> StagedExecutor:
     """Tiny random replicas in this process, each cut into stages of so many layers."""
+    parts = [part_backbones(name, sizes, kernels, memory, **options) for sizes in replicas]
+    tokenizer: Any = parts[0][0].tokenizer
+    return StagedExecutor(LocalStages(*parts), tokenizer)
+
+
+def part_backbones(
+    name: str, sizes: tuple[int, ...], kernels: str = "reference", memory: Memory | None = None, **options: Any
+) -> list[Backbone]:
+    """One replica, cut into stages of so many layers."""
+    parts, first = list[Backbone](), 0
     tokenizer: Any = SimpleNamespace(eos_token_id=None)
-    cut = [_parts(name, sizes, tokenizer, **options) for sizes in replicas]
-    for part in (part for parts in cut for part in parts):
-        part.use_kernels(kernels, memory)
-    return StagedExecutor(LocalStages(*cut), tokenizer)
-
-
-def _parts(name: str, sizes: tuple[int, ...], tokenizer: Any, **options: Any) -> list[Backbone]:
-    parts, first = [], 0
     for size in sizes:
         part = ModelPart(first, first + size, sum(sizes))
         model = random_model(name, num_hidden_layers=part.num_layers, **options)
         keep_part(model, part)
         parts.append(Backbone(model, tokenizer, name, part))
+        parts[-1].use_kernels(kernels, memory)
         first += size
     return parts
 

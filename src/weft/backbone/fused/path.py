@@ -76,8 +76,6 @@ class FusedPath:
         """Lets every layer wait for its frozen weights."""
         # Graphs would read where the weights have been.
         self.forget()
-        # Graphs would read where the weights have been.
-        self.forget()
         self._model = replace(self._model, ring=ring)
         self._places.clear()
         self._only = self.new_place()

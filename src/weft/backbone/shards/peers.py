@@ -39,6 +39,10 @@ class Peers(Protocol):
         """Starts to put a layer together; all devices have to ask for the same layers in the same order."""
         ...
 
+    def most(self, number: int) -> int:
+        """The largest number that any device gives; all have to ask."""
+        ...
+
 
 class TorchPeers:
     """Devices of a group of torch.distributed, of which each has its own process."""
@@ -61,6 +65,12 @@ class TorchPeers:
         work: Arriving | None = dist.all_gather_into_tensor(into, own, group=self.group, async_op=True)
         assert work is not None, "this process belongs to the group"
         return work
+
+    def most(self, number: int) -> int:
+        """The largest of all processes' numbers."""
+        found = torch.tensor([number])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return int(found)
 
 
 class HostPeers:
@@ -96,6 +106,10 @@ class HostPeers:
         with on_stream(self._stream):
             self._copy(layer, own, into)
         return _Copied(self._stream)
+
+    def most(self, number: int) -> int:
+        """That of the one device there is."""
+        return number
 
     def _copy(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> None:
         slices = self._slices[layer]

@@ -88,6 +88,10 @@ class LayerRing:
         self.begin(back=back)
         self.end()
 
+    def most(self, number: int) -> int:
+        """The largest number that any device gives, such as how many microbatches it has."""
+        return self._peers.most(number)
+
     def holds(self, layer: int) -> bool:
         """Whether a layer's weights are here now."""
         place = layer % NUM_BUFFERS

@@ -20,7 +20,7 @@ from typing import Any
 
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
-from weft.execute.stages.load_stages import load_stages
+from weft.execute.stages.load_stages import StageLayout, load_stages
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Program
@@ -84,7 +84,9 @@ def record_run(num_stages: int, schedule: Schedule) -> RecordedRun:
 
     with tempfile.TemporaryDirectory(prefix="weft-pipeline-") as name:
         spec = write_jobs(Path(name))
-        engine = Engine(load_stages(BackboneSpec("tiny", device="cpu"), [num_stages]), capacity=CAPACITY, planner=plan)
+        engine = Engine(
+            load_stages(BackboneSpec("tiny", device="cpu"), StageLayout((num_stages,))), capacity=CAPACITY, planner=plan
+        )
         try:
             for job in spec.jobs:
                 engine.submit(job, base_dir=name)

@@ -90,6 +90,9 @@ class StageProgram:
                 return
         k = instruction.microbatch
         if not self._microbatches[k].segments:
+            ring = self._stage.backbone.ring
+            if ring is not None and isinstance(instruction, Forward):
+                ring.go_empty(back=True)
             return
         match instruction:
             case Receive():

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.backbone.load import choose_device, load_config
+from weft.backbone.load import choose_device, choose_dtype, load_config
 from weft.backbone.model_part import ModelPart, num_layers
 from weft.backbone.source import find_source, load_tokenizer
 from weft.cost.analytic import AnalyticCost
+from weft.cost.gather import GatherCost
 from weft.cost.hardware import find_hardware
+from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
 from weft.execute.stages.stage import refuse_settings
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.families.registry import FAMILIES
-from weft.kernels.device import is_cpu
+from weft.kernels.device import device_name, is_cpu
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.split import split_layers
 from weft.spec import BackboneSpec, RunSpec
@@ -33,13 +34,16 @@ class StageLayout:
     """Stages of each replica."""
     schedule: Schedule | None = None
     """None: whatever is fastest."""
+    are_shards: bool = False
+    """The replicas, of one stage each, are one that shares its frozen weights."""
 
 
-def load_stages(spec: BackboneSpec, replica_sizes: Sequence[int]) -> StagedExecutor:
+def load_stages(spec: BackboneSpec, layout: StageLayout) -> StagedExecutor:
     """Replicas whose stages are processes of this machine."""
-    replicas = [find_parts(spec, size) for size in replica_sizes]
+    replicas = [find_parts(spec, size) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(spec.base_model)
-    return StagedExecutor(StageProcesses(spec, *replicas), tokenizer)
+    processes = StageProcesses(spec, *replicas, are_shards=layout.are_shards)
+    return StagedExecutor(processes, tokenizer, in_step=layout.are_shards)
 
 
 def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int) -> AnalyticCost:
@@ -51,10 +55,21 @@ def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int) -> AnalyticCo
     )
 
 
-def check_layout(spec: RunSpec, replica_sizes: Sequence[int]) -> None:
+def gather_cost(spec: BackboneSpec, num_shards: int) -> GatherCost:
+    """What gathering the weights takes devices that share them."""
+    shape, device = ModelShape.from_config(load_config(find_source(spec.base_model))), choose_device(spec)
+    hardware = find_hardware(device_name(device))
+    bytes_each = choose_dtype(spec, device).itemsize
+    return GatherCost(MemoryModel(shape, spec.quantize, activation_bytes=bytes_each, shards=num_shards), hardware)
+
+
+def check_layout(spec: RunSpec, layout: StageLayout) -> None:
     """Raises what keeps a run from being trained by such replicas, as far as that is known before anything is read."""
-    for size in replica_sizes:
+    for size in layout.replica_sizes:
         find_parts(spec.backbone, size)
+    source = find_source(spec.backbone.base_model)
+    if layout.are_shards and source.gguf_file is not None:
+        raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
     for place, job in enumerate(spec.jobs):
         try:
             refuse_settings(job)

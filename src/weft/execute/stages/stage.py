@@ -268,7 +268,13 @@ class Stage:
                 assert data is not None, "only jobs with evaluation data are asked for"
                 slot = slots.enter_context(self.local.slot_of(name)) if name in self.local.jobs else None
                 requests.append(ScoreRequest(slot, data))
-            for owners, placed in evaluation_microbatches(self.backbone, requests, work.capacity, work.row_tile):
+            ring = self.backbone.ring
+            batches = evaluation_microbatches(self.backbone, requests, work.capacity, work.row_tile)
+            num_empty = 0
+            if ring is not None:
+                known = list(batches) if requests else []
+                batches, num_empty = iter(known), ring.most(len(known)) - len(known)
+            for owners, placed in batches:
                 batch = pack_samples(placed, work.row_tile, self.backbone.device)
                 entering_TD: torch.Tensor | None = None
                 while not self.is_first and entering_TD is None:
@@ -284,6 +290,9 @@ class Stage:
                 if num_sent % MOST_AHEAD == 0:
                     self.transport.finish()
             self.transport.finish()
+            for _ in range(num_empty):
+                assert ring is not None
+                ring.go_empty(back=False)
         return mean_of(running, len(requests)) if self.is_last else []
 
     def _next_activation(self, batch: PackedBatch) -> torch.Tensor | None:
@@ -292,3 +301,5 @@ class Stage:
     def forget(self) -> None:
         """Lets go of what was under way when another stage failed."""
         self.runner.forget()
+        if self.backbone.ring is not None:
+            self.backbone.ring.forget()

@@ -26,6 +26,8 @@ class StageOrder:
     """Stages of all replicas."""
     store: str
     """A file through which the stages find each other."""
+    is_shard: bool = False
+    """Whether all of them share the frozen weights."""
 
 
 @dataclass(frozen=True)

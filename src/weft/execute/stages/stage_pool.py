@@ -39,10 +39,16 @@ class StageLostError(JobError, ReplicaFaultError):
 class StageProcesses:
     """All stages of one or more replicas, each in a process of its own."""
 
-    def __init__(self, backbone: BackboneSpec, *replicas: Sequence[ModelPart], silent_s: float = SILENT_S) -> None:
+    def __init__(
+        self,
+        backbone: BackboneSpec,
+        *replicas: Sequence[ModelPart],
+        are_shards: bool = False,
+        silent_s: float = SILENT_S,
+    ) -> None:
         """Starts them and waits until all have loaded their layers; raises what keeps one from it.
 
-        `replicas`: of each, the parts of its stages.
+        `replicas`: of each, the parts of its stages; `are_shards`: they share the frozen weights of one.
         """
         self.replica_sizes = [len(parts) for parts in replicas]
         parts = [part for own in replicas for part in own]
@@ -54,7 +60,8 @@ class StageProcesses:
         self._heard_s = [time.monotonic() + JOIN_S - silent_s] * len(parts)
         try:
             for place, part in zip(stage_places(self.replica_sizes), parts, strict=True):
-                self._start(StageOrder(place, backbone, part, len(parts), f"{self._folder.name}/store"))
+                store = f"{self._folder.name}/store"
+                self._start(StageOrder(place, backbone, part, len(parts), store, are_shards))
             self._gather(range(len(parts)), is_together=True)
         except BaseException:
             self.close()

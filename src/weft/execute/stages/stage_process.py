@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.backbone.load import load_backbone
+from weft.backbone.shards.peers import TorchPeers
 from weft.errors import WeftError
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.stage_group import answer
@@ -79,7 +80,8 @@ def tellable(error: Exception) -> Exception:
 
 def load_stage(order: StageOrder) -> Stage:
     """Loads the layers of a stage and joins the others."""
-    backbone = load_backbone(order.backbone, order.part)
+    peers = TorchPeers(order.place.device, order.num_devices) if order.is_shard else None
+    backbone = load_backbone(order.backbone, order.part, peers)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{order.store}",
@@ -87,6 +89,9 @@ def load_stage(order: StageOrder) -> Stage:
         world_size=order.num_devices,
         timeout=LONGEST_WAIT,
     )
+    if peers is not None:
+        # What is gathered and what is sent do not wait for each other.
+        peers.group = dist.new_group(timeout=LONGEST_WAIT)
     return Stage(order.place, backbone, TorchTransport(backbone.device))
 
 

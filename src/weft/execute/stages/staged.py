@@ -70,12 +70,14 @@ class _StagedJob:
 class StagedExecutor:
     """Runs the engine's work on all stages of its replicas, at once when it is started."""
 
-    def __init__(self, stages: StageGroup, tokenizer: Tokenizer) -> None:
+    def __init__(self, stages: StageGroup, tokenizer: Tokenizer, *, in_step: bool = False) -> None:
+        """`in_step`: the stages share frozen weights, so that none works while another does not."""
         self.stages = stages
+        self._is_in_step = in_step
         self.tokenizer = tokenizer
         ends = [*itertools.accumulate(stages.replica_sizes)]
         self._replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
-        self.facts = _facts_of(stages.ask("facts"), self._replicas)
+        self.facts = _facts_of(stages.ask("facts"), self._replicas, "shards" if in_step else "replicas")
         self._jobs: dict[str, _StagedJob] = {}
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
@@ -274,7 +276,7 @@ class StagedExecutor:
             device: (dataclasses.replace(work, jobs=tuple(own[replica])),)
             for replica, devices in enumerate(self._replicas)
             for device in devices
-            if own[replica]
+            if own[replica] or self._is_in_step
         }
         found = dict(zip(given, self.stages.ask_each("evaluate", given), strict=True))
         means = {
@@ -304,22 +306,25 @@ class StagedExecutor:
         )
 
 
-def _facts_of(stages: list[ReplicaFacts], replicas: Sequence[range]) -> ReplicaFacts:
-    """The facts of all replicas from those of their stages; the last one has the model's own configuration."""
+def _facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], word: str) -> ReplicaFacts:
+    """The facts of all replicas from those of their stages; the last one has the model's own configuration.
+
+    `word`: what several of them are called.
+    """
     return dataclasses.replace(
         stages[-1],
         modules=tuple(path for device in replicas[0] for path in stages[device].modules),
         backbone_bytes=sum(facts.backbone_bytes for facts in stages),
-        kernels=f"{stages[-1].kernels}; {_in_words(replicas)}",
+        kernels=f"{stages[-1].kernels}; {_in_words(replicas, word)}",
         replica_sizes=tuple(len(devices) for devices in replicas),
     )
 
 
-def _in_words(replicas: Sequence[range]) -> str:
+def _in_words(replicas: Sequence[range], word: str) -> str:
     sizes = [len(devices) for devices in replicas]
     if len(sizes) == 1:
         return f"{sizes[0]} stages"
-    return f"{len(sizes)} replicas" + ("" if max(sizes) == 1 else f" of {', '.join(map(str, sizes))} stages")
+    return f"{len(sizes)} {word}" + ("" if max(sizes) == 1 else f" of {', '.join(map(str, sizes))} stages")
 
 
 def _refuse_unlike(shares: list[JobShare]) -> None:

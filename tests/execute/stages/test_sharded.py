@@ -1,0 +1,130 @@
+"""Devices that share the frozen weights of one backbone train every job to the bits of one device."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from staged_models import part_backbones, train_until
+from test_spread import jobs
+from tiny_models import assert_same_bits, finish, random_backbone, small_job, submit, train
+from tiny_shards import Late, spread
+
+from weft.backbone.load import load_backbone
+from weft.cost.types import LinearCost
+from weft.engine.engine import Engine
+from weft.engine.events import Event
+from weft.execute.stages.load_stages import find_parts
+from weft.execute.stages.stage_group import LocalStages
+from weft.execute.stages.stage_pool import StageLostError, StageProcesses
+from weft.execute.stages.staged import StagedExecutor
+from weft.plan.spread.in_step import InStepPlanner
+from weft.plan.spread.planner import SpreadPlanner
+from weft.spec import BackboneSpec
+
+LAYERS = 3
+SPEC = BackboneSpec("tiny", device="cpu")
+
+
+def planner(count: int) -> InStepPlanner:
+    return InStepPlanner(SpreadPlanner((1,) * count, (LinearCost(fixed_s=4.0),) * count))
+
+
+def sharded(count: int, **options: Any) -> tuple[Engine, list[Late]]:
+    """An engine on devices in this process, and what each asks of its peers."""
+    peers = [Late(index, count) for index in range(count)]
+    backbones = [spread(part_backbones("llama", (LAYERS,), **options)[0], peers=own) for own in peers]
+    tokenizer: Any = backbones[0].tokenizer
+    executor = StagedExecutor(LocalStages(*([one] for one in backbones)), tokenizer, in_step=True)
+    return Engine(executor, capacity=48, planner=planner(count)), peers
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)])
+def test_jobs_when_trained_on_shards_then_have_the_bits_of_one_device(count, dtype):
+    """Spread and at home, clipped, with dropout, evaluated between steps; some devices have nothing to do."""
+    expected = train(random_backbone("llama", num_hidden_layers=LAYERS, dtype=dtype), jobs(), capacity=48)
+    engine, _ = sharded(count, dtype=dtype)
+    submit(engine, *jobs())
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+
+
+def test_jobs_when_shards_take_the_fused_kernels_then_have_the_bits_of_one_device():
+    own = [small_job("a", max_grad_norm=0.05, max_steps=3), small_job("b", 1, global_batch_size=7, max_steps=2)]
+    expected = train(random_backbone("llama", num_hidden_layers=LAYERS, kernels="fused"), own, capacity=48)
+    engine, _ = sharded(2, kernels="fused")
+    submit(engine, *own)
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+
+
+def test_devices_with_unequal_work_then_gather_the_same_layers_in_the_same_order():
+    """A device without work, too: nobody waits for a peer that has no more samples."""
+    own = [small_job("short", max_steps=2), small_job("long", 1, max_steps=5, sums="free", global_batch_size=7)]
+    engine, peers = sharded(3)
+    submit(engine, *own)
+    engine.run()
+    assert len(peers[0].told) > 20
+    assert peers[0].told == peers[1].told == peers[2].told
+
+
+def test_jobs_when_others_join_and_leave_then_have_the_bits_of_one_device():
+    own = jobs()
+    expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
+    engine, _ = sharded(2)
+    submit(engine, own[0], own[2], small_job("leaves", 5, max_steps=50))
+    told: list[Event] = []
+
+    def change(engine: Engine, event: Event) -> None:
+        told.append(event)
+        if len(told) == 5:
+            submit(engine, own[1])
+        if len(told) == 12:
+            engine.cancel("leaves")
+            submit(engine, own[3])
+
+    found = finish(engine, change)
+    assert found["leaves"].state == "cancelled" and len(told) > 12
+    for spec, _ in own:
+        assert_same_bits(found[spec.name], expected[spec.name])
+
+
+def test_run_when_resumed_under_another_layout_then_the_files_are_those_of_one_device(tmp_path):
+    def whole() -> Engine:
+        return Engine(random_backbone("llama", num_hidden_layers=LAYERS), capacity=48)
+
+    own = [small_job("a", sums="free", max_steps=6, ema_decay=0.5), small_job("b", 1, max_steps=6)]
+    train_until(whole(), tmp_path / "one", 6, own)
+    for place, engine in enumerate((sharded(2)[0], whole(), sharded(3)[0])):
+        train_until(engine, tmp_path / "moved", 2 * place + 2, own)
+    files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
+    assert len(files) >= 4
+    for path in files:
+        assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "moved" / path).read_bytes(), path
+
+
+@pytest.fixture
+def processes() -> Iterator[StageProcesses]:
+    group = StageProcesses(SPEC, *[find_parts(SPEC, 1)] * 2, are_shards=True, silent_s=10.0)
+    yield group
+    group.close()
+    assert all(process.poll() is not None for process in group.processes)
+
+
+def test_jobs_when_shards_are_processes_then_have_the_bits_of_one_device(processes):
+    """One of them evaluates, and the other goes through the layers with it; each holds a part of the backbone."""
+    whole = load_backbone(SPEC)
+    expected = train(whole, jobs(), capacity=48)
+    tokenizer: Any = None
+    engine = Engine(StagedExecutor(processes, tokenizer, in_step=True), capacity=48, planner=planner(2))
+    submit(engine, *jobs())
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+    assert all(facts.backbone_bytes < 0.9 * whole.num_bytes for facts in processes.ask("facts"))
+    os.kill(processes.processes[1].pid, signal.SIGKILL)
+    with pytest.raises(StageLostError, match="stage 1: was ended by signal 9, so all stages were ended"):
+        engine.executor.row_tile(32)
