@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.planning.fusion.buckets import improve
 from weft.errors import PlanError
+from weft.plan.fuse.buckets import improve
 
 
 @dataclass(frozen=True, slots=True)

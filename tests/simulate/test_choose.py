@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import LinearCost
 from weft.plan.check import violations
 from weft.plan.pack.rounds import pack_rounds
@@ -83,3 +84,21 @@ def test_fastest_pipeline_when_jobs_are_unlike_then_is_faster_than_the_greedy_on
     limits = Limits(160)
     seconds = [simulate(plan(jobs(), limits), planner.cost).makespan_s for plan in (planner, planner.quick)]
     assert seconds[0] < 0.9 * seconds[1]
+
+
+def test_choice_when_adapters_cost_by_the_job_then_jobs_are_grouped_and_it_is_said_what_that_gains() -> None:
+    """A job that is in fewer microbatches runs its adapter less often."""
+    planner = FastestPipeline(3, LinearCost(fixed_s=5.0), AdapterTimes(100.0, 0.0))
+    choice = planner.choose(jobs(), Limits(400))
+    assert len(choice.groups) > 1 and sorted(sum(choice.groups, ())) == ["job0", "job1", "job2"]
+    assert choice.seconds == choice.several_groups_s < 0.9 * choice.one_group_s
+    assert violations(choice.program, jobs(), Limits(400)) == []
+    measured = simulate(choice.program, planner.cost, adapters=planner.adapters).makespan_s
+    assert measured == choice.seconds
+
+
+def test_choice_when_microbatches_cost_by_the_piece_then_one_group_is_best_and_it_is_said_by_how_much() -> None:
+    """Few full microbatches, whoever is in them."""
+    choice = FastestPipeline(2, LinearCost(fixed_s=500.0)).choose(jobs(), Limits(160))
+    assert choice.groups == (("job0", "job1", "job2"),)
+    assert choice.several_groups_s is None or choice.several_groups_s > 0.99 * choice.seconds

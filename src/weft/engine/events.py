@@ -188,6 +188,36 @@ class JobWarning(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class JobsGrouped(Event):
+    """From here on, other jobs share microbatches than before; no result depends on it."""
+
+    kind: ClassVar[str] = "grouped"
+    groups: tuple[tuple[str, ...], ...]
+    fills: tuple[int, ...]
+    """Tokens that a microbatch of each group is filled up to."""
+    gain: float | None
+    """Predicted: the part of the time that these groups save against all jobs in one, or, of one group, what it saves
+    against the best of several; None if there were none to compare."""
+    num_measured: int
+    """Passes of a stage that the prediction rests on; 0: on the hardware table."""
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        source = f"from {self.num_measured:,} measured passes" if self.num_measured else "from the hardware table"
+        if len(self.groups) == 1:
+            other = "" if self.gain is None else f"; several groups would take {self.gain:.1%} longer"
+            return f"one group of {len(self.groups[0])} jobs is best{other} (predicted {source})"
+        shown = ["; ".join(", ".join(group) for group in self.groups)] if len(self.groups) <= 4 else []
+        fills = f"{min(self.fills):,} to {max(self.fills):,}" if len({*self.fills}) > 1 else f"{self.fills[0]:,}"
+        told = "".join(f": {names}" for names in shown)
+        return (
+            f"{len(self.groups)} groups of jobs{told}; microbatches of up to {fills} tokens, {self.gain or 0.0:.1%} "
+            f"faster than one group (predicted {source})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class MicrobatchDone(Event):
     """One microbatch went through the backbone."""
 

@@ -7,18 +7,19 @@ hundredth of the time it is going to run, as the microbatches before have taught
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
+from weft.cost.learned import StagePace
 from weft.engine.timeline import TimelineRecorder
 from weft.plan.check import violations
 from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.program import Planner, Program
 from weft.plan.types import JobQueue, Limits, Microbatch
-from weft.simulate.choose import FastestPipeline
+from weft.simulate.choose import FastestPipeline, PipelineChoice
 from weft.simulate.timeline import Span
 
 WAITING_SHARE = 0.01
@@ -51,6 +52,18 @@ class LearnedPace:
         return sum(self.fit.predict(self.load(microbatch)) or 0.0 for microbatch in program.microbatches)
 
 
+@dataclass(frozen=True)
+class Made:
+    """A program that was planned."""
+
+    program: Program
+    span: Span
+    choice: PipelineChoice | None = None
+    """How its jobs are grouped, where that was a question."""
+    num_measured: int = 0
+    """Passes that the choice rests on."""
+
+
 class LookaheadPlanner:
     """Programs of one planner, each checked before it is used."""
 
@@ -58,8 +71,13 @@ class LookaheadPlanner:
         self._planner = planner
         self._timeline = timeline
         self._thread = ThreadPoolExecutor(1, "weft-plan")
-        self._ahead: tuple[list[JobQueue], Limits, Future[tuple[Program, Span]]] | None = None
+        self._ahead: tuple[list[JobQueue], Limits, Future[Made]] | None = None
         self.pace = LearnedPace()
+        self.stages = StagePace()
+        self._chosen: Made | None = None
+        """The last one of which the groups have not been told."""
+        self._told: tuple[int, bool] | None = None
+        """How many groups were told last, and whether from measurements."""
 
     def program(self, queues: list[JobQueue], limits: Limits) -> Program:
         """The program for these queues; at once if it was foreseen, and never late."""
@@ -68,7 +86,7 @@ class LookaheadPlanner:
                 return self._at_once(queues, limits)
             made = self._ahead[2]
             if not made.done():
-                greedy, _ = self._make(self._quick, queues, limits)
+                greedy = self._make(self._quick, queues, limits).program
                 try:
                     made.result(max(SHORTEST_WAIT_S, WAITING_SHARE * self.pace.seconds(greedy)))
                 except TimeoutError:
@@ -98,7 +116,25 @@ class LookaheadPlanner:
             planner = planner.within(WAITING_SHARE * self.pace.seconds(pack(queues, limits)))
         elif isinstance(planner, FastestPipeline):
             planner = planner.quick
-        return self._make(planner, queues, limits)[0]
+        return self._make(planner, queues, limits).program
+
+    def observe_stages(self, program: Program, spans: Sequence[Span]) -> None:
+        """Notes what the passes and steps of a program took on every stage."""
+        loads = [self.pace.load(microbatch) for microbatch in program.microbatches]
+        self.stages.row_tile = self.pace.row_tile
+        for span in spans:
+            if span.name == "step":
+                self.stages.note_step(span.stage, span.duration_s)
+            else:
+                self.stages.note_pass(span.name, span.stage, loads[span.args["microbatch"]], span.duration_s)
+
+    def take_choice(self) -> Made | None:
+        """How the jobs of the program that was handed out last are grouped, if that is news."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is None or chosen.choice is None:
+            return None
+        before, self._told = self._told, (len(chosen.choice.groups), chosen.num_measured > 0)
+        return chosen if self._told != before else None
 
     @property
     def takes_long(self) -> bool:
@@ -114,14 +150,26 @@ class LookaheadPlanner:
         """What has been made ahead, its time on record."""
         assert self._ahead is not None
         made, self._ahead = self._ahead[2], None
-        program, span = made.result()
+        found = made.result()
         # Here, not in the thread that made it: the last span is always one of training's own.
-        self._timeline.spans.append(span)
-        return program
+        self._timeline.spans.append(found.span)
+        self._chosen = found if found.choice is not None else None
+        return found.program
 
-    def _make(self, planner: Planner, queues: list[JobQueue], limits: Limits) -> tuple[Program, Span]:
-        start = self._timeline.now()
-        program = planner(queues, limits)
+    def _make(self, planner: Planner, queues: list[JobQueue], limits: Limits) -> Made:
+        start, choice, num_measured = self._timeline.now(), None, 0
+        if isinstance(planner, FastestPipeline):
+            planner, num_measured = self._informed(planner)
+            choice = planner.choose(queues, limits)
+        program = planner(queues, limits) if choice is None else choice.program
         problems = violations(program, queues, limits)
         assert any(program.stages) and not problems, problems
-        return program, Span("plan_ahead", start, self._timeline.now() - start, {})
+        return Made(program, Span("plan_ahead", start, self._timeline.now() - start, {}), choice, num_measured)
+
+    def _informed(self, planner: FastestPipeline) -> tuple[FastestPipeline, int]:
+        """The same with what was measured of the stages, as soon as that is enough, and how many passes that is."""
+        learned = self.stages.learn(planner.num_stages, planner.cost, self.pace.ranks)
+        if learned is None:
+            return planner, 0
+        cost, adapters = learned
+        return replace(planner, cost=cost, adapters=adapters, row_tile=self.stages.row_tile), self.stages.num_seen

@@ -10,7 +10,8 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
-from weft.engine.events import Event, MicrobatchDone
+from weft.adapters.methods import cost_ranks
+from weft.engine.events import Event, JobsGrouped, MicrobatchDone
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import count_step
@@ -51,6 +52,8 @@ class StagedRun:
         self._row_tile = row_tile
         self._timeline = timeline
         find_homes(running, executor.facts.replica_sizes)
+        plans.pace.ranks = {job.spec.name: cost_ranks(job.spec.adapter).usual for job in running}
+        plans.pace.row_tile = row_tile
         self._rest: Program | None = plans.program([job.queue_until_due() for job in running], limits)
         self.is_mid_step = False
         """The program is under way: whatever happens to it, jobs may be ahead of what is known of them."""
@@ -70,7 +73,8 @@ class StagedRun:
         begun_s = time.perf_counter()
         outcome = self._executor.wait(self._executor.start(StagedWork(program, self._row_tile, rates)))
         self._record(outcome, begun_s)
-        done = self._counted(program, outcome, rates)
+        done = [*self._grouped(), *self._counted(program, outcome, rates)]
+        self._plans.observe_stages(program, outcome.spans)
         self.is_mid_step = False
         return done
 
@@ -85,6 +89,16 @@ class StagedRun:
         turns = [Turn(Microbatch(()), (Step(*step),)) for step in steps]
         queues = [job.queue_until_due_after(turns) for job in self._jobs.values()]
         self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
+
+    def _grouped(self) -> list[Event]:
+        """Says who shares microbatches, where the planner had a choice."""
+        made = self._plans.take_choice()
+        if made is None or made.choice is None or len(self._jobs) < 2:
+            return []
+        choice = made.choice
+        against_s = choice.one_group_s if len(choice.groups) > 1 else choice.several_groups_s
+        gain = None if against_s is None else abs(against_s - choice.seconds) / choice.one_group_s
+        return [JobsGrouped(choice.groups, choice.fills, gain, made.num_measured)]
 
     def _counted(self, program: Program, outcome: StagedOutcome, rates: Mapping[tuple[str, int], float]) -> list[Event]:
         """Counts every sample and step; a job that cannot go on counts nothing after the step that showed it.

@@ -24,6 +24,7 @@ from weft.execute.protocol import ReplicaFaultError
 from weft.execute.stages.load_stages import StageLayout, gather_cost, load_stages, stage_cost
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
+from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner
 from weft.plan.spread.in_step import InStepPlanner
@@ -110,9 +111,11 @@ def _stage_planner(spec: RunSpec, layout: StageLayout) -> Planner:
     sizes = layout.replica_sizes
     if layout.schedule is not None:
         return PipelinePlanner(layout.schedule, *sizes)
+    if spec.planner == "greedy" and len(sizes) == 1:
+        return PipelinePlanner(Schedule.EAGER, *sizes)
     costs = {size: stage_cost(spec.backbone, size, CPU_ROW_TILE) for size in sizes}
     if len(sizes) == 1:
-        return FastestPipeline(*sizes, costs[sizes[0]])
+        return FastestPipeline(*sizes, costs[sizes[0]], row_tile=CPU_ROW_TILE)
     planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes))
     return InStepPlanner(planner) if layout.are_shards else planner
 

@@ -23,6 +23,7 @@ from weft.engine.events import (
     JobPaused,
     JobPreempted,
     JobResumed,
+    JobsGrouped,
     JobStarted,
     JobSucceeded,
     JobWaiting,
@@ -110,6 +111,8 @@ class LiveTable:
         if isinstance(event, JobWarning):
             who = f"{', '.join(event.jobs)}: " if event.jobs else ""
             self._screen.say(f"warning: {who}{event.message}", "yellow")
+        elif isinstance(event, JobsGrouped):
+            self._screen.say(f"groups: {event.text}")
         elif isinstance(event, JobFailed):
             self._screen.say(f"{event.job}: failed: {event.reason}", "red")
         elif not self._screen.is_redrawn and job is not None:

@@ -11,22 +11,26 @@ so all are simulated; deterministic as long as packing is, ties go to the smalle
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel
+from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits, RoundPlan
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
 from weft.plan.program import Program
-from weft.plan.types import JobQueue, Limits
+from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import Timeline
 
 SLACKS = (0, 2, 4)
 """Places to spare, tried in this order."""
 SCHEDULES = (Schedule.MULTI_ADAPTER, Schedule.EAGER)
+WORTH = 0.01
+"""Part of the time that several groups must be predicted to save: a cost model tells no finer than that."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,37 @@ def best_pipeline(
 
 
 @dataclass(frozen=True)
+class PipelineChoice:
+    """The program that was chosen for a replica of several stages, and what grouping its jobs is predicted to gain."""
+
+    program: Program
+    groups: tuple[tuple[str, ...], ...]
+    """Jobs that share microbatches; one group: all."""
+    fills: tuple[int, ...]
+    """Tokens that a microbatch of each group is filled up to."""
+    seconds: float
+    """Of the program, simulated."""
+    one_group_s: float
+    """Of the fastest program found in which all jobs may share microbatches."""
+    several_groups_s: float | None
+    """Of the fastest found for several groups; None if there was none to try."""
+
+
+@dataclass(frozen=True)
 class FastestPipeline:
     """A planner for a replica of several stages: of a few packings, each job in its own order, the fastest simulated.
 
     The next global batch of a job is kept as far away as equal microbatches need it, or up to twice as far, which
     leaves room for unlike ones; stages run ahead, within memory for twice as many full microbatches as there are
-    stages. Where jobs do not allow it, and where nothing else is faster, microbatches are packed greedily.
+    stages. Beside all jobs together, the groups that fusion finds are tried (`plan/fuse/`). Where jobs do not allow it,
+    and where nothing else is faster, microbatches are packed greedily.
     """
 
     num_stages: int
     cost: CostModel
+    adapters: AdapterTimes | None = None
+    """What adapters add to what the cost model says; None: nothing is known of them."""
+    row_tile: int = 1
 
     @property
     def quick(self) -> PipelinePlanner:
@@ -84,20 +109,65 @@ class FastestPipeline:
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         """The next program."""
+        return self.choose(queues, limits).program
+
+    def choose(self, queues: Sequence[JobQueue], limits: Limits) -> PipelineChoice:
+        """The next program, and how its jobs are grouped."""
         greedy = self.quick(queues, limits)
+        together = (tuple(queue.job for queue in queues),)
         if any(queue.lane or any(batch.groups for batch in queue.batches) for queue in queues):
-            return greedy
+            seconds = self._seconds(greedy)
+            return PipelineChoice(greedy, together, (limits.capacity,), seconds, seconds, None)
         whole = whole_batches(queues, limits, self.num_stages)
-        even = _AverageStage(self.cost, self.num_stages)
-        memory = [
-            2 * self.num_stages * self.cost.held_bytes([limits.capacity], stage) for stage in range(self.num_stages)
+        one_group = [
+            greedy,
+            *(self._build(stream, limits.capacity) for stream in self._even_streams(whole, limits.capacity)),
         ]
-        candidates = [greedy]
+        seconds, place = min((self._seconds(program), place) for place, program in enumerate(one_group))
+        best = PipelineChoice(one_group[place], together, (limits.capacity,), seconds, seconds, None)
+        return self._grouped(best, whole, limits.capacity) if len(queues) > 1 else best
+
+    def _grouped(self, best: PipelineChoice, whole: Sequence[JobQueue], capacity: int) -> PipelineChoice:
+        """The better of one group and the groups that fusion finds."""
+        if not all(batch.lengths for queue in whole for batch in queue.batches):
+            return best
+        several_s: float | None = None
+        costs = PipeCosts(self.num_stages, self.cost, self.adapters, self.row_tile)
+        for stream in grouped_streams(whole, capacity, costs):
+            program = self._build(stream.microbatches, capacity)
+            seconds = self._seconds(program)
+            if len(stream.groups) == 1:
+                best = dataclasses.replace(best, one_group_s=min(best.one_group_s, seconds))
+            else:
+                several_s = seconds if several_s is None else min(several_s, seconds)
+            least_s = best.seconds if len(stream.groups) == 1 else (1.0 - WORTH) * best.seconds
+            if seconds < least_s:
+                best = dataclasses.replace(
+                    best, program=program, groups=stream.groups, fills=stream.fills, seconds=seconds
+                )
+        return dataclasses.replace(best, several_groups_s=several_s)
+
+    def _even_streams(self, whole: Sequence[JobQueue], capacity: int) -> Iterator[Sequence[Microbatch]]:
+        """All jobs packed together, evenly, their global batches ever further apart."""
+        even = _AverageStage(self.cost, self.num_stages)
         for slack in (0, self.num_stages // 2, self.num_stages):
-            apart = RoundLimits(limits.capacity, self.num_stages + slack)
-            stream = pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=True).stream
-            candidates.append(build(Schedule.EAGER, stream, self.num_stages, cost=self.cost, memory_bytes=memory))
-        return min(candidates, key=lambda program: simulate(program, self.cost).makespan_s)
+            apart = RoundLimits(capacity, self.num_stages + slack)
+            yield pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=True).stream
+
+    def _build(self, stream: Sequence[Microbatch], capacity: int) -> Program:
+        """In the order of a stream, with memory for twice as many full microbatches as there are stages."""
+        memory = [2 * self.num_stages * self.cost.held_bytes([capacity], stage) for stage in range(self.num_stages)]
+        return build(
+            Schedule.EAGER,
+            stream,
+            self.num_stages,
+            cost=self.cost,
+            memory_bytes=memory,
+            adapters=self.adapters,
+        )
+
+    def _seconds(self, program: Program) -> float:
+        return simulate(program, self.cost, adapters=self.adapters).makespan_s
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel
 from weft.errors import PlanError
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
@@ -41,12 +42,19 @@ class _StageRun:
     memory: list[MemoryPoint] = field(default_factory=list)
 
 
-def simulate(program: Program, cost: CostModel | Sequence[CostModel], *, overlap: bool = True) -> Timeline:
+def simulate(
+    program: Program,
+    cost: CostModel | Sequence[CostModel],
+    *,
+    overlap: bool = True,
+    adapters: AdapterTimes | None = None,
+) -> Timeline:
     """The predicted timeline of any program; a PlanError if its stages wait for each other for ever.
 
-    `cost`: of all replicas, or of each.
+    `cost`: of all replicas, or of each. `adapters`: what those of a microbatch's jobs add to what it says of each pass.
     """
-    run = _Run(program, cost if isinstance(cost, Sequence) else [cost] * len(program.replicas), overlap)
+    costs = cost if isinstance(cost, Sequence) else [cost] * len(program.replicas)
+    run = _Run(program, costs, overlap, adapters)
     waiting = deque(stage for stage, instructions in enumerate(program.stages) if instructions)
     idle = 0
     while waiting and idle < len(waiting):
@@ -64,13 +72,16 @@ def simulate(program: Program, cost: CostModel | Sequence[CostModel], *, overlap
 
 
 class _Run:
-    def __init__(self, program: Program, costs: Sequence[CostModel], overlap: bool) -> None:
+    def __init__(
+        self, program: Program, costs: Sequence[CostModel], overlap: bool, adapters: AdapterTimes | None
+    ) -> None:
         self.program, self.overlap = program, overlap
         owners = [(own, cost) for own, cost in zip(program.replicas, costs, strict=True) for _ in own]
         self.stages = [
             _StageRun(deque(instructions), *owner) for instructions, owner in zip(program.stages, owners, strict=True)
         ]
         self.measuring = program.measuring
+        self.added_s = [adapters.microbatch_s(m.job_tokens) if adapters else 0.0 for m in program.microbatches]
         self.lengths = [[s.length for s in m.segments] for m in program.microbatches]
         self.notes = [describe(m) for m in program.microbatches]
         self.arrivals: dict[Parcel, float] = {}
@@ -128,6 +139,7 @@ class _Run:
         if not lengths:
             return
         seconds = stage.cost.forward_s(lengths, virtual) if is_forward else stage.cost.backward_s(lengths, virtual)
+        seconds += self.added_s[visit.microbatch] / self.program.num_chunks
         held = stage.cost.held_bytes(lengths, virtual)
         if is_forward:
             stage.held += held

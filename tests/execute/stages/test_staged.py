@@ -24,8 +24,10 @@ from tiny_models import (
     train,
 )
 
+from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
+from weft.engine.events import JobsGrouped
 from weft.errors import ConfigError
 from weft.plan.check import violations
 from weft.plan.pipeline.build import Schedule
@@ -76,6 +78,21 @@ def test_jobs_when_the_fastest_plan_is_sought_then_have_the_bits_of_one_device()
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
     assert any(span.name == "plan_ahead" for span in engine.timeline.spans)
+
+
+def test_jobs_when_fusion_groups_them_then_have_the_bits_of_one_device_and_it_is_told():
+    """Adapters that are said to cost much by the job: each job gets microbatches of its own."""
+    many = [small_job(name, seed, max_steps=20) for seed, name in enumerate("abc")]
+    expected = train(random_backbone("llama", num_hidden_layers=3), many, capacity=48)
+    planner = FastestPipeline(2, LinearCost(), AdapterTimes(1000.0, 0.0))
+    engine = Engine(staged_executor("llama", (1, 2)), capacity=48, planner=planner)
+    submit(engine, *many)
+    told: list[JobsGrouped] = []
+    outcomes = finish(engine, lambda _, event: told.append(event) if isinstance(event, JobsGrouped) else None)
+    for name, outcome in outcomes.items():
+        assert_same_bits(outcome, expected[name])
+    assert sorted(told[0].groups) == [("a",), ("b",), ("c",)] and told[0].num_measured == 0
+    assert told[0].text.startswith("3 groups of jobs: ") and "faster than one group" in told[0].text
 
 
 def test_jobs_when_the_weights_are_bfloat16_then_have_the_bits_of_one_device():

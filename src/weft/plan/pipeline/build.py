@@ -22,6 +22,7 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 
+from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
 from weft.plan.lemma import lemma_distance, with_noops
@@ -58,10 +59,12 @@ def build(
     cost: CostModel | None = None,
     memory_bytes: Sequence[int] | None = None,
     keep_order: bool = False,
+    adapters: AdapterTimes | None = None,
 ) -> Program:
     """The program of a schedule; `memory_bytes` is what each stage has for microbatches in flight.
 
     `microbatches` hold whole global batches, each job's in order. Without a cost model a token counts 1 s and 1 byte.
+    `adapters`: what those of a microbatch's jobs add to the cost model's passes, for schedules that run ahead by it.
     Only a template takes microbatches of a global batch out of their order, and with `keep_order` it does not either.
     """
     _check(schedule, microbatches, num_stages, num_chunks, memory_bytes)
@@ -71,13 +74,13 @@ def build(
             microbatches, lambda m: model.forward_s([s.length for s in m.segments], 0), keep_order=keep_order
         )
         stream = read_stream(given)
-        orders = eager_orders(stream, num_stages, model, memory_bytes, rounds)
+        orders = eager_orders(stream, num_stages, model, memory_bytes, rounds, adapters=adapters)
         return _assemble(stream, orders, num_chunks)
     stream = read_stream(_arranged(schedule, microbatches, num_stages))
     leads = [len(microbatches) if schedule is Schedule.GPIPE else num_stages - s for s in range(num_stages)]
     if schedule in (Schedule.LORAPP, Schedule.EAGER):
         max_lead = leads if schedule is Schedule.LORAPP else None
-        orders = eager_orders(stream, num_stages, model, memory_bytes, max_lead=max_lead)
+        orders = eager_orders(stream, num_stages, model, memory_bytes, max_lead=max_lead, adapters=adapters)
         return _assemble(stream, orders, num_chunks)
     if schedule is Schedule.INTERLEAVED:
         orders = interleaved_orders(num_stages, num_chunks, stream.flushes)

@@ -18,10 +18,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel
 from weft.plan.pipeline.orders import StageOrder, does_not_fit
 from weft.plan.pipeline.stream import BatchStream
 from weft.plan.program import Backward, Forward
+from weft.plan.types import Microbatch
 
 NEVER = float("inf")
 SharedBatch = tuple[str, int]
@@ -91,13 +93,14 @@ def eager_orders(
     memory_bytes: Sequence[int] | None,
     flushes: Sequence[int] = (),
     max_lead: Sequence[int] | None = None,
+    adapters: AdapterTimes | None = None,
 ) -> list[StageOrder]:
-    """Orders of all stages; `max_lead` caps what a stage has in flight, in microbatches."""
+    """Orders of all stages; `max_lead` caps what a stage has in flight, in microbatches.
+
+    `adapters`: what those of a microbatch's jobs add to what the cost model says of each pass.
+    """
     num_steps = {k: len(batches) for k, batches in stream.completes.items()}
-    clocks = [
-        clock_of([s.length for s in m.segments], num_steps.get(k, 0), num_stages, cost)
-        for k, m in enumerate(stream.microbatches)
-    ]
+    clocks = [clock_of(m, num_steps.get(k, 0), num_stages, cost, adapters) for k, m in enumerate(stream.microbatches)]
     waits_for = list(stream.waits_for)
     for start, end in zip((0, *flushes), flushes, strict=False):
         if start:
@@ -145,12 +148,15 @@ def play_all(pipes: Sequence[Pipe]) -> list[list[list[Pass]]]:
     return [[stage.passes for stage in play.stages] for play in plays]
 
 
-def clock_of(lengths: Sequence[int], num_steps: int, num_stages: int, cost: CostModel) -> Clock:
+def clock_of(
+    microbatch: Microbatch, num_steps: int, num_stages: int, cost: CostModel, adapters: AdapterTimes | None = None
+) -> Clock:
     """One microbatch; one without samples takes no time."""
-    stages = range(num_stages)
+    stages, lengths = range(num_stages), [segment.length for segment in microbatch.segments]
+    added_s = adapters.microbatch_s(microbatch.job_tokens) if adapters else 0.0
     return Clock(
-        tuple(cost.forward_s(lengths, s) if lengths else 0.0 for s in stages),
-        tuple(cost.backward_s(lengths, s) if lengths else 0.0 for s in stages),
+        tuple(cost.forward_s(lengths, s) + added_s if lengths else 0.0 for s in stages),
+        tuple(cost.backward_s(lengths, s) + added_s if lengths else 0.0 for s in stages),
         tuple(cost.held_bytes(lengths, s) if lengths else 0 for s in stages),
         cost.transfer_s(sum(lengths)),
         tuple(num_steps * cost.step_s(s) for s in stages),

@@ -99,10 +99,9 @@ def _pipe(
 ) -> Pipe:
     """What a replica runs, and for which global batches it waits for others."""
     num_steps = {k: len(batches) for k, batches in stream.completes.items()}
-    lengths = [[s.length for s in m.segments] for m in stream.microbatches]
     shared = [_shared(m, free) for m in stream.microbatches]
     return Pipe(
-        [clock_of(own, num_steps.get(k, 0), num_stages, cost) for k, own in enumerate(lengths)],
+        [clock_of(m, num_steps.get(k, 0), num_stages, cost) for k, m in enumerate(stream.microbatches)],
         num_stages,
         stream.waits_for,
         max_lead=[2 * num_stages] * num_stages,

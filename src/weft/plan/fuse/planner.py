@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.planning.fusion.buckets import balance
-from benchmarks.planning.fusion.template import Interleave, Template, build_template, fits_alone
+from weft.plan.fuse.buckets import balance
 from weft.plan.fuse.partition import Fusion, fuse_by_count
 from weft.plan.fuse.tasks import FuseTask, Pipe
+from weft.plan.fuse.template import Interleave, Template, build_template, fits_alone
 
 
 @dataclass(frozen=True, slots=True)

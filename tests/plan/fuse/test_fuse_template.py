@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.fusion import Template, build_template, plan_fusion, tensor_parallel_clock
-from benchmarks.planning.fusion.plan import bucket_templates
+from benchmarks.planning.fusion import tensor_parallel_clock
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
-from weft.plan.fuse import FusedTask, FuseTask, Pipe, fuse
+from weft.plan.fuse import FusedTask, FuseTask, Pipe, Template, build_template, fuse, plan_fusion
+from weft.plan.fuse.planner import bucket_templates
 
 
 def lone(job: str, tokens: int) -> FusedTask:

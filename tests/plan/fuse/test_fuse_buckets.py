@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.fusion.buckets import balance
 from weft.errors import PlanError
+from weft.plan.fuse.buckets import balance
 
 
 def partitions(num_things: int, num_buckets: int) -> Iterator[list[int]]:
