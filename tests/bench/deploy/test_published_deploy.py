@@ -9,6 +9,7 @@ from weft.bench.deploy.published import (
     LAYERS_7B,
     SIX,
     TABLE_3,
+    TABLE_8,
     TABLE_11,
     K,
     fitted_7b,
@@ -38,18 +39,50 @@ def test_fitted_7b_when_asked_for_both_tables_then_meets_them(degree):
     assert FitError.of(predicted, measured).mape < 0.1
 
 
+def problem_70b(num_gpus: int, num_tasks: int = 4) -> DeployProblem:
+    """LobRA's four tasks of its scalability experiments, again and again up to so many."""
+    batch = expected_batch(published_jobs(FOUR) * (num_tasks // len(FOUR)))
+    kinds = without_dominated([ReplicaKind(model) for model in replicas_70b(num_gpus)], batch)
+    return DeployProblem(tuple(kinds), {"gpus": num_gpus}, batch)
+
+
+@pytest.mark.parametrize("num_tasks", [4, 8, 12, 16])
+def test_plan_70b_when_there_are_more_tasks_then_of_the_shape_of_table_9(num_tasks):
+    """Alike replicas are four of sixteen GPUs; unlike ones one such, and small ones for the other 48 GPUs."""
+    problem = problem_70b(64, num_tasks)
+    assert str(plan_alike(problem)) == "<16,1>×4"
+    sizes = [kind.num_gpus for kind in plan_deployment(problem, budget_s=2.0).replicas]
+    assert sum(sizes) == 64 and sizes.count(16) == 1 and max(sizes) == 16
+
+
+@pytest.mark.parametrize(("num_gpus", "alike"), [(16, "<16,1>×1"), (32, "<16,1>×2"), (64, "<16,1>×4")])
+def test_plan_70b_when_gpus_must_hold_alike_replicas_then_those_of_table_10(num_gpus, alike):
+    """Where there is room for more than one, unlike ones are faster; with 16 GPUs there is no choice."""
+    problem = problem_70b(num_gpus)
+    fused = plan_alike(problem)
+    assert str(fused) == alike
+    ratio = plan_deployment(problem, budget_s=2.0).step_s / fused.step_s
+    assert ratio == pytest.approx(1.0) if num_gpus == 16 else ratio < 0.8
+
+
 @pytest.mark.parametrize("num_gpus", [16, 24, 32, 48])
 def test_plan_70b_when_given_table_5s_tasks_then_of_the_published_shape(num_gpus):
     """One large replica for the longest samples, all GPUs used, and beyond 32 GPUs most replicas small."""
-    batch = expected_batch(published_jobs(FOUR))
-    kinds = without_dominated([ReplicaKind(model) for model in replicas_70b(num_gpus)], batch)
-    found = plan_deployment(DeployProblem(tuple(kinds), {"gpus": num_gpus}, batch))
+    found = plan_deployment(problem_70b(num_gpus))
     layouts = [str(kind.layout) for kind in found.replicas]
     assert found.gpus_used == num_gpus and layouts.count("<16,1>") == 1
     if num_gpus == 16:
         assert layouts == ["<16,1>"]
     if num_gpus > 32:
         assert sum(kind.num_gpus <= 8 for kind in found.replicas) > len(layouts) / 2
+
+
+def test_table_8_when_its_gpus_are_counted_then_each_task_has_all_64_and_room_for_its_longest_sample():
+    known = {str(model.layout): model for model in replicas_70b(64)}
+    for job in published_jobs():
+        own = [known[layout] for layout, count in TABLE_8[job.name].items() for _ in range(count)]
+        assert sum(model.layout.num_gpus for model in own) == 64, job.name
+        assert max(model.most_tokens for model in own) >= job.lengths.longest, job.name
 
 
 def test_plan_7b_when_given_table_2s_tasks_then_of_the_published_shape():

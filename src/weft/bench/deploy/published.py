@@ -52,6 +52,23 @@ FOUR = ("Evol-Instruct", "CommitPackFT", "BillSum", "PubMedQA")
 """Those of the scalability experiments."""
 
 
+TABLE_8: Mapping[str, Mapping[str, int]] = {
+    "MathInstruct": {"<2,4>": 5, "<4,1>": 2, "<4,2>": 2},
+    "python_code_instructions": {"<2,4>": 1, "<4,1>": 2, "<8,1>": 2, "<16,1>": 2},
+    "databricks-dolly-15k": {"<2,4>": 2, "<4,1>": 4, "<4,2>": 3, "<8,1>": 1},
+    "BillSum": {"<8,1>": 2, "<16,1>": 3},
+    "CommitPackFT": {"<2,4>": 1, "<4,1>": 6, "<8,1>": 4},
+    "NuminaMath-CoT": {"<2,4>": 3, "<4,1>": 6, "<4,2>": 1, "<8,1>": 1},
+    "PubMedQA": {"<2,2>": 10, "<4,1>": 4, "<2,4>": 1},
+    "MetaMathQA": {"<2,4>": 6, "<4,1>": 2, "<4,2>": 1},
+    "Evol-Instruct": {"<2,4>": 1, "<4,1>": 4, "<8,1>": 3, "<16,1>": 1},
+    "cnn_dailymail": {"<2,4>": 6, "<4,2>": 1, "<8,1>": 1},
+    "XSum": {"<2,4>": 2, "<4,1>": 2, "<4,2>": 1, "<16,1>": 2},
+    "MeetingBank": {"<4,2>": 1, "<8,1>": 1, "<16,1>": 3},
+}
+"""The replicas that LobRA used for each task of the 70B model by itself, on 64 GPUs."""
+
+
 def published_jobs(names: tuple[str, ...] = tuple(DATA_SETS)) -> list[DeployJob]:
     """The named data sets as jobs; all twelve by default."""
     rows = [(name, *DATA_SETS[name]) for name in names]

@@ -45,7 +45,7 @@ class PipeCosts:
 
 
 def grouped_streams(queues: Sequence[JobQueue], capacity: int, costs: PipeCosts) -> Iterator[GroupedStream]:
-    """Streams for every number of pieces that leads to other groups, of microbatches that hold a piece, and of full ones.
+    """Streams for every number of pieces that leads to other groups: of microbatches that hold a piece, and full ones.
 
     `queues` hold whole global batches.
     """
