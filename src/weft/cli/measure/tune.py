@@ -1,19 +1,57 @@
-"""`weft tune`: measures how this GPU wants the kernels launched, and remembers it."""
+"""`weft tune`: measures how this machine wants to be used, and remembers it: kernels' launches, or a run's settings."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError
+
+MODEL, ROWS = "llama-3.1-8b", 8192
 
 
 def tune(
-    model: Annotated[str, typer.Option(help="The shape whose widths are used.")] = "llama-3.1-8b",
-    rows: Annotated[int, typer.Option(help="Rows of the microbatch.", min=64)] = 8192,
+    model: Annotated[str | None, typer.Option(help=f"The shape whose widths are used. [default: {MODEL}]")] = None,
+    rows: Annotated[int | None, typer.Option(help=f"Rows of the microbatch. [default: {ROWS}]", min=64)] = None,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path,
+            metavar="PATH",
+            help="Try capacities and layouts of this jobs file instead, by training a few steps of it.",
+        ),
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="With --jobs: settings to change.")] = None,
+    steps: Annotated[
+        int, typer.Option(help="With --jobs: global batches of every job in a trial.", min=1, max=1000)
+    ] = 4,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYOUT", help="With --jobs: a layout to try, such as stages:2; may be said again."),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="With --jobs: measure what was measured before, too.")] = False,
 ) -> None:
-    """Measure this GPU's best launches of the adapter kernels; later runs here use them. No result changes by a bit."""
+    """Measure this GPU's best launches of the adapter kernels, or with --jobs the best capacity and layout of a run.
+
+    Later runs here use the launches, and no result changes by a bit. Capacity and layout are for you to set.
+    """
+    if jobs is not None:
+        given = "--model" if model is not None else "--rows" if rows is not None else None
+        if given is not None:
+            raise ConfigError("is about kernels; leave it out with --jobs.", where=given)
+        from weft.cli.measure.tune_run import tune_run
+
+        tune_run(jobs, overrides or [], steps, layout, again=again)
+        return
+    if overrides or layout:
+        raise ConfigError("settings and layouts are those of a run; give --jobs FILE too.", where="weft tune")
+    _tune_kernels(model or MODEL, rows or ROWS)
+
+
+def _tune_kernels(model: str, rows: int) -> None:
     from weft.bench.shapes import find_shape
 
     shape = find_shape(model)
