@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from weft.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
-from weft.cost.learned import StagePace
+from weft.cost.learned import PASSES, StagePace
 from weft.engine.timeline import TimelineRecorder
 from weft.plan.check import violations
 from weft.plan.pack import pack
@@ -125,7 +125,7 @@ class LookaheadPlanner:
         for span in spans:
             if span.name == "step":
                 self.stages.note_step(span.stage, span.duration_s)
-            else:
+            elif span.name in PASSES:
                 self.stages.note_pass(span.name, span.stage, loads[span.args["microbatch"]], span.duration_s)
 
     def take_choice(self) -> Made | None:
