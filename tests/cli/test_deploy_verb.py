@@ -116,3 +116,35 @@ def test_deploy_when_a_profile_fits_then_seconds_follow_it(weft, cluster):
     assert measured["source"].startswith("from a profile of h200 and the hardware table")
     ratio = measured["choices"][0]["step_s"] / tabled["choices"][0]["step_s"]
     assert ratio != 1 and 0.7 < ratio < 1.4
+
+
+@pytest.fixture
+def executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cluster of two CPUs, and a jobs file for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    job = "{name: a, train_data: rows.jsonl, max_steps: 1, global_batch_size: 2, max_length: 64, sums: free}"
+    (tmp_path / "jobs.yaml").write_text(f"base_model: tiny\njobs: [{job}]\n")
+    (tmp_path / "cluster.yaml").write_text("base_model: tiny\nmachines: [{gpu: cpu, gpus: 2}]\njobs_file: jobs.yaml\n")
+    return tmp_path
+
+
+def test_deploy_when_executed_then_the_planned_replicas_train_the_jobs(weft, executable):
+    result = weft("plan", "deploy", "cluster.yaml", "--execute", "jobs.yaml", "--out", "runs/a")
+    assert result.code == 0, result
+    assert "layout  spread:2" in result.out and "2 replicas" in result.out and "nothing was run" not in result.out
+    assert (executable / "runs/a/a/adapter/adapter_model.safetensors").is_file()
+
+
+def test_deploy_when_it_cannot_be_executed_then_refused_before_planning(refused, executable):
+    asked = ("plan", "deploy", "cluster.yaml")
+    assert "leave --json out" in refused(*asked, "--execute", "jobs.yaml", "--json")
+    assert "give --execute FILE too" in refused(*asked, "--out", "runs/a")
+    assert "give --execute FILE too" in refused(*asked, "--resume")
+    other = (executable / "jobs.yaml").read_text().replace("base_model: tiny", "base_model: other")
+    (executable / "other.yaml").write_text(other)
+    assert "is about tiny" in refused(*asked, "--execute", "other.yaml")
+    many = (executable / "cluster.yaml").read_text().replace("gpus: 2", "gpus: 2, count: 3")
+    (executable / "cluster.yaml").write_text(many)
+    assert "has 3 machines" in refused(*asked, "--execute", "jobs.yaml")
+    assert not (executable / "runs").exists()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.user_path import user_path
+from weft.cli.user_path import run_place, user_path
 from weft.errors import ConfigError, PlanError
 from weft.report.console import output_console
 
@@ -43,16 +43,32 @@ def deploy(
         typer.Option(parser=user_path, metavar="PATH", help="Draw the replicas and their time into this .svg or .png."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    execute: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path, metavar="PATH", help="Plan for the jobs of this file, and train them as planned."
+        ),
+    ] = None,
+    out: Annotated[
+        Any, typer.Option(parser=run_place, metavar="PATH", help="With --execute: where results go.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="With --execute: go on with the run there.")] = False,
 ) -> None:
     """Show which replicas a cluster should have for its jobs, and what they save.
 
-    Nothing is trained: seconds and memory are predicted, from the hardware table or from a profile.
+    Seconds and memory are predicted, from the hardware table or from a profile. Nothing is trained without --execute.
     """
     from weft.cost.profile import load_profile
     from weft.simulate.deploy_forecast import forecast_deployment
     from weft.spec.cluster import load_cluster
 
     spec = load_cluster(cluster_file)
+    if execute is None and (out is not None or resume):
+        raise ConfigError("is for a run; give --execute FILE too.", where="--out" if out is not None else "--resume")
+    if execute is not None:
+        if as_json:
+            raise ConfigError("the run prints lines of its own; leave --json out.", where="--execute")
+        spec = _to_execute(spec, execute, cluster_file)
     if plot is not None:
         from weft.bench.report import check_plot
 
@@ -63,7 +79,7 @@ def deploy(
         jobs, ranks = _jobs(spec, cluster_file)
         setup = _setup(spec, ranks)
         profiles = {} if known is None else {_measured(known, setup, pools, profile): known}
-        kinds = _kinds(spec, setup, pools, jobs, profiles, cluster_file)
+        kinds = _kinds(spec, setup, pools, jobs, profiles, cluster_file, is_executed=execute is not None)
         found = forecast_deployment(kinds, {pool.name: pool.num_gpus for pool in pools}, jobs)
     source = _source(spec, list(profiles))
     if plot is not None:
@@ -73,7 +89,28 @@ def deploy(
     if as_json:
         typer.echo(json.dumps({"source": source, "mode": spec.mode, **found.to_json()}))
         return
-    _show(found, output_console(), source)
+    _show(found, output_console(), source, is_executed=execute is not None)
+    if execute is not None:
+        from weft.cli.train import train
+
+        layout = found.deployment.run_layout
+        output_console().print(f"layout  {layout}\n", markup=False, highlight=False)
+        train(execute, out=out, resume=resume, layout=None if layout.is_one_device else str(layout))
+
+
+def _to_execute(spec: ClusterSpec, jobs_file: Path, path: Path) -> ClusterSpec:
+    """The same cluster for the jobs of a file; refuses what could not be trained from here."""
+    from weft.spec import load_run
+
+    run = load_run(jobs_file)
+    if run.base_model != spec.base_model:
+        found = f"trains {run.base_model}; {path} is about {spec.base_model}."
+        raise ConfigError(found, where=f"--execute {jobs_file}")
+    num = sum(machine.count for machine in spec.machines)
+    if num > 1:
+        found = f"has {num} machines; the replicas of one run are processes of this machine, so name one."
+        raise ConfigError(found, where=f"{path}: machines")
+    return replace(spec, jobs=(), jobs_file=str(jobs_file.resolve()))
 
 
 def _pools(spec: ClusterSpec, path: Path) -> list[GpuPool]:
@@ -169,8 +206,10 @@ def _kinds(
     jobs: Sequence[DeployJob],
     profiles: Mapping[str, Profile],
     path: Path,
+    *,
+    is_executed: bool = False,
 ) -> list[ReplicaKind]:
-    """Every kind of replica; refuses a backbone or a sample that fits nowhere, with the arithmetic."""
+    """Every kind of replica, or those that can be trained; refuses what fits nowhere, with the arithmetic."""
     from weft.plan.deploy.kinds import kinds_on
 
     longest = max(jobs, key=lambda job: job.lengths.longest)
@@ -184,6 +223,8 @@ def _kinds(
             profile=profiles.get(pool.hardware.name),
             is_packed=spec.mode == "packed",
         )
+        # Products are not divided over GPUs yet.
+        if not is_executed or kind.layout.tensor_parallel == 1
     ]
     if not found:
         raise PlanError(_why_no_room(setup, max(pools, key=_bytes_of)), where=f"{path}: base_model {spec.base_model}")
@@ -236,14 +277,14 @@ def _source(spec: ClusterSpec, measured: Sequence[str]) -> str:
     return f"from {times}, links {links}"
 
 
-def _show(found: DeployForecast, console: Console, source: str) -> None:
+def _show(found: DeployForecast, console: Console, source: str, *, is_executed: bool) -> None:
     plan, planned = found.deployment, found.planned
     console.print(_replica_table(found))
     of_all = f"none of {plan.num_plans:,.0f} plans was found better" if plan.is_complete else "not all plans were tried"
     lines = [
         f"plan  {plan.gpus_used} of {plan.problem.num_gpus} GPUs; {of_all}, none can be over {plan.gap:.1%} faster",
         f"step  about {planned.step_s:,.3g} s, {planned.gpu_seconds:,.4g} GPU-seconds, for a global batch of every job",
-        f"      predicted {source}; nothing was run",
+        f"      predicted {source}" + ("" if is_executed else "; nothing was run"),
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     console.print(_choice_table(found))

@@ -13,7 +13,7 @@ from weft.bench.deploy.published import figure_4
 from weft.cost.padded import PaddedTime
 from weft.errors import PlanError
 from weft.plan.bucket import choose_buckets
-from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment, planner
+from weft.plan.deploy import Deployment, DeployProblem, ReplicaKind, plan_deployment, planner
 from weft.plan.deploy.baselines import plan_alike
 from weft.plan.deploy.bounds import PlanBounds
 from weft.plan.deploy.candidates import possible_layouts, without_dominated
@@ -22,6 +22,7 @@ from weft.plan.deploy.program import relaxed_plan
 from weft.plan.deploy.workload import DeployJob, KnownLengths, LengthSpread, draw_batches
 from weft.plan.dispatch import Fleet, ReplicaLayout, ReplicaTime, dispatch
 from weft.plan.dispatch.linear import relax
+from weft.plan.layout import parse_layout
 
 
 def drawn_problem(seed: int, num_gpus: int = 16) -> DeployProblem:
@@ -54,6 +55,16 @@ def test_plan_when_given_figure_4_then_finds_the_published_plan():
     assert found.step_s == pytest.approx(14.829, abs=1e-3)
     assert found.is_complete and 0 < found.gap < 0.005, "whole samples cost a little over the relaxation"
     assert found.gpus_used == 16 and found.gpu_seconds == pytest.approx(16 * found.step_s)
+
+
+def test_plan_when_handed_to_a_run_then_its_replicas_are_named_as_layouts_are():
+    found = plan_deployment(drawn_problem(0))
+    kinds = [ReplicaKind(ReplicaTime(ReplicaLayout(t, p), 8, PaddedTime((0,) * 6), 8)) for t, p in ((1, 1), (1, 2))]
+    problem = DeployProblem((*kinds, *found.problem.kinds), {"gpus": 4}, choose_buckets([8, 8], 1))
+    unlike = Deployment(problem, (2, 1, *[0] * len(found.problem.kinds)), found.dispatch, 1.0, 1.0, 1)
+    assert str(unlike.run_layout) == "spread:2+stages:2" and unlike.run_layout.num_devices == 4
+    assert parse_layout(str(found.run_layout)) == found.run_layout
+    assert found.run_layout.num_devices == found.gpus_used
 
 
 def test_plan_when_replicas_of_figure_4_must_be_alike_then_two_large_ones():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.errors import PlanError
+from weft.plan import layout
 from weft.plan.bucket import Buckets
 from weft.plan.dispatch import Dispatch, Fleet, ReplicaLayout, ReplicaModel
 from weft.plan.dispatch.replica_time import FloatArray
@@ -124,6 +125,16 @@ class Deployment:
         """Every replica, in the order of the dispatch."""
         kinds = zip(self.problem.kinds, self.counts, strict=True)
         return tuple(kind for kind, count in kinds for _ in range(count))
+
+    @property
+    def run_layout(self) -> layout.Layout:
+        """The same replicas as `weft train --layout` names them."""
+        return layout.Layout(
+            tuple(
+                layout.ReplicaLayout(tensor=kind.layout.tensor_parallel, stages=kind.layout.num_stages)
+                for kind in self.replicas
+            )
+        )
 
     @property
     def gpus_used(self) -> int:
