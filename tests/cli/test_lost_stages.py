@@ -68,13 +68,18 @@ def stage_processes(parent: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["stages:2", "shards:2"])
+@pytest.mark.parametrize("layout", ["stages:2", "shards:2", "stages:1+stages:2"])
 def test_run_when_stages_are_killed_three_times_then_its_adapters_are_those_of_one_device(tmp_path, layout):
     """`kill -9` of either stage, as steps are told: nobody hangs, nothing is lost, no bit differs."""
     rows = [{"prompt": f"Add {i}.", "completion": f"{2 * i}"} for i in range(32)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     defaults = {"train_data": "rows.jsonl", "global_batch_size": 4, "max_steps": 8, "save_steps": 1}
-    jobs = {"base_model": "tiny", "device": "cpu", "defaults": defaults, "jobs": [{"name": "a"}, {"name": "b"}]}
+    jobs = {
+        "base_model": "tiny",
+        "device": "cpu",
+        "defaults": defaults,
+        "jobs": [{"name": "a"}, {"name": "b", "sums": "free"}],
+    }
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "weft", "train", "jobs.json", "--out"]
     subprocess.run([*command, "one"], cwd=tmp_path, check=True, capture_output=True, timeout=300)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from weft.kernels.fixed_point import CHUNK, FixedPointSum
+from weft.kernels.fixed_point import CHUNK, FixedPointSum, SumWords, total_of_all
 
 
 def summed(addends: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -109,3 +109,37 @@ def test_sum_when_many_large_numbers_would_pass_the_range_then_is_nan_even_if_th
     assert summed(torch.tensor([[large]])).tolist() == [large]
     assert summed(torch.tensor([[large], [-large], [large]])).isnan().all()
     assert summed(torch.tensor([[large], [large], [-large]])).isnan().all()
+
+
+def words_of(addends: torch.Tensor) -> SumWords:
+    """The sums of one device, in tensors of 20 numbers and the rest."""
+    parts = []
+    for own in (addends[:, :20], addends[:, 20:]):
+        buffer = torch.zeros(own.shape[1])
+        sums = FixedPointSum(buffer)
+        for addend in own:
+            buffer.add_(addend)
+            sums.take()
+        parts.append(sums.words())
+    return SumWords.joined(parts)
+
+
+@pytest.mark.parametrize("largest", [1e-3, 1.9, 3e7])
+def test_sum_when_several_devices_have_parts_of_it_then_has_the_bits_of_one(largest):
+    """Whichever has which, and whether or not they needed the second word."""
+    addends = drawn(90, 1.0, 50).clamp(-3, 3) * drawn(90, 1.0, 1, seed=4).clamp(-3, 3) * (largest / 9)
+    found = summed(addends)
+    for sizes in ([90], [1, 89], [30, 30, 30], [0, 50, 40]):
+        order = torch.randperm(90, generator=torch.Generator().manual_seed(len(sizes)))
+        parts = [words_of(own) for own in addends[order].split(sizes)]
+        assert total_of_all(parts).equal(found)
+
+
+def test_sum_when_only_all_devices_together_pass_the_range_then_that_tensor_is_nan():
+    large = torch.zeros(3, 50)
+    large[:, 3] = torch.tensor([1.0, -1.0, 1.0]) * 2.0**44
+    large[:, 30] = 1.0
+    together = total_of_all([words_of(large[:1]), words_of(large[1:])])
+    assert together[:20].isnan().all() and together[20:].equal(summed(large[:, 20:]))
+    alone = total_of_all([words_of(large[:1]), words_of(torch.zeros(1, 50))])
+    assert alone.equal(large[0])

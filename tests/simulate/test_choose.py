@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -77,6 +78,19 @@ def test_fastest_pipeline_of_any_queues_keeps_every_order_and_is_no_slower_than_
     assert violations(program, queues, limits) == []
     greedy = planner.quick(queues, limits)
     assert simulate(program, cost).makespan_s <= simulate(greedy, cost).makespan_s
+
+
+def test_fastest_pipeline_when_all_sums_are_free_then_takes_samples_out_of_order_where_that_is_faster() -> None:
+    """And never where a single job's are not."""
+    lengths = (60, 60, 60, 60, 40, 40, 40, 40)
+    free = [JobQueue(job, tuple(Batch(n, 0, lengths) for n in range(2)), True, home=None) for job in "ab"]
+    planner, limits = FastestPipeline(2, LinearCost(fixed_s=50.0)), Limits(100)
+    assert violations(planner(free, limits), free, limits) == []
+    ordered = [dataclasses.replace(queue, home=0) for queue in free]
+    seconds = [simulate(planner(own, limits), planner.cost).makespan_s for own in (free, ordered)]
+    assert seconds[0] < seconds[1]
+    mixed = [free[0], ordered[1]]
+    assert violations(planner(mixed, limits), mixed, limits) == []
 
 
 def test_fastest_pipeline_when_jobs_are_unlike_then_is_faster_than_the_greedy_one() -> None:

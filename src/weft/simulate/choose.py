@@ -11,6 +11,7 @@ so all are simulated; deterministic as long as packing is, ties go to the smalle
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -88,7 +89,9 @@ class PipelineChoice:
 
 @dataclass(frozen=True)
 class FastestPipeline:
-    """A planner for a replica of several stages: of a few packings, each job in its own order, the fastest simulated.
+    """A planner for a replica of several stages: of a few packings, the fastest simulated.
+
+    Each job keeps its own order, unless the sums of all are free: then packings that do not are tried as well.
 
     The next global batch of a job is kept as far away as equal microbatches need it, or up to twice as far, which
     leaves room for unlike ones; stages run ahead, within memory for twice as many full microbatches as there are
@@ -150,9 +153,10 @@ class FastestPipeline:
     def _even_streams(self, whole: Sequence[JobQueue], capacity: int) -> Iterator[Sequence[Microbatch]]:
         """All jobs packed together, evenly, their global batches ever further apart."""
         even = _AverageStage(self.cost, self.num_stages)
-        for slack in (0, self.num_stages // 2, self.num_stages):
+        keeping = [True] if any(queue.home is not None for queue in whole) else [True, False]
+        for slack, keep_order in itertools.product((0, self.num_stages // 2, self.num_stages), keeping):
             apart = RoundLimits(capacity, self.num_stages + slack)
-            yield pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=True).stream
+            yield pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=keep_order).stream
 
     def _build(self, stream: Sequence[Microbatch], capacity: int) -> Program:
         """In the order of a stream, with memory for twice as many full microbatches as there are stages."""

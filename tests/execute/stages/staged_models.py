@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from weft.execute.stages.stage_group import LocalStages
 from weft.execute.stages.staged import StagedExecutor
 from weft.objectives.heads.classes import Classification
 from weft.objectives.preference.cpo import SimPo
+from weft.plan.program import Program
 from weft.store.run_dir import RunDirectory, RunRecord
 
 
@@ -96,3 +98,13 @@ def train_until(engine: Engine, place: Path, step: int, jobs: list[Job]) -> None
         engine.run()
         engine.stop()
         engine.run()
+
+
+def shuffled(program: Program, rng: random.Random) -> Program:
+    """The program with some neighbouring instructions of its stages in another order."""
+    stages = [list(own) for own in program.stages]
+    for _ in range(rng.randint(1, 2)):
+        own = rng.choice(stages)
+        place = rng.randrange(len(own) - 1)
+        own[place], own[place + 1] = own[place + 1], own[place]
+    return replace(program, stages=tuple(map(tuple, stages)))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from staged_models import objective_jobs, odd_jobs, staged_executor, train_until
+from staged_models import objective_jobs, odd_jobs, shuffled, staged_executor, train_until
 from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, small_job, submit, train
 
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
 from weft.engine.events import Event
+from weft.plan.check import violations
 from weft.plan.program import Program
 from weft.plan.spread import planner as spread
 from weft.plan.spread.planner import SpreadPlanner
@@ -158,3 +160,24 @@ def test_job_when_it_diverges_on_one_replica_then_ends_as_on_one_device_and_the_
     )
     assert found[0]["spoilt"].state == "failed"
     assert_same_bits(found[1]["good"], found[0]["good"])
+
+
+def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bits():
+    """The validator lets nothing through that would train anything else, or wait for ever."""
+    rng = random.Random(4)
+    own = [small_job("a", max_steps=3, max_grad_norm=0.1, sums="free"), small_job("b", 1, max_steps=2)]
+    expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=24)
+    planner, counts = SpreadPlanner((1, 2), (LinearCost(), LinearCost(token_s=0.5))), Counter[bool]()
+
+    def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
+        made = planner(queues, limits)
+        mutants = [mutant for _ in range(40) if (mutant := shuffled(made, rng)) != made]
+        may_run = [mutant for mutant in mutants if not violations(mutant, queues, limits)]
+        counts.update({True: len(may_run), False: len(mutants) - len(may_run)})
+        return rng.choice(may_run) if may_run else made
+
+    engine = Engine(staged_executor("llama", (2,), (1, 1)), capacity=24, planner=plan)
+    submit(engine, *own)
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+    assert min(counts[True], counts[False]) > 4

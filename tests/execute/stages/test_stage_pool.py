@@ -11,12 +11,14 @@ import pytest
 from tiny_models import assert_same_bits, finish, job_spec, random_data, submit, train
 
 from weft.backbone.load import load_backbone
+from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
-from weft.execute.stages.load_stages import find_parts
+from weft.execute.stages.load_stages import find_parts, load_stages
 from weft.execute.stages.stage_pool import StageLostError, StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.spread.planner import SpreadPlanner
 from weft.spec import BackboneSpec
 
 SPEC = BackboneSpec("tiny", device="cpu")
@@ -62,3 +64,25 @@ def test_run_when_a_stage_stands_still_then_all_are_ended_before_long(stages):
     os.kill(stages.processes[0].pid, signal.SIGSTOP)
     with pytest.raises(StageLostError, match="stage 0: gave no sign of life for 10 s, so all stages were ended"):
         engine.run()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_steps"), [((1, 1), 2), pytest.param((1, 2), 20, marks=pytest.mark.slow)], ids=["alike", "unlike"]
+)
+def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes, num_steps):
+    """Two that are spread over both, with dropout and clipping, and two at home on one."""
+    settings = {"max_steps": num_steps, "max_grad_norm": 0.1, "adapter": {"lora_dropout": 0.1}}
+    sums = {"a": "free", "b": "free", "c": "ordered", "d": "ordered"}
+    own: list[Any] = [
+        (job_spec(name, sums=kind, **settings), random_data(seed, num_samples=9))
+        for seed, (name, kind) in enumerate(sums.items())
+    ]
+    expected = train(load_backbone(SPEC), own, capacity=32)
+    executor = load_stages(SPEC, sizes)
+    try:
+        engine = Engine(executor, capacity=32, planner=SpreadPlanner(sizes, (LinearCost(), LinearCost())))
+        submit(engine, *own)
+        for name, outcome in finish(engine).items():
+            assert_same_bits(outcome, expected[name])
+    finally:
+        executor.close()

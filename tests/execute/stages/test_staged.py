@@ -6,12 +6,11 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from staged_models import objective_jobs, odd_jobs, staged_executor, train_until
+from staged_models import objective_jobs, odd_jobs, shuffled, staged_executor, train_until
 from tiny_models import (
     Job,
     assert_same_bits,
@@ -189,16 +188,6 @@ def test_job_when_it_does_not_fit_stages_then_refused_and_forgotten(job, where):
     assert found.value.where == where
     submit(engine, small_job("job", max_steps=1))
     assert finish(engine)["job"].state == "succeeded"
-
-
-def shuffled(program: Program, rng: random.Random) -> Program:
-    """The program with some neighbouring instructions of its stages in another order."""
-    stages = [list(own) for own in program.stages]
-    for _ in range(rng.randint(1, 2)):
-        own = rng.choice(stages)
-        place = rng.randrange(len(own) - 1)
-        own[place], own[place + 1] = own[place + 1], own[place]
-    return replace(program, stages=tuple(map(tuple, stages)))
 
 
 def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bits():

@@ -3,6 +3,7 @@
 bubble_het4_exec        share of the time that stages idle with the programs that `weft train` runs: planned one after
                         another from what a job's queue shows, every job in its own order, each drained before the next
 bubble_het4_exec_every_2, _every_8   the same where every second, or eighth, global batch of a job ends a program
+bubble_het4_exec_free   the same as the first with `sums: free` in all jobs, so that samples may be in any order
 
 The output head counts on the last stage; layers are divided by `split_layers`. A cost model, no measurement of a GPU.
 """
@@ -10,7 +11,7 @@ The output head counts on the last stage; layers are divided by `split_layers`. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.bench.pipeline.executed import execute
 from weft.bench.pipeline.lengths import MIXES, queues
@@ -73,10 +74,11 @@ def measure_executed(num_samples: int = NUM_SAMPLES) -> dict[str, float]:
     """Keys as in `weft bench pipeline --json`."""
     cost = split_cost()
     jobs, planner = queues(MIXES[-1], num_samples, BATCH), FastestPipeline(NUM_STAGES, cost)
-    found = {"": None, "_every_8": 8, "_every_2": 2}
+    free = [replace(job, home=None) for job in jobs]
+    found = {"": (jobs, None), "_every_8": (jobs, 8), "_every_2": (jobs, 2), "_free": (free, None)}
     return {
-        f"bubble_het4_exec{name}": execute(planner, jobs, Limits(CAPACITY), cost, every).bubble_ratio
-        for name, every in found.items()
+        f"bubble_het4_exec{name}": execute(planner, own, Limits(CAPACITY), cost, every).bubble_ratio
+        for name, (own, every) in found.items()
     }
 
 
