@@ -79,7 +79,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
     from weft.kernels.layers import rotary
     from weft.kernels.lora import expand, product, shrink, weight_grad
-    from weft.kernels.lora.tables import Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
+    from weft.kernels.lora.tables import FREE, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
 
     num_rows, hidden = NUM_ROWS, HIDDEN
     heads = rotary.Heads(32, 8, 128)
@@ -99,6 +99,8 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     product.product_kernel(product.Factors(x, weight), s, *place)
     product.product_grad_kernel(product.Factors(qkv_TE, weight.t()), s, *place)
     if drops:
+        table.needs = Needs.of([rank], drops=True, others=[FREE])
+        weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
         return
     expand.expand_kernel(qkv_TE, s, *place, adds=False)
     expand.expand_grad_kernel(x, s, *place, adds=False)
@@ -194,6 +196,7 @@ def launch_bare() -> None:
     lane = adamw.ParameterLane(*(zeros(64, dtype=torch.float32) for _ in range(4)), 1e-3)
     updates = [adamw.Update((lane, lane), 1, (0.9, 0.999), 1e-8, 0.0, 1.0, True)]
     adamw.adamw_kernel(updates, zeros(1, dtype=torch.float32))
+    adamw.adamw_kernel(updates, zeros(1, dtype=torch.float32), zeros(1, dtype=torch.float32))
     codes, scales = (zeros(64, dtype=torch.int8), zeros(64, dtype=torch.uint8)), zeros(1, dtype=torch.float32)
     lean = adamw_8bit.QuantisedLane(lane.params_P, lane.grad_P, *codes, 1e-3, scales, scales)
     adamw_8bit.adamw_8bit_kernel([replace(updates[0], lanes=(lean, lean))], zeros(1, dtype=torch.float32))

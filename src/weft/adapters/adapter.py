@@ -70,7 +70,7 @@ class Adapter:
         """Rows of the embedding and of the output head that are its own, by their names."""
         self._tied_grad: torch.Tensor | None = None
         """What tied rows get from the output head, until the global batch is whole."""
-        self._has_free_sums = has_free_sums
+        self.has_free_sums = has_free_sums
         self._free_sums: list[FreeSums] = []
         self._views: dict[str, ModuleTensors] = {}
         self.kernel_copy: KernelCopy | None = None
@@ -133,7 +133,9 @@ class Adapter:
         for sums in self._free_sums:
             for group, words in sums.words():
                 found[group].append(words)
-        return {group: SumWords.joined(own) for group, own in found.items()}
+        joined = {group: SumWords.joined(own) for group, own in found.items()}
+        kernels = {} if self.kernel_copy is None else self.kernel_copy.free_words()
+        return {group: w.with_words(kernels[group]) if group in kernels else w for group, w in joined.items()}
 
     def penalties(self) -> dict[str, torch.Tensor] | None:
         """What is added to free sums that is not the loss's, by group; None if nothing is."""
@@ -248,7 +250,7 @@ class Adapter:
 
     def _sums_of(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> FreeSums | None:
         """What takes the gradients of a place over, if their sums are free; each is of a group."""
-        if not self._has_free_sums:
+        if not self.has_free_sums:
             return None
         self._free_sums.append(FreeSums(groups, grads))
         return self._free_sums[-1]

@@ -161,6 +161,10 @@ class KernelCopy:
     def forget_gradients(self) -> None:
         """Empties those buffers."""
 
+    def free_words(self) -> Mapping[str, torch.Tensor]:
+        """The words in which kernels have added gradients whose sums are free, by group; each a pair in its order."""
+        return {}
+
 
 @dataclass(frozen=True)
 class CostRanks:
@@ -258,6 +262,8 @@ class Method(Protocol):
     kernel_keeps: Keeps = ""
     kernel_changes: tuple[Change, ...] = ()
     """All that its adapters may ask of kernels besides LoRA's."""
+    has_free_kernels: bool = False
+    """Whether kernels can add its gradients so that no order of samples matters."""
     workspace_bytes: int = 0
     """What one place needs on the reference path besides what is kept, at most; it is given back at once."""
     files: PeftFormat

@@ -42,9 +42,10 @@ class FreeSums:
             total.take()
 
     def give(self) -> None:
-        """Puts the sums into the buffers."""
+        """Puts the sums into the buffers; those of nothing are left out, since kernels may have sums of their own."""
         for _, grad, total in self._sums:
-            grad.copy_(total.total().view_as(grad))
+            if not total.is_empty:
+                grad.copy_(total.total().view_as(grad))
 
     def words(self) -> Iterator[tuple[str, SumWords]]:
         """The sums so far, each with its group."""

@@ -223,7 +223,7 @@ class Backbone:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
         device = self.device if device is None else device
         parts = self._parts(spec, head)
-        return Adapter(spec, self._targets(spec), seed, device, parts, has_free_sums=self._are_free(sums))
+        return Adapter(spec, self._targets(spec), seed, device, parts, has_free_sums=self._are_free(spec, sums))
 
     def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
         """An adapter beside the backbone that sits where a file says; its weights are loaded next."""
@@ -252,12 +252,18 @@ class Backbone:
             where="adapter.init_lora_weights",
         )
 
-    def _are_free(self, sums: str) -> bool:
-        """Whether sums of gradients are free; ConfigError where they cannot be."""
-        if sums == "free" and (self.path is not self.reference or self.works_on):
-            found = f"free sums are made on a CPU by the reference kernels, and these are {self.kernels!r}"
-            raise ConfigError(f"{found}; use ordered, or device cpu with kernels reference.", where="sums")
-        return sums == "free"
+    def _are_free(self, spec: AdapterSpec, sums: str) -> bool:
+        """Whether sums of an adapter's gradients are free; ConfigError where they cannot be."""
+        if sums != "free":
+            return False
+        if self._path_for(spec) is not self.reference:
+            if not method_of(spec).has_free_kernels:
+                found = f"the fused kernels make free sums of lora, and this is {_named(spec)}"
+                raise ConfigError(f"{found}; use ordered, or device cpu with kernels reference.", where="sums")
+        elif self.works_on:
+            found = f"free sums are made on a CPU or by the fused kernels, and here runs {self.kernels!r}"
+            raise ConfigError(f"{found}; use ordered.", where="sums")
+        return True
 
     def lane(self, spec: AdapterSpec) -> str:
         """Adapters of different lanes cannot share a microbatch: those that no kernel can run have one apart."""
@@ -419,6 +425,12 @@ class Backbone:
             self.linears[path] = slotted
         for module in self.model.modules():
             object.__setattr__(module, "weft_routing", self.routing)
+
+
+def _named(spec: AdapterSpec) -> str:
+    """A method, and the start that makes it another one."""
+    start = spec.init_lora_weights
+    return f"{spec.method} with {start}" if isinstance(start, str) and spec.method == "lora" else spec.method
 
 
 def _shapes(places: Mapping[str, SlotLinear | RowPlace]) -> dict[str, LinearShape]:

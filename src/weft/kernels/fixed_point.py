@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -36,6 +37,8 @@ ROOM = 2**62
 """What either word may come to in units of its own."""
 CHUNK = 2**16
 """Numbers that are converted at once, so that what is in between stays in a processor's cache."""
+REFUSED = 2**63 - 1
+"""What a kernel's word holds instead of a sum once a number was too large."""
 TOO_LARGE = ROOM << CARRY_BITS
 """Units from which on a sum is refused."""
 
@@ -51,6 +54,14 @@ class SumWords:
     """Numbers of each tensor."""
     units: tuple[int, ...]
     """Of each tensor, what was added at most; `TOO_LARGE` where it is refused."""
+
+    def with_words(self, words_P2: torch.Tensor) -> SumWords:
+        """The same tensors with sums that kernels have made (`fixed_words.py`)."""
+        fine_P, coarse_P = words_P2.unbind(-1)
+        refused = [bool((own == REFUSED).any()) for own in coarse_P.split(self.sizes)]
+        return replace(
+            self, fine_P=fine_P, coarse_P=coarse_P, units=tuple(TOO_LARGE if each else 0 for each in refused)
+        )
 
     @staticmethod
     def joined(parts: Sequence[SumWords]) -> SumWords:
@@ -92,14 +103,17 @@ class FixedPointSum:
     def __init__(self, values: torch.Tensor) -> None:
         """`values`: an fp32 buffer with memory in one piece, which others add to between two calls."""
         self._values_P = values.view(-1)
-        self._fine_P = torch.zeros_like(self._values_P, dtype=torch.int64)
         self._coarse_P: torch.Tensor | None = None
-        self._chunks = list(zip(self._values_P.split(CHUNK), self._fine_P.split(CHUNK), strict=True))
         self._in_fine = 0
         """Units that no number of fine can be above."""
         self._in_all = 0
         """The same of all that was added, whatever was carried."""
         self._is_finite = True
+
+    @cached_property
+    def _fine_P(self) -> torch.Tensor:
+        """Made when it is needed: where kernels have sums of their own it never is."""
+        return torch.zeros_like(self._values_P, dtype=torch.int64)
 
     def take(self) -> None:
         """Adds what the buffer holds, and leaves zeros there."""
@@ -119,7 +133,7 @@ class FixedPointSum:
         if self._in_fine + units > ROOM:
             self._carry()
         self._in_fine += units
-        for values, fine in self._chunks:
+        for values, fine in zip(self._values_P.split(CHUNK), self._fine_P.split(CHUNK), strict=True):
             # All three are exact but the rounding: the factor is a power of two.
             fine.add_(values.mul_(2.0**FINE_BITS).round_().to(torch.int64))
             values.zero_()
@@ -130,6 +144,11 @@ class FixedPointSum:
             return torch.full_like(self._values_P, math.nan)
         return _rounded(self._fine_P, self._coarse_P)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but zeros was taken."""
+        return self._in_all == 0
+
     def words(self) -> SumWords:
         """The sum so far, as it is added to those of other devices; to be read before the next number comes."""
         units = min(self._in_all, TOO_LARGE)
@@ -137,7 +156,8 @@ class FixedPointSum:
 
     def forget(self) -> None:
         """Begins again; the buffer is its owner's to empty."""
-        self._fine_P.zero_()
+        if not self.is_empty:
+            self._fine_P.zero_()
         self._coarse_P = None
         self._in_fine = self._in_all = 0
         self._is_finite = True

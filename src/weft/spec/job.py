@@ -202,7 +202,8 @@ class JobSpec(KnownKeywords):
     """Clip this job's gradient to this norm; 0 turns clipping off."""
     sums: str = setting("ordered", choices=SUMS)
     """How gradients of samples are added: ordered, in fp32 and in the job's order, or free, as whole numbers, so that
-    no order of samples changes a bit. Free sums are for CPUs, and take up to 16 bytes a trainable parameter."""
+    no order of samples changes a bit. Free sums are for CPUs, and of lora for the fused kernels too; they take up to 16
+    bytes a trainable parameter."""
     loraplus_lr_ratio: float | None = setting(None, rule=above(0), methods=LORA_KINDS)
     """LoRA+: the learning rate of B is this many times that of A."""
 

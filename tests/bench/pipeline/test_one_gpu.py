@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from weft.backbone.fused import stage
+from weft.bench.pipeline.free_sums import measure_free_sums
 from weft.bench.pipeline.one_gpu import measure_stages
 from weft.bench.pipeline.parts import TARGETS
 from weft.bench.pipeline.passes import OneDevice, time_in_turn
@@ -29,3 +30,9 @@ def test_stages_when_one_changes_what_it_hands_on_then_the_gradients_count_it(mo
     times = time_in_turn(TINY, TINY.backbone(), TINY.stages(2))
     assert times.num_differing > 0
     assert times.sum_s == pytest.approx(sum(times.pass_s(name, s) for name in ("forward", "backward") for s in (0, 1)))
+
+
+def test_free_sums_when_measured_on_a_tiny_shape_then_no_order_changes_a_bit():
+    found = measure_free_sums(TINY)
+    assert found["free_sums_bits"] == 0
+    assert found.keys() == {"free_sums_cost", "free_sums_bits"} <= TARGETS.keys()

@@ -63,6 +63,15 @@ def engine_of(*replicas: tuple[int, ...], seed: int | None = None, **options: An
     return Engine(staged_executor("llama", *replicas, **options), capacity=48, planner=planner)
 
 
+def test_jobs_when_spread_over_replicas_of_fused_kernels_then_have_the_bits_of_one_device():
+    """Sums that kernels have made go to the judge in the same words."""
+    expected = train(random_backbone("llama", kernels="fused", num_hidden_layers=LAYERS), jobs(), capacity=48)
+    engine = engine_of((2,), (1, 1), seed=1, kernels="fused")
+    submit(engine, *jobs())
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_jobs_when_spread_over_any_replicas_then_have_the_bits_of_one_device(dtype):
     """One, two and three, alike and not, however their samples are dealt out: adapters, losses and evaluations."""

@@ -9,6 +9,7 @@ import torch
 from tables_fixture import BARE, NAN_SLOT, SLOTS, WIDE_SLOTS, Setting, one_site, plain_drop, rows_of
 
 import weft.kernels.lora.weight_grad as module
+from weft.kernels.fixed_words import new_words, total_of_words
 from weft.kernels.lora.weight_grad import weight_grad_kernel, weight_grad_reference
 
 CASES = {"three": ((24, 8, 72), SLOTS), "two": ((20, 9), SLOTS), "one": ((7,), SLOTS), "wide": ((9, 8, 7), WIDE_SLOTS)}
@@ -119,3 +120,48 @@ def test_weight_grad_kernel_when_rows_do_not_drop_then_nothing_is_dropped():
         found.append([grad for pair in gradients(setting).values() for grad in pair])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=3e-5)
+
+
+def with_words(setting: Setting) -> list[torch.Tensor]:
+    """Lets every other slot have free sums; returns all words."""
+    found: list[torch.Tensor] = []
+    for slot, entries in list(setting.table.entries.items()):
+        if slot % 2:
+            # Those of A lie one after another, as the gradients do.
+            grads = [entry.grad_a_RD for entry in entries.values()]
+            flat = new_words(torch.empty(sum(grad.numel() for grad in grads))).split([grad.numel() for grad in grads])
+            free = {}
+            for (number, entry), own in zip(entries.items(), flat, strict=True):
+                words = [own.view(*entry.grad_a_RD.shape, 2), new_words(entry.grad_b_OR)]
+                free[number] = replace(entry, words_a=words[0], words_b=words[1])
+                found += words
+            setting.table.remove(slot)
+            assert setting.table.put(free) == slot
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "slots"), [CASES["three"], CASES["wide"]], ids=["three", "wide"])
+def test_weight_grad_when_some_sums_are_free_then_words_hold_what_is_added_and_others_have_the_bits_they_had(
+    sizes, slots
+):
+    """The kernel's words come to the twin's sums; gradients of slots with ordered sums do not notice."""
+    totals, grads = [], []
+    for run, is_free in ((weight_grad_reference, True), (weight_grad_kernel, True), (weight_grad_kernel, False)):
+        torch.manual_seed(0)
+        setting = one_site(sizes, 70, slots=slots)
+        site = setting.sites[0]
+        x_TD, dy_TO = setting.random(128, 70), setting.random(128, sum(sizes))
+        s, ds = setting.delta(site), setting.delta(site)
+        before = {place: [each.clone() for each in own] for place, own in gradients(setting).items()}
+        words = with_words(setting) if is_free else []
+        run(x_TD, s.s_TR, dy_TO, ds.s_TR, site, setting.rows, setting.table)
+        totals.append([total_of_words(each) for each in words])
+        grads.append(gradients(setting))
+        if is_free:
+            for (slot, number), own in grads[-1].items():
+                assert slot % 2 == 0 or all(a.equal(b) for a, b in zip(own, before[slot, number], strict=True))
+    assert any(total.any() for total in totals[0])
+    for own, other in zip(totals[0], totals[1], strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=3e-5)
+    for place in (place for place in grads[1] if place[0] % 2 == 0):
+        assert all(a.equal(b) for a, b in zip(grads[1][place], grads[2][place], strict=True))

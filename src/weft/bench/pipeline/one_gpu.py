@@ -31,14 +31,12 @@ from weft.bench.pipeline.passes import (
     time_in_turn,
 )
 from weft.bench.pipeline.recorded import RecordedRun
-from weft.bench.shapes import find_shape
 from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
 from weft.errors import JobError
 from weft.execute.stages.stage_group import LocalStages
 from weft.execute.stages.staged import StagedExecutor
 from weft.job_state import JobState
-from weft.kernels.device import default_device
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Program
@@ -51,11 +49,6 @@ STAGES = (2, 4)
 NUM_STEPS, MAX_GRAD_NORM = 3, 0.05
 Weights = dict[str, list[torch.Tensor]]
 """The tensors of every job's adapter."""
-
-
-def measure_one_gpu() -> dict[str, float]:
-    """The 8B shape on the GPU; keys as in `weft bench pipeline --json`."""
-    return measure_stages(OneDevice(find_shape("llama-3.1-8b"), torch.bfloat16, default_device(), 4096))
 
 
 def measure_stages(bench: OneDevice) -> dict[str, float]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.pipeline.four_jobs import measure_executed
-from weft.bench.pipeline.one_gpu import measure_one_gpu
+from weft.bench.pipeline.free_sums import measure_free_sums
+from weft.bench.pipeline.one_gpu import measure_stages
+from weft.bench.pipeline.passes import OneDevice
 from weft.bench.pipeline.recorded import measure_recorded
 from weft.bench.pipeline.seventy import measure_seventy
 from weft.bench.pipeline.shards import measure_shards
+from weft.bench.shapes import find_shape
 from weft.cost.profile import Profile
 from weft.errors import ConfigError
 from weft.kernels.device import default_device, is_gpu
@@ -27,16 +32,19 @@ TARGETS: Targets = {
     "bits_stages": (Kind.DIFFERENCES, 0.0),
     "stage_sum": (Kind.WASTE, 0.03),
     "stage_sim": (Kind.WASTE, 0.05),
+    "free_sums_cost": (Kind.OVERHEAD, 0.02),
+    "free_sums_bits": (Kind.DIFFERENCES, 0.0),
     "shard_overlap": (Kind.SHARE, None),
     "shard_bits": (Kind.DIFFERENCES, 0.0),
     "shard_gather_gb_s": (Kind.GB_PER_S, None),
 }
-GPU_REGIMES = ("shard_overlap", "bits_stages")
+GPU_REGIMES = ("shard_overlap", "bits_stages", "free_sums_cost")
 REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b", *GPU_REGIMES)
 """The figures that parts are asked for by."""
 SHARDS = "shards on one GPU, gathered from pinned memory"
 STREAMS = "8B in stages on one GPU, each a stream of this process"
-ON_GPU = frozenset({SHARDS, STREAMS})
+FREE_SUMS = "8B on one GPU, free sums beside ordered ones"
+ON_GPU = frozenset({SHARDS, STREAMS, FREE_SUMS})
 
 
 def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
@@ -54,6 +62,12 @@ def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
         "four unlike jobs on four stages, simulated": measure_executed,
         f"70B on four H100, simulated by {source}, links assumed": lambda: measure_seventy(profile),
         SHARDS: lambda: measure_shards(device),
-        STREAMS: measure_one_gpu,
+        STREAMS: lambda: measure_stages(_eight_billion(device)),
+        FREE_SUMS: lambda: measure_free_sums(_eight_billion(device)),
     }
     return {title: part for name, (title, part) in zip(REGIMES, parts.items(), strict=True) if name in (regimes or can)}
+
+
+def _eight_billion(device: torch.device) -> OneDevice:
+    """The 8B shape, with microbatches of which four stages can hold as many as they need."""
+    return OneDevice(find_shape("llama-3.1-8b"), torch.bfloat16, device, 4096)

@@ -24,14 +24,16 @@ ROW_TILE = 64
 adapter's weights less often."""
 ROW_BLOCK = 128
 """Rows of one block of a frozen product, whoever owns them."""
-NUM_FIELDS = 17
+NUM_FIELDS = 19
 """Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
 A, B and their gradients; the scale's bits; dropout. Then addresses of what changes outputs (8 to 11) and inputs or rank
 space (12 to 15), each a factor, a shift and their gradients; the number of a non-linearity in rank space, or the
-address of what is known of a sparse difference. Where rows of samples are replaced: how many (1), and the addresses of
-these (2) and of their gradient (4)."""
-OUTPUTS, INPUTS, MORE = 8, 12, 16
+address of what is known of a sparse difference; addresses of the words of free sums of A and B. Where rows of samples
+are replaced: how many (1), and the addresses of these (2) and of their gradient (4)."""
+OUTPUTS, INPUTS, MORE, SUMS = 8, 12, 16, 17
 """Fields that kernels of other methods begin at."""
+FREE = ("sums", "free")
+"""What adapters with free sums ask for."""
 BARE = 0
 """The table's slot of rows without an adapter; all its ranks are 0."""
 SPARE_SLOTS = 32
@@ -83,6 +85,10 @@ class Entry:
     dropout: float
     key: int
     """Stable number of the module, part of every dropout key."""
+    words_a: torch.Tensor | None = None
+    """Where gradients of samples are added so that their order does not matter (`fixed_words.py`), instead of to the
+    gradient; of A, if that is trained."""
+    words_b: torch.Tensor | None = None
 
     @property
     def threshold(self) -> int:
@@ -209,6 +215,11 @@ class SlotTable:
         """Whether some adapter changes that at the sites of a role."""
         return (kind, role) in self.needs.others
 
+    @property
+    def has_free(self) -> bool:
+        """Whether some adapter has free sums."""
+        return FREE in self.needs.others
+
     def put(self, entries: Mapping[int, Entry], others: OtherParts[int] = NO_OTHERS) -> int:
         """Takes a free slot; returns its number, above 0."""
         slot = next(i for i in itertools.count(BARE + 1) if i not in self.entries)
@@ -220,12 +231,17 @@ class SlotTable:
             self.version += 1
         self.entries[slot], self.others[slot] = entries, others
         widest = max((entry.rank for entry in entries.values()), default=0)
-        self._asked[slot] = (widest, any(entry.dropout for entry in entries.values()), self._changed(others))
+        free = {FREE} if any(entry.words_b is not None for entry in entries.values()) else set()
+        self._asked[slot] = (widest, any(entry.dropout for entry in entries.values()), self._changed(others) | free)
         self._see_needs()
         for site in self._sites:
             for part, (column, rank, entry) in enumerate(self.columns(slot, site)):
                 addresses = _addresses(entry) if entry else (0, 0, 0, 0, 0, 0)
                 self._fields[slot, site.module + part, :OUTPUTS] = (rank | widest << 32, column, *addresses)
+                words = () if entry is None else (entry.words_a, entry.words_b)
+                self._fields[slot, site.module + part, SUMS : SUMS + len(words)] = [
+                    0 if each is None else each.data_ptr() for each in words
+                ]
         self._put_others(slot, others)
         self.device_SMF.copy_(torch.from_numpy(self._fields))
         return slot

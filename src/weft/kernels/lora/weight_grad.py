@@ -6,8 +6,9 @@ For every owner and each part m of a site:
 Each sample is summed by itself, in blocks of rows counted from its own start, and the samples of an owner are added to
 the gradient one after another in the job's order: ((g + s1) + s2) + s3. No microbatch cut, neighbour or place in the
 buffer can change that sum. Columns are the products' long side whatever the ranks, so that all ranks get the same
-instructions. Only an owner's own rows are read: a NaN elsewhere changes nothing. An adapter whose A is frozen has no
-gradient of A, which is address 0, and is passed over.
+instructions. An owner whose sums are free has words instead of gradients, to which its samples are added in fixed point
+(`kernels/fixed_words.py`). Only an owner's own rows are read: a NaN elsewhere changes nothing. An adapter whose A is
+frozen has no gradient of A, which is address 0, and is passed over.
 
 A fixed number of programs takes work items (owner, column block) in turn; how many there are is read from the device,
 so a captured launch serves any mix of jobs. An item goes over its owner's ranks in blocks, so a narrow adapter costs
@@ -20,6 +21,7 @@ from itertools import product
 
 import torch
 
+from weft.kernels.fixed_words import add_number, add_to_words
 from weft.kernels.launch import jit, lanes, runs_triton, tl
 from weft.kernels.lora.tables import RankLaunch, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import (
@@ -59,16 +61,71 @@ def weight_grad_reference(
                 own, columns = slice(span.start, span.end), slice(column, column + rank)
                 x_LD = rows.dropped(entry, x_TD[own], own).float()
                 if entry.grad_a_RD.numel():
-                    entry.grad_a_RD.addmm_(ds_TR[own, columns].float().t(), x_LD)
+                    _add_product(entry.grad_a_RD, entry.words_a, ds_TR[own, columns].float(), x_LD, 1.0)
                 dy_LO = dy_TO[own, start : start + size].float()
-                entry.grad_b_OR.addmm_(dy_LO.t(), s_TR[own, columns].float(), alpha=entry.scale)
+                _add_product(entry.grad_b_OR, entry.words_b, dy_LO, s_TR[own, columns].float(), entry.scale)
+
+
+def _add_product(
+    grad_MN: torch.Tensor, words_MN2: torch.Tensor | None, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float
+) -> None:
+    if words_MN2 is None:
+        grad_MN.addmm_(left_LM.t(), right_LN, alpha=scale)
+    else:
+        add_to_words(words_MN2, left_LM.t().mm(right_LN).mul_(scale))
+
+
+@jit
+def _sample_sum(  # type: ignore[no-untyped-def]
+    wide,
+    narrow,
+    keys,
+    stride_wide,
+    stride_narrow,
+    start,
+    end,
+    columns,
+    offset,
+    inside,
+    places,
+    has,
+    column_keys,
+    threshold,
+    DROPPED: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """wideᵀ narrow of one sample, a block of `columns` of wide and `places` of narrow."""
+    acc = tl.zeros((BN, BR), dtype=tl.float32)
+    for t in range(start, end, BT):
+        rows = t + tl.arange(0, BT)
+        row_mask = rows < end
+        wide_tile = tl.load(
+            wide + rows.to(tl.int64)[:, None] * stride_wide + (offset + columns)[None, :],
+            mask=row_mask[:, None] & inside[None, :],
+            other=0.0,
+        )
+        if DROPPED:
+            row_keys = tl.load(keys + rows, mask=row_mask, other=0)
+            kept = is_kept(row_keys, column_keys, threshold)
+            wide_tile = tl.where(kept, wide_tile, 0.0).to(wide.dtype.element_ty)
+        narrow_tile = tl.load(
+            narrow + rows.to(tl.int64)[:, None] * stride_narrow + places[None, :],
+            mask=row_mask[:, None] & has[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(tl.trans(wide_tile), narrow_tile, acc, input_precision="ieee")
+    return acc
 
 
 @jit
 def _sum_samples(  # type: ignore[no-untyped-def]
     wide,
     narrow,
-    here,
+    grad,
+    words,
+    index,
     mask,
     owned,
     keys,
@@ -85,37 +142,44 @@ def _sum_samples(  # type: ignore[no-untyped-def]
     seed,
     threshold,
     DROPPED: tl.constexpr,
+    FREE: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `places` of narrow."""
-    total = tl.load(here, mask=mask, other=0.0)
+    """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `places` of narrow.
+
+    `words`: the address of those of free sums, or 0.
+    """
+    column_keys = columns
     if DROPPED:
         column_keys = feature_keys(columns, seed)
-    for span in range(first_span, last_span):
-        start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
-        acc = tl.zeros((BN, BR), dtype=tl.float32)
-        for t in range(start, end, BT):
-            rows = t + tl.arange(0, BT)
-            row_mask = rows < end
-            wide_tile = tl.load(
-                wide + rows.to(tl.int64)[:, None] * stride_wide + (offset + columns)[None, :],
-                mask=row_mask[:, None] & inside[None, :],
-                other=0.0,
-            )
-            if DROPPED:
-                row_keys = tl.load(keys + rows, mask=row_mask, other=0)
-                kept = is_kept(row_keys, column_keys, threshold)
-                wide_tile = tl.where(kept, wide_tile, 0.0).to(wide.dtype.element_ty)
-            narrow_tile = tl.load(
-                narrow + rows.to(tl.int64)[:, None] * stride_narrow + places[None, :],
-                mask=row_mask[:, None] & has[None, :],
-                other=0.0,
-            )
-            acc = tl.dot(tl.trans(wide_tile), narrow_tile, acc, input_precision="ieee")
-        total += acc * factor
-    tl.store(here, total, mask=mask)
+    is_free = False
+    if FREE:
+        is_free = words != 0
+    if is_free:
+        there = words.to(tl.pointer_type(tl.int64)) + index * 2
+        fine, coarse = tl.load(there, mask=mask, other=0), tl.load(there + 1, mask=mask, other=0)
+        for span in range(first_span, last_span):
+            start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+            acc = _sample_sum(
+                wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, places, has,
+                column_keys, threshold, DROPPED, BT, BN, BR,
+            )  # fmt: skip
+            fine, coarse = add_number(fine, coarse, acc * factor)
+        tl.store(there, fine, mask=mask)
+        tl.store(there + 1, coarse, mask=mask)
+    else:
+        here = grad + index
+        total = tl.load(here, mask=mask, other=0.0)
+        for span in range(first_span, last_span):
+            start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+            acc = _sample_sum(
+                wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, places, has,
+                column_keys, threshold, DROPPED, BT, BN, BR,
+            )  # fmt: skip
+            total += acc * factor
+        tl.store(here, total, mask=mask)
 
 
 @jit
@@ -123,6 +187,7 @@ def _sum_a(  # type: ignore[no-untyped-def]
     x,
     ds,
     out,
+    words,
     owned,
     keys,
     stride_x,
@@ -137,6 +202,7 @@ def _sum_a(  # type: ignore[no-untyped-def]
     seed,
     threshold,
     DROPPED: tl.constexpr,
+    FREE: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -144,14 +210,14 @@ def _sum_a(  # type: ignore[no-untyped-def]
     """Adds (dSᵀ drop(x))ᵀ of an owner's samples to a block of ranks from `first` on and a block of columns."""
     ranks = first + tl.arange(0, BR)
     inside = columns < num_features
-    here = out + ranks.to(tl.int64)[None, :] * num_features + columns[:, None]
+    index = ranks.to(tl.int64)[None, :] * num_features + columns[:, None]
     mask = (ranks < rank)[None, :] & inside[:, None]
     factor = 1.0
     if DROPPED:
         factor = keep_scale(threshold)
     _sum_samples(
-        x, ds, here, mask, owned, keys, stride_x, stride_s, first_span, last_span, columns, 0, inside,
-        column + ranks, ranks < pad(rank), factor, seed, threshold, DROPPED, BT, BN, BR,
+        x, ds, out, words, index, mask, owned, keys, stride_x, stride_s, first_span, last_span, columns, 0, inside,
+        column + ranks, ranks < pad(rank), factor, seed, threshold, DROPPED, FREE, BT, BN, BR,
     )  # fmt: skip
 
 
@@ -169,6 +235,7 @@ def _grad_a(  # type: ignore[no-untyped-def]
     num_modules,
     num_features,
     DROPS: tl.constexpr,
+    FREE: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ABOVE: tl.constexpr,
     UPTO: tl.constexpr,
@@ -185,11 +252,14 @@ def _grad_a(  # type: ignore[no-untyped-def]
             columns = (item % column_blocks) * BN + tl.arange(0, BN)
             whole = 0
             grad_whole = tl.load(line_of(table, slot, module, num_modules) + 4)
+            words_whole = tl.load(line_of(table, slot, module, num_modules) + 17)
             apart = False
             for part in tl.static_range(NUM_PARTS):
                 line = line_of(table, slot, module + part, num_modules)
                 rank = tl.load(line).to(tl.int32)
-                grad_whole = tl.where((whole == 0) & (rank > 0), tl.load(line + 4), grad_whole)
+                is_begin = (whole == 0) & (rank > 0)
+                grad_whole = tl.where(is_begin, tl.load(line + 4), grad_whole)
+                words_whole = tl.where(is_begin, tl.load(line + 17), words_whole)
                 whole += rank
                 apart = apart | (rank % 8 != 0)
                 if DROPS:
@@ -204,16 +274,17 @@ def _grad_a(  # type: ignore[no-untyped-def]
                         threshold = drop_threshold(line)
                         for first in range(0, rank, BR):
                             _sum_a(
-                                x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, column, first, rank,
-                                columns, num_features, drop_seed(line), threshold, DROPS, BT, BN, BR,
+                                x, ds, out, tl.load(line + 17), owned, keys, stride_x, stride_s, first_span,
+                                last_span, column, first, rank, columns, num_features, drop_seed(line), threshold,
+                                DROPS, FREE, BT, BN, BR,
                             )  # fmt: skip
                 else:
                     # The parts' A and their gradients lie one after another: one matrix, one reading of x.
                     out = tl.multiple_of(grad_whole.to(tl.pointer_type(tl.float32)), 16)
                     for first in range(0, whole, BR):
                         _sum_a(
-                            x, ds, out, owned, keys, stride_x, stride_s, first_span, last_span, 0, first, whole,
-                            columns, num_features, 0, 0, False, BT, BN, BR,
+                            x, ds, out, words_whole, owned, keys, stride_x, stride_s, first_span, last_span, 0, first,
+                            whole, columns, num_features, 0, 0, False, FREE, BT, BN, BR,
                         )  # fmt: skip
 
 
@@ -231,6 +302,7 @@ def _grad_b(  # type: ignore[no-untyped-def]
     size_0,
     size_1,
     size_2,
+    FREE: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ABOVE: tl.constexpr,
     UPTO: tl.constexpr,
@@ -255,11 +327,12 @@ def _grad_b(  # type: ignore[no-untyped-def]
             grad = tl.load(line + 5).to(tl.pointer_type(tl.float32))
             for first in range(0, rank, BR):
                 ranks = first + tl.arange(0, BR)
-                here = grad + columns.to(tl.int64)[:, None] * rank + ranks[None, :]
+                index = columns.to(tl.int64)[:, None] * rank + ranks[None, :]
                 mask = (ranks < rank)[None, :] & inside[:, None]
                 _sum_samples(
-                    dy, s, here, mask, owned, owned, stride_y, stride_s, first_span, last_span, columns, begin, inside,
-                    column + ranks, ranks < pad(rank), scale, 0, 0, False, BT, BN, BR,
+                    dy, s, grad, tl.load(line + 18), index, mask, owned, owned, stride_y, stride_s, first_span,
+                    last_span, columns, begin, inside, column + ranks, ranks < pad(rank), scale, 0, 0, False, FREE,
+                    BT, BN, BR,
                 )  # fmt: skip
 
 
@@ -277,7 +350,7 @@ def weight_grad_kernel(
     tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
     place = (site.module, table.num_modules)
     strides_a, strides_b = (x_TD.stride(0), ds_TR.stride(0)), (dy_TO.stride(0), s_TR.stride(0))
-    shared = {"NUM_PARTS": num_parts, "BT": REDUCTION}
+    shared = {"NUM_PARTS": num_parts, "BT": REDUCTION, "FREE": table.has_free}
 
     def add_a(launch: RankLaunch) -> None:
         # The A of all parts have one x, which is read once; the B have outputs of their own.

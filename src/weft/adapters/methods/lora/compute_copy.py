@@ -12,6 +12,7 @@ import torch
 
 from weft.adapters.method import KernelCopy
 from weft.adapters.methods.lora.weights import LoraWeights
+from weft.kernels.fixed_words import new_words, total_of_words
 from weft.kernels.lora.tables import Entry, padded
 
 if TYPE_CHECKING:
@@ -31,12 +32,25 @@ class ComputeCopy(KernelCopy):
         """`modules`: what is a LoRA of it, by path; `groups`: those of its A and B."""
         super().__init__(adapter)
         self._modules, self._groups = modules, groups
+        self._words = {
+            group: new_words(adapter.groups[group].grad)
+            for group in groups
+            if adapter.has_free_sums and group in adapter.groups
+        }
+        """Where kernels add gradients, if no order of samples is to matter; as the gradients lie."""
+        starts = dict.fromkeys(groups, 0)
         sizes_a = [padded(w.a_RD.shape[0]) * w.a_RD.shape[1] for w in self._modules.values()]
         sizes_b = [padded(w.a_RD.shape[0]) * w.b_OR.shape[0] for w in self._modules.values()]
         self._a = torch.zeros(sum(sizes_a), dtype=dtype, device=adapter.device)
         self._b = torch.zeros(sum(sizes_b), dtype=dtype, device=adapter.device)
         for (path, w), a, b in zip(self._modules.items(), self._a.split(sizes_a), self._b.split(sizes_b), strict=True):
             rank = w.a_RD.shape[0]
+            words = {}
+            for group, grad in zip(groups, (w.grad_a_RD, w.grad_b_OR), strict=True):
+                if group in self._words:
+                    own = self._words[group][starts[group] : starts[group] + grad.numel()]
+                    words[group] = own.view(*grad.shape, 2)
+                    starts[group] += grad.numel()
             self.entries[path] = Entry(
                 rank,
                 a.view(padded(rank), -1),
@@ -46,11 +60,28 @@ class ComputeCopy(KernelCopy):
                 w.scale,
                 w.dropout,
                 w.key,
+                words.get(groups[0]),
+                words.get(groups[1]),
             )
         scales = {entry.scale for entry in self.entries.values()}
         aligned = all(entry.rank % 8 == 0 for entry in self.entries.values())
         self._scale = scales.pop() if aligned and len(scales) == 1 else None
         """The one scale of all modules, if the copy is laid out as the masters are: it then follows in two calls."""
+
+    def collect(self) -> None:
+        """Adds free sums to the gradients, each rounded once."""
+        for group, words_P2 in self._words.items():
+            self._adapter.groups[group].grad.add_(total_of_words(words_P2))
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Those of free sums."""
+        for words_P2 in self._words.values():
+            words_P2.zero_()
+
+    def free_words(self) -> Mapping[str, torch.Tensor]:
+        """The sums so far."""
+        return self._words
 
     def copy_weights(self) -> None:
         """Copies the masters."""
