@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_families import plain_model
 
+from weft.cli.auto_layout import with_layout
 from weft.cli.layout_options import LayoutOptions
 from weft.errors import WeftError
 from weft.plan.pipeline.build import Schedule
@@ -25,9 +26,19 @@ def test_layout_when_it_is_no_layout_then_refused(layout):
     assert refusal(layout).startswith(f"--layout: got {layout!r}; accepted are ")
 
 
-@pytest.mark.parametrize("layout", ["tensor:2", "tensor:2,stages:2", "auto"])
+@pytest.mark.parametrize("layout", ["tensor:2", "tensor:2,stages:2"])
 def test_layout_when_nothing_trains_it_yet_then_refused(layout):
     assert "yet" in refusal(layout)
+
+
+def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():
+    """Whatever the machine has; nobody but `weft train` chooses."""
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=(JobSpec("job", ("data.jsonl",), sums="free"),))
+    options, reasons = with_layout(spec, LayoutOptions("auto"))
+    options.check(spec, ())
+    assert not options.is_auto and "GiB a device" in reasons[0] and reasons[0].endswith("(chosen, predicted)")
+    assert "auto is for weft train" in refusal("auto")
+    assert "leave --replicas out" in refusal("auto", flags=("--replicas", "2"))
 
 
 @pytest.mark.parametrize("layout", ["stages:2,shards:2", "spread:2,shards:2", "stages:1+shards:2"])

@@ -22,7 +22,7 @@ Layout = Annotated[
         metavar="stages:N",
         help="Divide the layers of one backbone into N stages, each in its own process; or spread:N: N backbones that "
         "share the samples of jobs with free sums; or stages:1+stages:2: unlike ones; or shards:N: N processes that "
-        "share the frozen weights of one backbone and have jobs of their own.",
+        "share the frozen weights of one backbone and have jobs of their own; or auto: what is predicted fastest.",
     ),
 ]
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)
@@ -69,9 +69,8 @@ class LayoutOptions:
 
     def check(self, spec: RunSpec, replica_flags: Sequence[str]) -> None:
         """ConfigError or ModelError for what cannot be, before any weight is read; `replica_flags`: said as well."""
+        self.check_alone(replica_flags)
         sizes, schedule = self._sizes, self._schedule
-        if self.layout is not None and replica_flags:
-            raise ConfigError(f"says which replicas there are; leave {replica_flags[0]} out, or --layout.", where=WHERE)
         if self.schedule is not None and self.layout is None:
             raise ConfigError("is for stages; give --layout stages:N too.", where="--schedule")
         if schedule is not None and len(sizes) > 1:
@@ -82,13 +81,23 @@ class LayoutOptions:
             assert self.stages is not None
             check_layout(spec, self.stages)
 
+    def check_alone(self, replica_flags: Sequence[str]) -> None:
+        """ConfigError if other options say which replicas there are."""
+        if self.layout is not None and replica_flags:
+            raise ConfigError(f"says which replicas there are; leave {replica_flags[0]} out, or --layout.", where=WHERE)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a layout is still to be chosen."""
+        return self.layout == AUTO
+
     @property
     def _sizes(self) -> tuple[int, ...]:
         """Stages of each replica."""
         if self.layout is None:
             return (1,)
-        if self.layout == AUTO:
-            raise ConfigError("no layout is chosen by itself yet; say one, such as stages:2.", where=WHERE)
+        if self.is_auto:
+            raise ConfigError("auto is for weft train; say a layout, such as stages:2.", where=WHERE)
         layout = parse_layout(self.layout, where=WHERE)
         if self._are_shards:
             return (1,) * layout.num_devices

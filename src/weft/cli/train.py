@@ -76,9 +76,17 @@ def train(
     place = out or run_place(spec.output_dir)
     options = ReplicaOptions(replicas, devices, cluster, gpu_type, listen)
     stages = LayoutOptions(layout, schedule)
+    reasons: tuple[str, ...] = ()
+    if stages.is_auto:
+        from weft.cli.auto_layout import with_layout
+
+        stages.check_alone(options.flags)
+        stages, reasons = with_layout(spec, stages)
     stages.check(spec, options.flags)
     order = Order(spec, jobs_file, changes, keep_going, options, stages)
     console = output_console()
+    for reason in reasons:
+        console.print(f"layout    {reason}", markup=False, highlight=False, soft_wrap=True)
     if dry_run:
         from weft.store.run_dir import RunDirectory
 

@@ -1,0 +1,58 @@
+"""The layout of a run that says none: what fits first, then what is fastest, then what is simplest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weft.bench.shapes import find_shape
+from weft.cost.analytic import AnalyticCost
+from weft.cost.hardware import find_hardware
+from weft.cost.shape import ModelShape
+from weft.errors import PlanError
+from weft.plan.choose_layout import GIB, LayoutJob, choose_layout
+
+SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "llama-3.1-8b")
+COST = AnalyticCost(SHAPE, find_hardware("h100"))
+PLENTY = 10_000 * GIB
+FREE, ORDERED = LayoutJob(32_000, 16, is_free=True), LayoutJob(32_000, 16)
+
+
+def chosen(jobs: list[LayoutJob], num_devices: int = 4, memory: int = PLENTY, cost: AnalyticCost = COST) -> str:
+    return str(choose_layout(cost, jobs, 8192, num_devices, memory).chosen.layout)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "layout"),
+    [([FREE], "spread:4"), ([ORDERED] * 8, "spread:4"), ([FREE, ORDERED, ORDERED, ORDERED], "spread:4")],
+)
+def test_layout_when_a_replica_fits_and_work_can_be_shared_out_then_whole_replicas(jobs, layout):
+    assert chosen(jobs) == layout
+
+
+def test_layout_when_one_job_has_ordered_sums_then_stages_that_its_microbatches_fill():
+    """It has one home, so replicas beside it would idle."""
+    assert chosen([LayoutJob(400_000, 16)]).startswith("stages:")
+
+
+def test_layout_when_there_is_one_device_then_that():
+    assert chosen([FREE], num_devices=1) == "stages:1"
+
+
+def test_layout_when_a_replica_does_not_fit_then_shards_on_fast_links_and_stages_on_slow_ones():
+    """All layouts but those two are said not to fit."""
+    whole = choose_layout(COST, [ORDERED] * 8, 8192, 1, PLENTY).chosen.device_bytes
+    memory = int(0.9 * whole)
+    found = choose_layout(COST, [ORDERED] * 8, 8192, 4, memory)
+    assert str(found.chosen.layout) == "shards:4" and "(chosen, predicted)" in found.lines[0]
+    assert sum("does not fit" in line for line in found.lines) >= 2
+    slow = replace(COST, hardware=replace(COST.hardware, link_rate=1e9))
+    assert chosen([ORDERED] * 8, memory=memory, cost=slow).startswith("stages:")
+
+
+def test_layout_when_nothing_fits_then_refused_with_the_arithmetic():
+    with pytest.raises(PlanError, match=r"fits on no layout of 4 devices: .* needs .* GiB a device, which have 1\.00"):
+        choose_layout(COST, [FREE], 8192, 4, GIB)
+    with pytest.raises(PlanError, match="at least one of each"):
+        choose_layout(COST, [], 8192, 4, PLENTY)
