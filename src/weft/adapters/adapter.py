@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.adapters.devices import Devices, summed
 from weft.adapters.head import HEAD, HeadWeights
 from weft.adapters.method import KernelCopy, ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import method_of
@@ -110,6 +111,19 @@ class Adapter:
         if self.kernel_copy is not None:
             self.kernel_copy.forget_gradients()
         self._penalised_at = None
+
+    def add_up_gradients(self, devices: Devices) -> None:
+        """Makes the gradients of a whole global batch whole where the layers are divided over devices, on all of them.
+
+        Where all devices have found the same already, that of the first counts.
+        """
+        if devices.index > 0:
+            for path, own in self._split_grads().items():
+                if path in self._parts or self._places[path].share.devices is None:
+                    for grad in own:
+                        grad.zero_()
+        for group in self.groups.values():
+            group.grad.copy_(summed(group.grad, devices))
 
     def complete_gradients(self) -> None:
         """Adds to the gradients of a whole global batch what kernels left elsewhere and what is not the loss's.
@@ -225,12 +239,18 @@ class Adapter:
         self._free_sums = []
         self._take_parts(grads)
         for path, place in self._places.items():
-            params = (*self._views[path], *self.shared.values())
-            weights = self.method.weights(self.spec, path, place, params, grads[path])
+            params = (*self._own(path, self._views[path]), *self.shared.values())
+            weights = self.method.weights(self.spec, path, place, params, self._own(path, grads[path]))
             if path in self.modules:
                 weights.keep_from(self.modules[path])
             weights.free_sums = self._sums_of(self.method.groups[: len(grads[path])], grads[path])
             self.modules[path] = weights
+
+    def _own(self, path: str, tensors: ModuleTensors) -> ModuleTensors:
+        """Views of a module's tensors as far as they belong to what is on this device of the module."""
+        share = self._places[path].share
+        shapes = self.method.shapes(self.spec, path, share.shape)
+        return tuple(share.view(x, shape) if x.numel() else x for x, shape in zip(tensors, shapes, strict=False))
 
     def _take_parts(self, grads: Mapping[str, ModuleTensors]) -> None:
         """Makes what the parts are used by."""

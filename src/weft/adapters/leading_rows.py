@@ -10,9 +10,12 @@ Shape suffixes: T rows of the microbatch, D width of the residual stream, K key 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
+from weft.adapters.devices import Devices
 from weft.adapters.method import SlotWeights
 from weft.adapters.routing import Routing
 from weft.adapters.row_place import RowPlace
@@ -42,6 +45,14 @@ class KeyValueRows(RowPlace):
         """`width`: of keys and values together."""
         super().__init__(width, routing)
         self._layer = layer
+        self._heads = (0, 0)
+        """That other devices have, before those here and behind them."""
+
+    def divide(self, num_heads: int, devices: Devices) -> None:
+        """Lets attention have this device's run of so many heads; to be called before adapters are made."""
+        size = num_heads // devices.count
+        self._heads = devices.index * size, (devices.count - 1 - devices.index) * size
+        self.share = replace(self.share, devices=devices)
 
     def put(self, slot: int, weights: SlotWeights) -> None:
         """Lets an adapter sit here."""
@@ -58,10 +69,13 @@ class KeyValueRows(RowPlace):
         """Both with every active slot's adapter."""
         if not active_slots(self.slots, self.routing):
             return key_1KTC, value_1KTC
+        before, behind = self._heads
+        # Adapters see all heads; those that are elsewhere are zero, and so are their gradients.
+        key_1KTC, value_1KTC = (F.pad(x, (0, 0, 0, 0, before, behind)) for x in (key_1KTC, value_1KTC))
         pair = [x[0].transpose(0, 1).flatten(1) for x in (key_1KTC, value_1KTC)]
         parts = self.adapted(torch.cat(pair, dim=1)).split([x.shape[1] for x in pair], dim=1)
         key, value = (
-            part.unflatten(1, (x.shape[1], x.shape[3])).transpose(0, 1)[None]
+            part.unflatten(1, (x.shape[1], x.shape[3])).transpose(0, 1)[None, before : x.shape[1] - behind]
             for part, x in zip(parts, (key_1KTC, value_1KTC), strict=True)
         )
         return key, value

@@ -10,9 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from weft.adapters.devices import Devices, sum_forward
 from weft.adapters.frozen import Dense, FrozenWeight
 from weft.adapters.frozen import tiled_mm as tiled_mm
 from weft.adapters.method import SlotWeights
+from weft.adapters.place_share import PlaceShare, Side
 from weft.adapters.routing import Routing
 from weft.adapters.slots import active_slots, run_slots
 
@@ -24,7 +26,11 @@ class SlotLinear(nn.Module):
         super().__init__()
         self.frozen: FrozenWeight = Dense.of(linear.weight.contiguous())
         """W, however it is stored; a loader may put a quantised one in its place."""
-        self.bias_O = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+        own = linear.bias
+        self.bias_O: nn.Parameter | None = None if own is None else nn.Parameter(own.detach(), requires_grad=False)
+        self.share = PlaceShare.whole(*self.frozen.shape)
+        """What of the linear is on this device."""
+        self._whole = self.frozen.shape
         self.routing = routing
         self.anchor = anchor
         """A scalar that requires grad: it makes autograd visit slots even where the input needs no gradient."""
@@ -36,7 +42,7 @@ class SlotLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The frozen weight, under the name transformers looks for."""
+        """The frozen weight that is here, under the name transformers looks for."""
         return self.stored.dense()
 
     @property
@@ -47,13 +53,22 @@ class SlotLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """D."""
-        return self.frozen.shape[1]
+        """D of the whole linear."""
+        return self._whole[1]
 
     @property
     def out_features(self) -> int:
-        """O."""
-        return self.frozen.shape[0]
+        """O of the whole linear."""
+        return self._whole[0]
+
+    def divide(self, side: Side, devices: Devices) -> None:
+        """Leaves only this device's part of the frozen weight here; to be called before adapters are made."""
+        assert isinstance(self.frozen, Dense) and not self.slots, "whoever divides it does so first"
+        self.share = PlaceShare.part(*self._whole, side, devices)
+        self.frozen = Dense.of(self.weight[self.share.outputs, self.share.inputs].clone())
+        if self.bias_O is not None:
+            own_O = self.bias_O[self.share.outputs].clone()
+            self.bias_O = nn.Parameter(own_O, requires_grad=False) if self.share.adds_once else None
 
     def put(self, slot: int, weights: SlotWeights) -> None:
         """Lets an adapter sit here."""
@@ -69,4 +84,6 @@ class SlotLinear(nn.Module):
         active = active_slots(self.slots, self.routing)
         anchor = self.anchor if active else self.anchor.detach()
         y_TO = run_slots(x_TD, anchor, self.frozen, self.bias_O, active, self.routing)
-        return y_TO.view(*x.shape[:-1], self.out_features)
+        if self.share.devices is not None and not self.share.has_all_inputs:
+            y_TO = sum_forward(y_TO, self.share.devices)
+        return y_TO.view(*x.shape[:-1], -1)

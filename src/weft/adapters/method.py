@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 import torch
 from torch import nn
 
+from weft.adapters.place_share import PlaceShare
 from weft.adapters.routing import Routing, SlotRows
 from weft.adapters.sample_sums import FreeSums
 from weft.kernels.lora.tables import Entry
@@ -52,17 +53,22 @@ class Place(Protocol):
 
     @property
     def in_features(self) -> int:
-        """D."""
+        """D, on all devices together."""
         ...
 
     @property
     def out_features(self) -> int:
-        """O."""
+        """O, on all devices together."""
+        ...
+
+    @property
+    def share(self) -> PlaceShare:
+        """What of it is on this device."""
         ...
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """The frozen weight (O, D), made dense where it is stored otherwise; a block's output has none."""
+        """The frozen weight (O, D) that is here, made dense where it is stored otherwise; a block's output has none."""
         ...
 
     @property
@@ -293,14 +299,14 @@ class Method(Protocol):
         return {}
 
     def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
-        """PEFT's starting values in one place."""
+        """PEFT's starting values in one place, of all devices together."""
 
     def weights(
         self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
-        """What a slot of one place holds; views of the flat buffers.
+        """What a slot of one place holds; views of the flat buffers, as far as they belong to the place's share.
 
-        Behind `params` come the shared tensors. The gradient of a frozen group is an empty tensor.
+        Behind `params` come the shared tensors, whole. The gradient of a frozen group is an empty tensor.
         """
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from weft.adapters.method import SlotWeights
+from weft.adapters.place_share import PlaceShare
 from weft.adapters.routing import Routing
 from weft.adapters.slots import active_slots, run_slots
 
@@ -41,6 +42,7 @@ class RowPlace:
         """`width`: D, the features of a row."""
         self.width = width
         self.routing = routing
+        self.share = PlaceShare.whole(width, width)
         self.slots: dict[int, SlotWeights] = {}
 
     @property

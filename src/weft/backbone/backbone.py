@@ -11,6 +11,7 @@ import torch
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.block_output import BlockOutput
+from weft.adapters.devices import Devices
 from weft.adapters.frozen import Fp8, quantisation
 from weft.adapters.head import HEAD, HeadShape, HeadWeights
 from weft.adapters.leading_rows import InputRows, KeyValueRows
@@ -101,6 +102,8 @@ class Backbone:
             layers = [layer_path(layer) for layer in range(part.num_layers)]
             whole = {Attachment.LINEAR: getattr(model, WHOLE), Attachment.BLOCK_OUTPUT: blocks}
             self._paths = {**whole, Attachment.INPUT: [INPUT_PATH], Attachment.KEYS_AND_VALUES: layers}
+        self.devices: Devices | None = None
+        """That have the other parts of every layer; None where this one has all of them."""
         self._leading: dict[int, int] = {}
         self._tokenizers: dict[int, PreTrainedTokenizerBase] = {}
         """Of slots whose adapters have new tokens."""
@@ -320,6 +323,10 @@ class Backbone:
     def shapes_for(self, method: Method) -> dict[str, LinearShape]:
         """Every place that adapters of a method can sit in, by path, with its outputs and inputs."""
         return _shapes(self._places[method.attachment])
+
+    def places(self, attachment: Attachment) -> Mapping[str, SlotLinear | RowPlace]:
+        """Every place of a kind where adapters can sit, by path."""
+        return self._places[attachment]
 
     def paths_for(self, method: Method) -> list[str]:
         """Every place of the whole model that adapters of a method can sit in."""

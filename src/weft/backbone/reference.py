@@ -182,7 +182,7 @@ class ReferencePath:
 
     def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
         """The input and output of every linear, once: an upper estimate."""
-        width = sum(linear.in_features + linear.out_features for linear in self._linears.values())
+        width = sum(sum(linear.share.shape) for linear in self._linears.values())
         return capacity * self._model.dtype.itemsize * width
 
     def loss(self, batch: PackedBatch) -> MicrobatchLoss:

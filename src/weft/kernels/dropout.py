@@ -54,9 +54,12 @@ def module_seed(module: int) -> int:
     return mix(module, 0x27D4EB2F)
 
 
-def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float) -> torch.Tensor:
-    """Bool [L, num_features]: True where an input is kept, with probability 1 - p."""
-    keys_D = _feature_keys(module, num_features, row_keys_L.device)
+def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float, *, first: int = 0) -> torch.Tensor:
+    """Bool [L, num_features]: True where an input is kept, with probability 1 - p.
+
+    `first`: the place of the first of these features among all of the module's.
+    """
+    keys_D = _feature_keys(module, first + num_features, row_keys_L.device)[first:]
     # int32 arithmetic wraps around. The product's upper bits decide, as an unsigned number: with an odd factor of the
     # feature's own, one multiplication is enough.
     bits_LD = (row_keys_L[:, None] ^ keys_D).mul_(keys_D * _FACTOR + 1)

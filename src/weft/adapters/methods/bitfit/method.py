@@ -63,7 +63,7 @@ class BitFit(Method):
         self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
         """What is added to the module's outputs."""
-        return BiasChange(*params, *grads)
+        return BiasChange(params[0], grads[0], place.share.adds_once)
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
         """The job's learning rate."""

@@ -22,9 +22,13 @@ class BiasChange(SlotWeights):
 
     change_O: torch.Tensor
     grad_O: torch.Tensor
+    is_added: bool
+    """False where another device adds it to what all of them find together."""
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> None:
         """Adds it to y."""
+        if not self.is_added:
+            return
         own_LO = y_TO[rows.own]
         own_LO.copy_(own_LO.float() + self.change_O)
 
@@ -32,5 +36,5 @@ class BiasChange(SlotWeights):
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: None
     ) -> None:
         """Adds to its gradient; dx is complete."""
-        for sample in rows.samples:
+        for sample in rows.samples if self.is_added else ():
             self.grad_O.add_(dy_TO[sample.buffer].float().sum(dim=0))

@@ -28,7 +28,7 @@ class BottleneckCopy(ComputeCopy):
         products = {}
         for path, w in blocks.items():
             (down, _, up, _), (grad_down, _, grad_up, _) = w.params, w.grads
-            products[path] = LoraWeights(down, up, grad_down, grad_up, w.scale, 0.0, 0)
+            products[path] = LoraWeights(down, up, grad_down, grad_up, w.scale, 0.0, 0, 0)
         super().__init__(adapter, dtype, products, ("down", "up"))
         self._shifts, self._grad_shifts = (
             {path: torch.zeros_like(w.params[3]) for path, w in blocks.items()} for _ in range(2)

@@ -57,7 +57,7 @@ class Dora(Lora):
         a_RD, b_OR = super().initial(spec, path, place, generator)
         weight_OD = place.weight
         assert weight_OD is not None, "it sits on linears"
-        norms_O = _norms(spec, path, weight_OD, a_RD, b_OR)
+        norms_O = _norms(spec, path, place.share.joined(weight_OD), a_RD, b_OR)
         if not (norms_O.isfinite() & (norms_O > 0)).all():
             raise ConfigError(
                 f"DoRA divides by the lengths of the rows of {path}, and one of them is zero or not finite; "
@@ -70,7 +70,7 @@ class Dora(Lora):
         self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
         """A, B and m of one module with their gradients."""
-        lora = self.lora_weights(spec, path, params[:2], grads[:2])
+        lora = self.lora_weights(spec, path, place, params[:2], grads[:2])
         kind = DroppingDoraWeights if spec.lora_dropout else DoraWeights
         return kind(lora, params[2], grads[2], place)
 

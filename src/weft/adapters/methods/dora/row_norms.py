@@ -10,6 +10,8 @@ Shape suffixes: D in, O out, R rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 _ROWS = 2048
@@ -21,11 +23,19 @@ def squared_norms(weight_OD: torch.Tensor) -> torch.Tensor:
 
 
 def updated_norms(
-    weight_OD: torch.Tensor, squared_O: torch.Tensor, a_RD: torch.Tensor, b_OR: torch.Tensor, scale: float
+    weight_OD: torch.Tensor,
+    squared_O: torch.Tensor,
+    a_RD: torch.Tensor,
+    b_OR: torch.Tensor,
+    scale: float,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda part_O: part_O,
 ) -> torch.Tensor:
-    """The lengths of the rows of W + scale · B A, given those of W squared."""
+    """The lengths of the rows of W + scale · B A, given those of W squared.
+
+    `add_up`: makes squares whole of which each of several devices has those of some inputs.
+    """
     a_DR = a_RD.t()
     shared_OR = torch.cat([rows_ND.float().mm(a_DR) for rows_ND in weight_OD.split(_ROWS)])
     both_OR = shared_OR.mul_(2 * scale).add_(b_OR.mm(a_RD.mm(a_DR)), alpha=scale * scale)
     # Rounding may leave less than nothing of a row that B A takes away.
-    return (squared_O + (both_OR * b_OR).sum(dim=1)).clamp_min_(0).sqrt_()
+    return add_up(squared_O + (both_OR * b_OR).sum(dim=1)).clamp_min_(0).sqrt_()

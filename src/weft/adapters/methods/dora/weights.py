@@ -103,7 +103,8 @@ class DoraWeights(SlotWeights):
         if self._squared_O is None:
             self._squared_O = squared_norms(weight_OD)
         lora = self.lora
-        self.norms_O = updated_norms(weight_OD, self._squared_O, lora.a_RD, lora.b_OR, lora.scale)
+        add_up = self.place.share.over_inputs
+        self.norms_O = updated_norms(weight_OD, self._squared_O, lora.a_RD, lora.b_OR, lora.scale, add_up)
 
 
 @dataclass

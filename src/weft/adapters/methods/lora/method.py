@@ -82,7 +82,7 @@ class Lora(Method):
         if spec.init_lora_weights == "loftq" and place.read_original is not None:
             weight_OD = place.weight
             assert weight_OD is not None, "it sits on linears"
-            lost_OD = place.read_original().float() - weight_OD.float()
+            lost_OD = place.read_original().float() - place.share.joined(weight_OD).float()
             return starting_part(lost_OD, "loftq", rank, spec.scale_for(path), generator)
         if spec.init_lora_weights == "gaussian":
             return torch.randn(shape_a, generator=generator) / rank, torch.zeros(shape_b)
@@ -100,9 +100,11 @@ class Lora(Method):
         self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
         """A and B of one module with their gradients."""
-        return self.lora_weights(spec, path, params, grads)
+        return self.lora_weights(spec, path, place, params, grads)
 
-    def lora_weights(self, spec: AdapterSpec, path: str, params: ModuleTensors, grads: ModuleTensors) -> LoraWeights:
+    def lora_weights(
+        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+    ) -> LoraWeights:
         """The same, for methods with more than A and B."""
         (a_RD, b_OR), (grad_a_RD, grad_b_OR) = params, grads
         return LoraWeights(
@@ -113,6 +115,7 @@ class Lora(Method):
             scale=spec.scale_for(path),
             dropout=spec.lora_dropout,
             key=module_key(path),
+            first_input=place.share.inputs.start,
         )
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:

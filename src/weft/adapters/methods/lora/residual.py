@@ -72,6 +72,7 @@ class ResidualCopy(ComputeCopy):
                 scale=w.scale,
                 dropout=w.dropout,
                 key=w.key,
+                first_input=w.first_input,
             )
             for (path, w), grad_a, grad_b in zip(halves.items(), grads_a, grads_b, strict=True)
         }
@@ -132,7 +133,11 @@ class ResidualLora(Lora):
         assert weight_OD is not None, "it sits on linears"
         assert isinstance(spec.init_lora_weights, str)
         part = starting_part(
-            weight_OD.float(), spec.init_lora_weights, spec.rank_for(path), spec.scale_for(path), generator
+            place.share.joined(weight_OD).float(),
+            spec.init_lora_weights,
+            spec.rank_for(path),
+            spec.scale_for(path),
+            generator,
         )
         return *part, *part
 
@@ -140,7 +145,7 @@ class ResidualLora(Lora):
         self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
         """The weights of one module with the gradients of those that are trained."""
-        plain = self.lora_weights(spec, path, params[:2], grads[:2])
+        plain = self.lora_weights(spec, path, place, params[:2], grads[:2])
         own = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
         return ResidualLoraWeights(**own, start_a_RD=params[2], start_b_OR=params[3])
 

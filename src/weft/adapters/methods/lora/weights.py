@@ -43,6 +43,8 @@ class LoraWeights(SlotWeights):
     dropout: float
     key: int
     """Stable number of the module, part of every dropout key."""
+    first_input: int
+    """The place of x's first feature among all of the module's, where other devices have others."""
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> KeptRows:
         """y += scale · drop(x) Aᵀ Bᵀ."""
@@ -93,7 +95,9 @@ class LoraWeights(SlotWeights):
         """The dropout mask of a window on this module; None where nothing is dropped."""
         if self.dropout == 0 or routing.dropout_keys_T is None:
             return None
-        return keep_mask(routing.dropout_keys_T[window.computed], self.key, num_features, self.dropout)
+        return keep_mask(
+            routing.dropout_keys_T[window.computed], self.key, num_features, self.dropout, first=self.first_input
+        )
 
     def dropped(self, x_LD: torch.Tensor, keep_LD: torch.Tensor | None) -> torch.Tensor:
         """The rows with the dropout mask, if there is one."""

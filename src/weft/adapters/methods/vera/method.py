@@ -77,13 +77,14 @@ class Vera(Method):
         d_R, b_O, a_RD, b_OR = params
         nothing = a_RD.new_empty(0)
         return VeraWeights(
-            a_RD=a_RD[:, : place.in_features],
-            b_OR=b_OR[: place.out_features],
+            a_RD=a_RD[:, place.share.inputs],
+            b_OR=b_OR[place.share.outputs],
             grad_a_RD=nothing,
             grad_b_OR=nothing,
             scale=1.0,
             dropout=spec.lora_dropout,
             key=module_key(path),
+            first_input=place.share.inputs.start,
             d_R=d_R,
             b_O=b_O,
             grad_d_R=grads[0],

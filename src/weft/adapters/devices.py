@@ -1,0 +1,72 @@
+"""The devices over which every layer of a model is divided, and the two places where they meet.
+
+A linear whose outputs are divided reads the same x everywhere: each device finds a part of dx, and the parts add up. A
+linear whose inputs are divided finds a part of y everywhere, and these add up. Sums are made in the order of the
+devices and in fp32, so that all devices have the same bits, every time; another number of devices has others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Devices(Protocol):
+    """One of several devices that run the same operations on parts of the same layers."""
+
+    @property
+    def index(self) -> int:
+        """Its own place among them."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What all devices give, in their order; all ask at once, with tensors of one shape."""
+        ...
+
+
+def summed(tensor: torch.Tensor, devices: Devices) -> torch.Tensor:
+    """The sum of what all devices give, in a tensor of its own."""
+    first, *others = devices.gather(tensor)
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    for other in others:
+        total += other
+    return total.to(tensor.dtype)
+
+
+def sum_forward(y: torch.Tensor, devices: Devices) -> torch.Tensor:
+    """The whole result from the parts that the devices have; its gradient is that of every part."""
+    whole: torch.Tensor = _SumForward.apply(y, devices)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def sum_backward(x: torch.Tensor, devices: Devices) -> torch.Tensor:
+    """X itself; on the way back the devices' parts of its gradient are added up."""
+    same: torch.Tensor = _SumBackward.apply(x, devices)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, devices: Devices) -> torch.Tensor:
+        return summed(y, devices)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, devices: Devices) -> torch.Tensor:
+        ctx.devices = devices
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return summed(dx, ctx.devices), None
