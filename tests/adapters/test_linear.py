@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import random_sample
-from torch import nn
+from whole_linear import WholeLinear
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.linear import SlotLinear, tiled_mm
@@ -27,7 +27,7 @@ class Bench:
 
     def __init__(self, *, bias: bool = True, dropout: float = P, scales: tuple[float, float] = (4.0, 9.0)) -> None:
         torch.manual_seed(0)
-        linear = nn.Linear(D, O, bias=bias)
+        linear = WholeLinear(D, O, bias=bias)
         self.routing = Routing()
         self.slotted = SlotLinear(linear, self.routing, torch.zeros((), requires_grad=True))
         self.linear = linear

@@ -35,6 +35,24 @@ OPTIMIZER_S = 5e-5
 
 
 @dataclass(frozen=True)
+class LayerSeconds:
+    """Where the time of one layer goes, one way."""
+
+    products: float
+    attention: float
+    passes: float
+    adapters: float
+    reduces: float
+    """Of the results that devices have parts of; nothing else is sent within a layer."""
+    launches: float
+
+    @property
+    def total(self) -> float:
+        """One after another."""
+        return self.products + self.attention + self.passes + self.adapters + self.reduces + self.launches
+
+
+@dataclass(frozen=True)
 class AnalyticCost:
     """A `CostModel` for replicas <tensor_parallel, num_stages> of one backbone on one kind of device."""
 
@@ -81,17 +99,15 @@ class AnalyticCost:
             return 0.0
         layers = self.memory.layers(stage)
         head = self._head_s(lengths) if stage == self.num_stages - 1 else 0.0
-        return layers * self._layer_forward_s(lengths) + head
+        return layers * self.layer(lengths, is_forward=True).total + head
 
     def backward_s(self, lengths: Sequence[int], stage: int) -> float:
         """The same, backward."""
         if not lengths:
             return 0.0
-        layer = self._products_s(lengths, is_forward=False) + self._reduces_s(lengths)
-        layer += ATTENTION_BACKWARD * self._attention_s(lengths) + 2 * self._passes_s(lengths)
-        layer += self._adapters_s(lengths, is_forward=False) + 2 * self._launches_s
+        layer = self.layer(lengths, is_forward=False).total
         if self.recompute == "full":
-            layer += self._layer_forward_s(lengths)
+            layer += self.layer(lengths, is_forward=True).total
         elif self.recompute == "mlp":
             share = 2 * self.shape.ffn * self.shape.hidden / self.shape.layer_weights
             layer += share * self._products_s(lengths, is_forward=True)
@@ -113,9 +129,17 @@ class AnalyticCost:
         """What a stage keeps of a microbatch between its forward and its backward."""
         return self.memory.kept_bytes(self.rows(lengths), self.rank or 1, stage)
 
-    def _layer_forward_s(self, lengths: Sequence[int]) -> float:
-        frozen = self._products_s(lengths, is_forward=True) + self._attention_s(lengths) + self._passes_s(lengths)
-        return frozen + self._adapters_s(lengths, is_forward=True) + self._reduces_s(lengths) + self._launches_s
+    def layer(self, lengths: Sequence[int], *, is_forward: bool) -> LayerSeconds:
+        """One microbatch through one layer, with nothing computed again."""
+        ratio = 1 if is_forward else 2
+        return LayerSeconds(
+            self._products_s(lengths, is_forward=is_forward),
+            self._attention_s(lengths) * (1 if is_forward else ATTENTION_BACKWARD),
+            self._passes_s(lengths) * ratio,
+            self._adapters_s(lengths, is_forward=is_forward),
+            self._reduces_s(lengths),
+            self._launches_s * ratio,
+        )
 
     def _products_s(self, lengths: Sequence[int], *, is_forward: bool) -> float:
         device, weights = self.hardware, self.shape.layer_weights / self.tensor_parallel

@@ -9,6 +9,7 @@ import torch
 from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.pipeline.four_jobs import measure_executed
 from weft.bench.pipeline.free_sums import measure_free_sums
+from weft.bench.pipeline.interleaved import measure_interleaved
 from weft.bench.pipeline.one_gpu import measure_stages
 from weft.bench.pipeline.passes import OneDevice
 from weft.bench.pipeline.recorded import measure_recorded
@@ -29,6 +30,10 @@ TARGETS: Targets = {
     "bubble_het4_exec_free": (Kind.WASTE, None),
     "sim70b_vs_1f1b": (Kind.SPEEDUP, 1.8),
     "sim70b_vs_mlora": (Kind.SPEEDUP, 1.4),
+    "interleave_nvlink": (Kind.SPEEDUP, None),
+    "interleave_hidden_nvlink": (Kind.SHARE, None),
+    "interleave_pcie": (Kind.SPEEDUP, None),
+    "interleave_hidden_pcie": (Kind.SHARE, None),
     "bits_stages": (Kind.DIFFERENCES, 0.0),
     "stage_sum": (Kind.WASTE, 0.03),
     "stage_sim": (Kind.WASTE, 0.05),
@@ -39,7 +44,7 @@ TARGETS: Targets = {
     "shard_gather_gb_s": (Kind.GB_PER_S, None),
 }
 GPU_REGIMES = ("shard_overlap", "bits_stages", "free_sums_cost")
-REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b", *GPU_REGIMES)
+REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b", "interleave_nvlink", *GPU_REGIMES)
 """The figures that parts are asked for by."""
 SHARDS = "shards on one GPU, gathered from pinned memory"
 STREAMS = "8B in stages on one GPU, each a stream of this process"
@@ -61,6 +66,7 @@ def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
         "stages on this machine beside the simulator": measure_recorded,
         "four unlike jobs on four stages, simulated": measure_executed,
         f"70B on four H100, simulated by {source}, links assumed": lambda: measure_seventy(profile),
+        "two groups on two devices that share every layer, simulated, links assumed": measure_interleaved,
         SHARDS: lambda: measure_shards(device),
         STREAMS: lambda: measure_stages(_eight_billion(device)),
         FREE_SUMS: lambda: measure_free_sums(_eight_billion(device)),

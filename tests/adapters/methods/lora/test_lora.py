@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from whole_linear import WholeLinear
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.methods import cost_ranks
@@ -22,7 +23,7 @@ INITS = (True, False, "gaussian", "orthogonal")
 
 def adapter(seed: int = 0, modules: dict[str, tuple[int, int]] | None = None, **settings) -> Adapter:
     shapes = modules or {"a.x": (O, D), "b.x": (O, D)}
-    places = {path: nn.Linear(num_in, num_out, device="meta") for path, (num_out, num_in) in shapes.items()}
+    places = {path: WholeLinear(num_in, num_out, device="meta") for path, (num_out, num_in) in shapes.items()}
     return Adapter(AdapterSpec(**{"r": R, **settings}), places, seed, CPU)
 
 
@@ -171,7 +172,7 @@ def test_cost_ranks_when_a_pattern_has_a_higher_rank_then_it_is_the_widest():
 def test_adapter_when_a_is_frozen_then_nothing_of_it_is_trained_or_kept_for_it(method):
     """No gradient, no moments, no rate; its weights are in checkpoints and files all the same."""
     spec = AdapterSpec(method=method, r=R, freeze_a=True)
-    made = Adapter(spec, {"a.x": nn.Linear(D, O).requires_grad_(False)}, 0, CPU)
+    made = Adapter(spec, {"a.x": WholeLinear(D, O).requires_grad_(False)}, 0, CPU)
     trained = ["b"] if method == "lora" else ["b", "m"]
     assert list(made.groups) == trained and list(made.flat()) == ["a", *trained]
     assert made.num_parameters == R * O + (O if method == "dora" else 0)

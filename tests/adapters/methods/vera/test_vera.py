@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from tiny_models import random_backbone, random_data, random_model
-from torch import nn
+from whole_linear import WholeLinear
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.methods.vera import projection
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def adapter(**settings: Any) -> Adapter:
-    places = {path: nn.Linear(num_in, num_out, device="meta") for path, (num_out, num_in) in PATHS.items()}
+    places = {path: WholeLinear(num_in, num_out, device="meta") for path, (num_out, num_in) in PATHS.items()}
     return Adapter(AdapterSpec(method="vera", **{"vera_rank": 4, **settings}), places, 0, CPU)
 
 

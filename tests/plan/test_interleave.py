@@ -1,0 +1,131 @@
+"""Orders in which a device launches the operators of several groups: valid, and never slower than one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from weft.bench.shapes import find_shape
+from weft.cost.analytic import AnalyticCost
+from weft.cost.hardware import find_hardware
+from weft.cost.operators import Graph, Operator, layer_graph
+from weft.cost.shape import ModelShape
+from weft.plan.interleave import (
+    Launch,
+    Subgraph,
+    early_order,
+    launch_order,
+    one_after_another,
+    order_problems,
+    segment,
+)
+from weft.simulate.two_streams import fastest_order, run_order
+
+SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict())
+LENGTHS = (512, 300, 77)
+
+
+def cost(device: str = "h100", degree: int = 2) -> AnalyticCost:
+    return AnalyticCost(SHAPE, find_hardware(device), tensor_parallel=degree)
+
+
+def random_graph(draw: random.Random, size: int) -> Graph:
+    """Operators of all kinds that need any that came before."""
+    found: list[Operator] = []
+    for place in range(size):
+        needs = tuple(sorted(draw.sample(range(place), min(place, draw.randint(1, 2)))))
+        kind = draw.choice(["frozen", "frozen", "adapter", "reduce"]) if place else "frozen"
+        found.append(Operator(str(place), draw.uniform(0.1, 1.0), kind, needs))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def random_groups(seed: int, size: int, count: int = 2) -> list[list[Subgraph]]:
+    draw = random.Random(seed)
+    return [segment(random_graph(draw, size), group) for group in range(count)]
+
+
+def every_order(groups: Sequence[Sequence[Subgraph]], done: tuple[Launch, ...] = ()) -> Iterator[tuple[Launch, ...]]:
+    left = [launch for launch in one_after_another(groups) if launch not in done]
+    if not left:
+        yield done
+    for g, i in left:
+        if all((g, need) in done for need in groups[g][i].needs):
+            yield from every_order(groups, (*done, (g, i)))
+
+
+def seconds(order: Sequence[Launch], groups: Sequence[Sequence[Subgraph]]) -> float:
+    return run_order(order, groups).makespan_s
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_layer_when_divided_then_its_seconds_are_those_of_the_cost_model(is_forward):
+    """Nothing is lost, and all-reduces are the only thing that is sent."""
+    graph = layer_graph(cost(), LENGTHS, 3, is_forward=is_forward)
+    layer = cost().layer(LENGTHS, is_forward=is_forward)
+    assert sum(operator.seconds for operator in graph) == pytest.approx(3 * layer.total)
+    assert sum(operator.seconds for operator in graph if operator.kind == "reduce") == pytest.approx(3 * layer.reduces)
+    assert sum(operator.kind == "adapter" for operator in graph) == 3 * 4
+    assert all(need < place for place, operator in enumerate(graph) for need in operator.needs)
+
+
+def test_segments_when_made_then_adapters_stand_alone_and_reduces_end_a_run():
+    graph = layer_graph(cost(), LENGTHS, 2, is_forward=True)
+    for own in segment(graph):
+        kinds = [graph[place].kind for place in own.operators]
+        assert kinds == ["adapter"] or "adapter" not in kinds
+        assert "reduce" not in kinds[:-1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_segments_when_the_graph_is_random_then_all_operators_are_in_one_and_nothing_waits_for_itself(seed):
+    graph = random_graph(random.Random(seed), 12)
+    found = segment(graph)
+    assert sorted(place for own in found for place in own.operators) == list(range(12))
+    assert all(need < place for place, own in enumerate(found) for need in own.needs)
+    total = sum(own.compute_s + own.reduce_s for own in found)
+    assert total == pytest.approx(sum(operator.seconds for operator in graph))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_orders_when_graphs_are_random_then_are_valid_and_the_fastest_is_never_slower_than_one_by_one(seed):
+    groups = random_groups(seed, 10, count=2 + seed % 2)
+    for order in (launch_order(groups), early_order(groups), fastest_order(groups)):
+        assert order_problems(order, groups) == []
+    assert seconds(fastest_order(groups), groups) <= seconds(one_after_another(groups), groups)
+
+
+def test_order_when_graphs_are_small_then_is_near_the_best_of_all():
+    """By brute force over every order there is."""
+    ratios = []
+    for seed in range(40):
+        groups = random_groups(seed, 5)
+        best_s = min(seconds(order, groups) for order in every_order(groups))
+        ratios.append(seconds(fastest_order(groups), groups) / best_s)
+    assert min(ratios) >= 1 - 1e-9
+    assert max(ratios) < 1.25 and sum(ratios) / len(ratios) < 1.04
+
+
+@pytest.mark.parametrize("device", ["h100", "l40s"])
+def test_interleaving_when_there_are_many_layers_then_beats_both_orders_it_is_made_of(device):
+    groups = [segment(layer_graph(cost(device), LENGTHS, 8, is_forward=False), group) for group in range(2)]
+    one_by_one, published, early = (f(groups) for f in (one_after_another, launch_order, early_order))
+    assert seconds(early, groups) < seconds(published, groups) < seconds(one_by_one, groups)
+    compute_s = sum(own.compute_s for group in groups for own in group)
+    reduce_s = sum(own.reduce_s for group in groups for own in group)
+    assert seconds(early, groups) >= max(compute_s, reduce_s)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda order: order[:-1], "never launched"),
+        (lambda order: [*order, order[0]], "launched twice"),
+        (lambda order: [*order[:-1], (5, 0)], "has no subgraph"),
+        (lambda order: order[::-1], "which it needs"),
+    ],
+)
+def test_order_when_it_is_wrong_then_is_found_out(change, problem):
+    groups = random_groups(1, 8)
+    assert any(problem in found for found in order_problems(change(launch_order(groups)), groups))
