@@ -20,9 +20,10 @@ Layout = Annotated[
     str | None,
     typer.Option(
         metavar="stages:N",
-        help="Divide the layers of one backbone into N stages, each in its own process; or spread:N: N backbones that "
-        "share the samples of jobs with free sums; or stages:1+stages:2: unlike ones; or shards:N: N processes that "
-        "share the frozen weights of one backbone and have jobs of their own; or auto: what is predicted fastest.",
+        help="Divide the layers of one backbone into N stages, each in its own process; or tensor:N: every layer over "
+        "N processes; or spread:N: N backbones that share the samples of jobs with free sums; or stages:1+stages:2: "
+        "unlike ones; or shards:N: N processes that share the frozen weights of one backbone and have jobs of their "
+        "own; or auto: what is predicted fastest.",
     ),
 ]
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)
@@ -53,11 +54,11 @@ class LayoutOptions:
     @property
     def stages(self) -> StageLayout | None:
         """Of the replicas; None for one that is not divided."""
-        if self._sizes == (1,):
+        if self._sizes == (1,) and self._tensor == 1:
             return None
         from weft.execute.stages.load_stages import StageLayout
 
-        return StageLayout(self._sizes, self._schedule, self._are_shards)
+        return StageLayout(self._sizes, self._schedule, self._are_shards, self._tensor)
 
     def notes(self, spec: RunSpec) -> tuple[str, ...]:
         """What whoever said so should know of it."""
@@ -75,10 +76,9 @@ class LayoutOptions:
             raise ConfigError("is for stages; give --layout stages:N too.", where="--schedule")
         if schedule is not None and len(sizes) > 1:
             raise ConfigError(f"is for one replica in stages; leave it out with {self.layout}.", where="--schedule")
-        if sizes != (1,):
+        if self.stages is not None:
             from weft.execute.stages.load_stages import check_layout
 
-            assert self.stages is not None
             check_layout(spec, self.stages)
 
     def check_alone(self, replica_flags: Sequence[str]) -> None:
@@ -101,16 +101,25 @@ class LayoutOptions:
         layout = parse_layout(self.layout, where=WHERE)
         if self._are_shards:
             return (1,) * layout.num_devices
-        missing = {kind for replica in layout.replicas for kind in replica.parts} - {"stages"}
+        missing = {kind for replica in layout.replicas for kind in replica.parts} - {"stages", "tensor"}
         if "shards" in missing:
             found = (
                 f"got {self.layout!r}; shards:N is a layout of its own, with neither other parts nor other replicas."
             )
             raise ConfigError(found, where=WHERE)
-        if missing:
-            found = f"got {self.layout!r}; {min(missing)} cannot be trained yet, only stages, spread and shards."
+        if len({replica.tensor for replica in layout.replicas}) > 1:
+            found = (
+                f"got {self.layout!r}; replicas share layers over as many devices each, so say one tensor:N for all."
+            )
             raise ConfigError(found, where=WHERE)
         return tuple(replica.stages for replica in layout.replicas)
+
+    @property
+    def _tensor(self) -> int:
+        """Devices that share every layer."""
+        if self.layout in (None, AUTO):
+            return 1
+        return parse_layout(self.layout, where=WHERE).replicas[0].tensor
 
     @property
     def _are_shards(self) -> bool:

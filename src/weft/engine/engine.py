@@ -301,7 +301,7 @@ class Engine:
 
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Plans the next program and runs it, until its end or until something changes who trains."""
-        kind = ProgramRun if self.executor.facts.replica_sizes == (1,) else StagedRun
+        kind = StagedRun if self.executor.facts.takes_programs else ProgramRun
         program = kind(self.executor, running, self._plans, self.limits, self.row_tile, self.timeline)
         self._program, self._has_released = program, False
         while names := program.next_jobs():

@@ -102,9 +102,10 @@ def load_staged(
 
 def layout_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
     """What whoever chose a layout should know of it."""
-    if not layout.are_shards:
-        return ()
-    return gather_cost(spec.backbone, len(layout.replica_sizes)).notes()
+    if layout.tensor > 1:
+        found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
+        return (f"{found}: the same again with it, and about 1e-5 from one device's",)
+    return gather_cost(spec.backbone, len(layout.replica_sizes)).notes() if layout.are_shards else ()
 
 
 def _stage_planner(spec: RunSpec, layout: StageLayout) -> Planner:
@@ -113,7 +114,7 @@ def _stage_planner(spec: RunSpec, layout: StageLayout) -> Planner:
         return PipelinePlanner(layout.schedule, *sizes)
     if spec.planner == "greedy" and len(sizes) == 1:
         return PipelinePlanner(Schedule.EAGER, *sizes)
-    costs = {size: stage_cost(spec.backbone, size, CPU_ROW_TILE) for size in sizes}
+    costs = {size: stage_cost(spec.backbone, size, CPU_ROW_TILE, layout.tensor) for size in sizes}
     if len(sizes) == 1:
         return FastestPipeline(*sizes, costs[sizes[0]], row_tile=CPU_ROW_TILE)
     planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes))

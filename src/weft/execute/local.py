@@ -363,6 +363,7 @@ def replica_facts(backbone: Backbone) -> ReplicaFacts:
         backbone_bytes=backbone.num_bytes,
         weight_bytes=weight_bytes(backbone),
         environment=environment(backbone),
+        tensor=1 if backbone.devices is None else backbone.devices.count,
     )
 
 
@@ -377,6 +378,7 @@ def environment(backbone: Backbone) -> dict[str, Any]:
         "base_model": backbone.name,
         "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
         "masks": MASKS,
+        **({} if backbone.devices is None else {"tensor": backbone.devices.count}),
     }
 
 

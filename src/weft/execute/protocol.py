@@ -75,8 +75,14 @@ class ReplicaFacts:
     environment: Mapping[str, Any]
     """What besides a job decides the bits of its result."""
     replica_sizes: tuple[int, ...] = (1,)
-    """Stages of each replica. With more than one, it takes whole programs for them, `StagedWork`, and no single
-    microbatches."""
+    """Stages of each replica."""
+    tensor: int = 1
+    """Devices that share every layer."""
+
+    @property
+    def takes_programs(self) -> bool:
+        """Whether it takes whole programs for several devices, `StagedWork`, and no single microbatches."""
+        return self.replica_sizes != (1,) or self.tensor > 1
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,7 @@ class StageProgram:
         """Runs one; it yields as long as what it needs of another stage is not there."""
         match instruction:
             case Measure(job, step):
-                is_finite = self._is_finite.pop((job, step), None)
-                if is_finite is None:
-                    is_finite = torch.ones((), device=self._stage.backbone.device)
-                yield from self._exchange.measure((job, step), is_finite)
+                yield from self._measure((job, step))
                 return
             case Step(job, step):
                 yield from self._step((job, step))
@@ -136,8 +133,16 @@ class StageProgram:
         for owner, is_finite in zip(named, found.unbind(), strict=True):
             self._is_finite[owner] = self._is_finite.get(owner, 1.0) * is_finite
 
+    def _measure(self, step: StepOf) -> Generator[None, None, None]:
+        is_finite = self._is_finite.pop(step, None)
+        if is_finite is None:
+            is_finite = torch.ones((), device=self._stage.backbone.device)
+        yield from self._exchange.measure(step, is_finite)
+
     def _step(self, step: StepOf) -> Generator[None, None, None]:
         """Steps a job's share as soon as the verdict is there."""
+        if not self._exchange.is_measured(step):
+            yield from self._measure(step)
         stage, verdict = self._stage, (yield from self._exchange.verdict(step))
         weights = stage.weights_of(step[0])
         if weights is not None:

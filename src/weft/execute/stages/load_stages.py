@@ -8,13 +8,14 @@ from typing import Any
 from weft.backbone.load import choose_device, choose_dtype, load_config
 from weft.backbone.model_part import ModelPart, num_layers
 from weft.backbone.source import find_source, load_tokenizer
+from weft.backbone.tensor_parallel import why_undivided
 from weft.cost.analytic import AnalyticCost
 from weft.cost.gather import GatherCost
 from weft.cost.hardware import find_hardware
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
-from weft.execute.stages.stage import refuse_settings
+from weft.execute.stages.stage import refuse_settings, refuse_undivided
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.families.registry import FAMILIES
@@ -36,23 +37,24 @@ class StageLayout:
     """None: whatever is fastest."""
     are_shards: bool = False
     """The replicas, of one stage each, are one that shares its frozen weights."""
+    tensor: int = 1
+    """Devices that share every layer of a stage."""
 
 
 def load_stages(spec: BackboneSpec, layout: StageLayout) -> StagedExecutor:
     """Replicas whose stages are processes of this machine."""
-    replicas = [find_parts(spec, size) for size in layout.replica_sizes]
+    replicas = [find_parts(spec, size, layout.tensor) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(spec.base_model)
-    processes = StageProcesses(spec, *replicas, are_shards=layout.are_shards)
+    processes = StageProcesses(spec, *replicas, are_shards=layout.are_shards, tensor=layout.tensor)
     return StagedExecutor(processes, tokenizer, in_step=layout.are_shards)
 
 
-def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int) -> AnalyticCost:
+def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int = 1) -> AnalyticCost:
     """What stages on this machine are taken to cost: enough to tell one plan from another."""
     parts, config = find_parts(spec, num_stages), load_config(find_source(spec.base_model))
     split = tuple(part.end - part.first for part in parts)
-    return AnalyticCost(
-        ModelShape.from_config(config), find_hardware("cpu"), num_stages, row_tile=row_tile, split=split
-    )
+    shape, hardware = ModelShape.from_config(config), find_hardware("cpu")
+    return AnalyticCost(shape, hardware, num_stages, tensor, row_tile=row_tile, split=split)
 
 
 def gather_cost(spec: BackboneSpec, num_shards: int) -> GatherCost:
@@ -66,18 +68,20 @@ def gather_cost(spec: BackboneSpec, num_shards: int) -> GatherCost:
 def check_layout(spec: RunSpec, layout: StageLayout) -> None:
     """Raises what keeps a run from being trained by such replicas, as far as that is known before anything is read."""
     for size in layout.replica_sizes:
-        find_parts(spec.backbone, size)
+        find_parts(spec.backbone, size, layout.tensor)
     source = find_source(spec.backbone.base_model)
     if layout.are_shards and source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
     for place, job in enumerate(spec.jobs):
         try:
             refuse_settings(job)
+            if layout.tensor > 1:
+                refuse_undivided(job)
         except ConfigError as error:
             raise error.at(f"jobs.{place}.{error.where}") from None
 
 
-def find_parts(spec: BackboneSpec, num_stages: int) -> list[ModelPart]:
+def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[ModelPart]:
     """Which layers each stage gets; raises what stands in the way, before any weight is read."""
     if not is_cpu(choose_device(spec)):
         raise ConfigError("stages run on CPUs only so far; set device=cpu, or use --replicas.", where=WHERE)
@@ -93,7 +97,20 @@ def find_parts(spec: BackboneSpec, num_stages: int) -> list[ModelPart]:
         )
     if num_stages > count:
         raise ConfigError(f"got {num_stages} stages; the model has {count} layers, so use 1 to {count}.", where=WHERE)
+    if tensor > 1:
+        _refuse_tensor(spec, config, tensor)
     return cut_layers(config, count, num_stages)
+
+
+def _refuse_tensor(spec: BackboneSpec, config: dict[str, Any], count: int) -> None:
+    """ConfigError or ModelError if so many devices cannot share the layers of a backbone."""
+    if spec.quantize != "none" or spec.kernels == "fused":
+        setting = "kernels fused" if spec.kernels == "fused" else f"quantize {spec.quantize}"
+        found = f"tensor:N has dense weights on the reference path, and here is {setting}; leave one of them out."
+        raise ConfigError(found, where=WHERE)
+    why = why_undivided(config, count)
+    if why is not None:
+        raise ModelError(f"{why}.", where=f"base_model {spec.base_model}")
 
 
 def cut_layers(config: dict[str, Any], count: int, num_stages: int) -> list[ModelPart]:

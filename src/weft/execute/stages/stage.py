@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.method import ModuleTensors
-from weft.adapters.methods import method_of
+from weft.adapters.methods import METHODS, method_of
 from weft.adapters.targets import leaf_names
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, pack_samples
@@ -37,6 +37,8 @@ from weft.spec import AdapterSpec, JobSpec
 
 MOST_AHEAD = 8
 """Microbatches of an evaluation that a stage sends before it waits for the next one to take them."""
+UNDIVIDED = ("diff_pruning",)
+"""Methods that are not linear in the part of a weight that a device has."""
 WHOLE_STATES = ("adamw_8bit",)
 """Optimizers that remember blocks of numbers, which a border between two stages may cut."""
 
@@ -54,6 +56,16 @@ def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
     if spec.adapter.trains_rows or (start is not None and start.trains_rows):
         found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
         raise ConfigError(found, where="adapter")
+
+
+def refuse_undivided(spec: JobSpec) -> None:
+    """ConfigError for settings of a job that need every layer in one piece."""
+    if spec.adapter.method in UNDIVIDED:
+        known = ", ".join(method for method in METHODS if method not in UNDIVIDED)
+        found = f"{spec.adapter.method} chooses among the numbers of whole weights; with tensor:N use {known}."
+        raise ConfigError(found, where="adapter.method")
+    if spec.sums == "free":
+        raise ConfigError("devices that share layers add up in their order; with tensor:N use ordered.", where="sums")
 
 
 def refuse_whole(job: NewJob) -> None:
@@ -151,6 +163,8 @@ class Stage:
         spec, method = job.spec, method_of(job.spec.adapter)
         refuse_whole(job)
         self._refuse_without_kernels(spec)
+        if self.backbone.devices is not None:
+            refuse_undivided(spec)
         targets = self.backbone.targets(spec.adapter)
         refuse_idle_rates(spec.learning_rate_pattern, targets)
         names = tuple(leaf_names(targets, self.backbone.paths_for(method)) or targets)

@@ -24,10 +24,19 @@ class StageOrder:
     part: ModelPart
     num_devices: int
     """Stages of all replicas."""
+    tensor: int
+    """The place among the processes that share the stage's layers."""
+    num_tensor: int
+    """How many those are; 1: it has its layers alone."""
     store: str
     """A file through which the stages find each other."""
     is_shard: bool = False
     """Whether all of them share the frozen weights."""
+
+    @property
+    def process(self) -> int:
+        """Its number among all processes."""
+        return self.place.device * self.num_tensor + self.tensor
 
 
 @dataclass(frozen=True)

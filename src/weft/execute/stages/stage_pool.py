@@ -28,6 +28,8 @@ JOIN_S = 300.0
 """The same before its first one: it imports libraries, perhaps over a network."""
 TOGETHER = ("run", "evaluate")
 """What stages do by waiting for each other: where one cannot go on, none can."""
+READ = ("tensors", "modules", "adapter_of")
+"""What changes nothing and may be large: of processes that share a stage only the first is asked."""
 END_S = 5.0
 """Seconds a stage has to end by itself."""
 
@@ -44,12 +46,15 @@ class StageProcesses:
         backbone: BackboneSpec,
         *replicas: Sequence[ModelPart],
         are_shards: bool = False,
+        tensor: int = 1,
         silent_s: float = SILENT_S,
     ) -> None:
         """Starts them and waits until all have loaded their layers; raises what keeps one from it.
 
-        `replicas`: of each, the parts of its stages; `are_shards`: they share the frozen weights of one.
+        `replicas`: of each, the parts of its stages; `are_shards`: they share the frozen weights of one;
+        `tensor`: processes that share the layers of each stage.
         """
+        self._num_tensor = tensor
         self.replica_sizes = [len(parts) for parts in replicas]
         parts = [part for own in replicas for part in own]
         self._silent_s = silent_s
@@ -57,30 +62,34 @@ class StageProcesses:
         self._lost: StageLostError | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        self._heard_s = [time.monotonic() + JOIN_S - silent_s] * len(parts)
+        self._heard_s = [time.monotonic() + JOIN_S - silent_s] * len(parts) * tensor
+        store = f"{self._folder.name}/store"
         try:
             for place, part in zip(stage_places(self.replica_sizes), parts, strict=True):
-                store = f"{self._folder.name}/store"
-                self._start(StageOrder(place, backbone, part, len(parts), store, are_shards))
-            self._gather(range(len(parts)), is_together=True)
+                for own in range(tensor):
+                    self._start(StageOrder(place, backbone, part, len(parts), own, tensor, store, are_shards))
+            self._gather(range(len(self.processes)), is_together=True)
         except BaseException:
             self.close()
             raise
 
     def ask(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question."""
-        return self.ask_each(what, dict.fromkeys(range(len(self._connections)), given))
+        return self.ask_each(what, dict.fromkeys(range(sum(self.replica_sizes)), given))
 
     def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """The same of some stages, with another thing given to each."""
         if self._lost is not None:
             raise self._lost
-        for index, own in given.items():
+        # Processes that share a stage hold the same of a job, and answer the same.
+        each = 1 if what in READ else self._num_tensor
+        asked = [stage * self._num_tensor + place for stage in given for place in range(each)]
+        for index in asked:
             try:
-                tell(self._connections[index], (what, own))
+                tell(self._connections[index], (what, given[index // self._num_tensor]))
             except OSError:
                 raise self._lose(index) from None
-        return self._gather(list(given), is_together=what in TOGETHER)
+        return self._gather(asked, is_together=what in TOGETHER)[::each]
 
     def close(self) -> None:
         """Ends them and removes what they left behind."""
@@ -96,7 +105,7 @@ class StageProcesses:
     def _start(self, order: StageOrder) -> None:
         mine, its = Pipe()
         command = [sys.executable, "-m", "weft.execute.stages.stage_process", str(its.fileno())]
-        with self._log(order.place.device).open("wb") as out:
+        with self._log(order.process).open("wb") as out:
             # A session of its own: Ctrl-C is for the coordinator, which stops at a step boundary.
             process = subprocess.Popen(
                 command,
@@ -158,8 +167,12 @@ class StageProcesses:
             how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended{self._last_words(index)}"
         self._kill()
         hint = "Every job goes on from its last checkpoint with --resume."
-        self._lost = StageLostError(f"{how}, so all stages were ended.", where=f"stage {index}", hint=hint)
+        self._lost = StageLostError(f"{how}, so all stages were ended.", where=self._name(index), hint=hint)
         return self._lost
+
+    def _name(self, index: int) -> str:
+        stage, place = divmod(index, self._num_tensor)
+        return f"stage {stage}" if self._num_tensor == 1 else f"stage {stage}, device {place}"
 
     def _kill(self) -> None:
         for process in self.processes:

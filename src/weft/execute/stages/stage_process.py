@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from weft.backbone.load import load_backbone
 from weft.backbone.shards.peers import TorchPeers
+from weft.backbone.tensor_parallel import divide
 from weft.errors import WeftError
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.stage_group import answer
 from weft.execute.stages.stage_messages import StageAlive, StageAnswer, StageOrder, hear, tell
+from weft.execute.stages.tensor_devices import join_devices
 from weft.execute.stages.transport import TorchTransport
 
 ALIVE_S = 1.0
@@ -85,14 +87,18 @@ def load_stage(order: StageOrder) -> Stage:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{order.store}",
-        rank=order.place.device,
-        world_size=order.num_devices,
+        rank=order.process,
+        world_size=order.num_devices * order.num_tensor,
         timeout=LONGEST_WAIT,
     )
     if peers is not None:
         # What is gathered and what is sent do not wait for each other.
         peers.group = dist.new_group(timeout=LONGEST_WAIT)
-    return Stage(order.place, backbone, TorchTransport(backbone.device))
+    if order.num_tensor > 1:
+        divide(
+            backbone, join_devices(order.place.device, order.num_devices, order.tensor, order.num_tensor, LONGEST_WAIT)
+        )
+    return Stage(order.place, backbone, TorchTransport(backbone.device, order.tensor, order.num_tensor))
 
 
 def _answered(stage: Stage, what: str, given: tuple[Any, ...]) -> Any:

@@ -314,17 +314,20 @@ def _facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], word: str) 
     return dataclasses.replace(
         stages[-1],
         modules=tuple(path for device in replicas[0] for path in stages[device].modules),
-        backbone_bytes=sum(facts.backbone_bytes for facts in stages),
-        kernels=f"{stages[-1].kernels}; {_in_words(replicas, word)}",
+        backbone_bytes=sum(facts.backbone_bytes * facts.tensor for facts in stages),
+        kernels=f"{stages[-1].kernels}; {_in_words(replicas, word, stages[-1].tensor)}",
         replica_sizes=tuple(len(devices) for devices in replicas),
     )
 
 
-def _in_words(replicas: Sequence[range], word: str) -> str:
+def _in_words(replicas: Sequence[range], word: str, tensor: int) -> str:
     sizes = [len(devices) for devices in replicas]
-    if len(sizes) == 1:
-        return f"{sizes[0]} stages"
-    return f"{len(sizes)} {word}" + ("" if max(sizes) == 1 else f" of {', '.join(map(str, sizes))} stages")
+    found = [] if len(sizes) == 1 else [f"{len(sizes)} {word}"]
+    if max(sizes) > 1:
+        found.append(f"{', '.join(map(str, sizes))} stages")
+    if tensor > 1:
+        found.append(f"{tensor} devices that share every layer")
+    return " of ".join(found)
 
 
 def _refuse_unlike(shares: list[JobShare]) -> None:

@@ -35,9 +35,13 @@ class StepExchange:
         self._found: dict[StepOf, tuple[Verdict, torch.Tensor | None]] = {}
         """On the judge, until it steps itself."""
 
+    def is_measured(self, step: StepOf) -> bool:
+        """Whether the program says when; where one stage has all layers, that is when it steps."""
+        return Measure(*step) in self._measuring
+
     def measure(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Sends this stage's part to the judge; the judge waits for all."""
-        judge, tag = self._measuring[Measure(*step)][0], self._tags(step)[0]
+        judge, tag = self._measuring.get(Measure(*step), (self._stage.device,))[0], self._tags(step)[0]
         if judge != self._stage.device:
             for message in self._messages(step, is_finite):
                 self._stage.transport.send(message, judge, tag)
@@ -73,6 +77,8 @@ class StepExchange:
         if self._is_spread(step[0]):
             return SpreadPart.of(weights, is_finite=bool(is_finite > 0)).messages()
         if weights is not None:
+            if self._stage.backbone.devices is not None:
+                weights.adapter.add_up_gradients(self._stage.backbone.devices)
             weights.adapter.complete_gradients()
         return [gradient_part(weights, is_finite)]
 

@@ -79,8 +79,12 @@ class TorchTransport:
     for no computing.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """All processes of the default group make theirs at the same time."""
+    def __init__(self, device: torch.device, tensor: int = 0, num_tensor: int = 1) -> None:
+        """All processes of the default group make theirs at the same time.
+
+        Among `num_tensor` processes that share a stage, each talks to those that have its own place in others.
+        """
+        self._tensor, self._num_tensor = tensor, num_tensor
         self._device = device
         self._groups = [dist.new_group() for _ in range(NUM_CHANNELS)]
         self._leaving: list[tuple[dist.Work | None, torch.Tensor]] = []
@@ -91,14 +95,16 @@ class TorchTransport:
         """Starts to send it; it is kept until it has left."""
         self._leaving = [(work, kept) for work, kept in self._leaving if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()
-        self._leaving.append((dist.isend(tensor, to_stage, group=self._groups[_channel(tag)], tag=tag), tensor))
+        self._leaving.append(
+            (dist.isend(tensor, self._process(to_stage), group=self._groups[_channel(tag)], tag=tag), tensor)
+        )
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, tag: int) -> torch.Tensor:
         """Waits for it; on a GPU only what is launched from now on does."""
         channel = _channel(tag)
         with nullcontext() if channel not in self._streams else on_stream(self._streams[channel]):
             tensor = torch.empty(*shape, dtype=dtype, device=self._device)
-            dist.recv(tensor, from_stage, group=self._groups[channel], tag=tag)
+            dist.recv(tensor, self._process(from_stage), group=self._groups[channel], tag=tag)
             ready = mark(self._device)
         wait_for(tensor, ready)
         return tensor
@@ -109,6 +115,9 @@ class TorchTransport:
             if work is not None:
                 work.wait()
         self._leaving.clear()
+
+    def _process(self, stage: int) -> int:
+        return stage * self._num_tensor + self._tensor
 
 
 def _channel(tag: int) -> int:
