@@ -9,7 +9,7 @@ from weft.cli.auto_layout import with_layout
 from weft.cli.layout_options import LayoutOptions
 from weft.errors import WeftError
 from weft.plan.pipeline.build import Schedule
-from weft.spec import JobSpec, RunSpec
+from weft.spec import AdapterSpec, JobSpec, RunSpec
 
 JOBS = (JobSpec("job", ("data.jsonl",)),)
 
@@ -26,9 +26,35 @@ def test_layout_when_it_is_no_layout_then_refused(layout):
     assert refusal(layout).startswith(f"--layout: got {layout!r}; accepted are ")
 
 
-@pytest.mark.parametrize("layout", ["tensor:2", "tensor:2,stages:2"])
-def test_layout_when_nothing_trains_it_yet_then_refused(layout):
-    assert "yet" in refusal(layout)
+def test_layout_when_devices_cannot_share_layers_then_refused(tmp_path):
+    """With what would fit."""
+    found = refusal("tensor:3")
+    assert (
+        found.startswith("base_model tiny: has ") and "which 3 devices cannot share evenly; tensor may be 1, " in found
+    )
+    plain_model("phi3").save_pretrained(tmp_path)
+    assert "tensor parallel is for those of llama" in refusal("tensor:2", base_model=str(tmp_path))
+    assert "tensor:N has dense weights on the reference path, and here is quantize nf4" in refusal(
+        "tensor:2", quantize="nf4"
+    )
+    assert "and here is kernels fused" in refusal("tensor:2,stages:2", kernels="fused")
+    assert "say one tensor:N for all" in refusal("tensor:2+stages:2")
+    assert refusal("tensor:2,shards:2").endswith("neither other parts nor other replicas.")
+    job = JobSpec("job", ("data.jsonl",), adapter=AdapterSpec(method="diff_pruning"))
+    assert refusal("tensor:2", jobs=(job,)).startswith("jobs.0.adapter.method: diff_pruning chooses among the numbers")
+    free = JobSpec("job", ("data.jsonl",), sums="free")
+    assert refusal("tensor:2", jobs=(free,)).startswith("jobs.0.sums: devices that share layers add up in their order")
+
+
+def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
+    options = LayoutOptions("tensor:2,stages:2", "1f1b")
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
+    options.check(spec, ())
+    assert options.stages is not None
+    assert (options.stages.replica_sizes, options.stages.tensor) == ((2,), 2)
+    (note,) = options.notes(spec)
+    assert note.startswith("tensor:2 splits sums, so bits belong to this layout")
+    assert LayoutOptions("tensor:1").stages is None
 
 
 def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():

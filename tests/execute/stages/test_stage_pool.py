@@ -13,7 +13,7 @@ from tiny_models import assert_same_bits, finish, job_spec, random_data, submit,
 from weft.backbone.load import load_backbone
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
-from weft.execute.stages.load_stages import find_parts, load_stages
+from weft.execute.stages.load_stages import StageLayout, find_parts, load_stages
 from weft.execute.stages.stage_pool import StageLostError, StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.plan.pipeline.build import Schedule
@@ -32,15 +32,15 @@ def stages() -> Iterator[StageProcesses]:
     assert all(process.poll() is not None for process in group.processes)
 
 
-def jobs() -> list[Any]:
-    settings = {"max_steps": 2, "max_grad_norm": 0.1, "eval_steps": 1, "eval_data": 2}
+def jobs(optim: str = "adamw") -> list[Any]:
+    settings = {"max_steps": 2, "max_grad_norm": 0.1, "eval_steps": 1, "eval_data": 2, "optim": optim}
     spec = job_spec("job", adapter={"lora_dropout": 0.1}, **settings)
     return [(spec, random_data(1, num_samples=6, num_eval=2))]
 
 
 def engine_on(stages: StageProcesses) -> Engine:
     tokenizer: Any = None
-    planner = PipelinePlanner(Schedule.ONE_F_ONE_B, 2)
+    planner = PipelinePlanner(Schedule.ONE_F_ONE_B, *stages.replica_sizes)
     return Engine(StagedExecutor(stages, tokenizer), capacity=32, planner=planner)
 
 
@@ -78,7 +78,7 @@ def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes
         for seed, (name, kind) in enumerate(sums.items())
     ]
     expected = train(load_backbone(SPEC), own, capacity=32)
-    executor = load_stages(SPEC, sizes)
+    executor = load_stages(SPEC, StageLayout(sizes))
     try:
         engine = Engine(executor, capacity=32, planner=SpreadPlanner(sizes, (LinearCost(), LinearCost())))
         submit(engine, *own)
@@ -86,3 +86,25 @@ def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes
             assert_same_bits(outcome, expected[name])
     finally:
         executor.close()
+
+
+def test_job_when_processes_share_a_stage_then_ends_near_one_device_and_they_end_together():
+    """One is enough to lose the stage."""
+    # Where a gradient is nearly zero, AdamW makes a step of its rounding.
+    given = jobs(optim="sgd")
+    expected = train(load_backbone(SPEC), given, capacity=32)["job"]
+    group = StageProcesses(SPEC, find_parts(SPEC, 1, tensor=2), tensor=2, silent_s=10.0)
+    try:
+        engine = engine_on(group)
+        submit(engine, *given)
+        found = finish(engine)["job"]
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert found.eval_losses == pytest.approx(expected.eval_losses, rel=1e-5)
+        for path, tensors in expected.adapter.items():
+            assert all(x.allclose(y, atol=1e-5) for x, y in zip(tensors, found.adapter[path], strict=True)), path
+        os.kill(group.processes[1].pid, signal.SIGKILL)
+        with pytest.raises(StageLostError, match="stage 0, device 1: was ended by signal 9, so all stages were ended"):
+            engine.executor.row_tile(32)
+        assert all(process.poll() is not None for process in group.processes)
+    finally:
+        group.close()
