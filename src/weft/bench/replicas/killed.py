@@ -3,8 +3,8 @@
 kills_differ     adapters of all these runs whose bytes are not those of one process that nobody disturbed.
 kills_repeated   steps that a job took twice although its own rank was never killed: neighbours go on.
 kill_seen_s      the longest time from the death of a rank until its controller starts another one or goes on without.
-num_kills        runs in which something was killed: a rank in half of them; the controller, which is then resumed; and
-                 with Ray installed an actor's process, or a node with all that is on it.
+num_kills        runs in which something was killed: a rank in every other one; else the controller, which is then
+                 resumed, or with Ray installed an actor's process, or a node with all that is on it.
 """
 
 from __future__ import annotations
@@ -98,15 +98,14 @@ def measure_kills(jobs: SmallJobs = JOBS, num_kills: int = NUM_KILLS, seed: int 
         begun_s = time.monotonic()
         runs.disturb("undisturbed", lambda group: None)
         whole_s = time.monotonic() - begun_s
-        for number, kind in enumerate(itertools.islice(_kinds(), num_kills)):
-            out = f"killed-{number}"
-            moment_s = drawn.uniform(0, whole_s)
-            if kind == CONTROLLER:
-                runs.kill_controller(out, moment_s)
-                found.num_kills += 1
-            else:
-                runs.kill_rank(out, moment_s, kind, found)
+        for number, kind in enumerate(_kinds()):
+            out, moment_s = f"killed-{number}", drawn.uniform(0, whole_s)
+            kill = runs.kill_controller if kind == CONTROLLER else runs.kill_rank
+            # A moment may come too late for a run that was faster than the first.
+            found.num_kills += kill(out, moment_s, kind, found)
             found.num_differing += len(differing_adapters(folder / "alone", folder / out))
+            if found.num_kills == num_kills:
+                break
     return {
         "kills_differ": float(found.num_differing),
         "kills_repeated": float(found.num_repeated),
@@ -137,18 +136,20 @@ class _Runs:
         with (self.folder / f"{out}.log").open("ab") as log:
             return subprocess.Popen(words, cwd=self.folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
 
-    def kill_controller(self, out: str, moment_s: float) -> None:
-        """A run whose controller dies, and that is then resumed."""
+    def kill_controller(self, out: str, moment_s: float, kind: str, found: KillFigures) -> bool:
+        """A run whose controller dies, and that is then resumed; whether it did."""
         first = self.command(out, "--replicas", "2")
         with suppress(subprocess.TimeoutExpired):
             first.wait(moment_s)
+            return False
         first.kill()
         first.wait()
         resume = ["--resume"] if RunDirectory.holds_run(self.folder / out) else []
         self.command(out, "--replicas", "2", *resume).wait()
+        return True
 
-    def kill_rank(self, out: str, moment_s: float, kind: str, found: KillFigures) -> None:
-        """A run over two ranks of which one dies; counts what is seen of it."""
+    def kill_rank(self, out: str, moment_s: float, kind: str, found: KillFigures) -> bool:
+        """A run over two ranks of which one dies, and what is seen of it; whether one did."""
         is_over = threading.Event()
 
         def kill(group: WatchedGroup) -> None:
@@ -163,9 +164,9 @@ class _Runs:
                 group, repeated = self.disturb(out, kill, nodes.open_ranks if nodes is not None else None)
             finally:
                 is_over.set()
-        found.num_kills += group.killed_s is not None
         found.num_repeated += repeated
         found.seen_s += [] if group.seen_s is None else [group.seen_s]
+        return group.killed_s is not None
 
     def disturb(
         self,
