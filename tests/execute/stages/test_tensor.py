@@ -33,7 +33,7 @@ MODEL: dict[str, Any] = {"num_key_value_heads": 4}
 FEW = ("lora", "dora", "ia3", "prefix")
 
 
-def jobs(names: Collection[str] | None = None, *, num_steps: int = 20) -> list[Job]:
+def jobs(names: Collection[str] | None = None, *, num_steps: int = 20, epsilon: float = 1e-8) -> list[Job]:
     """Several methods and ranks, clipped, with dropout, on one microbatch; one is evaluated."""
     adapters: dict[str, dict[str, Any]] = {
         "lora": {"r": 3, "lora_dropout": 0.2},
@@ -53,6 +53,7 @@ def jobs(names: Collection[str] | None = None, *, num_steps: int = 20) -> list[J
             continue
         judged = {"eval_data": 2, "eval_steps": 5} if name == "lora" else {}
         step = {"max_steps": num_steps, "max_grad_norm": 0.05 if place % 2 else 1.0, "weight_decay": 0.1}
+        step["adam_epsilon"] = epsilon
         spec = job_spec(name, seed=place, adapter=adapter, learning_rate=1e-3, **step, **judged)
         found.append((spec, random_data(place, num_samples=6, num_eval=2 if judged else 0)))
     return found
@@ -72,15 +73,15 @@ def trained(layout: str, given: list[Job]) -> dict[str, Outcome]:
     return found
 
 
-def assert_near(mine: Outcome, other: Outcome) -> None:
+def assert_near(mine: Outcome, other: Outcome, tolerance: float = 1e-5) -> None:
     assert mine.state == other.state
-    assert mine.losses == pytest.approx(other.losses, rel=1e-5)
-    assert mine.eval_losses == pytest.approx(other.eval_losses, rel=1e-5)
+    assert mine.losses == pytest.approx(other.losses, rel=tolerance)
+    assert mine.eval_losses == pytest.approx(other.eval_losses, rel=tolerance)
     assert mine.adapter.keys() == other.adapter.keys()
     for path, tensors in mine.adapter.items():
         for x, y in zip(tensors, other.adapter[path], strict=True):
             assert x.shape == y.shape
-            assert (x - y).abs().max() <= 1e-5 * y.abs().max().clamp(min=1), path
+            assert (x - y).abs().max() <= tolerance * y.abs().max().clamp(min=1), path
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,14 @@ def test_jobs_when_layers_are_shared_then_end_near_those_of_one_device_after_20_
     for name, outcome in trained(layout, jobs(names)).items():
         assert len(outcome.losses) == 20
         assert_near(outcome, expected[name])
+
+
+def test_jobs_when_four_devices_share_a_layer_then_end_near_those_of_one_device_but_for_what_adam_makes_of_rounding():
+    """With Adam's usual epsilon, a number whose gradient crosses zero ends 1.5e-5 off; with a larger one, 5e-8."""
+    given = jobs(("lora", "high_rank"), epsilon=1e-3)
+    expected = train(random_backbone("llama", **MODEL), given, capacity=48)
+    for name, outcome in trained("tensor:4", given).items():
+        assert_near(outcome, expected[name], tolerance=1e-6)
 
 
 def test_jobs_when_trained_twice_then_have_the_same_bits():
