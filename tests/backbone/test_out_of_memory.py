@@ -59,7 +59,7 @@ def test_capture_when_a_kernel_finds_no_room_as_it_is_loaded_then_it_has_run_out
     monkeypatch.setattr(graph, "Inputs", lambda *_: None)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     with pytest.raises(torch.OutOfMemoryError, match="Triton Error"):
-        graph.capture(_Anything(), _Anything(), _Anything(), None, _Anything(), None)
+        graph.capture(_Anything(), _Anything(), _Anything(), None, _Anything(), None, 0)
 
 
 class _Anything:
