@@ -1,7 +1,7 @@
 """What planners are given and what they fill: queues of jobs, limits, and microbatches of segments.
 
 A planner turns `JobQueue`s into a `Program` (`plan/program.py`). The engine executes programs and decides nothing;
-`plan/check.py` validates any program before it runs.
+`plan/check/` validates any program before it runs.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ when. Transfers and steps follow from those in the same way for all:
     template        rounds, slowest bucket first between rounds                   eager, under the memory limit
     eager           as given                     never                            eager, under the memory limit
 
-Every program passes `plan/check.py`.
+Every program passes `plan/check/`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""What is wrong between the stages of a program: transfers that cross, stages that wait for ever."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from weft.plan.program import Forward, Measure, Program, Receive, Send, Step
+
+Transfer = tuple[int, int, bool]
+"""What travels: microbatch, virtual stage it is for, whether it is a gradient."""
+
+
+def crossings(program: Program) -> Iterator[str]:
+    """Neighbours that would take each other's transfers for one another: channels deliver in order."""
+    owners = [own for own in program.replicas for _ in own]
+    sent: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
+    awaited: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
+    for stage, instructions in enumerate(program.stages):
+        for i in instructions:
+            if isinstance(i, Send):
+                sent[stage, i.to_stage, i.is_gradient].append(_parcel(owners, stage, i))
+            elif isinstance(i, Receive):
+                awaited[i.from_stage, stage, i.is_gradient].append(_parcel(owners, stage, i))
+    for source, target, is_gradient in sorted({*sent, *awaited}):
+        channel = (source, target, is_gradient)
+        if sent[channel] != awaited[channel]:
+            kind = "gradients" if is_gradient else "activations"
+            yield f"stage {target} receives {kind} in another order than stage {source} sends them"
+
+
+def stuck(program: Program) -> Iterator[str]:
+    """Stages that wait for each other for ever when all lists run side by side."""
+    owners = [own for own in program.replicas for _ in own]
+    places = [0] * program.num_stages
+    arrived: set[Transfer] = set()
+    measured: Counter[Measure] = Counter()
+    measuring = program.measuring
+    moved = True
+    while moved:
+        moved = False
+        for stage, instructions in enumerate(program.stages):
+            while places[stage] < len(instructions):
+                i = instructions[places[stage]]
+                if isinstance(i, Receive) and _parcel(owners, stage, i) not in arrived:
+                    break
+                if isinstance(i, Forward) and program.is_in_step:
+                    break
+                if isinstance(i, Measure) and stage == measuring[i][0] and measured[i] < len(measuring[i]) - 1:
+                    break
+                if isinstance(i, Step) and measured[of := Measure(i.job, i.step)] < len(measuring.get(of, ())):
+                    break
+                if isinstance(i, Send):
+                    arrived.add(_parcel(owners, stage, i))
+                measured.update([i] if isinstance(i, Measure) else [])
+                places[stage] += 1
+                moved = True
+        if program.is_in_step and not moved and _all_forward(program, places):
+            places = [place + 1 for place in places]
+            moved = True
+    for stage, instructions in enumerate(program.stages):
+        if places[stage] < len(instructions):
+            yield f"stage {stage} waits for ever at {instructions[places[stage]]}"
+
+
+def _all_forward(program: Program, places: Sequence[int]) -> bool:
+    """Whether every stage stands before a microbatch."""
+    at = zip(program.stages, places, strict=True)
+    return all(place < len(own) and isinstance(own[place], Forward) for own, place in at)
+
+
+def _parcel(owners: Sequence[range], stage: int, i: Send | Receive) -> Transfer:
+    own = owners[stage]
+    virtual = i.chunk * len(own) + stage - own.start
+    if isinstance(i, Send):
+        virtual += -1 if i.is_gradient else 1
+    return i.microbatch, virtual, i.is_gradient
