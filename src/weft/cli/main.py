@@ -66,8 +66,8 @@ VERBS = {
     "serve": Verb("service.serve:serve", "Serve fine-tuning to many tenants behind OpenAI's API."),
     "tune": Verb(
         "measure.tune:tune",
-        "Measure this GPU's best launches of the adapter kernels; later runs here use them. "
-        "No result changes by a bit.",
+        "Measure this GPU's best launches of the adapter kernels, "
+        "or with --jobs the best capacity and layout of a run.",
     ),
     "bench": Verb("measure.bench:bench", "Measure speed on this machine, beside what people run today."),
     "workers": Verb("service.workers:workers", "Workers of the service, on all machines."),
