@@ -84,7 +84,6 @@ class RunRecorder:
             raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)
         # A checkpoint that does not say so was trained on weights as they are, and with the first masks.
         before = {"quantize": "none", "masks": 1, "tensor": 1, **checkpoint.environment}
-        now = {"tensor": 1, **self.environment}
         if before["quantize"] != self.environment["quantize"]:
             raise CheckpointError(
                 f"the checkpoint was trained with quantize {before['quantize']}, the backbone is loaded with "
@@ -95,6 +94,7 @@ class RunRecorder:
             yield JobWarning((name,), f"goes on with a capacity of {self.room.capacity}: more ran out of memory before")
         if job.spec.adapter.lora_dropout and before["masks"] != self.environment["masks"]:
             yield JobWarning((name,), "was begun with dropout masks of another version: it goes on, but ends otherwise")
+        now = {"tensor": 1, **self.environment}
         changed = [k for k, v in now.items() if before.get(k) != v and k != "masks"]
         if changed:
             was = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)
