@@ -23,7 +23,7 @@ from tiny_models import (
 from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.fused.inputs import InputShape
-from weft.backbone.fused.path import FusedPath
+from weft.backbone.fused.place import PlaceInFlight
 from weft.backbone.packed import Placed, pack_samples
 from weft.backbone.reference_rows import ReferenceRows
 from weft.data.dataset import JobData
@@ -115,13 +115,13 @@ def test_reference_when_adapters_are_there_then_takes_their_kernels(monkeypatch)
     """Else what it says would depend on which graphs are captured: products round otherwise without adapters."""
     backbone = random_backbone("llama", kernels="fused")
     shapes: list[InputShape] = []
-    forward = FusedPath._pass
+    forward = PlaceInFlight.forward
 
-    def noted(path, batch, shape, *rest, **options):
+    def noted(place, batch, shape, *rest, **options):
         shapes.append(shape)
-        return forward(path, batch, shape, *rest, **options)
+        return forward(place, batch, shape, *rest, **options)
 
-    monkeypatch.setattr(FusedPath, "_pass", noted)
+    monkeypatch.setattr(PlaceInFlight, "forward", noted)
     batch = pack_samples([Placed(random_sample(np.random.default_rng(1), 9))], TILE, backbone.device)
     backbone.path.read(batch, TILE)
     backbone.attach(backbone.new_adapter(AdapterSpec(r=2), 0))
