@@ -200,7 +200,6 @@ def peak_kb() -> int:
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts peaks")
 def test_shards_while_they_are_loaded_then_never_have_the_whole_model(tmp_path):
     """A quarter of it, one layer as it is read and written, and at the end the two buffers."""
     layers = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4}

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.fusion import tensor_parallel_clock
 from weft.cost.types import LinearCost
 from weft.errors import PlanError
 from weft.plan.fuse import FusedTask, FuseTask, Pipe, Template, build_template, fuse, plan_fusion
@@ -144,25 +143,6 @@ def test_plan_fusion_any_tasks_covers_each_once_and_beats_every_bucketing(
     published = [t.makespan_s for t in bucket_templates(fuse(tasks, pipe), pipe)]
     assert plan.template.makespan_s <= min(published)
     assert plan == plan_fusion(tasks[::-1], pipe)
-
-
-def test_plan_fusion_slow_communication_shares_clocks() -> None:
-    """With tensor parallelism fused tasks share clocks to hide communication, and gain time by it."""
-    tasks = [FuseTask(f"job{i}", (30,)) for i in range(4)]
-    pipe = Pipe(LinearCost(), num_stages=2, num_microbatches=4)
-    apart = plan_fusion(tasks, pipe)
-    hidden = plan_fusion(tasks, pipe, interleave=tensor_parallel_clock(communication_share=0.4, num_blocks=8))
-    assert len(hidden.template.buckets) < len(apart.template.buckets)
-    assert hidden.template.makespan_s < 0.8 * apart.template.makespan_s
-
-
-def test_plan_fusion_slow_communication_is_no_slower_than_the_modelled_partition_in_any_buckets() -> None:
-    """Where the partition whose own template is shortest shares clocks badly, the modelled one is kept."""
-    tasks = [FuseTask(f"job{i}", (n,)) for i, n in enumerate([10, 4, 24])]
-    pipe = Pipe(LinearCost(fixed_s=8.0), num_stages=3, num_microbatches=4)
-    clock = tensor_parallel_clock(communication_share=0.4, num_blocks=4)
-    least = min(t.makespan_s for t in bucket_templates(fuse(tasks, pipe), pipe, interleave=clock))
-    assert plan_fusion(tasks, pipe, interleave=clock).template.makespan_s <= least
 
 
 def test_plan_fusion_is_json() -> None:

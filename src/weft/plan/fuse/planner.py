@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from weft.plan.fuse.buckets import balance
 from weft.plan.fuse.partition import Fusion, fuse_by_count
 from weft.plan.fuse.tasks import FuseTask, Pipe
-from weft.plan.fuse.template import Interleave, Template, build_template, fits_alone
+from weft.plan.fuse.template import Template, build_template, fits_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +29,27 @@ class FusionPlan:
     template: Template
 
 
-def plan_fusion(tasks: Sequence[FuseTask], pipe: Pipe, *, interleave: Interleave = sum) -> FusionPlan:
-    """The plan of least makespan found for one global batch of every task.
-
-    `interleave` says how long fused tasks take within one clock; with tensor parallelism less than their sum, see
-    `tensor_parallel_clock`.
-    """
+def plan_fusion(tasks: Sequence[FuseTask], pipe: Pipe) -> FusionPlan:
+    """The plan of least makespan found for one global batch of every task."""
     fusions = fuse_by_count(tasks, pipe)
     modelled = min(fusions, key=lambda f: f.latency_s)
-    played = min(fusions, key=lambda f: build_template(f.fused, _singles(f), pipe, interleave=interleave).makespan_s)
+    played = min(fusions, key=lambda f: build_template(f.fused, _singles(f), pipe).makespan_s)
     plans = [
         FusionPlan(fusion, template)
         for fusion in ([modelled, played] if played is not modelled else [modelled])
-        for template in bucket_templates(fusion, pipe, interleave=interleave)
+        for template in bucket_templates(fusion, pipe)
     ]
     return min(plans, key=lambda p: p.template.makespan_s)
 
 
-def bucket_templates(fusion: Fusion, pipe: Pipe, *, interleave: Interleave = sum) -> Iterator[Template]:
+def bucket_templates(fusion: Fusion, pipe: Pipe) -> Iterator[Template]:
     """The template of the most even buckets, for every number of buckets that fits in memory."""
     fused = fusion.fused
     weights = [pipe.forward_s(f, 0) for f in fused]
     for num_buckets in range(1, len(fused) + 1):
         buckets = balance(weights, num_buckets).buckets
         if all(fits_alone([fused[i] for i in bucket], pipe) for bucket in buckets):
-            yield build_template(fused, buckets, pipe, interleave=interleave)
+            yield build_template(fused, buckets, pipe)
 
 
 def _singles(fusion: Fusion) -> list[tuple[int]]:

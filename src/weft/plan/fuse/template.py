@@ -15,16 +15,13 @@ enough memory, that the last stage never idles between its first forward and its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.plan.fuse.tasks import FusedTask, Pipe
 from weft.plan.pipeline.arrange import slowest_first
 from weft.plan.pipeline.eager import Clock, Pass, play
-
-Interleave = Callable[[Sequence[float]], float]
-"""Seconds of several fused tasks within one clock, from the seconds of each alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +57,9 @@ class Template:
         return 1 - busy_s / (len(self.stages) * self.makespan_s)
 
 
-def build_template(
-    fused: Sequence[FusedTask], buckets: Sequence[Sequence[int]], pipe: Pipe, *, interleave: Interleave = sum
-) -> Template:
+def build_template(fused: Sequence[FusedTask], buckets: Sequence[Sequence[int]], pipe: Pipe) -> Template:
     """The template of these buckets of fused tasks, for one global batch of every task."""
-    costs = {bucket: _clock([fused[i] for i in bucket], pipe, interleave) for bucket in map(tuple, buckets)}
+    costs = {bucket: _clock([fused[i] for i in bucket], pipe) for bucket in map(tuple, buckets)}
     if sorted(itertools.chain.from_iterable(costs)) != list(range(len(fused))):
         raise PlanError(
             f"buckets are {[list(b) for b in buckets]}; put each of {len(fused)} fused tasks in exactly one."
@@ -85,15 +80,15 @@ def build_template(
 
 def fits_alone(fused: Sequence[FusedTask], pipe: Pipe) -> bool:
     """True if one clock of these fused tasks fits on every stage."""
-    held = _clock(fused, pipe, sum).held_bytes
+    held = _clock(fused, pipe).held_bytes
     return pipe.free_bytes is None or all(h <= free for h, free in zip(held, pipe.free_bytes, strict=True))
 
 
-def _clock(fused: Sequence[FusedTask], pipe: Pipe, interleave: Interleave) -> Clock:
+def _clock(fused: Sequence[FusedTask], pipe: Pipe) -> Clock:
     stages = range(pipe.num_stages)
     return Clock(
-        forward_s=tuple(interleave([pipe.forward_s(f, s) for f in fused]) for s in stages),
-        backward_s=tuple(interleave([pipe.backward_s(f, s) for f in fused]) for s in stages),
+        forward_s=tuple(sum(pipe.forward_s(f, s) for f in fused) for s in stages),
+        backward_s=tuple(sum(pipe.backward_s(f, s) for f in fused) for s in stages),
         held_bytes=tuple(sum(pipe.cost.held_bytes(f.lengths, s) for f in fused) for s in stages),
         transfer_s=pipe.cost.transfer_s(sum(f.num_tokens for f in fused)),
         step_s=(0.0,) * pipe.num_stages,
