@@ -210,7 +210,9 @@ def test_shards_while_they_are_loaded_then_never_have_the_whole_model(tmp_path):
     gc.collect()
     before = int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
     Path("/proc/self/clear_refs").write_text("5")
-    own = load_backbone(BackboneSpec(name, device="cpu", kernels="reference"), peers=TorchPeers(0, 4))
+    own = load_backbone(
+        BackboneSpec(name, device="cpu", kernels="reference"), peers=TorchPeers(0, 4, torch.device("cpu"))
+    )
     assert own.num_bytes // 1024 < 0.6 * whole_kb
     assert peak_kb() - before < 0.8 * whole_kb
 
@@ -221,7 +223,7 @@ def test_weight_when_it_is_not_in_the_files_then_the_model_is_refused(tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight is not in the model's files"):
-        load_backbone(BackboneSpec(name, device="cpu"), peers=TorchPeers(0, 2))
+        load_backbone(BackboneSpec(name, device="cpu"), peers=TorchPeers(0, 2, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("kind", ["none", "nf4"])

@@ -44,11 +44,13 @@ class LayoutOptions:
 
     layout: str | None = None
     schedule: str | None = None
+    devices: str | None = None
+    """The GPUs of its devices; None: the first ones."""
 
     @property
     def flags(self) -> list[str]:
         """The same, as it was said."""
-        given = {"--layout": self.layout, "--schedule": self.schedule}
+        given = {"--layout": self.layout, "--schedule": self.schedule, "--devices": self.devices}
         return [part for name, value in given.items() if value is not None for part in (name, value)]
 
     @property
@@ -58,7 +60,7 @@ class LayoutOptions:
             return None
         from weft.execute.stages.load_stages import StageLayout
 
-        return StageLayout(self._sizes, self._schedule, self._are_shards, self._tensor)
+        return StageLayout(self._sizes, self._schedule, self._are_shards, self._tensor, self.devices)
 
     def notes(self, spec: RunSpec) -> tuple[str, ...]:
         """What whoever said so should know of it."""
@@ -76,6 +78,8 @@ class LayoutOptions:
             raise ConfigError("is for stages; give --layout stages:N too.", where="--schedule")
         if schedule is not None and len(sizes) > 1:
             raise ConfigError(f"is for one replica in stages; leave it out with {self.layout}.", where="--schedule")
+        if self.stages is None and self.devices is not None:
+            raise ConfigError(f"are for several devices, and {self.layout} is one; leave them out.", where="--devices")
         if self.stages is not None:
             from weft.execute.stages.load_stages import check_layout
 

@@ -20,7 +20,11 @@ Replicas = Annotated[
     typer.Option(metavar="N", help="Copies of the backbone, each with its own jobs; auto: one on every GPU."),
 ]
 Devices = Annotated[
-    str | None, typer.Option(metavar="LIST", help="The GPUs to use, such as 0,2; a copy of the backbone on each.")
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="The GPUs to use, such as 0,2; a copy of the backbone, or one of --layout's devices, on each.",
+    ),
 ]
 Listen = Annotated[
     str | None,

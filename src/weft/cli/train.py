@@ -74,8 +74,8 @@ def train(
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
     place = out or run_place(spec.output_dir)
-    options = ReplicaOptions(replicas, devices, cluster, gpu_type, listen)
-    stages = LayoutOptions(layout, schedule)
+    options = ReplicaOptions(replicas, devices if layout is None else None, cluster, gpu_type, listen)
+    stages = LayoutOptions(layout, schedule, None if layout is None else devices)
     reasons: tuple[str, ...] = ()
     if stages.is_auto:
         from weft.cli.auto_layout import with_layout

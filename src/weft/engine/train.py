@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from weft.cost.rows import CPU_ROW_TILE
+from weft.cost.rows import choose_capacity
 from weft.data.chat.chat_template import template_digest
 from weft.data.dataset import JobData
 from weft.data.load import find_sources, load_job_data
@@ -88,11 +88,13 @@ def load_staged(
     wall = wall or WallClock()
     executor = load_stages(spec.backbone, layout)
     wall.add_start(Activity.LOADING)
+    longest = max(job.max_length for job in jobs)
+    row_tile = executor.row_tile(choose_capacity(spec.capacity, executor.facts.device_kind, longest))
     engine = Engine(
         executor,
         capacity=spec.capacity,
-        longest=max(job.max_length for job in jobs),
-        planner=_stage_planner(spec, layout),
+        longest=longest,
+        planner=_stage_planner(spec, layout, row_tile),
         max_jobs=spec.max_jobs,
         tenant_weights=spec.tenant_weights,
         wall=wall,
@@ -105,18 +107,19 @@ def layout_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
     if layout.tensor > 1:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
         return (f"{found}: the same again with it, and about 1e-5 from one device's",)
-    return gather_cost(spec.backbone, len(layout.replica_sizes)).notes() if layout.are_shards else ()
+    cost = gather_cost(spec.backbone, len(layout.replica_sizes)) if layout.are_shards else None
+    return () if cost is None else cost.notes()
 
 
-def _stage_planner(spec: RunSpec, layout: StageLayout) -> Planner:
+def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner:
     sizes = layout.replica_sizes
     if layout.schedule is not None:
         return PipelinePlanner(layout.schedule, *sizes)
     if spec.planner == "greedy" and len(sizes) == 1:
         return PipelinePlanner(Schedule.EAGER, *sizes)
-    costs = {size: stage_cost(spec.backbone, size, CPU_ROW_TILE, layout.tensor) for size in sizes}
+    costs = {size: stage_cost(spec.backbone, size, row_tile, layout.tensor) for size in sizes}
     if len(sizes) == 1:
-        return FastestPipeline(*sizes, costs[sizes[0]], row_tile=CPU_ROW_TILE)
+        return FastestPipeline(*sizes, costs[sizes[0]], row_tile=row_tile)
     planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes))
     return InStepPlanner(planner) if layout.are_shards else planner
 

@@ -6,7 +6,7 @@ everywhere: a CPU has no account, so it holds nothing and waits for nothing. Not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -210,6 +210,11 @@ def wait_for(tensor: torch.Tensor, ready: torch.cuda.Event | None) -> None:
         tensor.record_stream(stream)
 
 
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room in the machine's memory, to and from which a device copies while the host goes on."""
+    return torch.empty(*shape, dtype=dtype, pin_memory=has_streams(device))
+
+
 def graph_pool() -> Any:
     """Memory that captured graphs share."""
     return torch.cuda.graph_pool_handle()
@@ -219,5 +224,6 @@ def graph_pool() -> Any:
 def record(*, pool: Any = None, stream: Stream | None = None) -> Iterator[Graph]:
     """What is launched inside is not run but recorded, to be replayed as one."""
     graph = Graph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    # Other threads wait for what goes to other processes meanwhile, which the default would take for a mistake.
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         yield graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -18,7 +19,7 @@ from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
 from weft.engine.events import Event
 from weft.plan.check import violations
-from weft.plan.program import Program
+from weft.plan.program import Measure, Program
 from weft.plan.spread import planner as spread
 from weft.plan.spread.planner import SpreadPlanner
 from weft.plan.types import JobQueue, Limits
@@ -190,3 +191,34 @@ def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bit
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
     assert min(counts[True], counts[False]) > 4
+
+
+def test_steps_when_replicas_measure_them_in_unlike_orders_then_have_the_bits_of_one_device():
+    """Messages have no names: the judge knows in which order another replica sends."""
+    own = [small_job(name, seed, max_steps=3, sums="free", max_grad_norm=0.1) for seed, name in enumerate("abc")]
+    expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
+    planner, num_unlike = SpreadPlanner((1, 2), (LinearCost(), LinearCost(token_s=0.5))), 0
+
+    def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
+        nonlocal num_unlike
+        made = planner(queues, limits)
+        turned = turned_measures(made)
+        assert not violations(turned, queues, limits)
+        num_unlike += turned != made
+        return turned
+
+    engine = Engine(staged_executor("llama", (2,), (1, 1)), capacity=48, planner=plan)
+    submit(engine, *own)
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+    assert num_unlike
+
+
+def turned_measures(program: Program) -> Program:
+    """The program with runs of measures turned around on the second replica."""
+    stages = [program.stages[0]]
+    for instructions in program.stages[1:]:
+        runs = [list(run) for _, run in itertools.groupby(instructions, lambda i: isinstance(i, Measure))]
+        turned = [run[::-1] if isinstance(run[0], Measure) else run for run in runs]
+        stages.append(tuple(itertools.chain.from_iterable(turned)))
+    return replace(program, stages=tuple(stages))

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from weft.kernels.device import Stream, current_stream, has_streams, on_stream
+from weft.kernels.device import CPU, Stream, current_stream, has_streams, host_memory, on_stream
 
 
 class Arriving(Protocol):
@@ -45,16 +45,17 @@ class Peers(Protocol):
 
 
 class TorchPeers:
-    """Devices of a group of torch.distributed, of which each has its own process."""
+    """Devices of a group of torch.distributed, of which each has its own process: gloo on CPUs, or NCCL."""
 
     can_be_recorded = False
-    """The first run of a graph is one of its own, which the others do not join."""
+    """The first run of a graph is one of its own, which the others do not join. So kernels are launched one by one."""
 
-    def __init__(self, index: int, count: int) -> None:
+    def __init__(self, index: int, count: int, device: torch.device) -> None:
         """`index`: which of the `count` this one is. They need not have found each other before `gather`."""
         self.index, self.count = index, count
         self.group: dist.ProcessGroup | None = None
         """None: the one of all processes."""
+        self._device = device
 
     def keep(self, layer: int, whole: torch.Tensor) -> torch.Tensor:
         """One slice."""
@@ -68,9 +69,42 @@ class TorchPeers:
 
     def most(self, number: int) -> int:
         """The largest of all processes' numbers."""
-        found = torch.tensor([number])
+        found = torch.tensor([number], device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return int(found)
+
+
+class TorchHostPeers(TorchPeers):
+    """The same where gloo has to do for GPUs: what it gathers is in the machine's memory and is copied from there."""
+
+    def __init__(self, index: int, count: int, device: torch.device) -> None:
+        """`device`: the GPU of this process."""
+        super().__init__(index, count, CPU)
+        self._gpu = device
+        self._slices: dict[int, torch.Tensor] = {}
+
+    def keep(self, layer: int, whole: torch.Tensor) -> torch.Tensor:
+        """One slice, of which there is a copy in the machine's memory."""
+        own = super().keep(layer, whole)
+        self._slices[layer] = own.cpu()
+        return own
+
+    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> Arriving:
+        """Brings all slices to the machine's memory."""
+        host = host_memory(into.shape, into.dtype, self._gpu)
+        return _FromHost(super().gather(layer, self._slices[layer], host), host, into)
+
+
+class _FromHost:
+    """A layer that comes to the machine's memory."""
+
+    def __init__(self, work: Arriving, host: torch.Tensor, into: torch.Tensor) -> None:
+        self._work, self._host, self._into = work, host, into
+
+    def wait(self) -> None:
+        """Until it is there; what is asked of the GPU from now on waits for its copy."""
+        self._work.wait()
+        self._into.copy_(self._host, non_blocking=True)
 
 
 class HostPeers:

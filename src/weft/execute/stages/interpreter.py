@@ -18,9 +18,10 @@ from weft.execute.optimizers.optimizer import PartOfStep
 from weft.execute.optimizers.rate_pattern import scaling_changes
 from weft.execute.protocol import MicrobatchOutcome, StagedWork
 from weft.execute.stages.gradient import part_of_step
+from weft.execute.stages.routes import StepOf, routes_of
 from weft.execute.stages.stage import Stage
-from weft.execute.stages.step_exchange import StepExchange, StepOf
-from weft.execute.stages.transport import ACTIVATION, GRADIENT
+from weft.execute.stages.step_exchange import StepExchange
+from weft.execute.stages.transport import Channel
 from weft.execute.weights import JobWeights
 from weft.kernels.adamw import Updated
 from weft.kernels.device import is_gpu
@@ -65,6 +66,7 @@ class StageProgram:
 
     def run(self) -> Generator[None, None, StageOutcome]:
         """Runs all instructions; it yields where another stage must have its turn first."""
+        self._stage.transport.open(routes_of(self._work.program))
         for instruction in self._work.program.stages[self._stage.device]:
             yield from self._run(instruction)
         self._stage.transport.finish()
@@ -96,16 +98,16 @@ class StageProgram:
                 yield from self._receive(k, instruction)
             case Send(is_gradient=is_gradient, to_stage=to_stage):
                 tensor = (self._going_back if is_gradient else self._leaving).pop(k)
-                self._stage.transport.send(tensor, to_stage, GRADIENT if is_gradient else ACTIVATION)
+                self._stage.transport.send(tensor, to_stage, Channel.GRADIENT if is_gradient else Channel.ACTIVATION)
             case Forward():
                 self._time_pass("forward", k, lambda: self._forward(k))
             case Backward():
                 self._time_pass("backward", k, lambda: self._backward(k))
 
     def _receive(self, k: int, receive: Receive) -> Generator[None, None, None]:
-        stage, tag = self._stage, GRADIENT if receive.is_gradient else ACTIVATION
+        stage, channel = self._stage, Channel.GRADIENT if receive.is_gradient else Channel.ACTIVATION
         shape, dtype = stage.border(self._batch(k).num_rows), stage.backbone.dtype
-        while (tensor := stage.transport.receive(shape, dtype, receive.from_stage, tag)) is None:
+        while (tensor := stage.transport.receive(shape, dtype, receive.from_stage, channel)) is None:
             yield
         (self._gradients if receive.is_gradient else self._entering)[k] = tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ from weft.backbone.source import find_source, load_tokenizer
 from weft.backbone.tensor_parallel import why_undivided
 from weft.cost.analytic import AnalyticCost
 from weft.cost.gather import GatherCost
-from weft.cost.hardware import find_hardware
+from weft.cost.hardware import DEVICES, Hardware, find_hardware
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
 from weft.execute.stages.stage import refuse_settings, refuse_undivided
+from weft.execute.stages.stage_devices import find_gpus
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.families.registry import FAMILIES
@@ -25,6 +27,8 @@ from weft.plan.pipeline.split import split_layers
 from weft.spec import BackboneSpec, RunSpec
 
 WHERE = "--layout"
+ANY_GPU = "a100-40"
+"""What one is taken for that the table does not have: plans are compared with each other, not with a clock."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,21 @@ class StageLayout:
     """The replicas, of one stage each, are one that shares its frozen weights."""
     tensor: int = 1
     """Devices that share every layer of a stage."""
+    gpus: str | None = None
+    """Numbers of GPUs, one for each device; None: the first ones."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of all replicas."""
+        return sum(self.replica_sizes) * self.tensor
 
 
 def load_stages(spec: BackboneSpec, layout: StageLayout) -> StagedExecutor:
     """Replicas whose stages are processes of this machine."""
     replicas = [find_parts(spec, size, layout.tensor) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(spec.base_model)
-    processes = StageProcesses(spec, *replicas, are_shards=layout.are_shards, tensor=layout.tensor)
+    gpus = find_gpus(spec, layout.num_devices, layout.gpus)
+    processes = StageProcesses(spec, *replicas, are_shards=layout.are_shards, tensor=layout.tensor, gpus=gpus)
     return StagedExecutor(processes, tokenizer, in_step=layout.are_shards)
 
 
@@ -53,15 +65,24 @@ def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int =
     """What stages on this machine are taken to cost: enough to tell one plan from another."""
     parts, config = find_parts(spec, num_stages), load_config(find_source(spec.base_model))
     split = tuple(part.end - part.first for part in parts)
-    shape, hardware = ModelShape.from_config(config), find_hardware("cpu")
-    return AnalyticCost(shape, hardware, num_stages, tensor, row_tile=row_tile, split=split)
+    shape = ModelShape.from_config(config)
+    return AnalyticCost(shape, _hardware(spec) or DEVICES[ANY_GPU], num_stages, tensor, row_tile=row_tile, split=split)
 
 
-def gather_cost(spec: BackboneSpec, num_shards: int) -> GatherCost:
-    """What gathering the weights takes devices that share them."""
-    shape, device = ModelShape.from_config(load_config(find_source(spec.base_model))), choose_device(spec)
-    hardware = find_hardware(device_name(device))
-    bytes_each = choose_dtype(spec, device).itemsize
+def _hardware(spec: BackboneSpec) -> Hardware | None:
+    """What the table says of the device that a backbone is for; None if it says nothing."""
+    with suppress(ConfigError):
+        return find_hardware(device_name(choose_device(spec)))
+    return None
+
+
+def gather_cost(spec: BackboneSpec, num_shards: int) -> GatherCost | None:
+    """What gathering the weights takes devices that share them; None for devices that nobody knows."""
+    hardware = _hardware(spec)
+    if hardware is None:
+        return None
+    shape = ModelShape.from_config(load_config(find_source(spec.base_model)))
+    bytes_each = choose_dtype(spec, choose_device(spec)).itemsize
     return GatherCost(MemoryModel(shape, spec.quantize, activation_bytes=bytes_each, shards=num_shards), hardware)
 
 
@@ -69,6 +90,7 @@ def check_layout(spec: RunSpec, layout: StageLayout) -> None:
     """Raises what keeps a run from being trained by such replicas, as far as that is known before anything is read."""
     for size in layout.replica_sizes:
         find_parts(spec.backbone, size, layout.tensor)
+    find_gpus(spec.backbone, layout.num_devices, layout.gpus)
     source = find_source(spec.backbone.base_model)
     if layout.are_shards and source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
@@ -83,8 +105,6 @@ def check_layout(spec: RunSpec, layout: StageLayout) -> None:
 
 def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[ModelPart]:
     """Which layers each stage gets; raises what stands in the way, before any weight is read."""
-    if not is_cpu(choose_device(spec)):
-        raise ConfigError("stages run on CPUs only so far; set device=cpu, or use --replicas.", where=WHERE)
     if spec.kernels != "fused" and (spec.recompute != "none" or spec.offload):
         raise ConfigError("recompute and offload are for the fused kernels; set kernels=fused too.", where=WHERE)
     config = load_config(find_source(spec.base_model))
@@ -104,6 +124,8 @@ def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[Mod
 
 def _refuse_tensor(spec: BackboneSpec, config: dict[str, Any], count: int) -> None:
     """ConfigError or ModelError if so many devices cannot share the layers of a backbone."""
+    if not is_cpu(choose_device(spec)):
+        raise ConfigError("tensor:N runs on CPUs only so far; use stages, shards or spread on GPUs.", where=WHERE)
     if spec.quantize != "none" or spec.kernels == "fused":
         setting = "kernels fused" if spec.kernels == "fused" else f"quantize {spec.quantize}"
         found = f"tensor:N has dense weights on the reference path, and here is {setting}; leave one of them out."

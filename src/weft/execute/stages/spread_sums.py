@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.execute.optimizers.optimizer import gradient_norm
 from weft.execute.stages.gradient import JobShare, Verdict
 from weft.execute.weights import JobWeights
 from weft.kernels.fixed_point import SumWords, total_of_all
@@ -41,13 +40,13 @@ class SpreadPart:
             return SpreadPart(is_finite, {}, None)
         return SpreadPart(is_finite, weights.adapter.free_sums(), weights.adapter.penalties())
 
-    def messages(self) -> list[torch.Tensor]:
-        """The tensors in which it goes to the judge."""
+    def messages(self, device: torch.device) -> list[torch.Tensor]:
+        """The tensors in which it goes to the judge, all on the stage's device."""
         units = [units for own in self.sums.values() for units in own.units]
         has_coarse = any(own.coarse_P is not None for own in self.sums.values())
         low = [each & (2**LOW_BITS - 1) for each in units]
         head = [self.is_finite, has_coarse, self.penalties is not None, *low, *(each >> LOW_BITS for each in units)]
-        found = [torch.tensor(head, dtype=torch.int64)]
+        found = [torch.tensor(head, dtype=torch.int64, device=device)]
         if self.sums:
             words = SumWords.joined(list(self.sums.values()))
             # Copies: the sums go on while these are on their way.
@@ -80,10 +79,11 @@ def receive_part(receive: Receive, share: JobShare) -> Generator[None, None, Spr
 
 def judge_sums(
     replicas: Sequence[tuple[Sequence[SpreadPart], Sequence[JobShare]]],
+    norm_of: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> tuple[Verdict, dict[str, torch.Tensor]]:
     """The verdict about a gradient and the gradient by group, from the parts of all replicas that have some.
 
-    The first is the judge's own.
+    The first is the judge's own; `norm_of` the groups of the gradient.
     """
     groups = dict.fromkeys(group for share in replicas[0][1] for group in share.trained)
     gradient: dict[str, torch.Tensor] = {}
@@ -94,7 +94,8 @@ def judge_sums(
         if own:
             gradient[group] += torch.cat(own)
     is_finite = all(part.is_finite for parts, _ in replicas for part in parts)
-    return Verdict(gradient_norm(gradient.values()), torch.tensor(float(is_finite))), gradient
+    norm = norm_of(list(gradient.values()))
+    return Verdict(norm, torch.tensor(float(is_finite), device=norm.device)), gradient
 
 
 def slices(gradient: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -> list[torch.Tensor]:
@@ -103,7 +104,7 @@ def slices(gradient: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -> 
         group: whole.split([share.sizes[group] if group in share.trained else 0 for share in shares])
         for group, whole in gradient.items()
     }
-    nothing = torch.empty(0)
+    nothing = next(iter(gradient.values()))[:0]
     return [torch.cat([nothing, *(cut[group][place] for group in share.trained)]) for place, share in enumerate(shares)]
 
 

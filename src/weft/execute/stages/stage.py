@@ -27,7 +27,7 @@ from weft.execute.optimizers.rate_pattern import refuse_idle_rates
 from weft.execute.optimizers.registry import OPTIMIZER_KINDS
 from weft.execute.protocol import EvaluationWork, NewJob, ReplicaFacts
 from weft.execute.stages.gradient import JobShare
-from weft.execute.stages.transport import ACTIVATION, Transport
+from weft.execute.stages.transport import Channel, Transport
 from weft.execute.weights import JobWeights
 from weft.kernels.device import CPU, Stream, current_stream, has_streams, on_stream
 from weft.objectives.metrics import MeanScores
@@ -299,7 +299,7 @@ class Stage:
                 if scores is not None:
                     running.append((owners, scores))
                     continue
-                self.transport.send(left_TD, self.device + 1, ACTIVATION)
+                self.transport.send(left_TD, self.device + 1, Channel.ACTIVATION)
                 num_sent += 1
                 if num_sent % MOST_AHEAD == 0:
                     self.transport.finish()
@@ -310,7 +310,9 @@ class Stage:
         return mean_of(running, len(requests)) if self.is_last else []
 
     def _next_activation(self, batch: PackedBatch) -> torch.Tensor | None:
-        return self.transport.receive(self.border(batch.num_rows), self.backbone.dtype, self.device - 1, ACTIVATION)
+        return self.transport.receive(
+            self.border(batch.num_rows), self.backbone.dtype, self.device - 1, Channel.ACTIVATION
+        )
 
     def forget(self) -> None:
         """Lets go of what was under way when another stage failed."""

@@ -32,6 +32,8 @@ class StageOrder:
     """A file through which the stages find each other."""
     is_shard: bool = False
     """Whether all of them share the frozen weights."""
+    backend: str = "gloo"
+    """By what they talk to each other, as torch.distributed names it."""
 
     @property
     def process(self) -> int:

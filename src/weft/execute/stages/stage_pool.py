@@ -19,7 +19,9 @@ from weft.backbone.model_part import ModelPart
 from weft.errors import JobError, WeftError
 from weft.execute.protocol import ReplicaFaultError
 from weft.execute.stages.stage import stage_places
+from weft.execute.stages.stage_devices import choose_backend
 from weft.execute.stages.stage_messages import StageAlive, StageAnswer, StageOrder, hear, tell
+from weft.gpu_choice import VISIBLE
 from weft.spec import BackboneSpec
 
 SILENT_S = 30.0
@@ -47,14 +49,16 @@ class StageProcesses:
         *replicas: Sequence[ModelPart],
         are_shards: bool = False,
         tensor: int = 1,
+        gpus: Sequence[str] = (),
         silent_s: float = SILENT_S,
     ) -> None:
         """Starts them and waits until all have loaded their layers; raises what keeps one from it.
 
         `replicas`: of each, the parts of its stages; `are_shards`: they share the frozen weights of one;
-        `tensor`: processes that share the layers of each stage.
+        `tensor`: processes that share the layers of each stage; `gpus`: that of each process, none on a CPU.
         """
         self._num_tensor = tensor
+        self._gpus = gpus
         self.replica_sizes = [len(parts) for parts in replicas]
         parts = [part for own in replicas for part in own]
         self._silent_s = silent_s
@@ -63,11 +67,11 @@ class StageProcesses:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._heard_s = [time.monotonic() + JOIN_S - silent_s] * len(parts) * tensor
-        store = f"{self._folder.name}/store"
+        store, backend = f"{self._folder.name}/store", choose_backend(gpus)
         try:
             for place, part in zip(stage_places(self.replica_sizes), parts, strict=True):
                 for own in range(tensor):
-                    self._start(StageOrder(place, backbone, part, len(parts), own, tensor, store, are_shards))
+                    self._start(StageOrder(place, backbone, part, len(parts), own, tensor, store, are_shards, backend))
             self._gather(range(len(self.processes)), is_together=True)
         except BaseException:
             self.close()
@@ -113,6 +117,8 @@ class StageProcesses:
                 stdout=out,
                 stderr=out,
                 pass_fds=[its.fileno()],
+                # It sees its own GPU alone.
+                env={**os.environ, VISIBLE: self._gpus[order.process]} if self._gpus else None,
                 start_new_session=True,
             )
         its.close()

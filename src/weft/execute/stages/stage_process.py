@@ -14,17 +14,20 @@ from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from weft.backbone.load import load_backbone
-from weft.backbone.shards.peers import TorchPeers
+from weft.backbone.load import choose_device, load_backbone
+from weft.backbone.shards.peers import TorchHostPeers, TorchPeers
 from weft.backbone.tensor_parallel import divide
 from weft.errors import WeftError
+from weft.execute.stages.host_transport import HostTransport
 from weft.execute.stages.stage import Stage
+from weft.execute.stages.stage_devices import goes_through_host
 from weft.execute.stages.stage_group import answer
 from weft.execute.stages.stage_messages import StageAlive, StageAnswer, StageOrder, hear, tell
 from weft.execute.stages.tensor_devices import join_devices
-from weft.execute.stages.transport import TorchTransport
+from weft.execute.stages.transport import TorchTransport, Transport
 
 ALIVE_S = 1.0
 """Seconds from one sign of life to the next."""
@@ -82,10 +85,14 @@ def tellable(error: Exception) -> Exception:
 
 def load_stage(order: StageOrder) -> Stage:
     """Loads the layers of a stage and joins the others."""
-    peers = TorchPeers(order.place.device, order.num_devices) if order.is_shard else None
+    device = choose_device(order.backbone)
+    by_host = goes_through_host(device, order.backend)
+    peers: TorchPeers | None = None
+    if order.is_shard:
+        peers = (TorchHostPeers if by_host else TorchPeers)(order.place.device, order.num_devices, device)
     backbone = load_backbone(order.backbone, order.part, peers)
     dist.init_process_group(
-        "gloo",
+        order.backend,
         init_method=f"file://{order.store}",
         rank=order.process,
         world_size=order.num_devices * order.num_tensor,
@@ -98,7 +105,13 @@ def load_stage(order: StageOrder) -> Stage:
         divide(
             backbone, join_devices(order.place.device, order.num_devices, order.tensor, order.num_tensor, LONGEST_WAIT)
         )
-    return Stage(order.place, backbone, TorchTransport(backbone.device, order.tensor, order.num_tensor))
+    return Stage(order.place, backbone, _transport(order, backbone.device, by_host))
+
+
+def _transport(order: StageOrder, device: torch.device, by_host: bool) -> Transport:
+    if by_host:
+        return HostTransport(order.place.device, device, LONGEST_WAIT)
+    return TorchTransport(order.place.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
 
 
 def _answered(stage: Stage, what: str, given: tuple[Any, ...]) -> Any:

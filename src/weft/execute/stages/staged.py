@@ -42,9 +42,9 @@ from weft.execute.protocol import (
 )
 from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.interpreter import StageOutcome
+from weft.execute.stages.routes import StepOf
 from weft.execute.stages.stage_group import StageGroup
 from weft.execute.stages.state_parts import cut_state, join_state
-from weft.execute.stages.step_exchange import StepOf
 from weft.kernels.adamw import Updated
 from weft.plan.program import Program, Step
 from weft.spec import AdapterSpec

@@ -9,31 +9,43 @@ stage gets what it steps by.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from weft.execute.stages.gradient import JobShare, Verdict, gradient_part, judge_gradient, part_size
+from weft.execute.stages.routes import StepOf, steps_due
 from weft.execute.stages.spread_sums import SpreadPart, by_group, judge_sums, receive_part, slices
 from weft.execute.stages.stage import Stage
-from weft.execute.stages.transport import FIRST_FREE
-from weft.plan.program import Measure, Program, Step
+from weft.execute.stages.transport import Channel, Route
+from weft.plan.program import Measure, Program
 
-StepOf = tuple[str, int]
-"""A job and its step."""
+Part = torch.Tensor | SpreadPart
+"""Of a gradient: of a job that one replica has, or of one that is spread."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a stage steps a job by."""
+
+    verdict: Verdict
+    gradient: torch.Tensor | None = None
+    """Its part of the sum of all replicas, where there are several."""
 
 
 class StepExchange:
     """One stage's side of it, for one program."""
 
     def __init__(self, stage: Stage, program: Program) -> None:
-        self._stage, self._program = stage, program
+        self._stage = stage
         self._measuring = program.measuring
         self._replicas = program.replicas
-        steps = sorted({(i.job, i.step) for own in program.stages for i in own if isinstance(i, Step)})
-        self._numbers = {step: number for number, step in enumerate(steps)}
-        self._found: dict[StepOf, tuple[Verdict, torch.Tensor | None]] = {}
-        """On the judge, until it steps itself."""
+        self._due = steps_due(program)
+        self._parts: dict[tuple[int, StepOf], Part] = {}
+        """On the judge: what stages have sent and nobody has asked for, by stage and step."""
+        self._judged: dict[StepOf, Judged] = {}
+        """What has been found or heard and not been stepped by."""
 
     def is_measured(self, step: StepOf) -> bool:
         """Whether the program says when; where one stage has all layers, that is when it steps."""
@@ -41,10 +53,10 @@ class StepExchange:
 
     def measure(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Sends this stage's part to the judge; the judge waits for all."""
-        judge, tag = self._measuring.get(Measure(*step), (self._stage.device,))[0], self._tags(step)[0]
+        judge = self._measuring.get(Measure(*step), (self._stage.device,))[0]
         if judge != self._stage.device:
             for message in self._messages(step, is_finite):
-                self._stage.transport.send(message, judge, tag)
+                self._stage.transport.send(message, judge, Channel.PART)
         elif self._is_spread(step[0]):
             yield from self._judge_spread(step, is_finite)
         else:
@@ -53,19 +65,14 @@ class StepExchange:
     def verdict(self, step: StepOf) -> Generator[None, None, Verdict]:
         """Waits for what the judge found; a gradient that was summed elsewhere is in its place then."""
         stage, weights = self._stage, self._stage.weights_of(step[0])
-        found = self._found.pop(step, None)
-        if found is not None:
-            verdict, own = found
-        else:
-            judge, tag = self._measuring[Measure(*step)][0], self._tags(step)[1]
-            told = yield from self._received(judge, tag, (2,), torch.float32)
-            verdict, own = Verdict(*told.unbind()), None
-            if self._is_spread(step[0]) and weights is not None:
-                share = stage.own_shares(step[0])[stage.index]
-                own = yield from self._received(judge, tag, (share.num_trained,), torch.float32)
-        if own is not None and weights is not None:
-            weights.adapter.put_gradients(by_group(own, stage.own_shares(step[0])[stage.index]))
-        return verdict
+        while step not in self._judged:
+            judge = self._measuring[Measure(*step)][0]
+            coming = self._due[Route(Channel.VERDICT, judge, stage.device)].popleft()
+            self._judged[coming] = yield from self._hear_verdict(judge, coming)
+        found = self._judged.pop(step)
+        if found.gradient is not None and weights is not None:
+            weights.adapter.put_gradients(by_group(found.gradient, self._share(stage.device, step[0])))
+        return found.verdict
 
     def _is_spread(self, job: str) -> bool:
         """Whether several replicas hold the job."""
@@ -75,7 +82,7 @@ class StepExchange:
         """This stage's part."""
         weights = self._stage.weights_of(step[0])
         if self._is_spread(step[0]):
-            return SpreadPart.of(weights, is_finite=bool(is_finite > 0)).messages()
+            return SpreadPart.of(weights, is_finite=bool(is_finite > 0)).messages(self._stage.backbone.device)
         if weights is not None:
             if self._stage.backbone.devices is not None:
                 weights.adapter.add_up_gradients(self._stage.backbone.devices)
@@ -84,19 +91,21 @@ class StepExchange:
 
     def _judge(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges a gradient that one replica has."""
-        stage, tag = self._stage, self._tags(step)[0]
-        shares, parts = stage.own_shares(step[0]), self._messages(step, is_finite)
-        for place in range(1, len(shares)):
-            size = (part_size(shares[place]),)
-            parts.append((yield from self._received(stage.device + place, tag, size, torch.float32)))
+        stage, shares = self._stage, self._stage.own_shares(step[0])
+        parts = self._messages(step, is_finite)
+        others = range(stage.device + 1, stage.device + len(shares))
+        for device in others:
+            part = yield from self._part(device, step)
+            assert isinstance(part, torch.Tensor)
+            parts.append(part)
         verdict = judge_gradient(parts, shares, stage.optimizer_kind(step[0]).norm_of)
-        self._found[step] = (verdict, None)
-        for place in range(1, len(shares)):
-            stage.transport.send(verdict.told, stage.device + place, self._tags(step)[1])
+        self._judged[step] = Judged(verdict)
+        for device in others:
+            stage.transport.send(verdict.told, device, Channel.VERDICT)
 
     def _judge_spread(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges the sum of what several replicas have, and gives every stage its part of it."""
-        stage, (part_tag, verdict_tag) = self._stage, self._tags(step)
+        stage = self._stage
         measuring = {*self._measuring[Measure(*step)]}
         all_shares = stage.shares[step[0]]
         replicas: list[tuple[Sequence[SpreadPart], Sequence[JobShare]]] = []
@@ -105,31 +114,54 @@ class StepExchange:
             if devices.start not in measuring:
                 continue
             parts: list[SpreadPart] = []
-            for device, share in zip(devices, shares, strict=True):
+            for device in devices:
                 if device == stage.device:
-                    parts.append(SpreadPart.of(stage.weights_of(step[0]), is_finite=bool(is_finite > 0)))
+                    part: Part = SpreadPart.of(stage.weights_of(step[0]), is_finite=bool(is_finite > 0))
                 else:
-                    parts.append((yield from receive_part(partial(self._received, device, part_tag), share)))
+                    part = yield from self._part(device, step)
+                assert isinstance(part, SpreadPart)
+                parts.append(part)
             replicas.append((parts, shares))
-        verdict, gradient = judge_sums(replicas)
+        verdict, gradient = judge_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
         for replica, shares in all_shares.items():
             for device, own in zip(self._replicas[replica], slices(gradient, shares), strict=True):
                 if device == stage.device:
-                    self._found[step] = (verdict, own)
+                    self._judged[step] = Judged(verdict, own)
                     continue
-                stage.transport.send(verdict.told, device, verdict_tag)
+                stage.transport.send(verdict.told, device, Channel.VERDICT)
                 if len(own):
-                    stage.transport.send(own, device, verdict_tag)
+                    stage.transport.send(own, device, Channel.VERDICT)
+
+    def _part(self, device: int, step: StepOf) -> Generator[None, None, Part]:
+        """What another stage measured of a step; what it sent before that is kept."""
+        due = self._due[Route(Channel.PART, device, self._stage.device)]
+        while (device, step) not in self._parts:
+            coming = due.popleft()
+            share, receive = self._share(device, coming[0]), partial(self._received, device, Channel.PART)
+            part: Part
+            if self._is_spread(coming[0]):
+                part = yield from receive_part(receive, share)
+            else:
+                part = yield from receive((part_size(share),), torch.float32)
+            self._parts[device, coming] = part
+        return self._parts.pop((device, step))
+
+    def _hear_verdict(self, judge: int, step: StepOf) -> Generator[None, None, Judged]:
+        told = yield from self._received(judge, Channel.VERDICT, (2,), torch.float32)
+        share, gradient = self._share(self._stage.device, step[0]), None
+        if self._is_spread(step[0]) and share.num_trained:
+            gradient = yield from self._received(judge, Channel.VERDICT, (share.num_trained,), torch.float32)
+        return Judged(Verdict(*told.unbind()), gradient)
+
+    def _share(self, device: int, job: str) -> JobShare:
+        """What a stage holds of a job."""
+        replica = next(number for number, devices in enumerate(self._replicas) if device in devices)
+        return self._stage.shares[job][replica][device - self._replicas[replica].start]
 
     def _received(
-        self, device: int, tag: int, shape: Sequence[int], dtype: torch.dtype
+        self, device: int, channel: Channel, shape: Sequence[int], dtype: torch.dtype
     ) -> Generator[None, None, torch.Tensor]:
-        """Waits for the next tensor that a device sends."""
-        while (tensor := self._stage.transport.receive(shape, dtype, device, tag)) is None:
+        """Waits for the next tensor that a stage sends."""
+        while (tensor := self._stage.transport.receive(shape, dtype, device, channel)) is None:
             yield
         return tensor
-
-    def _tags(self, step: StepOf) -> tuple[int, int]:
-        """Of the parts of a gradient, and of what the judge finds; each step of a program has its own."""
-        first = FIRST_FREE + 2 * self._numbers[step]
-        return first, first + 1

@@ -1,15 +1,18 @@
 """How tensors go from one stage to another: within one process, or between processes by torch.distributed.
 
-What one stage sends another under one tag arrives in the order in which it was sent; tags keep activations, gradients
-and what concerns a job's step apart. On GPUs no host waits: a stage computes on a stream of its own, and what crosses
-is on its way meanwhile.
+What one stage sends another by one channel arrives in the order in which it was sent; channels keep activations,
+gradients and what concerns a job's step apart. On GPUs no host waits: a stage computes on a stream of its own, and what
+crosses is on its way meanwhile.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -17,20 +20,58 @@ import torch.distributed as dist
 
 from weft.kernels.device import Stream, has_streams, mark, on_stream, wait_for
 
-ACTIVATION, GRADIENT, FIRST_FREE = 0, 1, 2
-"""Tags; those from `FIRST_FREE` on are for the steps of a program: even ones to a judge, odd ones from it."""
-NUM_CHANNELS = FIRST_FREE + 2
-"""Kinds of tags; what goes under one kind goes between two stages in one direction only."""
+
+class Channel(IntEnum):
+    """Kinds of what stages send."""
+
+    ACTIVATION = 0
+    """To the next stage."""
+    GRADIENT = 1
+    """To the one before."""
+    PART = 2
+    """Of a job's gradient, to its judge: the first stage that has one."""
+    VERDICT = 3
+    """Of the judge, to every stage that steps."""
+
+
+@dataclass(frozen=True, order=True)
+class Route:
+    """A channel from one stage to another."""
+
+    channel: Channel
+    source: int
+    target: int
+
+    @property
+    def direction(self) -> tuple[Channel, bool]:
+        """The channel, and whether it goes to a later stage."""
+        return self.channel, self.target > self.source
+
+
+DIRECTIONS = (
+    (Channel.ACTIVATION, True),
+    (Channel.GRADIENT, False),
+    (Channel.PART, False),
+    (Channel.VERDICT, True),
+    (Channel.VERDICT, False),
+)
+"""All there are: a job's judge need not be on the first replica, if that had no sample of it."""
 
 
 class Transport(Protocol):
     """What one stage sends to others and receives from them."""
 
-    def send(self, tensor: torch.Tensor, to_stage: int, tag: int) -> None:
+    def open(self, routes: Collection[Route]) -> None:
+        """Makes ways ready that will be taken; all stages ask for the same ones, before anything else."""
+        ...
+
+    def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
         """Starts to send a tensor, which nobody changes any more."""
         ...
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, tag: int) -> torch.Tensor | None:
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel
+    ) -> torch.Tensor | None:
         """The next tensor that was sent; None where it has not been, and waiting for it would not help."""
         ...
 
@@ -41,8 +82,8 @@ class Transport(Protocol):
 
 Parcel = tuple[torch.Tensor, Any]
 """What was sent, and a mark of the stream that made it."""
-Boxes = defaultdict[tuple[int, int, int], deque[Parcel]]
-"""What has been sent, by source, target and tag."""
+Boxes = defaultdict[Route, deque[Parcel]]
+"""What has been sent, by its way."""
 
 
 class LocalTransport:
@@ -53,13 +94,19 @@ class LocalTransport:
         self._stage = stage
         self._boxes = boxes
 
-    def send(self, tensor: torch.Tensor, to_stage: int, tag: int) -> None:
-        """Puts it where the other finds it."""
-        self._boxes[self._stage, to_stage, tag].append((tensor, mark(tensor.device)))
+    def open(self, routes: Collection[Route]) -> None:
+        """Has nothing to make ready; says no to ways that processes would not have."""
+        assert all(route.direction in DIRECTIONS for route in routes)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, tag: int) -> torch.Tensor | None:
+    def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
+        """Puts it where the other finds it."""
+        self._boxes[Route(channel, self._stage, to_stage)].append((tensor, mark(tensor.device)))
+
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel
+    ) -> torch.Tensor | None:
         """What lies there, or None: the other stage must have its turn first."""
-        box = self._boxes[from_stage, self._stage, tag]
+        box = self._boxes[Route(channel, from_stage, self._stage)]
         if not box:
             return None
         tensor, ready = box.popleft()
@@ -74,37 +121,52 @@ class LocalTransport:
 class TorchTransport:
     """Between processes of torch.distributed: gloo on CPUs, where receiving waits, or NCCL.
 
-    Every kind of tag has a group, and so communicators of its own: those of NCCL do one thing after another, and know
-    no tags, so that under NCCL stages must measure steps in one order. What is received comes on a stream that waits
+    Every channel has a group for each direction, and so communicators of its own: those of NCCL do one thing after
+    another, so that one that sent and received would wait for itself. What is received comes on a stream that waits
     for no computing.
     """
 
-    def __init__(self, device: torch.device, tensor: int = 0, num_tensor: int = 1) -> None:
+    def __init__(
+        self, stage: int, device: torch.device, longest_wait: datetime.timedelta, tensor: int = 0, num_tensor: int = 1
+    ) -> None:
         """All processes of the default group make theirs at the same time.
 
         Among `num_tensor` processes that share a stage, each talks to those that have its own place in others.
         """
+        self._stage = stage
         self._tensor, self._num_tensor = tensor, num_tensor
         self._device = device
-        self._groups = [dist.new_group() for _ in range(NUM_CHANNELS)]
+        self._groups = {direction: dist.new_group(timeout=longest_wait) for direction in DIRECTIONS}
+        self._open: set[Route] = set()
         self._leaving: list[tuple[dist.Work | None, torch.Tensor]] = []
-        streams = [Stream(device) for _ in self._groups] if has_streams(device) else []
-        self._streams = dict(enumerate(streams))
+        self._streams = {direction: Stream(device) for direction in DIRECTIONS} if has_streams(device) else {}
 
-    def send(self, tensor: torch.Tensor, to_stage: int, tag: int) -> None:
+    def open(self, routes: Collection[Route]) -> None:
+        """Sends a number along each of its own ways that is new, in an order that all have.
+
+        NCCL connects two processes when they first send, and both wait for it: in the middle of a program each might
+        wait for the other.
+        """
+        for route in sorted({*routes} - self._open):
+            if route.source == self._stage:
+                self.send(torch.zeros(1, device=self._device), route.target, route.channel)
+            elif route.target == self._stage:
+                self.receive((1,), torch.float32, route.source, route.channel)
+        self._open |= {*routes}
+
+    def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
         """Starts to send it; it is kept until it has left."""
         self._leaving = [(work, kept) for work, kept in self._leaving if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()
-        self._leaving.append(
-            (dist.isend(tensor, self._process(to_stage), group=self._groups[_channel(tag)], tag=tag), tensor)
-        )
+        group = self._groups[Route(channel, self._stage, to_stage).direction]
+        self._leaving.append((dist.isend(tensor, self._process(to_stage), group=group), tensor))
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, tag: int) -> torch.Tensor:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel) -> torch.Tensor:
         """Waits for it; on a GPU only what is launched from now on does."""
-        channel = _channel(tag)
-        with nullcontext() if channel not in self._streams else on_stream(self._streams[channel]):
-            tensor = torch.empty(*shape, dtype=dtype, device=self._device)
-            dist.recv(tensor, self._process(from_stage), group=self._groups[channel], tag=tag)
+        direction = Route(channel, from_stage, self._stage).direction
+        with on_stream(self._streams[direction]) if self._streams else nullcontext():
+            tensor = self._room(shape, dtype)
+            dist.recv(tensor, self._process(from_stage), group=self._groups[direction])
             ready = mark(self._device)
         wait_for(tensor, ready)
         return tensor
@@ -116,10 +178,9 @@ class TorchTransport:
                 work.wait()
         self._leaving.clear()
 
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Where something is received."""
+        return torch.empty(*shape, dtype=dtype, device=self._device)
+
     def _process(self, stage: int) -> int:
         return stage * self._num_tensor + self._tensor
-
-
-def _channel(tag: int) -> int:
-    """The kind of a tag."""
-    return tag if tag < FIRST_FREE else FIRST_FREE + (tag - FIRST_FREE) % 2
