@@ -28,6 +28,8 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def weft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weft:
     """Runs `weft ARGS...` in this process, with `typed` as its standard input, piped or from a person."""
+    # How long loading takes here is the machine's business, so it says nothing.
+    monkeypatch.setattr("weft.cli.loading.QUIET_S", 3600.0)
 
     def run(*arguments: object, typed: str = "", interactive: bool = False) -> Result:
         monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])

@@ -1,6 +1,7 @@
 """A command's own line and the bar of its data share a terminal."""
 
 import io
+import threading
 
 from rich.console import Console
 
@@ -33,6 +34,30 @@ def test_loading_when_data_is_prepared_then_the_bar_is_below_its_line_and_goes_w
     assert line.endswith("loading the backbone and the data")
 
 
-def test_loading_when_there_is_no_terminal_then_lines_go_to_the_log():
-    with loading(Console(file=io.StringIO())):
-        assert shower() is None
+class Log(io.StringIO):
+    """Tells when something has been written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_line = threading.Event()
+
+    def flush(self) -> None:
+        super().flush()
+        if self.getvalue():
+            self.has_line.set()
+
+
+def test_loading_when_a_log_hears_nothing_for_a_while_then_it_is_told_why(monkeypatch):
+    monkeypatch.setattr("weft.cli.loading.QUIET_S", 0.0)
+    log = Log()
+    with loading(Console(file=log, width=80)):
+        assert log.has_line.wait(60)
+    assert log.getvalue() == "loading the backbone and the data\n"
+
+
+def test_loading_when_a_log_is_quick_then_only_data_may_write_to_it(monkeypatch):
+    monkeypatch.setattr("weft.cli.loading.QUIET_S", 3600.0)
+    log = Log()
+    with loading(Console(file=log)):
+        assert shower() is None, "data that takes long writes lines of its own"
+    assert log.getvalue() == ""

@@ -42,6 +42,19 @@ def test_rate_when_time_passes_then_the_past_is_forgotten() -> None:
     assert rate.per_s == pytest.approx(10.0)
 
 
+def test_tokens_per_s_when_jobs_step_together_then_their_rates_are_added_from_the_second_step_on() -> None:
+    """Their first steps are microseconds apart, which says nothing about how fast they are."""
+    run = RunProgress([("a", 50), ("b", 50)])
+    run.apply(step_done("a", 1, seconds=4.0))
+    run.apply(step_done("b", 1, seconds=4.00001))
+    assert run.tokens_per_s is None
+    run.apply(step_done("a", 2, seconds=6.0))
+    run.apply(step_done("b", 2, seconds=6.00001))
+    assert run.tokens_per_s == pytest.approx(100.0)
+    run.apply(JobPaused("b", 2))
+    assert run.tokens_per_s == pytest.approx(50.0)
+
+
 def test_progress_when_steps_come_then_eta_follows_the_pace() -> None:
     run = RunProgress([("a", 50)])
     for i in range(1, 11):

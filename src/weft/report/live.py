@@ -170,7 +170,7 @@ class LiveTable:
 
     def _totals(self) -> Text:
         run = self._progress
-        parts = [f"{readable.rate(run.tokens.per_s)} tokens/s"]
+        parts = [f"{readable.rate(run.tokens_per_s)} tokens/s"]
         if run.fill is not None:
             parts.append(f"{readable.percent(run.fill)} of the rows hold tokens")
         parts.append(f"{readable.clock(self._clock() - self._started)} elapsed")

@@ -105,7 +105,6 @@ class RunProgress:
 
     def __init__(self, jobs: Sequence[tuple[str, int]]) -> None:
         self.jobs = {name: ReportedProgress(name, num_steps) for name, num_steps in jobs}
-        self.tokens = Rate()
         self._filled = self._rows = 0.0
 
     def apply(self, event: Event) -> ReportedProgress | None:
@@ -119,12 +118,19 @@ class RunProgress:
         job.state = event.state if isinstance(event, JobEnded) else STATES.get(type(event), job.state)
         if isinstance(event, StepDone):
             job.step_done(event)
-            self.tokens.add(event.seconds, event.tokens)
         elif isinstance(event, EvalDone):
             job.eval_loss = event.eval_loss
         elif isinstance(event, JobStarted):
             job.step, job.num_steps = event.step, event.num_steps
         return job
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rates of the jobs that run, together; None before one has stepped twice."""
+        # Jobs step together: one count of all their tokens would take the first time they do for a rush.
+        rates = [job.tokens.per_s for job in self.jobs.values() if job.state is JobState.RUNNING]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
 
     @property
     def fill(self) -> float | None:
