@@ -63,6 +63,26 @@ def found(out: str) -> dict[str, Any]:
     return {"tokens": board["tokens"], "trials": rows, "best": Path(out, "best/adapter_model.safetensors").read_bytes()}
 
 
+@pytest.fixture(scope="module")
+def kept() -> dict[str, dict[str, Any]]:
+    """What sweeps have found in one process, by their settings."""
+    return {}
+
+
+@pytest.fixture
+def found_by_one(kept: dict[str, dict[str, Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What a sweep finds in one process, which trains it for the first test that asks."""
+
+    def find(given: dict[str, Any]) -> dict[str, Any]:
+        key = json.dumps(given)
+        if key not in kept:
+            run_sweep(given, "one", 0)
+            kept[key] = found("one")
+        return kept[key]
+
+    return find
+
+
 def deaths(*lives: int) -> Callable[[int], int | None]:
     """The first ranks that are started die after so many uses of their connection; the others live."""
     left = list(lives)
@@ -70,43 +90,43 @@ def deaths(*lives: int) -> Callable[[int], int | None]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_asha_when_over_replicas_then_the_leaderboard_and_the_best_are_those_of_one_process(settings, num_ranks):
+def test_asha_when_over_replicas_then_the_leaderboard_and_the_best_are_those_of_one_process(
+    settings, found_by_one, num_ranks
+):
     given = settings(space=NINE, early_stop=ASHA, max_jobs=4)
-    run_sweep(given, "one", 0)
     run_sweep(given, "many", num_ranks)
-    assert found("many") == found("one")
-    assert {row["state"] for row in found("one")["trials"]} == {"done", "stopped"}
+    assert found("many") == found_by_one(given)
+    assert {row["state"] for row in found_by_one(given)["trials"]} == {"done", "stopped"}
 
 
 @pytest.mark.parametrize("lives", [(40, 90), (150, 60)])
-def test_asha_when_replicas_die_in_the_middle_then_the_result_is_the_same(settings, lives):
+def test_asha_when_replicas_die_in_the_middle_then_the_result_is_the_same(settings, found_by_one, lives):
     given = settings(space=NINE, early_stop=ASHA, max_jobs=4, job={"save_steps": 2})
-    run_sweep(given, "one", 0)
     num_started = run_sweep(given, "many", 2, life=deaths(*lives))
     assert num_started == 4, "both died, and were replaced"
-    assert found("many") == found("one")
+    assert found("many") == found_by_one(given)
 
 
 @pytest.mark.parametrize("lives", [(30, 45), (60, 90), (90, 120)])
 @pytest.mark.parametrize("changes", [{}, {"objective": "exact_match", "job": {"save_steps": 2, "eval_steps": 3}}])
-def test_asha_when_no_replica_is_left_then_no_trial_is_to_blame_and_resuming_finds_the_same(settings, lives, changes):
+def test_asha_when_no_replica_is_left_then_no_trial_is_to_blame_and_resuming_finds_the_same(
+    settings, found_by_one, lives, changes
+):
     """Whatever the sweep was asking for at that moment, such as answers of a trial."""
     given = settings(**{"space": NINE, "early_stop": ASHA, "max_jobs": 4, "job": {"save_steps": 2}, **changes})
-    run_sweep(given, "one", 0)
     left = list(lives)
     with pytest.raises(JobError, match=r"no replica is left: the last one vanished\. Every job goes on"):
         run_sweep(given, "many", 2, life=lambda index: left.pop(0) if left else 2)
     run_sweep(given, "many", 0, resume=True)
-    assert found("many") == found("one")
+    assert found("many") == found_by_one(given)
 
 
-def test_asha_when_resumed_over_another_number_of_replicas_then_the_result_is_the_same(settings):
+def test_asha_when_resumed_over_another_number_of_replicas_then_the_result_is_the_same(settings, found_by_one):
     given = settings(space=NINE, early_stop=ASHA, max_jobs=4, job={"save_steps": 2})
-    run_sweep(given, "one", 0)
     run_sweep(given, "many", 3, until=lambda run: sum(trial.steps for trial in run.trials) > 25)
     assert any(row["state"] == "training" for row in json.loads(Path("many/leaderboard.json").read_text())["trials"])
     run_sweep(given, "many", 2, resume=True)
-    assert found("many") == found("one")
+    assert found("many") == found_by_one(given)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +140,15 @@ def test_asha_when_resumed_over_another_number_of_replicas_then_the_result_is_th
     ],
     ids=["budget", "answers", "command", "halving", "tpe"],
 )
-def test_sweep_when_weights_are_asked_for_over_replicas_then_they_are_those_of_the_step(settings, changes):
+def test_sweep_when_weights_are_asked_for_over_replicas_then_they_are_those_of_the_step(
+    settings, found_by_one, changes
+):
     given = settings(**{"space": NINE, "early_stop": ASHA, "max_jobs": 3, **changes})
-    run_sweep(given, "one", 0)
     run_sweep(given, "many", 2)
-    assert found("many") == found("one")
+    assert found("many") == found_by_one(given)
 
 
-def test_grid_when_over_replicas_then_every_replica_has_as_many_trials_at_a_time_as_one(settings):
+def test_grid_when_over_replicas_then_every_replica_has_as_many_trials_at_a_time_as_one(settings, found_by_one):
     most = 0
 
     def count(run: Any) -> bool:
@@ -136,18 +157,16 @@ def test_grid_when_over_replicas_then_every_replica_has_as_many_trials_at_a_time
         return False
 
     given = settings(space=NINE, max_jobs=2)
-    run_sweep(given, "one", 0)
     run_sweep(given, "many", 2, until=count)
-    assert found("many") == found("one") and most == 4
+    assert found("many") == found_by_one(given) and most == 4
 
 
 @pytest.mark.slow
-def test_sweep_of_32_trials_when_over_three_replicas_then_finds_what_one_process_finds(settings):
+def test_sweep_of_32_trials_when_over_three_replicas_then_finds_what_one_process_finds(settings, found_by_one):
     """Trials stop early all the time, and others take their places on whichever replica has room."""
     rates = [1e-5 * 1.3**power for power in range(32)]
     given = settings(space={"lr": rates}, early_stop=ASHA, max_jobs=8)
-    run_sweep(given, "one", 0)
     run_sweep(given, "many", 3)
-    assert found("many") == found("one")
-    states = [row["state"] for row in found("one")["trials"]]
+    assert found("many") == found_by_one(given)
+    states = [row["state"] for row in found_by_one(given)["trials"]]
     assert len(states) == 32 and {"done", "stopped"} == set(states)
