@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from weft.bench.wall import session as wall
 from weft.bench.wall.command import WallTime, caches, time_train, timed
 from weft.bench.wall.inputs import WallJobs, problems, write_jobs, write_model, write_problems
 from weft.bench.wall.prepare import PrepareTime, time_prepare
+from weft.data.prepared.cache import PLACE_VARIABLE
 from weft.errors import ConfigError, WeftError
 from weft.spec import load_run
 
@@ -62,6 +64,21 @@ def test_figures_when_training_waits_for_files_then_the_shares_say_so():
     assert (cold.key, cold.is_met, again.key, again.is_met) == ("wall_tiny_cold_s", True, "wall_tiny_warm_s", False)
 
 
+def test_measure_when_on_a_cpu_then_what_the_libraries_take_alone_stands_beside(tmp_path, monkeypatch):
+    def train(jobs_file: Path, out: Path, variables: dict[str, str]) -> WallTime:
+        out.mkdir()
+        Path(variables[PLACE_VARIABLE]).mkdir(parents=True, exist_ok=True)
+        return WallTime(9.0, {}, before_first_s=6.0)
+
+    imported = []
+    monkeypatch.setattr(wall, "time_train", train)
+    monkeypatch.setattr(wall, "timed", lambda command, variables, log: imported.append(command) or 4.0)
+    session = wall.WallSession(tmp_path, torch.device("cpu"), data=None, num_rows=1, peers=False, say=lambda line: None)
+    found = {figure.key: figure.value for figure in session.measure("cpu")}
+    assert found["first_step_cpu_imports_s"] == 4.0 and found["first_step_cpu_again_s"] == 6.0
+    assert importlib.util.find_spec(imported[0][0]) is not None
+
+
 def test_jobs_file_then_everything_but_the_search_is_left_to_the_defaults(tmp_path: Path):
     write_jobs(tmp_path / "jobs.yaml", "tiny", WallJobs(1, 3), tmp_path / "rows.jsonl")
     (job,) = json.loads((tmp_path / "jobs.yaml").read_text())["jobs"]
@@ -87,6 +104,7 @@ def test_prepare_figures_when_a_peer_was_timed_then_say_how_much_longer_it_took(
         "prepare_again_s": (10.0, False),
         "prepare_peak_gb": (0.5, True),
     }
+    assert found["prepare_1m_s"].detail == "scaled from 7 rows"
     alone = [figure.key for figure in wall.prepare_figures(ours, ours, [])]
     assert alone == ["prepare_1m_s", "prepare_again_s", "prepare_peak_gb"]
     with pytest.raises(WeftError, match="datasets made 99 tokens, weft 100"):

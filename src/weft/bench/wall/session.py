@@ -5,11 +5,12 @@
 | tiny | TinyLlama shape, 6 jobs of 40 steps | wall_tiny_cold_s, wall_tiny_warm_s, wall_tiny_vs_trainer |
 | 8b | Llama-3.1-8B shape, 8 jobs of 20 steps | wall_8b_cold_s, wall_8b_warm_s, wall_8b_vs_trainer |
 | share | as tiny, 8 jobs of 200 steps, 16 rows evaluated every 50, saved every 25 | wall_share, write_stall_share |
-| cpu | the embedded model on the CPU, 2 jobs, 7,473 rows | first_step_cpu_s, …_unprepared_s, …_again_s |
+| cpu | the embedded model on the CPU, 2 jobs, 7,473 rows | first_step_cpu_s, …_unprepared_s, …_again_s, …_imports_s |
 | prepare | no run: a million rows on 2 cores | prepare_vs_datasets, prepare_1m_s, prepare_again_s, prepare_peak_gb |
 
 *Cold* is a first run on a machine: nothing compiled, not even Python's modules, nothing prepared. *Warm* is the same
 command again. *Unprepared* is in between: no data is prepared, but modules are compiled, as `pip install` leaves them.
+*Imports* is what torch and transformers' module of the model take alone, compiled: nobody's first step is sooner.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ EVAL_ROWS = 64
 PEER_ROWS, PEER_TURNS = 100_000, 3
 """Rows that both prepare, in turn and so often: for the peer, a million would take minutes."""
 MILLION = 1_000_000
+MODEL_MODULE = "transformers.models.llama.modeling_llama"
+"""What the embedded model is made of; it imports torch."""
 WRITING = ("checkpoint", "adapter")
 """Spans in which training waits for files."""
 
@@ -126,6 +129,8 @@ class WallSession:
         found = self._measure_unprepared(name, jobs_file, kept) if name == "cpu" else []
         warm = self.train(f"{name}, warm", jobs_file, kept)
         found += figures(name, first, warm)
+        if name == "cpu":
+            found.append(self._measure_imports(kept))
         if self.peers and name in ("tiny", "8b"):
             found.append(self._peer(name, jobs_file, warm))
         return found
@@ -145,13 +150,21 @@ class WallSession:
         found = self.train(f"{name}, unprepared", jobs_file, kept)
         return [Figure("first_step_cpu_unprepared_s", found.before_first_s, Kind.SECONDS)]
 
+    def _measure_imports(self, kept: Path) -> Figure:
+        """The libraries alone, in a process that does nothing else."""
+        seconds = timed([MODEL_MODULE], caches(kept), self.folder / "imports.log")
+        self.say(f"importing {MODEL_MODULE} alone: {seconds:.1f} s")
+        return Figure("first_step_cpu_imports_s", seconds, Kind.SECONDS)
+
     def _measure_preparing(self) -> list[Figure]:
         """Rows prepared for the first time and again; some of them beside `datasets.map` where that is installed."""
         file = self._rows_file(self._num_rows)
         kept = {PLACE_VARIABLE: str(self.folder / "prepared")}
         first, again = self._prepare("weft", file, kept), self._prepare("weft", file, kept)
         pairs = []
-        if self.peers and importlib.util.find_spec("datasets") is not None:
+        if self.peers and importlib.util.find_spec("datasets") is None:
+            self.say("datasets is not installed, so nothing is timed beside")
+        elif self.peers:
             some = self._rows_file(min(PEER_ROWS, self._num_rows))
             pairs = [self._prepare_both(some, self.folder / f"turn-{turn}") for turn in range(PEER_TURNS)]
         return prepare_figures(first, again, pairs)
@@ -199,8 +212,9 @@ def prepare_figures(
     first: PrepareTime, again: PrepareTime, pairs: Sequence[tuple[PrepareTime, PrepareTime]]
 ) -> list[Figure]:
     """What preparing the same rows twice says, and turns of fewer rows beside the peer."""
+    scaled = "" if first.num_samples == MILLION else f"scaled from {first.num_samples:,} rows"
     found = [
-        Figure("prepare_1m_s", first.seconds * MILLION / first.num_samples, Kind.SECONDS),
+        Figure("prepare_1m_s", first.seconds * MILLION / first.num_samples, Kind.SECONDS, detail=scaled),
         Figure("prepare_again_s", again.seconds, Kind.SECONDS, 2.0),
         Figure("prepare_peak_gb", first.peak_bytes / 1e9, Kind.PEAK_GB, 1.0),
     ]
