@@ -10,6 +10,7 @@ from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.pipeline.four_jobs import measure_executed
 from weft.bench.pipeline.free_sums import measure_free_sums
 from weft.bench.pipeline.interleaved import measure_interleaved
+from weft.bench.pipeline.killed_layouts import measure_layout_kills
 from weft.bench.pipeline.one_gpu import measure_stages
 from weft.bench.pipeline.passes import OneDevice
 from weft.bench.pipeline.recorded import measure_recorded
@@ -34,6 +35,10 @@ TARGETS: Targets = {
     "interleave_hidden_nvlink": (Kind.SHARE, None),
     "interleave_pcie": (Kind.SPEEDUP, None),
     "interleave_hidden_pcie": (Kind.SHARE, None),
+    "layout_kills_differ": (Kind.DIFFERENCES, 0.0),
+    "layout_kills_hung": (Kind.DIFFERENCES, 0.0),
+    "layout_kills_left": (Kind.DIFFERENCES, 0.0),
+    "layout_kill_seen_s": (Kind.SECONDS, 5.0),
     "bits_stages": (Kind.DIFFERENCES, 0.0),
     "stage_sum": (Kind.WASTE, 0.03),
     "stage_sim": (Kind.WASTE, 0.05),
@@ -44,7 +49,14 @@ TARGETS: Targets = {
     "shard_gather_gb_s": (Kind.GB_PER_S, None),
 }
 GPU_REGIMES = ("shard_overlap", "bits_stages", "free_sums_cost")
-REGIMES = ("order_equal", "bubble_het4_exec", "sim70b_vs_1f1b", "interleave_nvlink", *GPU_REGIMES)
+REGIMES = (
+    "order_equal",
+    "bubble_het4_exec",
+    "sim70b_vs_1f1b",
+    "interleave_nvlink",
+    "layout_kills_differ",
+    *GPU_REGIMES,
+)
 """The figures that parts are asked for by."""
 SHARDS = "shards on one GPU, gathered from pinned memory"
 STREAMS = "8B in stages on one GPU, each a stream of this process"
@@ -67,6 +79,7 @@ def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
         "four unlike jobs on four stages, simulated": measure_executed,
         f"70B on four H100, simulated by {source}, links assumed": lambda: measure_seventy(profile),
         "two groups on two devices that share every layer, simulated, links assumed": measure_interleaved,
+        "25 runs of layouts of which something is killed": measure_layout_kills,
         SHARDS: lambda: measure_shards(device),
         STREAMS: lambda: measure_stages(_eight_billion(device)),
         FREE_SUMS: lambda: measure_free_sums(_eight_billion(device)),

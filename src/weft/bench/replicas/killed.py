@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,8 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.bench.replicas.killed_node import NodeCluster, has_ray
-from weft.bench.replicas.trained import ONE_THREAD, SmallJobs
+from weft.bench.replicas.trained import SmallJobs
 from weft.bench.replicas.two_ranks import differing_adapters
+from weft.bench.train_command import JOBS_FILE, ONE_THREAD, TrainCommand
 from weft.engine.events import Event, JobWarning, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import execute_run, prepare_run
@@ -93,8 +93,8 @@ def measure_kills(jobs: SmallJobs = JOBS, num_kills: int = NUM_KILLS, seed: int 
     with tempfile.TemporaryDirectory(prefix="weft-killed-") as name:
         folder = Path(name)
         runs = _Runs(folder, jobs.write(folder), drawn)
-        jobs.write_file(folder / "jobs.yaml")
-        runs.command("alone").wait()
+        jobs.write_file(folder / JOBS_FILE)
+        TrainCommand(folder).start("alone").wait()
         begun_s = time.monotonic()
         runs.disturb("undisturbed", lambda group: None)
         whole_s = time.monotonic() - begun_s
@@ -129,23 +129,16 @@ class _Runs:
     spec: RunSpec
     drawn: random.Random
 
-    def command(self, out: str, *options: str) -> subprocess.Popen[bytes]:
-        """`weft train` as a process."""
-        words = [sys.executable, "-m", "weft", "train", "jobs.yaml", "--out", out, *options]
-        variables = {**os.environ, **ONE_THREAD}
-        with (self.folder / f"{out}.log").open("ab") as log:
-            return subprocess.Popen(words, cwd=self.folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
-
     def kill_controller(self, out: str, moment_s: float, kind: str, found: KillFigures) -> bool:
         """A run whose controller dies, and that is then resumed; whether it did."""
-        first = self.command(out, "--replicas", "2")
+        command = TrainCommand(self.folder)
+        first = command.start(out, "--replicas", "2")
         with suppress(subprocess.TimeoutExpired):
             first.wait(moment_s)
             return False
         first.kill()
         first.wait()
-        resume = ["--resume"] if RunDirectory.holds_run(self.folder / out) else []
-        self.command(out, "--replicas", "2", *resume).wait()
+        command.go_on(out, "--replicas", "2").wait()
         return True
 
     def kill_rank(self, out: str, moment_s: float, kind: str, found: KillFigures) -> bool:

@@ -16,11 +16,12 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weft.bench.train_command import ONE_THREAD
 from weft.engine.events import Event, JobStarted, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import PreparedRun, execute_run, prepare_run
@@ -34,8 +35,6 @@ from weft.spec import JobSpec, RunSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import WallClock
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""What the environment of every rank here says."""
 NUM_ROWS = 256
 NUM_TURNS = 3
 KILL_AT = 4
@@ -49,6 +48,10 @@ class SmallJobs:
     num_jobs: int
     num_steps: int
     save_steps: int
+    num_free: int = 0
+    """Of them, how many have free sums."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of all jobs, besides."""
 
     def write(self, folder: Path) -> RunSpec:
         """Writes their data into a folder and returns the run."""
@@ -64,6 +67,7 @@ class SmallJobs:
     def _mapping(self) -> dict[str, Any]:
         jobs = [
             {"name": f"job{i:02}", "learning_rate": 1e-4 * (1 + i), "adapter": {"r": (8, 16)[i % 2]}}
+            | ({"sums": "free"} if i < self.num_free else {})
             for i in range(self.num_jobs)
         ]
         defaults = {
@@ -71,6 +75,7 @@ class SmallJobs:
             "global_batch_size": 8,
             "max_steps": self.num_steps,
             "save_steps": self.save_steps,
+            **self.settings,
         }
         return {"base_model": "tiny", "device": "cpu", "defaults": defaults, "jobs": jobs}
 

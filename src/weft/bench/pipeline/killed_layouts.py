@@ -1,0 +1,177 @@
+"""`kill -9` at random moments of whole `weft train --layout` commands, from their first import to their last file.
+
+layout_kills_differ   adapters of all these runs whose bytes are not those of the same layout that nobody disturbed.
+layout_kills_hung     runs that did not end by themselves, or ended with an error.
+layout_kills_left     processes of stages that outlived their run.
+layout_kill_seen_s    the longest time from the death of a stage until its coordinator says so.
+num_layout_kills      runs in which something was killed: a stage, and once for every layout the coordinator, which is
+                      then resumed. Each run of a layout is disturbed in another part of its time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.bench.replicas.trained import SmallJobs
+from weft.bench.replicas.two_ranks import differing_adapters
+from weft.bench.train_command import TrainCommand, child_processes
+from weft.errors import WeftError
+
+LAYOUTS = ("stages:2", "stages:1+stages:2", "spread:2", "shards:2", "tensor:2")
+NUM_EACH = 5
+"""Runs of every layout in which something is killed."""
+SETTINGS = {"eval_data": 16, "eval_steps": 4}
+JOBS = SmallJobs(num_jobs=4, num_steps=12, save_steps=3, num_free=2, settings=SETTINGS)
+ORDERED = SmallJobs(num_jobs=4, num_steps=12, save_steps=3, settings=SETTINGS)
+"""For devices that share layers, which take no free sums."""
+STAGE = "stage_process"
+"""A word of every stage's command."""
+SEEN = "was ended by signal 9"
+"""What a coordinator says of a stage that was killed."""
+LOOK_S = 0.02
+LONGEST_S = 120.0
+"""A run that takes so much longer than five undisturbed ones is taken for hung."""
+END_S = 10.0
+"""Within so many seconds of the end of a run its stages must be gone."""
+
+
+@dataclass
+class LayoutKills:
+    """What all runs together showed."""
+
+    num_kills: int = 0
+    num_differing: int = 0
+    num_hung: int = 0
+    num_left: int = 0
+    seen_s: list[float] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Keys as in `weft bench pipeline --json`."""
+        return {
+            "layout_kills_differ": float(self.num_differing),
+            "layout_kills_hung": float(self.num_hung),
+            "layout_kills_left": float(self.num_left),
+            "layout_kill_seen_s": max(self.seen_s, default=0.0),
+            "num_layout_kills": float(self.num_kills),
+        }
+
+
+def measure_layout_kills(layouts: Sequence[str] = LAYOUTS, num_each: int = NUM_EACH, seed: int = 0) -> dict[str, float]:
+    """Keys as in `weft bench pipeline --json`."""
+    found, drawn = LayoutKills(), random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="weft-killed-") as name:
+        folder = Path(name)
+        JOBS.write(folder)
+        JOBS.write_file(folder / "free.yaml")
+        ORDERED.write_file(folder / "ordered.yaml")
+        for number, layout in enumerate(layouts):
+            jobs_file = "ordered.yaml" if "tensor" in layout else "free.yaml"
+            runs = _Runs(TrainCommand(folder, jobs_file), layout, drawn, found)
+            whole_s = runs.undisturbed()
+            for part in range(num_each):
+                # Another part of the time for each run, so that no kind of moment is left out by chance.
+                moment_s = whole_s * (part + drawn.random()) / num_each
+                runs.kill(f"{layout}-{part}", moment_s, whole_s, is_coordinator=part == number % num_each)
+    return found.figures
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of one layout, each into a directory of its own."""
+
+    command: TrainCommand
+    layout: str
+    drawn: random.Random
+    found: LayoutKills
+
+    def undisturbed(self) -> float:
+        """Seconds of a run to which nothing happens; WeftError if it fails."""
+        begun_s = time.monotonic()
+        if self.command.start(self.layout, "--layout", self.layout).wait() != 0:
+            words = self.command.log(self.layout).read_text().splitlines()
+            raise WeftError(f"a run that nobody disturbed failed: {words[-1] if words else ''}", where=self.layout)
+        return time.monotonic() - begun_s
+
+    def kill(self, out: str, moment_s: float, whole_s: float, *, is_coordinator: bool) -> None:
+        """One run in which something is killed at a moment, and what becomes of it."""
+        run = self.command.start(out, "--layout", self.layout)
+        stages: set[int] = set()
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(moment_s)
+            # It was faster than the first; nothing is left to be killed.
+            return
+        until_s = time.monotonic() + 5 * whole_s + LONGEST_S
+        killed_s = self._kill_coordinator(run, stages) if is_coordinator else self._kill_stage(run, stages)
+        if killed_s is None:
+            return
+        self.found.num_kills += 1
+        if is_coordinator:
+            self.found.num_left += _living(stages)
+            run, stages = self.command.go_on(out, "--layout", self.layout), set()
+        if not self._ends(run, out, stages, until_s, None if is_coordinator else killed_s):
+            self.found.num_hung += 1
+        self.found.num_left += _living(stages)
+        differing = differing_adapters(self.command.folder / self.layout, self.command.folder / out)
+        self.found.num_differing += len(differing)
+
+    def _kill_coordinator(self, run: subprocess.Popen[bytes], stages: set[int]) -> float:
+        stages.update(child_processes(run.pid, STAGE))
+        run.kill()
+        run.wait()
+        return time.monotonic()
+
+    def _kill_stage(self, run: subprocess.Popen[bytes], stages: set[int]) -> float | None:
+        """Kills one as soon as there are any; None if the run ends before that."""
+        while run.poll() is None:
+            living = child_processes(run.pid, STAGE)
+            if living:
+                stages.update(living)
+                with suppress(ProcessLookupError):
+                    os.kill(self.drawn.choice(living), signal.SIGKILL)
+                return time.monotonic()
+            time.sleep(LOOK_S)
+        return None
+
+    def _ends(
+        self, run: subprocess.Popen[bytes], out: str, stages: set[int], until_s: float, killed_s: float | None
+    ) -> bool:
+        """Follows a run to its end, and whether that came by itself and was a good one."""
+        while run.poll() is None:
+            if killed_s is not None and SEEN in self.command.log(out).read_text(errors="replace"):
+                self.found.seen_s.append(time.monotonic() - killed_s)
+                killed_s = None
+            stages.update(child_processes(run.pid, STAGE))
+            if time.monotonic() > until_s:
+                run.kill()
+                run.wait()
+                return False
+            time.sleep(LOOK_S)
+        return run.returncode == 0
+
+
+def _living(pids: set[int]) -> int:
+    """How many of these processes have not ended in time; they are ended then."""
+    until_s = time.monotonic() + END_S
+    while pids and time.monotonic() < until_s:
+        pids = {pid for pid in pids if _is_stage(pid)}
+        time.sleep(LOOK_S)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(pids)
+
+
+def _is_stage(pid: int) -> bool:
+    with suppress(OSError):
+        return STAGE in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return False
