@@ -29,7 +29,14 @@ from weft.engine.staged_run import StagedRun
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.execute.local import executor_on
-from weft.execute.protocol import AnswersWork, EvaluationWork, Executor, ReplicaFaultError, ReplicaMemoryError
+from weft.execute.protocol import (
+    AnswersWork,
+    EvaluationWork,
+    Executor,
+    ReplicaFaultError,
+    ReplicaLostError,
+    ReplicaMemoryError,
+)
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.objectives.metrics import MeanScores
 from weft.plan.admit import Budget
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
     from weft.inference.answers import Answer
     from weft.inference.generate import Decoding
 
+LOST = "{error} It was started anew; they go on from their last checkpoints, and all other jobs from where they were."
 RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")
 
 
@@ -211,6 +219,16 @@ class Engine:
                 "training was interrupted in the middle of a step, so what is in memory is no longer exact.",
                 hint="Make a new engine; with the same run directory its jobs go on from their last checkpoints.",
             )
+        while True:
+            try:
+                yield from self._train()
+                return
+            except ReplicaLostError as error:
+                lost = error
+            yield from self._recover(lost)
+
+    def _train(self) -> Iterator[Event]:
+        """Trains until no job can go on."""
         yield from self._tell()
         while not self._stopping:
             yield from self._finish_program()
@@ -231,9 +249,9 @@ class Engine:
                 break
         yield from self._finish_program()
         if self._stopping:
-            self._stopping = False
             preempted = [job for job in self._places.waiting() if job.status.has_started]
             yield from self._lifecycle.transitions.pause([*self._lifecycle.running(), *preempted], RUN_STOPPED)
+            self._stopping = False
         while self._keeper.files.is_writing:
             yield from self._settlement.receive(wait=True)
         for job in list(self.jobs.values()):
@@ -244,6 +262,19 @@ class Engine:
             self._keeper.write_timeline(self.timeline)
         except StorageError as error:
             yield JobWarning((), f"timeline: {error}")
+
+    def _recover(self, error: ReplicaLostError) -> Iterator[Event]:
+        """Goes on after a replica of several was lost: its jobs are queued, to begin at their last checkpoints."""
+        self._program = None
+        ended = {name for name, job in self.jobs.items() if job.state.is_final}
+        with self.timeline.wall.spending(Activity.LOADING):
+            lost = {*self.executor.recover(ended)} - ended
+        self._untold = deque(event for event in self._untold if getattr(event, "job", None) not in lost)
+        jobs = [job for name, job in self.jobs.items() if name in lost]
+        for job in jobs:
+            self._lifecycle.transitions.lose(job)
+        self._is_within = False
+        yield JobWarning(tuple(sorted(lost)), LOST.format(error=error))
 
     @property
     def time_split(self) -> TimeSplit:
@@ -327,6 +358,8 @@ class Engine:
                     self._keeper.note_step(self.jobs[event.job], event)
                     self.jobs[event.job].is_suspect = False
             self._untold.extend(done)
+            if program.loss is not None:
+                raise program.loss
             yield from self._tell()
             yield from self._settlement.receive()
             is_settled = all(job.is_running and job.is_settled for job in running)

@@ -69,6 +69,8 @@ class RunRecorder:
         if self.run_dir is None:
             return
         name = job.spec.name
+        # Of steps that are not on disk, or will be taken again.
+        self._unwritten.pop(name, None)
         checkpoint, rejected = latest_checkpoint(self.run_dir.checkpoints_dir(name))
         for reason in rejected:
             yield JobWarning((name,), f"checkpoint rejected: {reason}")
@@ -99,7 +101,6 @@ class RunRecorder:
         if changed:
             was = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)
             yield JobWarning((name,), f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
-        self._unwritten.pop(name, None)
         job.progress.restore(checkpoint.step, checkpoint.state)
         self._executor.restore(name, checkpoint.tensors)
         self._elapsed[name] = checkpoint.state["elapsed_s"]

@@ -16,7 +16,7 @@ from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import count_step
 from weft.engine.timeline import TimelineRecorder
-from weft.execute.protocol import Executor, StagedOutcome, StagedWork
+from weft.execute.protocol import Executor, ReplicaLostError, StagedOutcome, StagedWork
 from weft.objectives.metrics import Score
 from weft.plan.pipeline.stream import read_stream
 from weft.plan.program import Program, Step, Turn
@@ -58,6 +58,9 @@ class StagedRun:
         self.is_mid_step = False
         """The program is under way: whatever happens to it, jobs may be ahead of what is known of them."""
 
+        self.loss: ReplicaLostError | None = None
+        """Why the program did not come to its end on all replicas."""
+
     def next_jobs(self) -> list[str]:
         """The jobs that the next call of `advance` is about; none at the end."""
         return [] if self._rest is None else list(self._jobs)
@@ -73,6 +76,7 @@ class StagedRun:
         begun_s = time.perf_counter()
         outcome = self._executor.wait(self._executor.start(StagedWork(program, self._row_tile, rates)))
         self._record(outcome, begun_s)
+        self.loss = outcome.loss
         done = [*self._grouped(), *self._counted(program, outcome, rates)]
         self._plans.observe_stages(program, outcome.spans)
         self.is_mid_step = False
@@ -109,7 +113,11 @@ class StagedRun:
         scores: dict[tuple[str, int], list[tuple[Segment, Score]]] = {}
         completes = read_stream(program.microbatches).completes
         ended_s = self._step_ends(outcome)
+        lost = {*outcome.loss.jobs} if outcome.loss is not None else set[str]()
         for k, (microbatch, found) in enumerate(zip(program.microbatches, outcome.microbatches, strict=True)):
+            if microbatch.segments and lost >= microbatch.job_tokens.keys():
+                # Of these jobs nothing counts; their replica may not even have run it.
+                continue
             for segment, score in zip(microbatch.segments, found.scores, strict=True):
                 scores.setdefault((segment.job, segment.step), []).append((segment, score))
             if microbatch.segments:
@@ -117,7 +125,7 @@ class StagedRun:
                 done.append(MicrobatchDone(jobs, tokens, found.num_rows, found.seconds))
             for step in completes.get(k, []):
                 job = self._jobs[step[0]]
-                if not job.progress.diverged:
+                if not (job.progress.diverged or step[0] in lost):
                     for segment, score in sorted(scores.pop(step), key=lambda pair: pair[0].index):
                         job.progress.add_score(segment, score)
                     done.append(count_step(job, rates[step], outcome.steps[step], ended_s[step]))

@@ -289,6 +289,10 @@ class LocalExecutor:
                 if twin.reference is not None:
                     twin.reference.free_slot()
 
+    def recover(self, ended: Collection[str]) -> list[str]:
+        """Has no other replica to go on with, so it never says that it lost one."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Has nothing else to end: all of it is in this process."""
 

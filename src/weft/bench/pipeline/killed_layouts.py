@@ -27,17 +27,17 @@ from weft.bench.train_command import TrainCommand, child_processes
 from weft.errors import WeftError
 
 LAYOUTS = ("stages:2", "stages:1+stages:2", "spread:2", "shards:2", "tensor:2")
-NUM_EACH = 5
+NUM_EACH = 4
 """Runs of every layout in which something is killed."""
-SETTINGS = {"eval_data": 16, "eval_steps": 4}
-JOBS = SmallJobs(num_jobs=4, num_steps=12, save_steps=3, num_free=2, settings=SETTINGS)
-ORDERED = SmallJobs(num_jobs=4, num_steps=12, save_steps=3, settings=SETTINGS)
+SETTINGS = {"eval_data": 8, "eval_steps": 4}
+JOBS = SmallJobs(num_jobs=3, num_steps=8, save_steps=2, num_free=1, settings=SETTINGS)
+ORDERED = SmallJobs(num_jobs=3, num_steps=8, save_steps=2, settings=SETTINGS)
 """For devices that share layers, which take no free sums."""
 STAGE = "stage_process"
 """A word of every stage's command."""
 SEEN = "was ended by signal 9"
 """What a coordinator says of a stage that was killed."""
-LOOK_S = 0.02
+LOOK_S = 0.1
 LONGEST_S = 120.0
 """A run that takes so much longer than five undisturbed ones is taken for hung."""
 END_S = 10.0
@@ -146,7 +146,9 @@ class _Runs:
         self, run: subprocess.Popen[bytes], out: str, stages: set[int], until_s: float, killed_s: float | None
     ) -> bool:
         """Follows a run to its end, and whether that came by itself and was a good one."""
-        while run.poll() is None:
+        is_over = False
+        while not is_over:
+            is_over = run.poll() is not None
             if killed_s is not None and SEEN in self.command.log(out).read_text(errors="replace"):
                 self.found.seen_s.append(time.monotonic() - killed_s)
                 killed_s = None

@@ -208,6 +208,11 @@ class Stage:
         """What the stages of this replica hold of a job, in their order."""
         return self.shares[job][self.replica]
 
+    def remove(self, job: str) -> None:
+        """Forgets a job whether it has a slot or not."""
+        self.unseat(job)
+        self.drop(job)
+
     def drop(self, job: str) -> None:
         """Forgets a job, if it is known."""
         self._given.pop(job, None)

@@ -27,6 +27,10 @@ class StageGroup(Protocol):
         """The same of some stages, by number, with another thing given to each."""
         ...
 
+    def recover(self) -> list[int]:
+        """After a ReplicaLostError: starts the replicas anew that are gone, and says which; the others stay."""
+        ...
+
     def close(self) -> None:
         """Ends them."""
         ...
@@ -79,6 +83,10 @@ class LocalStages:
                     found[index] = end.value
                     del waiting[index]
         return [found[device] for device in given]
+
+    def recover(self) -> list[int]:
+        """Loses none."""
+        return []
 
     def close(self) -> None:
         """Has nothing to end."""

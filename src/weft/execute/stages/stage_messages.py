@@ -14,6 +14,9 @@ from weft.backbone.model_part import ModelPart
 from weft.execute.stages.stage import StagePlace
 from weft.spec import BackboneSpec
 
+JOIN = "join"
+"""What a process is asked first, and again when others have been started anew: to meet all stages through a file."""
+
 
 @dataclass(frozen=True)
 class StageOrder:
@@ -28,8 +31,6 @@ class StageOrder:
     """The place among the processes that share the stage's layers."""
     num_tensor: int
     """How many those are; 1: it has its layers alone."""
-    store: str
-    """A file through which the stages find each other."""
     is_shard: bool = False
     """Whether all of them share the frozen weights."""
     backend: str = "gloo"

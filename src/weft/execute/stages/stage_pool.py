@@ -1,4 +1,8 @@
-"""Stages as processes of this machine: they end together, whatever happens to one of them."""
+"""Stages as processes of this machine: those of a replica end together, whatever happens to one of them.
+
+Where there are other replicas, these go on: they run what they have begun to its end, and one that is started anew
+joins them. A single replica, and devices that share weights, end as a whole.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -17,27 +22,35 @@ from typing import Any
 
 from weft.backbone.model_part import ModelPart
 from weft.errors import JobError, WeftError
-from weft.execute.protocol import ReplicaFaultError
+from weft.execute.protocol import ReplicaFaultError, ReplicaLostError
 from weft.execute.stages.stage import stage_places
 from weft.execute.stages.stage_devices import choose_backend
-from weft.execute.stages.stage_messages import StageAlive, StageAnswer, StageOrder, hear, tell
+from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
 from weft.gpu_choice import VISIBLE
 from weft.spec import BackboneSpec
 
 SILENT_S = 30.0
-"""A stage that gives no sign of life for so long is taken for hung, and all are ended."""
+"""A stage that gives no sign of life for so long is taken for hung, and its replica is ended."""
 JOIN_S = 300.0
 """The same before its first one: it imports libraries, perhaps over a network."""
-TOGETHER = ("run", "evaluate")
+TOGETHER = ("run", "evaluate", JOIN)
 """What stages do by waiting for each other: where one cannot go on, none can."""
 READ = ("tensors", "modules", "adapter_of")
 """What changes nothing and may be large: of processes that share a stage only the first is asked."""
 END_S = 5.0
 """Seconds a stage has to end by itself."""
+BLAME_S = 1.0
+"""A stage that fails may do so because another is gone; seconds in which that shows."""
+RESTARTS = 3
+"""How often a replica is started anew beside others."""
 
 
 class StageLostError(JobError, ReplicaFaultError):
-    """A stage is gone, and with it the replica: what its jobs have not saved is lost."""
+    """A stage is gone, and with it all replicas: what jobs have not saved is lost."""
+
+
+class StageReplicaLostError(StageLostError, ReplicaLostError):
+    """A stage is gone, and with it one replica of several."""
 
 
 class StageProcesses:
@@ -61,18 +74,28 @@ class StageProcesses:
         self._gpus = gpus
         self.replica_sizes = [len(parts) for parts in replicas]
         parts = [part for own in replicas for part in own]
+        self._orders = [
+            StageOrder(place, backbone, part, len(parts), own, tensor, are_shards, choose_backend(gpus))
+            for place, part in zip(stage_places(self.replica_sizes), parts, strict=True)
+            for own in range(tensor)
+        ]
         self._silent_s = silent_s
         self._folder = tempfile.TemporaryDirectory(prefix="weft-stages-")
         self._lost: StageLostError | None = None
+        self._gone: dict[int, StageReplicaLostError] = {}
+        """Replicas that have been ended and not been started anew."""
+        self._stands_alone = True
+        """No replica goes on without the others: before they begin, while they meet, and where they never do."""
+        self._restarts = Counter[int]()
+        self._num_meetings = 0
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        self._heard_s = [time.monotonic() + JOIN_S - silent_s] * len(parts) * tensor
-        store, backend = f"{self._folder.name}/store", choose_backend(gpus)
+        self._heard_s = [0.0] * len(self._orders)
         try:
-            for place, part in zip(stage_places(self.replica_sizes), parts, strict=True):
-                for own in range(tensor):
-                    self._start(StageOrder(place, backbone, part, len(parts), own, tensor, store, are_shards, backend))
+            for order in self._orders:
+                self._start(order)
             self._gather(range(len(self.processes)), is_together=True)
+            self._meet()
         except BaseException:
             self.close()
             raise
@@ -85,6 +108,12 @@ class StageProcesses:
         """The same of some stages, with another thing given to each."""
         if self._lost is not None:
             raise self._lost
+        for error in self._gone.values():
+            raise error
+        if what == "run":
+            # From now on jobs have come further than their files say, and it is worth keeping what is left.
+            # On GPUs nobody hears that the other side is gone: NCCL waits for it.
+            self._stands_alone = self._orders[0].is_shard or len(self.replica_sizes) == 1 or bool(self._gpus)
         # Processes that share a stage hold the same of a job, and answer the same.
         each = 1 if what in READ else self._num_tensor
         asked = [stage * self._num_tensor + place for stage in given for place in range(each)]
@@ -92,8 +121,34 @@ class StageProcesses:
             try:
                 tell(self._connections[index], (what, given[index // self._num_tensor]))
             except OSError:
-                raise self._lose(index) from None
-        return self._gather(asked, is_together=what in TOGETHER)[::each]
+                self._lose(index)
+        found = self._gather(asked, is_together=what in TOGETHER)
+        for error in self._gone.values():
+            error.answers = {
+                stage: found[asked[place]]
+                for place, stage in zip(range(0, len(asked), each), given, strict=True)
+                if all(index in found for index in asked[place : place + each])
+            }
+            raise error
+        return [found[index] for index in asked[::each]]
+
+    def recover(self) -> list[int]:
+        """Starts the replicas anew that are gone, and says which; all others keep their weights and their jobs.
+
+        StageLostError if that has been done too often, or if a stage is lost while all meet.
+        """
+        anew: set[int] = set()
+        while self._gone:
+            starting = [index for index in range(len(self._orders)) if self._replica(index) in self._gone]
+            anew |= self._gone.keys()
+            self._restarts.update(self._gone.keys())
+            self._gone = {}
+            for index in starting:
+                self._start(self._orders[index])
+            self._gather(starting, is_together=True)
+            self._notice_ended()
+        self._meet()
+        return sorted(anew)
 
     def close(self) -> None:
         """Ends them and removes what they left behind."""
@@ -103,7 +158,7 @@ class StageProcesses:
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
-        self._kill()
+        self._kill(range(len(self.processes)))
         self._folder.cleanup()
 
     def _start(self, order: StageOrder) -> None:
@@ -122,68 +177,104 @@ class StageProcesses:
                 start_new_session=True,
             )
         its.close()
-        self.processes.append(process)
-        self._connections.append(mine)
+        index = order.process
+        if index < len(self.processes):
+            self._connections[index].close()
+        self.processes[index : index + 1] = [process]
+        self._connections[index : index + 1] = [mine]
+        self._heard_s[index] = time.monotonic() + JOIN_S - self._silent_s
         tell(mine, order)
 
-    def _gather(self, asked: Sequence[int], *, is_together: bool) -> list[Any]:
-        """Waits for an answer of every stage that was asked; raises what one raised."""
+    def _meet(self) -> None:
+        """Lets all stages find each other. One that is lost meanwhile leaves the others waiting, so all end then."""
+        before, self._stands_alone = self._stands_alone, True
+        self._num_meetings += 1
+        self.ask(JOIN, f"{self._folder.name}/store-{self._num_meetings}")
+        self._stands_alone = before
+
+    def _gather(self, asked: Sequence[int], *, is_together: bool) -> dict[int, Any]:
+        """Waits for an answer of every stage that was asked and whose replica goes on; raises what one raised."""
         found: dict[int, StageAnswer] = {}
-        while len(found) < len(asked):
-            waiting = {self._connections[index]: index for index in asked if index not in found}
+        while missing := [index for index in asked if index not in found and not self._is_gone(index)]:
+            waiting = {self._connections[index]: index for index in missing}
             for connection in wait(list(waiting), timeout=1.0):
                 index = waiting[connection]  # type: ignore[index]
-                told = self._hear(index)
+                told = None if self._is_gone(index) else self._hear(index)
                 if isinstance(told, StageAnswer):
                     found[index] = told
                     if told.error is not None and is_together:
-                        raise self._failed(index, told.error)
-            self._end_silent(list(waiting.values()))
+                        self._fail(index, told.error)
+            self._end_silent(missing)
         errors = [told.error for told in found.values() if told.error is not None]
-        if errors:
+        if errors and not self._gone:
             raise errors[0]
-        return [found[index].found for index in asked]
+        return {index: told.found for index, told in found.items() if told.error is None and not self._is_gone(index)}
 
-    def _failed(self, index: int, error: Exception) -> WeftError:
-        """Ends all stages because one cannot go on, and says why."""
-        if not isinstance(error, WeftError):
-            return self._lose(index, f"failed ({error})")
-        self._kill()
-        return error
+    def _fail(self, index: int, error: Exception) -> None:
+        """Ends the replica of a stage that cannot go on, or of the one because of which it cannot."""
+        if isinstance(error, WeftError):
+            self._kill(range(len(self.processes)))
+            raise error
+        until = time.monotonic() + BLAME_S
+        while not self._gone and time.monotonic() < until:
+            self._notice_ended()
+            time.sleep(0.01)
+        if not self._gone:
+            self._lose(index, f"failed ({error})")
 
-    def _hear(self, index: int) -> StageAnswer | StageAlive:
+    def _hear(self, index: int) -> StageAnswer | StageAlive | None:
+        """What a stage tells; None if it is gone."""
         self._heard_s[index] = time.monotonic()
         try:
             told: StageAnswer | StageAlive = hear(self._connections[index])
         except (EOFError, OSError):
-            raise self._lose(index) from None
+            self._lose(index)
+            return None
         return told
+
+    def _notice_ended(self) -> None:
+        for index, process in enumerate(self.processes):
+            if process.poll() is not None and not self._is_gone(index):
+                self._lose(index)
 
     def _end_silent(self, waiting: Sequence[int]) -> None:
         for index in waiting:
-            if time.monotonic() - self._heard_s[index] > self._silent_s:
-                raise self._lose(index, f"gave no sign of life for {self._silent_s:g} s")
+            is_silent = time.monotonic() - self._heard_s[index] > self._silent_s
+            if is_silent and not self._is_gone(index):
+                self._lose(index, f"gave no sign of life for {self._silent_s:g} s")
 
-    def _lose(self, index: int, how: str | None = None) -> StageLostError:
-        """Ends all stages, because of one that is gone."""
+    def _lose(self, index: int, how: str | None = None) -> None:
+        """Ends the replica of a stage that is gone; where none can go on without it, StageLostError after all end."""
         if how is None:
             with suppress(subprocess.TimeoutExpired):
                 self.processes[index].wait(END_S)
             code = self.processes[index].poll()
             how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended{self._last_words(index)}"
-        self._kill()
-        hint = "Every job goes on from its last checkpoint with --resume."
-        self._lost = StageLostError(f"{how}, so all stages were ended.", where=self._name(index), hint=hint)
-        return self._lost
+        replica, name = self._replica(index), self._name(index)
+        is_last = len(self._gone) + 1 == len(self.replica_sizes)
+        if self._stands_alone or is_last or self._restarts[replica] >= RESTARTS:
+            self._kill(range(len(self.processes)))
+            hint = "Every job goes on from its last checkpoint with --resume."
+            self._lost = StageLostError(f"{how}, so all stages were ended.", where=name, hint=hint)
+            raise self._lost
+        self._kill(other for other in range(len(self.processes)) if self._replica(other) == replica)
+        self._gone[replica] = StageReplicaLostError(f"{how}, so its replica was ended.", where=name)
+
+    def _is_gone(self, index: int) -> bool:
+        return self._replica(index) in self._gone
+
+    def _replica(self, index: int) -> int:
+        return self._orders[index].place.replica
 
     def _name(self, index: int) -> str:
         stage, place = divmod(index, self._num_tensor)
         return f"stage {stage}" if self._num_tensor == 1 else f"stage {stage}, device {place}"
 
-    def _kill(self) -> None:
-        for process in self.processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    def _kill(self, indices: Iterable[int]) -> None:
+        for process in [self.processes[index] for index in indices]:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def _log(self, index: int) -> Path:

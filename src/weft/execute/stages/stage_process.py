@@ -6,6 +6,7 @@ Started as `python -m weft.execute.stages.stage_process FD`, with one end of a p
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import sys
 import threading
@@ -14,7 +15,6 @@ from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from weft.backbone.load import choose_device, load_backbone
@@ -25,8 +25,8 @@ from weft.execute.stages.host_transport import HostTransport
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.stage_devices import goes_through_host
 from weft.execute.stages.stage_group import answer
-from weft.execute.stages.stage_messages import StageAlive, StageAnswer, StageOrder, hear, tell
-from weft.execute.stages.tensor_devices import join_devices
+from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
+from weft.execute.stages.tensor_devices import TorchDevices, join_devices
 from weft.execute.stages.transport import TorchTransport, Transport
 
 ALIVE_S = 1.0
@@ -55,27 +55,30 @@ def main() -> None:
 
     threading.Thread(target=beat, name="weft-alive", daemon=True).start()
     try:
-        stage = _loaded(hear(connection), say)
-        while stage is not None:
+        member = _loaded(hear(connection), say)
+        while member is not None:
             what, given = hear(connection)
             try:
-                found = StageAnswer(_answered(stage, what, given))
+                found = StageAnswer(_answered(member, what, given))
             except Exception as error:
                 found = StageAnswer(error=tellable(error))
+            if found.error is not None and not isinstance(found.error, WeftError):
+                # Whoever waits for this stage hears of it by that.
+                member.leave()
             say(found)
     except EOFError:
         os._exit(0)
 
 
-def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> Stage | None:
+def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> StageMember | None:
     """The stage, or None once what keeps it from being loaded is told."""
     try:
-        stage = load_stage(order)
+        member = StageMember(order)
     except Exception as error:
         say(StageAnswer(error=tellable(error)))
         return None
     say(StageAnswer())
-    return stage
+    return member
 
 
 def tellable(error: Exception) -> Exception:
@@ -83,39 +86,75 @@ def tellable(error: Exception) -> Exception:
     return error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def load_stage(order: StageOrder) -> Stage:
-    """Loads the layers of a stage and joins the others."""
-    device = choose_device(order.backbone)
-    by_host = goes_through_host(device, order.backend)
-    peers: TorchPeers | None = None
-    if order.is_shard:
-        peers = (TorchHostPeers if by_host else TorchPeers)(order.place.device, order.num_devices, device)
-    backbone = load_backbone(order.backbone, order.part, peers)
-    dist.init_process_group(
-        order.backend,
-        init_method=f"file://{order.store}",
-        rank=order.process,
-        world_size=order.num_devices * order.num_tensor,
-        timeout=LONGEST_WAIT,
-    )
-    if peers is not None:
-        # What is gathered and what is sent do not wait for each other.
-        peers.group = dist.new_group(timeout=LONGEST_WAIT)
-    if order.num_tensor > 1:
-        divide(
-            backbone, join_devices(order.place.device, order.num_devices, order.tensor, order.num_tensor, LONGEST_WAIT)
+class StageMember:
+    """A stage whose layers are loaded, among others: it may join them again, when some of them are new."""
+
+    def __init__(self, order: StageOrder) -> None:
+        self._order = order
+        device = choose_device(order.backbone)
+        self._is_by_host = goes_through_host(device, order.backend)
+        self._peers: TorchPeers | None = None
+        if order.is_shard:
+            kind = TorchHostPeers if self._is_by_host else TorchPeers
+            self._peers = kind(order.place.device, order.num_devices, device)
+        self._backbone = load_backbone(order.backbone, order.part, self._peers)
+        self._stage: Stage | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """The stage, once it has joined the others."""
+        assert self._stage is not None, "a stage joins the others first"
+        return self._stage
+
+    def join(self, store: str) -> None:
+        """Meets all others through a file."""
+        order, backbone = self._order, self._backbone
+        self.leave()
+        dist.init_process_group(
+            order.backend,
+            init_method=f"file://{store}",
+            rank=order.process,
+            world_size=order.num_devices * order.num_tensor,
+            timeout=LONGEST_WAIT,
         )
-    return Stage(order.place, backbone, _transport(order, backbone.device, by_host))
+        if self._peers is not None:
+            # What is gathered and what is sent do not wait for each other.
+            self._peers.group = dist.new_group(timeout=LONGEST_WAIT)
+        if order.num_tensor > 1:
+            team = join_devices(order.place.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
+            if backbone.devices is None:
+                divide(backbone, TorchDevices(order.tensor, team))
+            else:
+                assert isinstance(backbone.devices, TorchDevices)
+                backbone.devices.group = team
+        transport = self._transport()
+        if self._stage is None:
+            self._stage = Stage(order.place, backbone, transport)
+        self._stage.transport = transport
+
+    def _transport(self) -> Transport:
+        order, device = self._order, self._backbone.device
+        if self._is_by_host:
+            return HostTransport(order.place.device, device, LONGEST_WAIT)
+        return TorchTransport(order.place.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
+
+    def leave(self) -> None:
+        """Hangs up on all others, if it has met them."""
+        if not dist.is_initialized():
+            return
+        if self._stage is not None:
+            # It holds on to the connections.
+            del self._stage.transport
+        dist.destroy_process_group()
+        gc.collect()
 
 
-def _transport(order: StageOrder, device: torch.device, by_host: bool) -> Transport:
-    if by_host:
-        return HostTransport(order.place.device, device, LONGEST_WAIT)
-    return TorchTransport(order.place.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
-
-
-def _answered(stage: Stage, what: str, given: tuple[Any, ...]) -> Any:
+def _answered(member: StageMember, what: str, given: tuple[Any, ...]) -> Any:
     """Lets the stage run to its answer; receiving waits, so it never has to give others a turn."""
+    if what == JOIN:
+        member.join(*given)
+        return None
+    stage = member.stage
     running: Generator[None, None, Any] = answer(stage, what, given)
     while True:
         try:

@@ -19,7 +19,7 @@ import torch
 
 from weft.adapters.method import ModuleTensors
 from weft.data.chat.chat_template import Tokenizer
-from weft.errors import ConfigError, StorageError
+from weft.errors import ConfigError, JobError, StorageError
 from weft.execute.protocol import (
     AdapterWork,
     AddedJob,
@@ -32,6 +32,7 @@ from weft.execute.protocol import (
     NewJob,
     OutcomeT,
     ReplicaFacts,
+    ReplicaLostError,
     ReplicaMemory,
     StagedOutcome,
     StagedWork,
@@ -64,6 +65,9 @@ class _StagedJob:
     @property
     def home(self) -> int:
         """The replica that is asked about it: what others have is equal."""
+        if not self.shares:
+            found = "had ended when its replica was lost; what it became is in its files."
+            raise JobError(found, where=self.given.spec.name)
         return min(self.shares)
 
 
@@ -81,6 +85,8 @@ class StagedExecutor:
         self._jobs: dict[str, _StagedJob] = {}
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
+        self._unsure: set[int] = set()
+        """Replicas that did not come to the end of a program, because another one is gone."""
 
     def beside(self) -> Executor:
         """Is not to be had: jobs of stages are known by their names."""
@@ -191,6 +197,19 @@ class StagedExecutor:
         """Is not to be had: stages take whole programs."""
         raise ConfigError("one microbatch is tried on one device; leave --layout out.", where="--layout")
 
+    def recover(self, ended: Collection[str]) -> list[str]:
+        """Has replicas made anew that are gone, and their jobs as they were added; says which jobs these are."""
+        anew = self.stages.recover()
+        gone, self._unsure = {*anew} | self._unsure, set()
+        lost = [name for name, job in self._jobs.items() if job.shares.keys() & gone]
+        for name in lost:
+            job = self._jobs[name]
+            kept = [device for replica in job.shares.keys() - {*anew} for device in self._replicas[replica]]
+            self.stages.ask_each("remove", dict.fromkeys(kept, (name,)))
+            job.has_seat = False
+            job.shares = {} if name in ended else self._place(job.given, sorted(job.shares))
+        return lost
+
     def close(self) -> None:
         """Ends the stages."""
         self.stages.close()
@@ -200,7 +219,7 @@ class StagedExecutor:
         match work:
             case StagedWork():
                 self._bring_home(work.program)
-                done = _program_outcome(work, self.stages.ask("run", work))
+                done = self._run_program(work)
             case EvaluationWork():
                 done = self._evaluate(work)
             case StateWork(name):
@@ -210,6 +229,18 @@ class StagedExecutor:
             case _:
                 raise ConfigError(f"stages have no {type(work).__name__}; train without --layout.", where="--layout")
         return lambda: done
+
+    def _run_program(self, work: StagedWork) -> StagedOutcome:
+        """Runs a program; where a replica is lost, what the others made of theirs, which then wait for `recover`."""
+        try:
+            return _program_outcome(work, self.stages.ask("run", work))
+        except ReplicaLostError as error:
+            loss = error
+        answers: Mapping[int, StageOutcome] = loss.answers
+        self._unsure = {k for k, devices in enumerate(self._replicas) if not answers.keys() >= {*devices}}
+        loss.jobs = {name for name, job in self._jobs.items() if job.shares.keys() & self._unsure}
+        whole = [answers[device] for k, own in enumerate(self._replicas) if k not in self._unsure for device in own]
+        return dataclasses.replace(_program_outcome(work, whole), loss=loss)
 
     def _place(self, job: NewJob, replicas: Iterable[int]) -> dict[int, list[JobShare]]:
         """Makes a job's shares on some replicas; what cannot be leaves nothing behind."""
@@ -251,6 +282,8 @@ class StagedExecutor:
             if job.has_seat:
                 self._ask("unseat", name)
             self._ask("drop", name)
+            # Known at once: should that replica be lost meanwhile, the job is.
+            job.shares = {home: []}
             job.shares = self._place(job.given, [home])
             self.restore(name, tensors)
             if job.has_seat:

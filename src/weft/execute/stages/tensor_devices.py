@@ -18,20 +18,18 @@ class TorchDevices:
     def __init__(self, index: int, group: dist.ProcessGroup) -> None:
         self.index = index
         self.count = group.size()
-        self._group = group
+        self.group = group
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Waits for what all give."""
         tensor = tensor.contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.count)]
-        dist.all_gather(found, tensor, group=self._group)
+        dist.all_gather(found, tensor, group=self.group)
         return found
 
 
-def join_devices(
-    device: int, num_devices: int, index: int, count: int, longest_wait: datetime.timedelta
-) -> TorchDevices:
-    """Joins the processes that share a stage; all processes of all stages ask at once."""
+def join_devices(device: int, num_devices: int, count: int, longest_wait: datetime.timedelta) -> dist.ProcessGroup:
+    """The group of the processes that share a stage; all processes of all stages ask at once."""
     ranks = [[stage * count + other for other in range(count)] for stage in range(num_devices)]
-    teams = [dist.new_group(own, timeout=longest_wait) for own in ranks]
-    return TorchDevices(index, teams[device])
+    teams: list[dist.ProcessGroup] = [dist.new_group(own, timeout=longest_wait) for own in ranks]
+    return teams[device]
