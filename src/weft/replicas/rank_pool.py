@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +17,7 @@ from pathlib import Path
 from weft.replicas.messages import EndRank, RankJoined, RankOrder
 from weft.replicas.rank_link import Inbox, RankEnded, RankHandle
 from weft.replicas.rank_listener import KEY_VARIABLE, RankListener
+from weft.store.scratch import ScratchFolder
 
 END_S = 10.0
 """Seconds a rank has to end by itself."""
@@ -40,7 +39,8 @@ class RankPool:
     def __init__(self, order: RankOrder, variables: Sequence[Mapping[str, str]]) -> None:
         """`variables`: of each rank's environment, such as the GPU it sees."""
         self._variables = variables
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
+        self._scratch = ScratchFolder("ranks")
+        self._folder = self._scratch.path
         self._key = secrets.token_hex(16)
         self.ranks: dict[int, RankProcess] = {}
         """Those that run or are being started, by index."""
@@ -90,7 +90,7 @@ class RankPool:
             # One that has not joined yet has nothing to save, and would not hear that it is over.
             self.kill(rank)
         self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.close()
 
     def _find(self, joined: RankJoined) -> RankHandle | None:
         """The rank that a process is."""

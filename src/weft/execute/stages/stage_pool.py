@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from weft.execute.stages.stage_devices import choose_backend
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
 from weft.gpu_choice import VISIBLE
 from weft.spec import BackboneSpec
+from weft.store.scratch import ScratchFolder
 
 SILENT_S = 30.0
 """A stage that gives no sign of life for so long is taken for hung, and its replica is ended."""
@@ -80,7 +80,7 @@ class StageProcesses:
             for own in range(tensor)
         ]
         self._silent_s = silent_s
-        self._folder = tempfile.TemporaryDirectory(prefix="weft-stages-")
+        self._folder = ScratchFolder("stages")
         self._lost: StageLostError | None = None
         self._gone: dict[int, StageReplicaLostError] = {}
         """Replicas that have been ended and not been started anew."""
@@ -159,7 +159,7 @@ class StageProcesses:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
         self._kill(range(len(self.processes)))
-        self._folder.cleanup()
+        self._folder.close()
 
     def _start(self, order: StageOrder) -> None:
         mine, its = Pipe()
@@ -189,7 +189,7 @@ class StageProcesses:
         """Lets all stages find each other. One that is lost meanwhile leaves the others waiting, so all end then."""
         before, self._stands_alone = self._stands_alone, True
         self._num_meetings += 1
-        self.ask(JOIN, f"{self._folder.name}/store-{self._num_meetings}")
+        self.ask(JOIN, str(self._folder.path / f"store-{self._num_meetings}"))
         self._stands_alone = before
 
     def _gather(self, asked: Sequence[int], *, is_together: bool) -> dict[int, Any]:
@@ -278,7 +278,7 @@ class StageProcesses:
             process.wait()
 
     def _log(self, index: int) -> Path:
-        return Path(self._folder.name) / f"stage-{index}.log"
+        return self._folder.path / f"stage-{index}.log"
 
     def _last_words(self, index: int) -> str:
         """The last line that a stage printed."""
