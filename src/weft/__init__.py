@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         JobSucceeded,
         JobWaiting,
         JobWarning,
+        LayoutDecided,
         MicrobatchDone,
         StepDone,
     )
@@ -61,6 +62,7 @@ __all__ = [
     "JobWaiting",
     "JobWarning",
     "JobsGrouped",
+    "LayoutDecided",
     "MicrobatchDone",
     "Reason",
     "ReasonCode",

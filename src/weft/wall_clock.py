@@ -31,7 +31,7 @@ class Activity(StrEnum):
     COMPILING = "compiling"
     """Work waits for its kernels or for the capture of its graph; what is compiled beside loading does not count."""
     LOADING = "loading"
-    """Python and its libraries, the model, checkpoints that are gone on from."""
+    """Python and its libraries, the model, checkpoints that are gone on from, a move to other replicas."""
     PREPARING = "preparing data"
     """Reading and tokenising data, packing microbatches."""
     WRITING = "writing"

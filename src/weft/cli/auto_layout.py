@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.adapters.methods import cost_ranks
@@ -17,6 +18,7 @@ from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, WeftError
 from weft.kernels.device import is_cpu
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, choose_layout
+from weft.plan.replan.devices import DeviceForecaster
 from weft.spec import RunSpec
 
 
@@ -38,20 +40,40 @@ def layout_here(spec: RunSpec) -> LayoutChoice:
     """The choice among the cores of this machine, which share its memory; lengths are taken to be max_length."""
     if not is_cpu(choose_device(spec.backbone)):
         raise ConfigError("layouts are chosen for CPUs only so far; say one, or use --replicas auto.", where=WHERE)
-    shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
     jobs = [
         LayoutJob(job.batch_size * job.max_length, cost_ranks(job.adapter).widest, job.sums == "free")
         for job in spec.jobs
     ]
-    cost = AnalyticCost(
-        shape,
+    cost = _cost(spec, [job.rank for job in jobs])
+    return choose_layout(cost, jobs, choose_capacity(spec.capacity, "cpu", spec.longest), *_devices())
+
+
+def forecaster_here(spec: RunSpec) -> DeviceForecaster | None:
+    """What the layout is chosen anew by when jobs come and go; None where there is no other than one device."""
+    try:
+        LayoutOptions("stages:2").check(spec, ())
+    except WeftError:
+        return None
+    cores, memory = _devices()
+    capacity = choose_capacity(spec.capacity, "cpu", spec.longest)
+    forecaster = DeviceForecaster(lambda jobs: _cost(spec, [job.rank for job in jobs]), capacity, cores, memory)
+    return forecaster if cores > 1 else None
+
+
+def _cost(spec: RunSpec, ranks: Sequence[int]) -> AnalyticCost:
+    """What one core is taken to cost, with adapters of these ranks."""
+    return AnalyticCost(
+        ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model),
         find_hardware("cpu"),
         quantize=spec.quantize,
         recompute=spec.recompute,
-        rank=max(job.rank for job in jobs),
-        num_jobs=len(jobs),
+        rank=max(ranks),
+        num_jobs=len(ranks),
         row_tile=CPU_ROW_TILE,
     )
+
+
+def _devices() -> tuple[int, int]:
+    """The cores of this machine, and the part of its memory that each has."""
     cores = os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return choose_layout(cost, jobs, choose_capacity(spec.capacity, "cpu", spec.longest), cores, memory // cores)
+    return cores, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from weft.plan.deploy.kinds import BackboneSetup, GpuPool
     from weft.plan.deploy.workload import DeployJob
     from weft.plan.dispatch import ReplicaLayout
+    from weft.plan.layout import Layout
+    from weft.plan.replan import RemainingJob
+    from weft.plan.replan.cluster import ClusterForecaster
     from weft.simulate.deploy_forecast import DeployForecast
     from weft.spec.cluster import ClusterSpec, MachineSpec
+    from weft.store.remote.run_url import RunUrl
 
 GIB, GB = 2**30, 1e9
 BAR = 40
@@ -91,11 +95,40 @@ def deploy(
         return
     _show(found, output_console(), source, is_executed=execute is not None)
     if execute is not None:
-        from weft.cli.train import train
-
         layout = found.deployment.run_layout
         output_console().print(f"layout  {layout}\n", markup=False, highlight=False)
-        train(execute, out=out, resume=resume, layout=None if layout.is_one_device else str(layout))
+        _train(execute, layout, _forecaster(spec, pools, profiles, cluster_file), out, resume=resume)
+
+
+def _train(
+    jobs_file: Path, layout: Layout, forecast: ClusterForecaster, out: Path | RunUrl | None, *, resume: bool
+) -> NoReturn:
+    """Trains the jobs of a file in a layout, which is planned anew when they come and go."""
+    from weft.backbone.load import choose_device
+    from weft.cli.layout_options import LayoutOptions
+    from weft.cli.replica_options import ReplicaOptions
+    from weft.cli.train import Order, train_order
+    from weft.kernels.device import is_cpu
+    from weft.spec import load_run
+
+    run, options = load_run(jobs_file), LayoutOptions(None if layout.is_one_device else str(layout))
+    options.check(run, ())
+    # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried.
+    may_change = sum(forecast.pools.values()) > 1 and is_cpu(choose_device(run.backbone))
+    order = Order(run, jobs_file, (), False, ReplicaOptions(), options, forecast if may_change else None)
+    train_order(order, out or run_place(run.output_dir), resume=resume)
+
+
+def _forecaster(
+    spec: ClusterSpec, pools: Sequence[GpuPool], profiles: Mapping[str, Profile], path: Path
+) -> ClusterForecaster:
+    from weft.plan.replan.cluster import ClusterForecaster
+
+    def kinds_for(jobs: Sequence[RemainingJob]) -> list[ReplicaKind]:
+        setup = _setup(spec, tuple(job.rank for job in jobs))
+        return _kinds(spec, setup, pools, [job.to_deploy for job in jobs], profiles, path, is_executed=True)
+
+    return ClusterForecaster({pool.name: pool.num_gpus for pool in pools}, kinds_for)
 
 
 def _to_execute(spec: ClusterSpec, jobs_file: Path, path: Path) -> ClusterSpec:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.errors import ConfigError, closest
+from weft.plan.layout import Layout as ReplicaLayouts
 from weft.plan.layout import parse_layout
 from weft.plan.pipeline.build import Schedule
 
@@ -62,11 +63,27 @@ class LayoutOptions:
 
         return StageLayout(self._sizes, self._schedule, self._are_shards, self._tensor, self.devices)
 
+    @property
+    def chosen(self) -> ReplicaLayouts:
+        """The layout that was said, or one device."""
+        return ReplicaLayouts() if self.layout is None else parse_layout(self.layout, where=WHERE)
+
+    def stages_in(self, spec: RunSpec) -> Callable[[ReplicaLayouts], StageLayout | None]:
+        """How a run's replicas are divided in any layout, which is checked first; None for one that is not divided."""
+
+        def stages_of(layout: ReplicaLayouts) -> StageLayout | None:
+            schedule = self.schedule if len(layout.replicas) == 1 and not layout.is_one_device else None
+            options = LayoutOptions(str(layout), schedule)
+            options.check(spec, ())
+            return options.stages
+
+        return stages_of
+
     def notes(self, spec: RunSpec) -> tuple[str, ...]:
         """What whoever said so should know of it."""
         if self.stages is None:
             return ()
-        from weft.engine.train import layout_notes
+        from weft.engine.load_staged import layout_notes
 
         return layout_notes(spec, self.stages)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,6 +27,7 @@ from weft.wall_clock import Activity, WallClock, process_start_s
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
+    from weft.plan.replan import Forecaster
     from weft.replicas.rank_group import RankGroup
     from weft.store.remote.run_url import RunUrl
     from weft.store.run_dir import RunDirectory
@@ -77,13 +78,15 @@ def train(
     options = ReplicaOptions(replicas, devices if layout is None else None, cluster, gpu_type, listen)
     stages = LayoutOptions(layout, schedule, None if layout is None else devices)
     reasons: tuple[str, ...] = ()
+    forecast: Forecaster | None = None
     if stages.is_auto:
-        from weft.cli.auto_layout import with_layout
+        from weft.cli.auto_layout import forecaster_here, with_layout
 
         stages.check_alone(options.flags)
         stages, reasons = with_layout(spec, stages)
+        forecast = forecaster_here(spec)
     stages.check(spec, options.flags)
-    order = Order(spec, jobs_file, changes, keep_going, options, stages)
+    order = Order(spec, jobs_file, changes, keep_going, options, stages, forecast)
     console = output_console()
     for reason in reasons:
         console.print(f"layout    {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -97,12 +100,19 @@ def train(
         if is_taken and not resume:
             _note(console, f"{place} holds a run: train with --resume, or into another --out")
         options.check(spec.backbone)
-        run = _prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions()), console)
+        run = _prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions(), forecast=None), console)
         _show_plan(run, stages.notes(spec), console)
         return
+    train_order(order, place, resume=resume)
+
+
+def train_order(order: Order, place: Path | RunUrl, *, resume: bool) -> NoReturn:
+    """Trains what was ordered, to the exit of the command."""
+    console = output_console()
     with trained_in(place, resume=resume, tell=lambda text: _note(console, text)) as directory:
         wall = WallClock(process_start_s())
-        train_all = _train if order.layout.stages is None else _train_through
+        is_staged = order.layout.stages is not None or order.forecast is not None
+        train_all = _train_through if is_staged else _train
         code = train_all(order, directory, console, resume=resume, place=place, wall=wall)
     raise typer.Exit(code)
 
@@ -117,6 +127,8 @@ class Order:
     keep_going: bool
     replicas: ReplicaOptions
     layout: LayoutOptions
+    forecast: Forecaster | None = None
+    """What the layout is chosen anew by when jobs come and go; None: it stays."""
 
     def locate(self, setting: str) -> str:
         """Where a setting was written, for mistakes that show only later."""
@@ -237,7 +249,7 @@ def _prepare(
         with keeping_all():
             from weft.engine.train import prepare_run
 
-            open_engine = keeping_all()(_opener(ranks, order.layout, clock))
+            open_engine = keeping_all()(_opener(ranks, order, clock))
         run = prepare_run(
             spec,
             base_dir=order.jobs_file.parent,
@@ -266,12 +278,16 @@ def _prepare(
     return run
 
 
-def _opener(ranks: RankGroup | None, layout: LayoutOptions, clock: datetime.datetime) -> OpenEngine:
-    """What loads the engine of a run: in this process, over stages, or over ranks."""
-    from weft.engine.train import load_engine, load_staged
+def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> OpenEngine:
+    """What loads the engine of a run: here, over stages, in a layout that follows the jobs, or over ranks."""
+    from weft.engine.load_staged import FollowedLayout, load_following, load_staged
+    from weft.engine.train import load_engine
     from weft.replicas.load import load_replicated
 
-    stages = layout.stages
+    if order.forecast is not None:
+        follow = FollowedLayout(order.layout.chosen, order.forecast, order.layout.stages_in(order.spec))
+        return lambda spec, jobs, wall: load_following(spec, jobs, follow, wall)
+    stages = order.layout.stages
     if stages is not None:
         return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
     if ranks is None:

@@ -218,6 +218,32 @@ class JobsGrouped(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutDecided(Event):
+    """Jobs have come or gone, and the layout of the run was changed or kept; no result depends on it."""
+
+    kind: ClassVar[str] = "layout"
+    layout: str
+    """From here on."""
+    before: str
+    reason: str
+    """Why, as the rest of a line."""
+    seconds: float = 0.0
+    """That training stood still for the move."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it was changed."""
+        return self.layout != self.before
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        if not self.has_moved:
+            return f"{self.layout} is kept: {self.reason}"
+        return f"{self.layout} instead of {self.before}: {self.reason} (it took {self.seconds:,.1f} s)"
+
+
+@dataclass(frozen=True, slots=True)
 class MicrobatchDone(Event):
     """One microbatch went through the backbone."""
 

@@ -20,6 +20,7 @@ ACTIVITIES = {
     "step": Activity.COMPUTING,
     "eval": Activity.EVALUATING,
     "compile": Activity.COMPILING,
+    "move": Activity.LOADING,
     "prepare": Activity.PREPARING,
     "checkpoint": Activity.WRITING,
     "adapter": Activity.WRITING,
@@ -65,7 +66,7 @@ class TimelineRecorder:
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "adapter": 4, "plan": 5, "prepare": 6}
-        lanes |= {"write": 7, "compile": 8, "forward": 1, "backward": 1}
+        lanes |= {"write": 7, "compile": 8, "move": 9, "forward": 1, "backward": 1}
         return trace_json([span_event(span, lanes.get(span.name, 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from weft.cost.rows import choose_capacity
 from weft.data.chat.chat_template import template_digest
 from weft.data.dataset import JobData
 from weft.data.load import find_sources, load_job_data
@@ -21,15 +20,8 @@ from weft.errors import ConfigError, DataError, WeftError
 from weft.execute.data_ahead import DataAhead
 from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.protocol import ReplicaFaultError
-from weft.execute.stages.load_stages import StageLayout, gather_cost, load_stages, stage_cost
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
-from weft.plan.program import Planner
-from weft.plan.spread.in_step import InStepPlanner
-from weft.plan.spread.planner import SpreadPlanner
-from weft.simulate.choose import FastestPipeline
 from weft.spec import JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory, RunRecord
 from weft.wall_clock import Activity, WallClock
@@ -79,49 +71,6 @@ def load_engine(
         wall=wall,
     )
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
-
-
-def load_staged(
-    spec: RunT, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
-) -> tuple[RunT, Engine, tuple[str, ...]]:
-    """The same on one or more replicas of several stages, each in a process of this machine."""
-    wall = wall or WallClock()
-    executor = load_stages(spec.backbone, layout)
-    wall.add_start(Activity.LOADING)
-    longest = max(job.max_length for job in jobs)
-    row_tile = executor.row_tile(choose_capacity(spec.capacity, executor.facts.device_kind, longest))
-    engine = Engine(
-        executor,
-        capacity=spec.capacity,
-        longest=longest,
-        planner=_stage_planner(spec, layout, row_tile),
-        max_jobs=spec.max_jobs,
-        tenant_weights=spec.tenant_weights,
-        wall=wall,
-    )
-    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, layout_notes(spec, layout)
-
-
-def layout_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
-    """What whoever chose a layout should know of it."""
-    if layout.tensor > 1:
-        found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
-        return (f"{found}: the same again with it, and about 1e-5 from one device's",)
-    cost = gather_cost(spec.backbone, len(layout.replica_sizes)) if layout.are_shards else None
-    return () if cost is None else cost.notes()
-
-
-def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner:
-    sizes = layout.replica_sizes
-    if layout.schedule is not None:
-        return PipelinePlanner(layout.schedule, *sizes)
-    if spec.planner == "greedy" and len(sizes) == 1:
-        return PipelinePlanner(Schedule.EAGER, *sizes)
-    costs = {size: stage_cost(spec.backbone, size, row_tile, layout.tensor) for size in sizes}
-    if len(sizes) == 1:
-        return FastestPipeline(*sizes, costs[sizes[0]], row_tile=row_tile)
-    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes))
-    return InStepPlanner(planner) if layout.are_shards else planner
 
 
 OpenEngine = Callable[[RunSpec, Sequence[JobSpec], WallClock | None], tuple[RunSpec, RunEngine, tuple[str, ...]]]

@@ -28,6 +28,7 @@ from weft.engine.events import (
     JobSucceeded,
     JobWaiting,
     JobWarning,
+    LayoutDecided,
     StepDone,
 )
 from weft.job_state import JobState
@@ -113,6 +114,8 @@ class LiveTable:
             self._screen.say(f"warning: {who}{event.message}", "yellow")
         elif isinstance(event, JobsGrouped):
             self._screen.say(f"groups: {event.text}")
+        elif isinstance(event, LayoutDecided):
+            self._screen.say(f"layout: {event.text}")
         elif isinstance(event, JobFailed):
             self._screen.say(f"{event.job}: failed: {event.reason}", "red")
         elif not self._screen.is_redrawn and job is not None:

@@ -17,7 +17,8 @@ from weft.bench.trials.trial import ONE_DEVICE, Trial, TrialResult, measure_tria
 from weft.cli.layout_options import LayoutOptions
 from weft.cost.rows import choose_capacity
 from weft.data.load import load_job_data
-from weft.engine.train import OpenEngine, load_engine, load_staged
+from weft.engine.load_staged import load_staged
+from weft.engine.train import OpenEngine, load_engine
 from weft.errors import ConfigError, WeftError
 from weft.kernels.device import device_name, is_cpu
 from weft.kernels.tuning import tuning_file

@@ -1,0 +1,124 @@
+"""Opens engines on replicas in stages: in one layout for good, or in one that follows the jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from weft.cost.rows import choose_capacity
+from weft.engine.engine import Engine
+from weft.engine.layout_keeper import LayoutKeeper
+from weft.execute.local import executor_on
+from weft.execute.movable import MovableExecutor, OpenReplicas
+from weft.execute.protocol import Executor
+from weft.execute.stages.load_stages import StageLayout, gather_cost, load_stages, stage_cost
+from weft.plan.layout import Layout
+from weft.plan.pack import planner_named
+from weft.plan.pipeline.build import Schedule
+from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.program import Planner
+from weft.plan.replan import Forecaster
+from weft.plan.spread.in_step import InStepPlanner
+from weft.plan.spread.planner import SpreadPlanner
+from weft.simulate.choose import FastestPipeline
+from weft.spec import JobSpec, RunSpec
+from weft.wall_clock import Activity, WallClock
+
+RunT = TypeVar("RunT", bound=RunSpec)
+
+
+@dataclass(frozen=True)
+class FollowedLayout:
+    """A layout that is chosen anew when jobs come and go."""
+
+    first: Layout
+    forecast: Forecaster
+    stages_of: Callable[[Layout], StageLayout | None]
+    """How replicas are divided; None for one that is not. Raises what keeps the run from such a layout."""
+
+
+def load_staged(
+    spec: RunT, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
+) -> tuple[RunT, Engine, tuple[str, ...]]:
+    """The engine of a run on one or more replicas of several stages, each in a process of this machine.
+
+    Like `load_engine`.
+    """
+    wall = wall or WallClock()
+    executor = load_stages(spec.backbone, layout)
+    planner = _stage_planner(spec, layout, _row_tile(spec, jobs, executor))
+    engine = _engine(spec, jobs, executor, planner, wall)
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, layout_notes(spec, layout)
+
+
+def load_following(
+    spec: RunT, jobs: Sequence[JobSpec], layout: FollowedLayout, wall: WallClock | None = None
+) -> tuple[RunT, Engine, tuple[str, ...]]:
+    """The same in a layout that follows the jobs; the first was chosen for all of these."""
+    wall = wall or WallClock()
+
+    def open_in(wanted: Layout) -> OpenReplicas:
+        stages = layout.stages_of(wanted)
+        return lambda: executor_on(spec.backbone) if stages is None else load_stages(spec.backbone, stages)
+
+    def planner_in(wanted: Layout) -> Planner:
+        stages = layout.stages_of(wanted)
+        return planner_named(spec.planner) if stages is None else _stage_planner(spec, stages, row_tile)
+
+    executor = MovableExecutor(open_in(layout.first))
+    row_tile = _row_tile(spec, jobs, executor)
+    engine = _engine(spec, jobs, executor, planner_in(layout.first), wall)
+    keeper = LayoutKeeper(
+        executor,
+        layout.first,
+        layout.forecast,
+        lambda wanted: (open_in(wanted), planner_in(wanted)),
+        planned_for=[job.name for job in jobs],
+    )
+    engine.keep_layout(keeper)
+    stages = layout.stages_of(layout.first)
+    notes = () if stages is None else layout_notes(spec, stages)
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
+
+
+def _row_tile(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor) -> int:
+    """Rows that every frozen product of the run is computed in."""
+    longest = max(job.max_length for job in jobs)
+    return executor.row_tile(choose_capacity(spec.capacity, executor.facts.device_kind, longest))
+
+
+def _engine(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor, planner: Planner, wall: WallClock) -> Engine:
+    wall.add_start(Activity.LOADING)
+    return Engine(
+        executor,
+        capacity=spec.capacity,
+        longest=max(job.max_length for job in jobs),
+        planner=planner,
+        max_jobs=spec.max_jobs,
+        tenant_weights=spec.tenant_weights,
+        wall=wall,
+    )
+
+
+def layout_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
+    """What whoever chose a layout should know of it."""
+    if layout.tensor > 1:
+        found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
+        return (f"{found}: the same again with it, and about 1e-5 from one device's",)
+    cost = gather_cost(spec.backbone, len(layout.replica_sizes)) if layout.are_shards else None
+    return () if cost is None else cost.notes()
+
+
+def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner:
+    sizes = layout.replica_sizes
+    if layout.schedule is not None:
+        return PipelinePlanner(layout.schedule, *sizes)
+    if spec.planner == "greedy" and len(sizes) == 1:
+        return PipelinePlanner(Schedule.EAGER, *sizes)
+    costs = {size: stage_cost(spec.backbone, size, row_tile, layout.tensor) for size in sizes}
+    if len(sizes) == 1:
+        return FastestPipeline(*sizes, costs[sizes[0]], row_tile=row_tile)
+    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes))
+    return InStepPlanner(planner) if layout.are_shards else planner

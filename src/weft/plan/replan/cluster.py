@@ -1,0 +1,103 @@
+"""Forecasts for a cluster that was planned by `weft plan deploy`.
+
+A step on given replicas takes as long as the balanced dispatch of the expected batch, and no less than any job whose
+sums are ordered takes on the one replica that is best for it: such a job has one home. The dispatch of the planner
+shares all samples out, so besides its plan alike replicas and single ones are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.plan.bucket import Buckets
+from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
+from weft.plan.deploy.candidates import without_dominated
+from weft.plan.deploy.expected import expected_batch
+from weft.plan.dispatch import Fleet, ReplicaModel, dispatch
+from weft.plan.layout import Layout, ReplicaLayout
+from weft.plan.replan.types import LayoutForecast, Prediction, RemainingJob, phases
+
+BUDGET_S = 2.0
+"""Processor time of one plan: it is made beside training."""
+CLOSE = 0.02
+"""Part of the time below which the layout of fewer devices is taken."""
+
+
+@dataclass(frozen=True)
+class ClusterForecaster:
+    """What replicas on the devices of one cluster make of jobs."""
+
+    pools: Mapping[str, int]
+    """Devices by pool."""
+    kinds_for: Callable[[Sequence[RemainingJob]], Sequence[ReplicaKind]]
+    """The kinds of replicas that can be trained, with room for the adapters of these jobs."""
+
+    def __call__(self, jobs: Sequence[RemainingJob], now: Layout) -> LayoutForecast:
+        """The layout of now and the best one; PlanError if no layout holds the jobs."""
+        kinds = list(self.kinds_for(jobs))
+        batch = expected_batch([job.to_deploy for job in jobs])
+        problem = DeployProblem(tuple(without_dominated(kinds, batch)), self.pools, batch)
+        planned = plan_deployment(problem, budget_s=BUDGET_S).run_layout
+        parts = [_PhaseCosts.of(own, steps, kinds) for own, steps in phases(jobs)]
+        layouts = dict.fromkeys([planned, *self._simple_layouts(kinds)])
+        found = [prediction for layout in layouts if (prediction := _predict(layout, parts)) is not None]
+        soonest = min(prediction.left_s for prediction in found)
+        close = [prediction for prediction in found if prediction.left_s <= soonest * (1 + CLOSE)]
+        best = min(close, key=lambda prediction: prediction.layout.num_devices)
+        tokens = sum(job.step_tokens for job in jobs)
+        return LayoutForecast(_predict(now, parts), best, tokens, max(job.longest for job in jobs))
+
+    def _simple_layouts(self, kinds: Iterable[ReplicaKind]) -> list[Layout]:
+        """One replica of each kind, and as many as there are devices for."""
+        found = []
+        for kind in kinds:
+            replica = _replica(kind)
+            most = self.pools[kind.pool] // kind.num_gpus
+            found += [Layout((replica,) * count) for count in (1, most) if count]
+        return found
+
+
+@dataclass(frozen=True)
+class _PhaseCosts:
+    """The jobs of a phase, as replicas see them."""
+
+    batch: Buckets
+    ordered: tuple[Buckets, ...]
+    """The batches of the jobs that have one home."""
+    models: Mapping[ReplicaLayout, ReplicaModel]
+    num_steps: int
+
+    @classmethod
+    def of(cls, jobs: Sequence[RemainingJob], num_steps: int, kinds: Iterable[ReplicaKind]) -> _PhaseCosts:
+        """The costs of these jobs for so many steps."""
+        ordered = tuple(expected_batch([job.to_deploy]) for job in jobs if not job.is_free)
+        batch = expected_batch([job.to_deploy for job in jobs])
+        return cls(batch, ordered, {_replica(kind): kind.model for kind in kinds}, num_steps)
+
+    def step_s(self, layout: Layout) -> float | None:
+        """A global batch of every job; None if it cannot be held."""
+        if any(replica not in self.models for replica in layout.replicas):
+            return None
+        models = [self.models[replica] for replica in layout.replicas]
+        if max(model.most_tokens for model in models) < self.batch.bounds[-1]:
+            return None
+        alone = [min(self._alone_s(batch, model) for model in dict.fromkeys(models)) for batch in self.ordered]
+        return max(dispatch(Fleet.of(models, self.batch)).step_s, *alone, 0.0)
+
+    def _alone_s(self, batch: Buckets, model: ReplicaModel) -> float:
+        if model.most_tokens < batch.bounds[-1]:
+            return float("inf")
+        return dispatch(Fleet.of([model], batch)).step_s
+
+
+def _predict(layout: Layout, parts: Sequence[_PhaseCosts]) -> Prediction | None:
+    steps = [part.step_s(layout) for part in parts]
+    known = [step for step in steps if step is not None]
+    if len(known) < len(steps) or not known:
+        return None
+    return Prediction(layout, known[0], sum(part.num_steps * step for part, step in zip(parts, known, strict=True)))
+
+
+def _replica(kind: ReplicaKind) -> ReplicaLayout:
+    return ReplicaLayout(tensor=kind.layout.tensor_parallel, stages=kind.layout.num_stages)
