@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.errors import ConfigError
+from weft.keeping import keeping_all
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -28,7 +29,8 @@ def rank(
         raise ConfigError("is not set; it holds the key of the run's controller.", where=KEY_VARIABLE)
     address = address_of(connect, "--connect")
     connection = _connection(address, key, time.monotonic() + (0.0 if isinstance(address, str) else wait))
-    from weft.replicas.rank import run_rank
+    with keeping_all():
+        from weft.replicas.rank import run_rank
 
     run_rank(connection)
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from weft.cli.keeping import keeping_all
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, WeftError
+from weft.keeping import keeping_all
 from weft.report.console import output_console
 from weft.spec.load import parse, place_of
 from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of

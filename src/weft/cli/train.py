@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.keeping import keeping_all
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import StorageError
+from weft.keeping import keeping_all
 from weft.report.console import output_console
 from weft.spec import RunSpec, load_run
 from weft.spec.load import locate

@@ -19,6 +19,7 @@ from weft.errors import StorageError, WeftError
 from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.protocol import ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason
+from weft.keeping import keeping_all
 from weft.plan.pack import planner_named
 from weft.replicas.controller_link import ControllerLink, RankConnection
 from weft.replicas.messages import (
@@ -68,7 +69,8 @@ def run_rank(connection: RankConnection) -> None:
         told = connection.recv()
         if isinstance(told, SetUp):
             link.keep_alive()
-            rank = Rank(link, told.order, told.index)
+            with keeping_all():
+                rank = Rank(link, told.order, told.index)
             rank.serve()
             rank.close()
     except (EOFError, ConnectionError):

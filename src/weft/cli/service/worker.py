@@ -14,6 +14,7 @@ import typer
 from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, StoreUrl
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, MissingExtraError, install_command
+from weft.keeping import keeping_all
 
 if TYPE_CHECKING:
     from weft.serve.worker.worker import Worker
@@ -107,7 +108,6 @@ def worker(
     from weft.serve.settings import Settings
     from weft.serve.supervise import DISMISSED
     from weft.serve.worker.options import WorkerOptions
-    from weft.serve.worker.worker import Worker
     from weft.spec import BackboneSpec
     from weft.spec.fields import convert
     from weft.spec.run import Capacity
@@ -131,8 +131,10 @@ def worker(
     log_json()
     database = open_database(settings.db_url)
     migrate(database)
-    trains = Worker(options, database, Blobs(settings.store_url))
-    signals.worker = trains
+    with keeping_all():
+        from weft.serve.worker.worker import Worker
+
+        signals.worker = trains = Worker(options, database, Blobs(settings.store_url))
     trains.run()
     database.close()
     if trains.sync.is_dismissed:

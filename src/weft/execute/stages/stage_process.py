@@ -28,6 +28,7 @@ from weft.execute.stages.stage_group import answer
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
 from weft.execute.stages.tensor_devices import TorchDevices, join_devices
 from weft.execute.stages.transport import TorchTransport, Transport
+from weft.keeping import keeping_all
 
 ALIVE_S = 1.0
 """Seconds from one sign of life to the next."""
@@ -73,7 +74,8 @@ def main() -> None:
 def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> StageMember | None:
     """The stage, or None once what keeps it from being loaded is told."""
     try:
-        member = StageMember(order)
+        with keeping_all():
+            member = StageMember(order)
     except Exception as error:
         say(StageAnswer(error=tellable(error)))
         return None
