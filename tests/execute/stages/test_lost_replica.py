@@ -100,17 +100,18 @@ def test_job_at_home_elsewhere_when_a_replica_is_killed_then_repeats_no_step(rep
 
 
 def test_spread_job_when_a_replica_is_killed_in_a_program_then_goes_back_to_its_checkpoint(replicas, tmp_path):
-    """Whoever waits for the one that is gone hears of it, and nobody hangs."""
+    """Whoever waits for the one that is gone hears of it, nobody hangs, and jobs at home elsewhere repeat no step."""
     jobs = some_jobs({"a": "free", "b": "free", "c": "ordered", "d": "ordered"})
     expected = train(load_backbone(SPEC), jobs, capacity=32)
     run = Disturbed(replicas, jobs, tmp_path / "run")
     living, asked = replicas.processes[1].pid, replicas.ask
-    num_runs = 0
+    num_runs, lost = 0, {"a", "b"}
 
     def ask(what: str, *given: Any) -> list[Any]:
         nonlocal num_runs
         num_runs += what == "run"
         if what == "run" and num_runs == 2:
+            lost.update(name for name, home in run.homes.items() if home == 0)
             # It hears nothing before it dies, so the other one waits for it.
             os.kill(replicas.processes[0].pid, signal.SIGSTOP)
             threading.Timer(0.5, kill, [replicas.processes[0]]).start()
@@ -120,7 +121,8 @@ def test_spread_job_when_a_replica_is_killed_in_a_program_then_goes_back_to_its_
         patch.setattr(replicas, "ask", ask)
         run.run(lambda event: None)
     assert replicas.processes[1].pid == living
-    assert len(run.warnings) == 1 and {"a", "b"} <= set(run.warnings[0].jobs)
+    assert len(lost) == 3 and [set(warning.jobs) for warning in run.warnings] == [lost]
+    assert run.twice() <= lost
     for name, outcome in expected.items():
         found = flat(run.engine.executor.adapter_of(name))
         assert all(x.equal(y) for x, y in zip(found, flat(outcome.adapter), strict=True)), name

@@ -3,7 +3,8 @@
 A job's step needs the norm of its whole gradient. Whoever has a part of it sends it to the first of them, the judge,
 which tells all stages that step the norm and whether the losses are finite. Parts of one replica are put together
 (`gradient.py`). Where several replicas have samples of the job, the judge adds their sums (`spread_sums.py`), and each
-stage gets what it steps by.
+stage gets what it steps by. When a replica is lost meanwhile, no gradient of a spread job is whole any more: its steps
+are left out and nobody waits for what does not come, so that all other jobs of the program go on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.execute.stages.gradient import JobShare, Verdict, gradient_part, judge
 from weft.execute.stages.routes import StepOf, steps_due
 from weft.execute.stages.spread_sums import SpreadPart, by_group, judge_sums, receive_part, slices
 from weft.execute.stages.stage import Stage
-from weft.execute.stages.transport import Channel, Route
+from weft.execute.stages.transport import Channel, Route, StageGoneError
 from weft.plan.program import Measure, Program
 
 Part = torch.Tensor | SpreadPart
@@ -46,6 +47,8 @@ class StepExchange:
         """On the judge: what stages have sent and nobody has asked for, by stage and step."""
         self._judged: dict[StepOf, Judged] = {}
         """What has been found or heard and not been stepped by."""
+        self._is_cut_off = False
+        """A replica is gone that this stage has heard of."""
 
     def is_measured(self, step: StepOf) -> bool:
         """Whether the program says when; where one stage has all layers, that is when it steps."""
@@ -67,8 +70,14 @@ class StepExchange:
         stage, weights = self._stage, self._stage.weights_of(step[0])
         while step not in self._judged:
             judge = self._measuring[Measure(*step)][0]
-            coming = self._due[Route(Channel.VERDICT, judge, stage.device)].popleft()
-            self._judged[coming] = yield from self._hear_verdict(judge, coming)
+            try:
+                coming = self._due[Route(Channel.VERDICT, judge, stage.device)].popleft()
+                self._judged[coming] = yield from self._hear_verdict(judge, coming)
+            except StageGoneError:
+                if not self._is_spread(step[0]):
+                    raise
+                self._is_cut_off = True
+                return self._left_out()
         found = self._judged.pop(step)
         if found.gradient is not None and weights is not None:
             weights.adapter.put_gradients(by_group(found.gradient, self._share(stage.device, step[0])))
@@ -105,11 +114,29 @@ class StepExchange:
 
     def _judge_spread(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges the sum of what several replicas have, and gives every stage its part of it."""
-        stage = self._stage
-        measuring = {*self._measuring[Measure(*step)]}
-        all_shares = stage.shares[step[0]]
-        replicas: list[tuple[Sequence[SpreadPart], Sequence[JobShare]]] = []
+        stage, all_shares = self._stage, self._stage.shares[step[0]]
+        found = None if self._is_cut_off else (yield from self._summed(step, is_finite))
         for replica, shares in all_shares.items():
+            if found is None:
+                verdict = self._left_out()
+                parts = [torch.zeros(share.num_trained, device=stage.backbone.device) for share in shares]
+            else:
+                verdict, parts = found[0], slices(found[1], shares)
+            for device, own in zip(self._replicas[replica], parts, strict=True):
+                if device == stage.device:
+                    self._judged[step] = Judged(verdict, own)
+                    continue
+                stage.transport.send(verdict.told, device, Channel.VERDICT)
+                if len(own):
+                    stage.transport.send(own, device, Channel.VERDICT)
+
+    def _summed(
+        self, step: StepOf, is_finite: torch.Tensor
+    ) -> Generator[None, None, tuple[Verdict, dict[str, torch.Tensor]] | None]:
+        """What is found of the sum of all replicas; None if one of them is gone."""
+        stage, measuring = self._stage, {*self._measuring[Measure(*step)]}
+        replicas: list[tuple[Sequence[SpreadPart], Sequence[JobShare]]] = []
+        for replica, shares in stage.shares[step[0]].items():
             devices = self._replicas[replica]
             if devices.start not in measuring:
                 continue
@@ -118,19 +145,19 @@ class StepExchange:
                 if device == stage.device:
                     part: Part = SpreadPart.of(stage.weights_of(step[0]), is_finite=bool(is_finite > 0))
                 else:
-                    part = yield from self._part(device, step)
+                    try:
+                        part = yield from self._part(device, step)
+                    except StageGoneError:
+                        self._is_cut_off = True
+                        return None
                 assert isinstance(part, SpreadPart)
                 parts.append(part)
             replicas.append((parts, shares))
-        verdict, gradient = judge_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
-        for replica, shares in all_shares.items():
-            for device, own in zip(self._replicas[replica], slices(gradient, shares), strict=True):
-                if device == stage.device:
-                    self._judged[step] = Judged(verdict, own)
-                    continue
-                stage.transport.send(verdict.told, device, Channel.VERDICT)
-                if len(own):
-                    stage.transport.send(own, device, Channel.VERDICT)
+        return judge_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
+
+    def _left_out(self) -> Verdict:
+        """What lets a job take no step."""
+        return Verdict(*torch.zeros(2, device=self._stage.backbone.device).unbind())
 
     def _part(self, device: int, step: StepOf) -> Generator[None, None, Part]:
         """What another stage measured of a step; what it sent before that is kept."""

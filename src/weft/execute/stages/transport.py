@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -56,6 +56,10 @@ DIRECTIONS = (
     (Channel.VERDICT, False),
 )
 """All there are: a job's judge need not be on the first replica, if that had no sample of it."""
+
+
+class StageGoneError(Exception):
+    """The process at the other end is gone; whoever coordinates the stages hears of it too."""
 
 
 class Transport(Protocol):
@@ -151,22 +155,28 @@ class TorchTransport:
             if route.source == self._stage:
                 self.send(torch.zeros(1, device=self._device), route.target, route.channel)
             elif route.target == self._stage:
-                self.receive((1,), torch.float32, route.source, route.channel)
+                # One that is gone is missed when something is expected of it.
+                with suppress(StageGoneError):
+                    self.receive((1,), torch.float32, route.source, route.channel)
         self._open |= {*routes}
 
     def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
-        """Starts to send it; it is kept until it has left."""
+        """Starts to send it; it is kept until it has left. To one that is gone nothing leaves."""
         self._leaving = [(work, kept) for work, kept in self._leaving if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()
         group = self._groups[Route(channel, self._stage, to_stage).direction]
-        self._leaving.append((dist.isend(tensor, self._process(to_stage), group=group), tensor))
+        with suppress(RuntimeError):
+            self._leaving.append((dist.isend(tensor, self._process(to_stage), group=group), tensor))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel) -> torch.Tensor:
-        """Waits for it; on a GPU only what is launched from now on does."""
+        """Waits for it; on a GPU only what is launched from now on does. StageGoneError if nobody sends it."""
         direction = Route(channel, from_stage, self._stage).direction
         with on_stream(self._streams[direction]) if self._streams else nullcontext():
             tensor = self._room(shape, dtype)
-            dist.recv(tensor, self._process(from_stage), group=self._groups[direction])
+            try:
+                dist.recv(tensor, self._process(from_stage), group=self._groups[direction])
+            except RuntimeError as error:
+                raise StageGoneError(str(error)) from None
             ready = mark(self._device)
         wait_for(tensor, ready)
         return tensor
@@ -175,7 +185,8 @@ class TorchTransport:
         """Waits for the other side to take it."""
         for work, _ in self._leaving:
             if work is not None:
-                work.wait()
+                with suppress(RuntimeError):
+                    work.wait()
         self._leaving.clear()
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
