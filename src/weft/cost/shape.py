@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 
 from weft.errors import ConfigError, closest
 from weft.families.description import Config, DecoderSizes
@@ -22,7 +23,8 @@ class ModelShape(DecoderSizes):
     @staticmethod
     def from_config(config: Config, name: str = "") -> ModelShape:
         """The shape in a transformers configuration, as its `to_dict()` or config.json gives it."""
-        return ModelShape(**vars(describe(config, name).sizes))
+        sizes = describe(config, name).sizes
+        return ModelShape(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
 
     @property
     def layer_weights(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from weft.errors import ModelError
@@ -39,12 +40,12 @@ class DecoderSizes:
         """Features of q, k and v together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
-    @property
+    @cached_property
     def sites(self) -> tuple[tuple[str, ...], ...]:
         """The linears of a layer that read the same input, by their own names."""
         return tuple(tuple(name.rpartition(".")[2] for name in site) for site in self.form.sites)
 
-    @property
+    @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of a layer's linears, in the layer's order."""
         key_value = self.num_kv_heads * self.head_size

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel
@@ -155,7 +155,7 @@ class FastestPipeline:
         even = _AverageStage(self.cost, self.num_stages)
         keeping = [True] if any(queue.home is not None for queue in whole) else [True, False]
         for slack, keep_order in itertools.product((0, self.num_stages // 2, self.num_stages), keeping):
-            apart = RoundLimits(capacity, self.num_stages + slack)
+            apart = RoundLimits(capacity, self.num_stages + slack, row_tile=self.row_tile)
             yield pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=keep_order).stream
 
     def _build(self, stream: Sequence[Microbatch], capacity: int) -> Program:
@@ -180,12 +180,22 @@ class _AverageStage:
 
     cost: CostModel
     num_stages: int
+    known: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
+    """Forward and backward of microbatches; whoever packs asks for each once a stage."""
 
     def forward_s(self, lengths: Sequence[int], stage: int) -> float:
-        return sum(self.cost.forward_s(lengths, s) for s in range(self.num_stages)) / self.num_stages
+        return self._passes_s(tuple(lengths))[0]
 
     def backward_s(self, lengths: Sequence[int], stage: int) -> float:
-        return sum(self.cost.backward_s(lengths, s) for s in range(self.num_stages)) / self.num_stages
+        return self._passes_s(tuple(lengths))[1]
+
+    def _passes_s(self, lengths: tuple[int, ...]) -> tuple[float, float]:
+        if lengths not in self.known:
+            stages = range(self.num_stages)
+            forward_s = sum(self.cost.forward_s(lengths, s) for s in stages)
+            backward_s = sum(self.cost.backward_s(lengths, s) for s in stages)
+            self.known[lengths] = forward_s / self.num_stages, backward_s / self.num_stages
+        return self.known[lengths]
 
     def transfer_s(self, num_tokens: int) -> float:
         return self.cost.transfer_s(num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from weft.bench.pipeline.four_jobs import BATCH, CAPACITY, by_samples, measure_e
 from weft.bench.pipeline.lengths import MIXES, queues
 from weft.bench.pipeline.parts import GPU_REGIMES, REGIMES, TARGETS, choose_parts
 from weft.bench.pipeline.recorded import RecordedRun, equal_share, replay_errors
-from weft.bench.pipeline.seventy import measure_seventy, scaled
+from weft.bench.pipeline.seventy import TORCH_LORA, WEFT_LORA, measure_seventy, scaled
 from weft.bench.shapes import find_shape
 from weft.cost.profile import load_profile
 from weft.cost.profiled import ProfiledCost
@@ -25,7 +26,8 @@ from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.types import Limits
 from weft.simulate.interpret import simulate
 
-PROFILE = load_profile(Path(__file__).parents[3] / "benchmarks" / "h200_profile.json")
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+PROFILE = load_profile(BENCHMARKS / "h200_profile.json")
 
 
 def recorded(late_s: float = 0.0) -> RecordedRun:
@@ -100,8 +102,20 @@ def test_profile_when_scaled_to_70b_then_layers_take_about_as_much_longer_as_the
 
 def test_seventy_when_few_samples_are_simulated_then_links_are_named():
     found = measure_seventy(PROFILE, num_samples=4 * BATCH)
-    assert found.keys() == {"sim70b_vs_1f1b", "sim70b_vs_mlora", "sim70b_link_gb_s"}
-    assert found["sim70b_vs_1f1b"] > 0
+    peers = [f"sim70b_vs_{peer}" for peer in ("1f1b", "mlora")]
+    assert found.keys() == {peer + how for peer in peers for how in ("", "_rows", "_bound", "_torch")} | {
+        "sim70b_link_gb_s"
+    }
+    for peer in peers:
+        assert 0 < found[peer] < found[f"{peer}_rows"] < found[f"{peer}_bound"]
+        assert found[peer] < found[f"{peer}_torch"] < found[peer] * (1 + TORCH_LORA)
+
+
+def test_seventy_when_kernels_are_compared_then_their_prices_are_those_measured():
+    measured = json.loads((BENCHMARKS / "h200.json").read_text())
+    torch_s = measured["hf_frozen_512to1024_tok_s"] / measured["peft_best_512to1024_tok_s"] - 1
+    assert pytest.approx(torch_s) == TORCH_LORA
+    assert measured["overhead4"] == WEFT_LORA
 
 
 def test_parts_when_one_figure_is_asked_for_then_only_its_part_is_chosen():

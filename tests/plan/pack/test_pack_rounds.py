@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from weft.plan.pack.packer import PackingWork
 from weft.plan.types import Batch, JobQueue, Microbatch
 
 COST = LinearCost(fixed_s=2.0, token_s=1.0, pair_s=0.01)
-LIMITS = st.builds(RoundLimits, st.just(CAPACITY), st.integers(1, 4), st.sampled_from([1, 4]))
+LIMITS = st.builds(RoundLimits, st.just(CAPACITY), st.integers(1, 4), st.sampled_from([1, 4]), st.sampled_from([1, 8]))
 
 
 def steady(num_jobs: int, num_rounds: int, lengths: tuple[int, ...]) -> list[JobQueue]:
@@ -224,3 +225,18 @@ def test_pack_rounds_when_only_the_solver_can_prove_a_round_then_it_does_and_wit
     assert proven.num_microbatches == unproven.num_microbatches == 3
     assert (proven.fewest, proven.is_fewest) == (3, True)
     assert (unproven.fewest, unproven.is_fewest) == (2, False)
+
+
+def test_pack_rounds_when_rows_are_computed_in_tiles_then_slots_are_cut_where_fewer_rows_stay_empty():
+    lengths = np.random.default_rng(3).integers(20, 300, (4, 3, 16)).tolist()
+    jobs = [
+        JobQueue(f"job{j}", tuple(Batch(b, 0, tuple(batch)) for b, batch in enumerate(own)), True)
+        for j, own in enumerate(lengths)
+    ]
+    tile, found = 256, []
+    for row_tile in (1, tile):
+        limits = RoundLimits(4 * tile, 4, row_tile=row_tile)
+        plan = pack_rounds(jobs, limits, cost=COST, keep_order=True, budget_s=0)
+        assert not problems(plan, jobs)
+        found.append(sum(-m.num_tokens % tile for m in plan.stream))
+    assert found[1] < 0.5 * found[0]

@@ -31,6 +31,11 @@ TARGETS: Targets = {
     "bubble_het4_exec_free": (Kind.WASTE, None),
     "sim70b_vs_1f1b": (Kind.SPEEDUP, 1.8),
     "sim70b_vs_mlora": (Kind.SPEEDUP, 1.4),
+    **{
+        f"sim70b_vs_{peer}_{how}": (Kind.SPEEDUP, None)
+        for peer in ("1f1b", "mlora")
+        for how in ("rows", "bound", "torch")
+    },
     "interleave_nvlink": (Kind.SPEEDUP, None),
     "interleave_hidden_nvlink": (Kind.SHARE, None),
     "interleave_pcie": (Kind.SPEEDUP, None),

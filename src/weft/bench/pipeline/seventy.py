@@ -3,12 +3,17 @@
 sim70b_vs_1f1b    makespan of the jobs one after another, each by 1F1B with 4 samples per microbatch and equal stages,
                   over that of Weft's programs, planned one after another as `weft train` does
 sim70b_vs_mlora   the same with LoRAPP: all jobs fill one pipe, 4 samples of one job per microbatch, equal stages
+sim70b_vs_…_rows  both with Weft computing single rows as its peers do: schedules and packing alone, like for like
+sim70b_vs_…_bound what that could be at most: Weft's work at single rows, no stage ever idle, all stages equal
+sim70b_vs_…_torch the first two against peers with plain torch LoRA, which is what they run: their time is longer by
+                  what PEFT's adapters were measured to cost on the 8B shape, less what Weft's do (`torch_lora`)
 
-All three have the same seconds per layer, so that only schedules and packing differ. Where a profile is given, these
+All have the same seconds per layer, and nobody pads: both papers pack samples. Where a profile is given, these
 are measured: those of an 8B backbone on one H200, each term taken as many times as the 70B layers have more of what it
 counts (weights, attention, adapters, layers); an H100 is taken to compute like an H200. Otherwise the hardware table's.
-Every layer is run forward again on its way back, since four microbatches would not fit otherwise. Peers compute single
-rows, Weft whole tiles. Links are assumed: what the hardware table says of NVLink (`sim70b_link_gb_s`).
+Every layer is run forward again on its way back, since four microbatches would not fit otherwise. In the first two
+peers compute single rows, and Weft whole tiles, as it does. Links are assumed: what the hardware table says of NVLink
+(`sim70b_link_gb_s`).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.bench.pipeline.executed import execute
+from weft.bench.pipeline.executed import Executed, execute
 from weft.bench.pipeline.four_jobs import (
     BATCH,
     CAPACITY,
@@ -44,20 +49,50 @@ from weft.simulate.interpret import simulate
 
 MODEL, DEVICE, RANK = "llama-3.1-70b", "h100", 16
 PASSES = ("forward_s", "backward_s")
+MEASURED = "llama-3.1-8b"
+TORCH_LORA = 11218 / 8811 - 1
+"""What adapters add to the frozen model's time with PEFT on one H200, rank 16: `hf_frozen_512to1024_tok_s` over
+`peft_best_512to1024_tok_s` in benchmarks/h200.json."""
+WEFT_LORA = 0.09751
+"""The same with Weft's kernels and four adapters: `overhead4` there."""
 
 
 def measure_seventy(profile: Profile | None = None, num_samples: int = NUM_SAMPLES) -> dict[str, float]:
     """Keys as in `weft bench pipeline --json`."""
     jobs = queues(MIXES[-1], num_samples, BATCH)
-    one_by_one = _cost(profile, NUM_LAYERS, row_tile=gpu_row_tile(CAPACITY))
+    ours, single_rows = (_ours(jobs, profile, tile) for tile in (gpu_row_tile(CAPACITY), 1))
+    bound_s = single_rows.busy_s / NUM_STAGES
+    found = {}
+    for name, schedule in (("1f1b", Schedule.ONE_F_ONE_B), ("mlora", Schedule.LORAPP)):
+        peer_s = _peer_s(schedule, jobs, profile)
+        found[f"sim70b_vs_{name}"] = peer_s / ours.makespan_s
+        found[f"sim70b_vs_{name}_rows"] = peer_s / single_rows.makespan_s
+        found[f"sim70b_vs_{name}_bound"] = peer_s / bound_s
+        found[f"sim70b_vs_{name}_torch"] = torch_lora() * peer_s / ours.makespan_s
+    return found | {"sim70b_link_gb_s": find_hardware(DEVICE).link_rate / GB}
+
+
+def torch_lora() -> float:
+    """How much longer a peer's passes take with torch LoRA in place of Weft's kernels.
+
+    Adapters were measured on the 8B shape; beside the wider products of a 70B layer they weigh less.
+    """
+    large, small = (ModelShape.from_config(find_shape(name).config().to_dict(), name) for name in (MODEL, MEASURED))
+    weighs = _adapter_share(large) / _adapter_share(small)
+    return (1 + weighs * TORCH_LORA) / (1 + weighs * WEFT_LORA)
+
+
+def _adapter_share(shape: ModelShape) -> float:
+    """Width of a layer's adapters over its weights."""
+    return shape.adapter_parameters(1) / (shape.num_layers * shape.layer_weights)
+
+
+def _ours(jobs: Sequence[JobQueue], profile: Profile | None, row_tile: int) -> Executed:
+    """Weft's programs where rows are computed in such tiles."""
+    one_by_one = _cost(profile, NUM_LAYERS, row_tile=row_tile)
     split = split_layers(layer_seconds(one_by_one, NUM_LAYERS, [CAPACITY]), NUM_STAGES)
-    ours = _cost(profile, NUM_STAGES, row_tile=gpu_row_tile(CAPACITY), split=split)
-    ours_s = execute(FastestPipeline(NUM_STAGES, ours), jobs, Limits(CAPACITY), ours).makespan_s
-    return {
-        "sim70b_vs_1f1b": _peer_s(Schedule.ONE_F_ONE_B, jobs, profile) / ours_s,
-        "sim70b_vs_mlora": _peer_s(Schedule.LORAPP, jobs, profile) / ours_s,
-        "sim70b_link_gb_s": find_hardware(DEVICE).link_rate / GB,
-    }
+    cost = _cost(profile, NUM_STAGES, row_tile=row_tile, split=split)
+    return execute(FastestPipeline(NUM_STAGES, cost, row_tile=row_tile), jobs, Limits(CAPACITY), cost)
 
 
 def _peer_s(schedule: Schedule, jobs: Sequence[JobQueue], profile: Profile | None) -> float:

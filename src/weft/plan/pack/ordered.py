@@ -4,6 +4,10 @@ Problem: min max_q work(q), subject to the capacity, the jobs' windows, and samp
 sample i + 1. Slots are filled one after another. For each, how many of its next samples every job gives is chosen such
 that the larger of two is smallest: this slot's work, and the level the slots after it need at least (for every deadline
 e, the work of the jobs whose windows end by e, shared by the slots up to e). O(slots · MAX_COMBINATIONS · jobs).
+
+Where rows are computed in whole tiles, a slot costs its tiles however few tokens the last one has. Then the choice is
+what leaves fewest rows empty, near the number of tiles that the slots need on average, as long as no slot behind it
+will need more than it can hold.
 """
 
 from __future__ import annotations
@@ -14,9 +18,13 @@ from weft.plan.pack.balance import Items, Real, Whole
 
 MAX_COMBINATIONS = 4096
 """Choices weighed for one slot; with four jobs that is seven or eight cut points of each."""
+SAFE_FILL = 0.97
+"""Of a slot, that those behind may need on average: samples cannot be cut to fill one to the last token."""
+OVERFULL = 4.0
+"""What needing more than that counts against as many empty rows."""
 
 
-def fill_in_order(items: Items, num_slots: int, room: int, multiple: int) -> Whole | None:
+def fill_in_order(items: Items, num_slots: int, room: int, multiple: int, row_tile: int = 1) -> Whole | None:
     """The slot of every sample, items of a job being in its order; None if they were not made to fit."""
     jobs = [np.flatnonzero(items.job == j) for j in range(int(items.job.max()) + 1)]
     first = [int(items.first[own[0]]) for own in jobs]
@@ -25,6 +33,7 @@ def fill_in_order(items: Items, num_slots: int, room: int, multiple: int) -> Who
     tokens = [np.concatenate([[0], np.cumsum(items.lengths[own])]) for own in jobs]
     done = [0] * len(jobs)
     slot = np.full(len(items.work), -1, dtype=np.int64)
+    token_s = float(items.work.sum() / items.lengths.sum())
     for q in range(num_slots):
         left = np.array([w[-1] - w[d] for w, d in zip(work, done, strict=True)])
         level = float(_levels(left[None, :], last, q, num_slots)[0])
@@ -34,11 +43,17 @@ def fill_in_order(items: Items, num_slots: int, room: int, multiple: int) -> Who
         cuts = _cut_points(here, done, work, last, q, level)
         grid = np.stack([c.ravel() for c in np.meshgrid(*cuts, indexing="ij")], axis=1)
         given = np.stack([work[j][grid[:, i]] - work[j][done[j]] for i, j in enumerate(here)], axis=1)
-        taken = sum(_padded(tokens[j][grid[:, i]] - tokens[j][done[j]], multiple) for i, j in enumerate(here))
+        own = [_padded(tokens[j][grid[:, i]] - tokens[j][done[j]], multiple) for i, j in enumerate(here)]
+        taken: Whole = np.sum(own, axis=0)
         after = np.repeat(left[None, :], len(grid), axis=0)
         after[:, here] -= given
         load = given.sum(axis=1)
-        score = np.maximum(load, _levels(after, last, q + 1, num_slots))
+        needed = _levels(after, last, q + 1, num_slots)
+        score = (
+            np.maximum(load, needed)
+            if row_tile == 1
+            else token_s * _empty_rows(taken, min(room, level / token_s), needed / token_s - SAFE_FILL * room, row_tile)
+        )
         # Of equal ones the one nearest to the level.
         score = np.where(taken <= room, score + 1e-6 * np.abs(load - level), np.inf)
         best = int(score.argmin())
@@ -48,6 +63,14 @@ def fill_in_order(items: Items, num_slots: int, room: int, multiple: int) -> Who
             slot[jobs[j][done[j] : grid[best, i]]] = q
             done[j] = int(grid[best, i])
     return slot if (slot >= 0).all() else None
+
+
+def _empty_rows(tokens: Whole, level: float, beyond: Real, row_tile: int) -> Real:
+    """What choices cost, in rows: those left empty, those away from the level's tiles, and tokens beyond the room."""
+    rows = _padded(tokens, row_tile)
+    usual = np.ceil(level / row_tile) * row_tile
+    cost: Real = (rows - tokens) + np.abs(rows - usual) + OVERFULL * np.maximum(beyond, 0.0)
+    return cost
 
 
 def _padded(tokens: Whole, multiple: int) -> Whole:

@@ -62,7 +62,7 @@ def pack_rounds(
     num_rounds = len(samples) if max_rounds is None else min(max_rounds, len(samples))
     # What follows decides where jobs should end, not how they are packed.
     samples = samples[: num_rounds + _LOOKED_AHEAD]
-    work = PackingWork(cost or LinearCost(), limits.num_stages, limits.room)
+    work = PackingWork(cost or LinearCost(), limits.num_stages, limits.room, limits.row_tile)
     started = previous.rounds[:num_started] if previous else ()
     before = [m for r in started for m in r.slots]
     to_pack = _RoundsToPack.of(samples, limits, work)

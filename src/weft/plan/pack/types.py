@@ -26,11 +26,14 @@ class RoundLimits:
     num_stages: int = 1
     padding_multiple: int = 1
     """In each microbatch the tokens of one job are padded to a multiple of this."""
+    row_tile: int = 1
+    """Rows of a microbatch are computed in whole tiles of so many."""
 
     def __post_init__(self) -> None:
-        if self.padding_multiple < 1 or self.num_stages < 1:
+        if min(self.padding_multiple, self.num_stages, self.row_tile) < 1:
             raise PlanError(
-                f"padding multiple {self.padding_multiple} with {self.num_stages} stages; both must be at least 1."
+                f"padding multiple {self.padding_multiple} with {self.num_stages} stages and tiles of {self.row_tile} "
+                "rows; all must be at least 1."
             )
         if self.capacity < self.padding_multiple:
             raise PlanError(
