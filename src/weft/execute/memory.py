@@ -12,7 +12,9 @@ import torch
 from weft.backbone.ahead import compile_ahead
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import choose_device, load_backbone
+from weft.backbone.model_part import ModelPart
 from weft.backbone.out_of_memory import memory_errors
+from weft.backbone.shards.peers import Peers
 from weft.cost.rows import capacities
 from weft.errors import ModelError
 from weft.execute.protocol import TrialRun
@@ -139,17 +141,24 @@ def load_within(
     notes: tuple[str, ...] = ()
     if limit is not None and not is_gpu(device):
         notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
-    elif limit is not None:
-        limit_memory(device, memory_fraction(limit, total_bytes(device)))
     ahead = compile_ahead.start(spec, expected.adapters, expected.most)
-    try:
-        with memory_errors():
-            backbone = load_backbone(spec)
-    except torch.OutOfMemoryError:
-        within = "" if limit is None else f" within a memory_limit of {limit}"
-        raise ModelError(
-            f"does not fit the GPU's memory{within}; quantize it, or use a larger GPU.",
-            where=f"base_model {spec.base_model}",
-        ) from None
+    backbone = load_part_within(spec, limit)
     backbone.ahead = ahead
     return backbone, notes if ahead is None or ahead.is_ready else (*notes, COMPILING)
+
+
+def load_part_within(
+    spec: BackboneSpec, limit: float | str | None, part: ModelPart | None = None, peers: Peers | None = None
+) -> Backbone:
+    """A backbone, a part of it, or a slice of every layer, within a memory limit; ModelError where it does not fit."""
+    device = choose_device(spec)
+    if limit is not None and is_gpu(device):
+        limit_memory(device, memory_fraction(limit, total_bytes(device)))
+    try:
+        with memory_errors():
+            return load_backbone(spec, part, peers)
+    except torch.OutOfMemoryError:
+        within = "" if limit is None else f" within a memory_limit of {limit}"
+        what = "does not fit the GPU's memory" if part is None else "has a part that does not fit its GPU's memory"
+        instead = "use a larger GPU" if part is None else "divide it over more devices"
+        raise ModelError(f"{what}{within}; quantize it, or {instead}.", where=f"base_model {spec.base_model}") from None

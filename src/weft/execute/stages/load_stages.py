@@ -52,12 +52,19 @@ class StageLayout:
         return sum(self.replica_sizes) * self.tensor
 
 
-def load_stages(spec: BackboneSpec, layout: StageLayout) -> StagedExecutor:
-    """Replicas whose stages are processes of this machine."""
+def load_stages(spec: BackboneSpec, layout: StageLayout, memory_limit: float | str | None = None) -> StagedExecutor:
+    """Replicas whose stages are processes of this machine; `memory_limit`: what each may take of its GPU."""
     replicas = [find_parts(spec, size, layout.tensor) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(spec.base_model)
     gpus = find_gpus(spec, layout.num_devices, layout.gpus)
-    processes = StageProcesses(spec, *replicas, are_shards=layout.are_shards, tensor=layout.tensor, gpus=gpus)
+    processes = StageProcesses(
+        spec,
+        *replicas,
+        are_shards=layout.are_shards,
+        tensor=layout.tensor,
+        gpus=gpus,
+        memory_limit=memory_limit,
+    )
     return StagedExecutor(processes, tokenizer, in_step=layout.are_shards)
 
 

@@ -25,7 +25,7 @@ from weft.execute.microbatch import ExecutedJob, place_segment
 from weft.execute.optimizers.optimizer import Optimizer
 from weft.execute.optimizers.rate_pattern import refuse_idle_rates
 from weft.execute.optimizers.registry import OPTIMIZER_KINDS
-from weft.execute.protocol import EvaluationWork, NewJob, ReplicaFacts
+from weft.execute.protocol import EvaluationWork, NewJob, ReplicaFacts, ReplicaMemory
 from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.transport import Channel, Transport
 from weft.execute.weights import JobWeights
@@ -149,6 +149,14 @@ class Stage:
     def activation_bytes(self, capacity: int, adapters: Sequence[AdapterSpec]) -> int:
         """What a microbatch may hold here between forward and backward."""
         return self.local.activation_bytes(capacity, adapters)
+
+    def memory(self) -> ReplicaMemory | None:
+        """What its GPU holds; None on a CPU."""
+        return self.local.memory()
+
+    def release_memory(self) -> None:
+        """Gives back what failed work held."""
+        self.local.release_memory()
 
     def weights_of(self, job: str) -> JobWeights | None:
         """The tensors of a job's share, if it has one."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from weft.backbone.model_part import ModelPart
+from weft.errors import JobError
+from weft.execute.protocol import ReplicaFaultError
 from weft.execute.stages.stage import StagePlace
 from weft.spec import BackboneSpec
 
@@ -35,6 +37,8 @@ class StageOrder:
     """Whether all of them share the frozen weights."""
     backend: str = "gloo"
     """By what they talk to each other, as torch.distributed names it."""
+    memory_limit: float | str | None = None
+    """What it may take of its GPU."""
 
     @property
     def process(self) -> int:
@@ -48,6 +52,10 @@ class StageAnswer:
 
     found: Any = None
     error: Exception | None = None
+
+
+class StageMemoryError(JobError, ReplicaFaultError):
+    """A stage ran out of memory in the middle of what all do together, so that none can go on."""
 
 
 @dataclass(frozen=True)

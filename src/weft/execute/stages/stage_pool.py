@@ -63,19 +63,21 @@ class StageProcesses:
         are_shards: bool = False,
         tensor: int = 1,
         gpus: Sequence[str] = (),
+        memory_limit: float | str | None = None,
         silent_s: float = SILENT_S,
     ) -> None:
         """Starts them and waits until all have loaded their layers; raises what keeps one from it.
 
         `replicas`: of each, the parts of its stages; `are_shards`: they share the frozen weights of one;
-        `tensor`: processes that share the layers of each stage; `gpus`: that of each process, none on a CPU.
+        `tensor`: processes that share the layers of each stage; `gpus`: that of each process, none on a CPU;
+        `memory_limit`: what each may take of its GPU.
         """
         self._num_tensor = tensor
         self._gpus = gpus
         self.replica_sizes = [len(parts) for parts in replicas]
         parts = [part for own in replicas for part in own]
         self._orders = [
-            StageOrder(place, backbone, part, len(parts), own, tensor, are_shards, choose_backend(gpus))
+            StageOrder(place, backbone, part, len(parts), own, tensor, are_shards, choose_backend(gpus), memory_limit)
             for place, part in zip(stage_places(self.replica_sizes), parts, strict=True)
             for own in range(tensor)
         ]

@@ -17,15 +17,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.backbone.load import choose_device, load_backbone
+from weft.backbone.load import choose_device
+from weft.backbone.out_of_memory import is_out_of_memory
 from weft.backbone.shards.peers import TorchHostPeers, TorchPeers
 from weft.backbone.tensor_parallel import divide
 from weft.errors import WeftError
+from weft.execute.memory import load_part_within
+from weft.execute.protocol import ReplicaMemoryError
 from weft.execute.stages.host_transport import HostTransport
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.stage_devices import goes_through_host
 from weft.execute.stages.stage_group import answer
-from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
+from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
 from weft.execute.stages.tensor_devices import TorchDevices, join_devices
 from weft.execute.stages.transport import TorchTransport, Transport
 from weft.keeping import keeping_all
@@ -62,8 +65,8 @@ def main() -> None:
             try:
                 found = StageAnswer(_answered(member, what, given))
             except Exception as error:
-                found = StageAnswer(error=tellable(error))
-            if found.error is not None and not isinstance(found.error, WeftError):
+                found = StageAnswer(error=tellable(error, member.device, what))
+            if found.error is not None and not isinstance(found.error, WeftError | ReplicaMemoryError):
                 # Whoever waits for this stage hears of it by that.
                 member.leave()
             say(found)
@@ -77,15 +80,21 @@ def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> StageMembe
         with keeping_all():
             member = StageMember(order)
     except Exception as error:
-        say(StageAnswer(error=tellable(error)))
+        say(StageAnswer(error=tellable(error, order.place.device)))
         return None
     say(StageAnswer())
     return member
 
 
-def tellable(error: Exception) -> Exception:
-    """An error as it can cross a pipe, whoever raised it."""
-    return error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
+def tellable(error: Exception, stage: int, what: str = "") -> Exception:
+    """An error as it can cross a pipe, whoever raised it; `what` the stage was asked."""
+    if isinstance(error, WeftError) or (what == "seat" and isinstance(error, ReplicaMemoryError)):
+        return error
+    if isinstance(error, ReplicaMemoryError) or is_out_of_memory(error):
+        hint = "Every job goes on from its last checkpoint with --resume."
+        found = "its GPU ran out of memory; lower capacity, set recompute: full, or divide the model over more devices."
+        return StageMemoryError(found, where=f"stage {stage}", hint=hint)
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class StageMember:
@@ -99,8 +108,13 @@ class StageMember:
         if order.is_shard:
             kind = TorchHostPeers if self._is_by_host else TorchPeers
             self._peers = kind(order.place.device, order.num_devices, device)
-        self._backbone = load_backbone(order.backbone, order.part, self._peers)
+        self._backbone = load_part_within(order.backbone, order.memory_limit, order.part, self._peers)
         self._stage: Stage | None = None
+
+    @property
+    def device(self) -> int:
+        """Its number among all stages."""
+        return self._order.place.device
 
     @property
     def stage(self) -> Stage:

@@ -34,6 +34,7 @@ from weft.execute.protocol import (
     ReplicaFacts,
     ReplicaLostError,
     ReplicaMemory,
+    ReplicaMemoryError,
     StagedOutcome,
     StagedWork,
     StateWork,
@@ -101,13 +102,26 @@ class StagedExecutor:
         return int(self.stages.ask("row_tile", capacity)[0])
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        """What a microbatch may hold on all stages of a replica together."""
+        """What microbatches may hold on all stages of a replica together, if each held as much as the fullest.
+
+        The earlier a stage, the more of them are on their way behind it.
+        """
         found: list[int] = self.stages.ask("activation_bytes", capacity, list(adapters))
-        return max(sum(found[device] for device in devices) for devices in self._replicas)
+        fullest = [max(found[device] * (devices.stop - device) for device in devices) for devices in self._replicas]
+        return max(most * len(devices) for most, devices in zip(fullest, self._replicas, strict=True))
 
     def memory(self) -> ReplicaMemory | None:
-        """Has no limit of its own on CPUs."""
-        return None
+        """Of the replica with least room, if each of its stages had no more than the fullest; None on CPUs."""
+        if self.facts.device_kind == "cpu":
+            return None
+        found: list[ReplicaMemory] = self.stages.ask("memory")
+        held = [sum(found[device].allocated_bytes for device in devices) for devices in self._replicas]
+        left = [
+            len(devices) * min(found[device].usable_bytes - found[device].allocated_bytes for device in devices)
+            for devices in self._replicas
+        ]
+        fullest = left.index(min(left))
+        return ReplicaMemory(held[fullest] + left[fullest], held[fullest])
 
     def peak_bytes(self) -> int:
         """Nobody counts."""
@@ -117,7 +131,8 @@ class StagedExecutor:
         """Has nothing to reset."""
 
     def release_memory(self) -> None:
-        """Has nothing to give back."""
+        """Gives back what failed work held."""
+        self.stages.ask("release_memory")
 
     def compiling_s(self) -> float:
         """The reference path compiles nothing."""
@@ -137,8 +152,12 @@ class StagedExecutor:
         del self._jobs[job]
 
     def seat(self, job: str) -> None:
-        """Takes a slot for a job on every stage that has a share."""
-        self._ask("seat", job)
+        """Takes a slot for a job on every stage that has a share, or on none."""
+        try:
+            self._ask("seat", job)
+        except ReplicaMemoryError:
+            self._ask("unseat", job)
+            raise
         self._jobs[job].has_seat = True
 
     def unseat(self, job: str) -> None:
