@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from staged_models import staged_executor
-from tiny_models import small_job
+from tiny_models import finish, small_job, submit
 
 from weft.engine.engine import Engine
 from weft.errors import ConfigError
@@ -90,3 +90,23 @@ def test_error_when_it_is_another_then_is_told_as_it_is():
     refused = ConfigError("no.")
     assert tellable(refused, 3, "run") is refused
     assert str(tellable(KeyError("a"), 3, "run")) == "KeyError: 'a'"
+
+
+def test_program_when_kernels_are_being_compiled_then_waits_for_them_once():
+    """One process compiles for all stages."""
+
+    class Ahead:
+        is_ready = False
+        num_waits = 0
+
+        def wait(self) -> None:
+            self.num_waits += 1
+
+    ahead: Any = Ahead()
+    executor = staged_executor("llama", (1, 1))
+    executor = StagedExecutor(executor.stages, executor.tokenizer, ahead=ahead)
+    assert executor.is_compiling
+    engine = Engine(executor, capacity=48, planner=PipelinePlanner(Schedule.ONE_F_ONE_B, 2))
+    submit(engine, small_job("job", max_steps=2))
+    assert finish(engine)["job"].state == "succeeded"
+    assert ahead.num_waits == 1 and not executor.is_compiling and executor.compiling_s() > 0

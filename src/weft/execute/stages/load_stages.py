@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from weft.backbone.ahead import compile_ahead
 from weft.backbone.load import choose_device, choose_dtype, load_config
 from weft.backbone.model_part import ModelPart, num_layers
 from weft.backbone.source import find_source, load_tokenizer
@@ -16,6 +17,7 @@ from weft.cost.hardware import DEVICES, Hardware, find_hardware
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
+from weft.execute.memory import ExpectedJobs
 from weft.execute.stages.stage import refuse_settings, refuse_undivided
 from weft.execute.stages.stage_devices import find_gpus
 from weft.execute.stages.stage_pool import StageProcesses
@@ -52,11 +54,21 @@ class StageLayout:
         return sum(self.replica_sizes) * self.tensor
 
 
-def load_stages(spec: BackboneSpec, layout: StageLayout, memory_limit: float | str | None = None) -> StagedExecutor:
-    """Replicas whose stages are processes of this machine; `memory_limit`: what each may take of its GPU."""
+def load_stages(
+    spec: BackboneSpec,
+    layout: StageLayout,
+    memory_limit: float | str | None = None,
+    expected: ExpectedJobs | None = None,
+) -> StagedExecutor:
+    """Replicas whose stages are processes of this machine; `memory_limit`: what each may take of its GPU.
+
+    The kernels that the expected jobs need are compiled meanwhile, once for all stages: a part of a model has those of
+    the whole.
+    """
     replicas = [find_parts(spec, size, layout.tensor) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(spec.base_model)
     gpus = find_gpus(spec, layout.num_devices, layout.gpus)
+    ahead = None if expected is None else compile_ahead.start(spec, expected.adapters, expected.most)
     processes = StageProcesses(
         spec,
         *replicas,
@@ -65,7 +77,7 @@ def load_stages(spec: BackboneSpec, layout: StageLayout, memory_limit: float | s
         gpus=gpus,
         memory_limit=memory_limit,
     )
-    return StagedExecutor(processes, tokenizer, in_step=layout.are_shards)
+    return StagedExecutor(processes, tokenizer, in_step=layout.are_shards, ahead=ahead)
 
 
 def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int = 1) -> AnalyticCost:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 
 import torch
@@ -9,11 +11,13 @@ import torch.distributed as dist
 
 from weft.backbone.load import choose_device
 from weft.errors import ConfigError
-from weft.gpu_choice import choose_gpus, visible_gpus
+from weft.gpu_choice import VISIBLE, choose_gpus, visible_gpus
 from weft.kernels.device import is_cpu
 from weft.spec import BackboneSpec
 
 WHERE = "--devices"
+LOOPBACKS = ("lo", "lo0")
+"""What systems call the way from a machine to itself."""
 
 
 def find_gpus(spec: BackboneSpec, num_devices: int, chosen: str | None) -> tuple[str, ...]:
@@ -40,6 +44,16 @@ def choose_backend(gpus: Sequence[str]) -> str:
     """NCCL where every process has a GPU of its own; it refuses two on one. Else gloo."""
     has_own = len({*gpus}) == len(gpus) > 0
     return "nccl" if has_own and dist.is_nccl_available() else "gloo"
+
+
+def process_variables(gpu: str | None) -> dict[str, str]:
+    """The environment of a process: it sees its own GPU alone, and gloo listens to nobody but this machine.
+
+    By itself gloo would look for the machine's name, which takes long where there is no network to ask.
+    """
+    loopbacks = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
+    own = {} if gpu is None else {VISIBLE: gpu}
+    return {**({"GLOO_SOCKET_IFNAME": loopbacks[0]} if loopbacks else {}), **os.environ, **own}
 
 
 def goes_through_host(device: torch.device, backend: str) -> bool:

@@ -23,9 +23,8 @@ from weft.backbone.model_part import ModelPart
 from weft.errors import JobError, WeftError
 from weft.execute.protocol import ReplicaFaultError, ReplicaLostError
 from weft.execute.stages.stage import stage_places
-from weft.execute.stages.stage_devices import choose_backend
+from weft.execute.stages.stage_devices import choose_backend, process_variables
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
-from weft.gpu_choice import VISIBLE
 from weft.spec import BackboneSpec
 from weft.store.scratch import ScratchFolder
 
@@ -174,8 +173,7 @@ class StageProcesses:
                 stdout=out,
                 stderr=out,
                 pass_fds=[its.fileno()],
-                # It sees its own GPU alone.
-                env={**os.environ, VISIBLE: self._gpus[order.process]} if self._gpus else None,
+                env=process_variables(self._gpus[order.process] if self._gpus else None),
                 start_new_session=True,
             )
         its.close()

@@ -6,8 +6,10 @@ Started as `python -m weft.execute.stages.stage_process FD`, with one end of a p
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -42,6 +44,8 @@ LONGEST_WAIT = datetime.timedelta(hours=12)
 def main() -> None:
     """Serves the coordinator at the other end of a pipe."""
     connection = Connection(int(sys.argv[1]))
+    # Whoever wonders what a stage waits for asks with `kill -USR1`, and reads it in the stage's log.
+    faulthandler.register(signal.SIGUSR1)
     lock = threading.Lock()
 
     def say(what: StageAnswer | StageAlive) -> None:

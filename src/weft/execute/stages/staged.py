@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from weft.adapters.method import ModuleTensors
+from weft.backbone.ahead.compile_ahead import CompileAhead
 from weft.data.chat.chat_template import Tokenizer
 from weft.errors import ConfigError, JobError, StorageError
 from weft.execute.protocol import (
@@ -75,9 +76,15 @@ class _StagedJob:
 class StagedExecutor:
     """Runs the engine's work on all stages of its replicas, at once when it is started."""
 
-    def __init__(self, stages: StageGroup, tokenizer: Tokenizer, *, in_step: bool = False) -> None:
-        """`in_step`: the stages share frozen weights, so that none works while another does not."""
+    def __init__(
+        self, stages: StageGroup, tokenizer: Tokenizer, *, in_step: bool = False, ahead: CompileAhead | None = None
+    ) -> None:
+        """`in_step`: the stages share frozen weights, so that none works while another does not.
+
+        `ahead`: kernels that are being compiled for all of them.
+        """
         self.stages = stages
+        self._ahead, self._compiling_s = ahead, 0.0
         self._is_in_step = in_step
         self.tokenizer = tokenizer
         ends = [*itertools.accumulate(stages.replica_sizes)]
@@ -134,9 +141,14 @@ class StagedExecutor:
         """Gives back what failed work held."""
         self.stages.ask("release_memory")
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether kernels that the first program needs are not there yet."""
+        return self._ahead is not None and not self._ahead.is_ready
+
     def compiling_s(self) -> float:
-        """The reference path compiles nothing."""
-        return 0.0
+        """Seconds in which work has waited for kernels that are compiled ahead, so far."""
+        return self._compiling_s
 
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's shares, on all replicas or on the one where the least is trained so far."""
@@ -200,6 +212,8 @@ class StagedExecutor:
     def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
         """Does the work; what it raises about files, whoever waits hears."""
         self._num_started += 1
+        if isinstance(work, StagedWork | EvaluationWork):
+            self._await_kernels()
         self._done[self._num_started] = self._run(work)
         return Ticket(self._num_started)
 
@@ -232,6 +246,14 @@ class StagedExecutor:
     def close(self) -> None:
         """Ends the stages."""
         self.stages.close()
+
+    def _await_kernels(self) -> None:
+        """Waits for those that are compiled ahead: else every stage would compile them for itself."""
+        if self._ahead is not None:
+            begun_s = time.perf_counter()
+            self._ahead.wait()
+            self._compiling_s += time.perf_counter() - begun_s
+            self._ahead = None
 
     def _run(self, work: Work[Any]) -> Callable[[], Any]:
         done: Any
