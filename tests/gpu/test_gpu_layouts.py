@@ -1,90 +1,164 @@
-"""Layouts on one GPU: as processes that share it, as streams of one process, and what of NCCL one process can run."""
+"""Layouts on one GPU: as processes that share it, as streams of one process, and what of NCCL one process can run.
+
+Every phase prints a line with its seconds, and a layout that takes too long is ended after its processes have said
+where they are. Not one of these has been seen on a machine with several GPUs.
+"""
 
 from __future__ import annotations
 
 import datetime
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_runs import train, write_jobs
+from gpu_runs import start, write_jobs, write_model
 
 from weft.backbone.load import load_backbone
 from weft.backbone.model_part import ModelPart
 from weft.backbone.shards.peers import TorchPeers
 from weft.backbone.source import load_tokenizer
+from weft.cost.types import LinearCost
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
+from weft.execute.memory import ExpectedJobs
+from weft.execute.stages.load_stages import StageLayout, load_stages
 from weft.execute.stages.stage_group import LocalStages
+from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.execute.stages.transport import Channel, Route, TorchTransport
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.program import Planner
+from weft.plan.spread.in_step import InStepPlanner
+from weft.plan.spread.planner import SpreadPlanner
 from weft.spec import BackboneSpec, load_run
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
-STEP = {"max_steps": 6, "global_batch_size": 5, "max_grad_norm": 0.05, "save_steps": 3}
+CAPACITY = 1024
+LONGEST_S = 90.0
+"""For one layout, the start of its processes included."""
+STEP = {"max_steps": 4, "global_batch_size": 5, "max_grad_norm": 0.05}
 JOBS = {
     "drops": {**STEP, "adapter": {"r": 16, "lora_dropout": 0.1}},
-    "wide": {**STEP, "adapter": {"r": 64}, "eval_data": 4, "eval_steps": 3},
-    "spread": {**STEP, "adapter": {"r": 8, "lora_dropout": 0.1}, "sums": "free"},
+    "plain": {**STEP, "adapter": {"r": 16}, "eval_data": 4, "eval_steps": 2},
+    "spread": {**STEP, "adapter": {"r": 16, "lora_dropout": 0.1}, "sums": "free"},
 }
+Adapters = dict[str, dict[str, tuple[torch.Tensor, ...]]]
+
+
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Says when something has been done, and how long it took."""
+    begun_s = time.perf_counter()
+    yield
+    print(f"[{what}: {time.perf_counter() - begun_s:.1f} s]", flush=True)
+
+
+@contextmanager
+def ended_in_time(stages: StageProcesses) -> Iterator[None]:
+    """Lets processes that take too long say where they are, and ends them, so that whoever waits for them hears it."""
+
+    def end() -> None:
+        for process in stages.processes:
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        for index, process in enumerate(stages.processes):
+            print(f"--- stage {index}\n{stages._log(index).read_text(errors='replace')[-4000:]}", flush=True)
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(LONGEST_S, end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @pytest.fixture(scope="module")
-def one_device(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return files(trained(model, tmp_path_factory.mktemp("one")))
+def small(tmp_path_factory: pytest.TempPathFactory) -> BackboneSpec:
+    """Two layers, so that it can be cut once."""
+    return BackboneSpec(str(write_model(tmp_path_factory.mktemp("layouts") / "llama")), device="cuda")
 
 
-def trained(model: Path, folder: Path, *options: str) -> Path:
-    jobs = write_jobs(folder, model, JOBS, capacity=1024)
-    train(jobs, *options)
-    return jobs
+@pytest.fixture(scope="module")
+def jobs_file(small: BackboneSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jobs(tmp_path_factory.mktemp("jobs"), Path(small.base_model), JOBS, capacity=CAPACITY)
 
 
-def files(jobs: Path) -> dict[str, bytes]:
-    """Adapters and checkpoints of a run."""
-    run = jobs.parent / "run"
-    found = {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*.safetensors")}
-    assert sum(name.endswith("adapter_model.safetensors") for name in found) == len(JOBS)
-    return found
+def trained(engine: Engine, jobs_file: Path) -> Adapters:
+    for job in load_run(jobs_file).jobs:
+        engine.submit(job, load_job_data(job, engine.executor.tokenizer, jobs_file.parent))
+    with phase("trained"):
+        engine.run()
+    states = {name: (job.state, job.reason) for name, job in engine.jobs.items()}
+    assert all(state == "succeeded" for state, _ in states.values()), states
+    return {name: engine.executor.adapter_of(name) for name in engine.jobs}
 
 
-@pytest.mark.parametrize("layout", ["stages:2", "spread:2", "shards:2", "stages:1+stages:2"])
-def test_files_when_processes_share_the_gpu_then_are_those_of_one_device(layout, model, one_device, tmp_path: Path):
-    """Byte for byte: clipped, with dropout, evaluated, and one job that is spread."""
-    number = 3 if "+" in layout else 2
-    jobs = trained(model, tmp_path, "--layout", layout, "--devices", ",".join("0" * number))
-    found = files(jobs)
-    assert found.keys() == one_device.keys()
-    assert [name for name in found if found[name] != one_device[name]] == []
+def assert_equal(found: Adapters, expected: Adapters) -> None:
+    unequal = [
+        (name, module)
+        for name, adapter in expected.items()
+        for module, tensors in adapter.items()
+        if not all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(tensors, found[name][module], strict=True))
+    ]
+    assert not unequal, f"{len(unequal)} modules differ, such as {unequal[:3]}"
 
 
-@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
+@pytest.fixture(scope="module")
+def one_device(small: BackboneSpec, jobs_file: Path) -> Adapters:
+    with phase("one device, with the kernels it compiles"):
+        return trained(Engine(load_backbone(small), capacity=CAPACITY), jobs_file)
+
+
 def test_adapters_when_stages_are_streams_of_this_process_then_have_the_bits_of_one_device(
-    schedule, model, tmp_path: Path
+    small, jobs_file, one_device
 ):
     """Graphs for each place in flight, and marks between streams in the place of waiting."""
-    path = write_jobs(tmp_path, model, {name: JOBS[name] for name in ("drops", "wide")})
-    spec = BackboneSpec(str(model), device="cuda")
-    parts = [load_backbone(spec, ModelPart(first, first + 1, 2)) for first in range(2)]
-    staged = StagedExecutor(LocalStages(parts), load_tokenizer(spec.base_model))
-    engines = [
-        Engine(load_backbone(spec), capacity=1024),
-        Engine(staged, capacity=1024, planner=PipelinePlanner(schedule, 2)),
-    ]
-    found = []
-    for engine in engines:
-        for job in load_run(path).jobs:
-            engine.submit(job, load_job_data(job, engine.executor.tokenizer, tmp_path))
-        engine.run()
-        found.append({name: engine.executor.adapter_of(name) for name in engine.jobs})
-    for name, adapter in found[0].items():
-        for module, tensors in adapter.items():
-            assert all(map(torch.equal, tensors, found[1][name][module])), (name, module)
+    parts = [load_backbone(small, ModelPart(first, first + 1, 2)) for first in range(2)]
+    executor = StagedExecutor(LocalStages(parts), load_tokenizer(small.base_model))
+    engine = Engine(executor, capacity=CAPACITY, planner=PipelinePlanner(Schedule.ONE_F_ONE_B, 2))
+    assert_equal(trained(engine, jobs_file), one_device)
+
+
+def planner_of(layout: StageLayout) -> Planner:
+    sizes = layout.replica_sizes
+    if len(sizes) == 1:
+        return PipelinePlanner(Schedule.ONE_F_ONE_B, *sizes)
+    spread = SpreadPlanner(sizes, (LinearCost(),) * len(sizes))
+    return InStepPlanner(spread) if layout.are_shards else spread
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        StageLayout((2,), gpus="0,0"),
+        StageLayout((1, 1), gpus="0,0"),
+        StageLayout((1, 1), are_shards=True, gpus="0,0"),
+        StageLayout((1, 2), gpus="0,0,0"),
+    ],
+    ids=["stages:2", "spread:2", "shards:2", "stages:1+stages:2"],
+)
+def test_adapters_when_processes_share_the_gpu_then_have_the_bits_of_one_device(layout, small, jobs_file, one_device):
+    """Clipped, with dropout, evaluated, and one job that is spread; through pinned memory and gloo."""
+    expected = ExpectedJobs(tuple(job.adapter for job in load_run(jobs_file).jobs), len(JOBS))
+    with phase("processes have loaded and met"):
+        executor = load_stages(small, layout, 0.2, expected)
+    assert isinstance(executor.stages, StageProcesses)
+    try:
+        with ended_in_time(executor.stages):
+            engine = Engine(executor, capacity=CAPACITY, planner=planner_of(layout))
+            assert_equal(trained(engine, jobs_file), one_device)
+    finally:
+        executor.close()
 
 
 @pytest.fixture
@@ -101,7 +175,9 @@ def test_layer_when_gathered_by_nccl_then_is_whole(nccl):
     peers.group = dist.new_group()
     whole = torch.arange(1 << 20, device=GPU).to(torch.uint8)
     into = torch.zeros_like(whole)
-    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+    stream = torch.cuda.Stream(GPU)
+    stream.wait_stream(torch.cuda.current_stream(GPU))
+    with phase("gathered"), torch.cuda.stream(stream):
         peers.gather(0, peers.keep(0, whole), into).wait()
         assert torch.equal(into, whole)
         assert peers.most(7) == 7
@@ -114,7 +190,28 @@ def test_transport_when_made_for_nccl_then_opens_and_ends_without_anybody_to_tal
     transport.finish()
 
 
-def test_layout_when_it_takes_more_gpus_than_there_are_then_refused_in_a_sentence(model, tmp_path: Path):
-    jobs = write_jobs(tmp_path, model, JOBS)
-    with pytest.raises(AssertionError, match=r"--layout: takes 99 GPUs, and there (is|are) \d+ GPU"):
-        train(jobs, "--layout", "spread:99")
+def run_to_its_end(jobs: Path, *options: str) -> tuple[int, str]:
+    """`weft train`, ended where it takes too long."""
+    process = start(jobs, *options)
+    timer = threading.Timer(LONGEST_S, process.kill)
+    timer.start()
+    with phase(f"weft train {' '.join(options)}"):
+        printed, _ = process.communicate()
+    timer.cancel()
+    return process.returncode, printed
+
+
+def test_layout_when_it_takes_more_gpus_than_there_are_then_refused_in_a_sentence(jobs_file):
+    code, printed = run_to_its_end(jobs_file, "--layout", "spread:99")
+    assert code == 2 and "--layout: takes 99 GPUs, and there " in printed, printed
+
+
+def test_files_when_the_command_trains_in_stages_then_are_those_of_one_device(small, tmp_path: Path):
+    """Byte for byte, as a user would start it."""
+    files = {}
+    for name, options in {"one": (), "stages": ("--layout", "stages:2", "--devices", "0,0")}.items():
+        own = write_jobs(tmp_path / name, Path(small.base_model), {"drops": JOBS["drops"]}, capacity=CAPACITY)
+        code, printed = run_to_its_end(own, *options)
+        assert code == 0, printed[-4000:]
+        files[name] = (own.parent / "run" / "drops" / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert files["one"] == files["stages"]

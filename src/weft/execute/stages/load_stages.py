@@ -88,6 +88,13 @@ def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int =
     return AnalyticCost(shape, _hardware(spec) or DEVICES[ANY_GPU], num_stages, tensor, row_tile=row_tile, split=split)
 
 
+def untried_notes(spec: BackboneSpec) -> tuple[str, ...]:
+    """What whoever has a layout trained on GPUs should know."""
+    if is_cpu(choose_device(spec)):
+        return ()
+    return ("layouts on GPUs are new, and nobody has seen one train yet: compare an adapter with one device's.",)
+
+
 def _hardware(spec: BackboneSpec) -> Hardware | None:
     """What the table says of the device that a backbone is for; None if it says nothing."""
     with suppress(ConfigError):
