@@ -21,6 +21,21 @@ def refusal(layout: str | None, schedule: str | None = None, flags: tuple[str, .
     return str(found.value)
 
 
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("stages:2", "--devices: are for GPUs, and this run is on a CPU; leave them out."),
+        ("stages:1", "--devices: are for several devices, and stages:1 is one; leave them out."),
+        ("auto", "--devices: are for a layout that is said; leave them out with auto."),
+    ],
+)
+def test_devices_when_the_layout_has_no_use_for_them_then_refused(layout, said):
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
+    with pytest.raises(WeftError) as found:
+        LayoutOptions(layout, devices="0,0").check(spec, ())
+    assert str(found.value) == said
+
+
 @pytest.mark.parametrize("layout", ["stages", "rows:2", ""])
 def test_layout_when_it_is_no_layout_then_refused(layout):
     assert refusal(layout).startswith(f"--layout: got {layout!r}; accepted are ")

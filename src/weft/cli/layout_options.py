@@ -104,6 +104,8 @@ class LayoutOptions:
 
     def check_alone(self, replica_flags: Sequence[str]) -> None:
         """ConfigError if other options say which replicas there are."""
+        if self.is_auto and self.devices is not None:
+            raise ConfigError("are for a layout that is said; leave them out with auto.", where="--devices")
         if self.layout is not None and replica_flags:
             raise ConfigError(f"says which replicas there are; leave {replica_flags[0]} out, or --layout.", where=WHERE)
 

@@ -11,9 +11,10 @@ from weft.cost.rows import choose_capacity
 from weft.engine.engine import Engine
 from weft.engine.layout_keeper import LayoutKeeper
 from weft.execute.local import executor_on
+from weft.execute.memory import COMPILING, ExpectedJobs
 from weft.execute.movable import MovableExecutor, OpenReplicas
 from weft.execute.protocol import Executor
-from weft.execute.stages.load_stages import StageLayout, gather_cost, load_stages, stage_cost
+from weft.execute.stages.load_stages import StageLayout, gather_cost, load_stages, stage_cost, untried_notes
 from weft.plan.layout import Layout
 from weft.plan.pack import planner_named
 from weft.plan.pipeline.build import Schedule
@@ -47,10 +48,11 @@ def load_staged(
     Like `load_engine`.
     """
     wall = wall or WallClock()
-    executor = load_stages(spec.backbone, layout)
+    executor = load_stages(spec.backbone, layout, spec.memory_limit, _expected(spec, jobs))
     planner = _stage_planner(spec, layout, _row_tile(spec, jobs, executor))
     engine = _engine(spec, jobs, executor, planner, wall)
-    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, layout_notes(spec, layout)
+    notes = (*layout_notes(spec, layout), *((COMPILING,) if executor.is_compiling else ()))
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
 
 
 def load_following(
@@ -61,7 +63,9 @@ def load_following(
 
     def open_in(wanted: Layout) -> OpenReplicas:
         stages = layout.stages_of(wanted)
-        return lambda: executor_on(spec.backbone) if stages is None else load_stages(spec.backbone, stages)
+        if stages is None:
+            return lambda: executor_on(spec.backbone)
+        return lambda: load_stages(spec.backbone, stages, spec.memory_limit, _expected(spec, jobs))
 
     def planner_in(wanted: Layout) -> Planner:
         stages = layout.stages_of(wanted)
@@ -81,6 +85,10 @@ def load_following(
     stages = layout.stages_of(layout.first)
     notes = () if stages is None else layout_notes(spec, stages)
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
+
+
+def _expected(spec: RunSpec, jobs: Sequence[JobSpec]) -> ExpectedJobs:
+    return ExpectedJobs(tuple(job.adapter for job in jobs), spec.max_jobs or len(jobs))
 
 
 def _row_tile(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor) -> int:
@@ -108,7 +116,7 @@ def layout_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
         return (f"{found}: the same again with it, and about 1e-5 from one device's",)
     cost = gather_cost(spec.backbone, len(layout.replica_sizes)) if layout.are_shards else None
-    return () if cost is None else cost.notes()
+    return (*untried_notes(spec.backbone), *(() if cost is None else cost.notes()))
 
 
 def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner:
