@@ -55,7 +55,7 @@ def test_kill_when_a_stage_dies_then_what_became_of_its_run_is_counted(tmp_path,
     expected.write_bytes(b"bytes")
     found = LayoutKills()
     runs = _Runs(Scripted(tmp_path, **command), "stages:2", random.Random(0), found)
-    runs.kill("killed", 0.01, 0.0, is_coordinator=False)
+    assert runs.kill("killed", 0.01, is_coordinator=False)
     assert found.num_kills == 1 and len(found.seen_s) == 1
     assert figures.items() <= found.figures.items()
 
@@ -67,3 +67,15 @@ def test_living_when_a_stage_outlives_its_run_then_it_is_counted_and_ended(monke
     ended.wait()
     assert killed_layouts._living({ended.pid, living.pid}) == 1
     assert living.wait() == -9
+
+
+def test_kill_when_the_run_has_ended_before_then_it_counts_for_nothing_but_its_time(tmp_path):
+    found = LayoutKills()
+    command = Scripted(tmp_path)
+    runs = _Runs(command, "stages:2", random.Random(0), found, whole_s=60.0)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    object.__setattr__(command, "start", lambda *_: ended)
+    for is_coordinator in (False, True):
+        assert not runs.kill("killed", 0.5, is_coordinator=is_coordinator)
+    assert found == LayoutKills() and runs.whole_s < 60.0

@@ -10,6 +10,7 @@ num_layout_kills      runs in which something was killed: a stage, and once for 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -77,15 +78,18 @@ def measure_layout_kills(layouts: Sequence[str] = LAYOUTS, num_each: int = NUM_E
         for number, layout in enumerate(layouts):
             jobs_file = "ordered.yaml" if "tensor" in layout else "free.yaml"
             runs = _Runs(TrainCommand(folder, jobs_file), layout, drawn, found)
-            whole_s = runs.undisturbed()
+            runs.undisturbed()
             for part in range(num_each):
                 # Another part of the time for each run, so that no kind of moment is left out by chance.
-                moment_s = whole_s * (part + drawn.random()) / num_each
-                runs.kill(f"{layout}-{part}", moment_s, whole_s, is_coordinator=part == number % num_each)
+                outs = (f"{layout}-{part}-{turn}" for turn in itertools.count())
+                is_coordinator = part == number % num_each
+                while not runs.kill(next(outs), (part + drawn.random()) / num_each, is_coordinator=is_coordinator):
+                    # A moment may come too late for a run that was faster than those before.
+                    pass
     return found.figures
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Runs:
     """Runs of one layout, each into a directory of its own."""
 
@@ -93,27 +97,29 @@ class _Runs:
     layout: str
     drawn: random.Random
     found: LayoutKills
+    whole_s: float = 0.0
+    """Seconds of the last run to which nothing happened."""
 
-    def undisturbed(self) -> float:
-        """Seconds of a run to which nothing happens; WeftError if it fails."""
+    def undisturbed(self) -> None:
+        """A run to which nothing happens; WeftError if it fails."""
         begun_s = time.monotonic()
         if self.command.start(self.layout, "--layout", self.layout).wait() != 0:
             words = self.command.log(self.layout).read_text().splitlines()
             raise WeftError(f"a run that nobody disturbed failed: {words[-1] if words else ''}", where=self.layout)
-        return time.monotonic() - begun_s
+        self.whole_s = time.monotonic() - begun_s
 
-    def kill(self, out: str, moment_s: float, whole_s: float, *, is_coordinator: bool) -> None:
-        """One run in which something is killed at a moment, and what becomes of it."""
+    def kill(self, out: str, moment: float, *, is_coordinator: bool) -> bool:
+        """One run in which something is killed after a share of its time, and what becomes of it; False if it ended."""
+        begun_s, stages = time.monotonic(), set[int]()
         run = self.command.start(out, "--layout", self.layout)
-        stages: set[int] = set()
         with suppress(subprocess.TimeoutExpired):
-            run.wait(moment_s)
-            # It was faster than the first; nothing is left to be killed.
-            return
-        until_s = time.monotonic() + 5 * whole_s + LONGEST_S
-        killed_s = self._kill_coordinator(run, stages) if is_coordinator else self._kill_stage(run, stages)
+            run.wait(moment * self.whole_s)
+        until_s = time.monotonic() + 5 * self.whole_s + LONGEST_S
+        kill = self._kill_coordinator if is_coordinator else self._kill_stage
+        killed_s = kill(run, stages)
         if killed_s is None:
-            return
+            self.whole_s = time.monotonic() - begun_s
+            return False
         self.found.num_kills += 1
         if is_coordinator:
             self.found.num_left += _living(stages)
@@ -123,8 +129,11 @@ class _Runs:
         self.found.num_left += _living(stages)
         differing = differing_adapters(self.command.folder / self.layout, self.command.folder / out)
         self.found.num_differing += len(differing)
+        return True
 
-    def _kill_coordinator(self, run: subprocess.Popen[bytes], stages: set[int]) -> float:
+    def _kill_coordinator(self, run: subprocess.Popen[bytes], stages: set[int]) -> float | None:
+        if run.poll() is not None:
+            return None
         stages.update(child_processes(run.pid, STAGE))
         run.kill()
         run.wait()
