@@ -13,7 +13,7 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
-from weft.engine.events import Event, LayoutDecided, StepDone
+from weft.engine.events import Event, LayoutDecided, MicrobatchDone, StepDone
 from weft.engine.layout_keeper import LayoutKeeper
 from weft.errors import PlanError
 from weft.execute.local import LocalExecutor
@@ -45,17 +45,17 @@ class AtOnce(Workers):
 class Says:
     """A forecaster that names one layout for each number of jobs, and says how much is saved in the end."""
 
-    def __init__(self, layouts: dict[int, str], saved_s: float = 1e9) -> None:
-        self.layouts, self.saved_s = layouts, saved_s
+    def __init__(self, layouts: dict[int, str], saved_s: float = 1e9, step_s: float = 1.0) -> None:
+        self.layouts, self.saved_s, self.step_s = layouts, saved_s, step_s
         self.heard: list[tuple[list[RemainingJob], str]] = []
 
     def __call__(self, jobs: Sequence[RemainingJob], now: Layout) -> LayoutForecast:
         self.heard.append((list(jobs), str(now)))
         if len(jobs) not in self.layouts:
             raise PlanError("nobody knows.")
-        planned = Prediction(parse_layout(self.layouts[len(jobs)]), 1.0, 1.0)
+        planned = Prediction(parse_layout(self.layouts[len(jobs)]), self.step_s, 1.0)
         tokens = sum(job.step_tokens for job in jobs)
-        return LayoutForecast(Prediction(now, 1.0, 1.0 + self.saved_s), planned, tokens, 64)
+        return LayoutForecast(Prediction(now, self.step_s, 1.0 + self.saved_s), planned, tokens, 64)
 
 
 def replicas_of(layout: Layout) -> list[tuple[int, ...]]:
@@ -85,6 +85,7 @@ def engine_in(text: str, forecast: Says, jobs: Sequence[Job], opens: Any = opene
 
 def jobs() -> list[Job]:
     """Three that end one after another: one is spread, with dropout; one is judged and keeps its best weights."""
+    several = {"max_steps": 6, "save_steps": 1, "global_batch_size": 8}
     judged = {
         "eval_data": 2,
         "eval_steps": 1,
@@ -96,7 +97,7 @@ def jobs() -> list[Job]:
     return [
         small_job("short", max_steps=1),
         (job_spec("judged", adapter={"lora_dropout": 0.2}, **judged), random_data(3, num_eval=2)),
-        (job_spec("free", sums="free", max_steps=6, save_steps=1, max_grad_norm=0.05), random_data(1, num_samples=8)),
+        (job_spec("free", sums="free", **several, max_grad_norm=0.05), random_data(1, num_samples=8)),
     ]
 
 
@@ -127,14 +128,15 @@ def test_run_when_jobs_end_then_moves_from_layout_to_layout_and_keeps_every_bit(
 
 
 def test_run_when_jobs_arrive_and_are_cancelled_then_the_layout_follows_from_one_device_and_back(alone):
-    """A job submitted while others train joins them in a new layout; another that is cancelled gives it up."""
-    short, judged, free = jobs()
+    """A job submitted in the middle of another's global batch joins it in a new layout; cancelled, it gives that up."""
+    _, judged, free = jobs()
     forecast, told = Says({1: ONE, 2: "spread:2"}), list[Event]()
     engine, _ = engine_in(ONE, forecast, [free])
 
     def react(engine: Engine, event: Event) -> None:
         told.append(event)
-        if isinstance(event, StepDone) and (event.job, event.step) == ("free", 1):
+        if isinstance(event, MicrobatchDone) and "judged" not in engine.jobs:
+            assert not any(isinstance(event, StepDone) for event in told), "the first global batch has several"
             submit(engine, judged)
         if isinstance(event, StepDone) and (event.job, event.step) == ("judged", 2):
             engine.cancel("judged")
@@ -142,17 +144,19 @@ def test_run_when_jobs_arrive_and_are_cancelled_then_the_layout_follows_from_one
     found = finish(engine, react)
     assert_same_bits(found["free"], alone["free"])
     assert [event.layout for event in decided(told)] == ["spread:2", ONE]
-    assert short[0].name not in engine.jobs and engine.jobs["judged"].state == "cancelled"
+    assert engine.jobs["judged"].state == "cancelled"
 
 
-def test_run_when_a_move_does_not_pay_then_it_is_kept_and_said_once_for_each_change(alone):
+def test_run_when_a_move_does_not_pay_then_it_is_kept_and_said_once_for_each_change():
+    """Meanwhile it is measured how much faster steps are than the days that were predicted."""
     told: list[Event] = []
-    engine, _ = engine_in("stages:2", Says({3: ONE, 2: ONE, 1: "stages:2"}, saved_s=0.0), jobs())
+    engine, _ = engine_in("stages:2", Says({3: ONE, 2: ONE, 1: "stages:2"}, saved_s=0.0, step_s=1e6), jobs())
     finish(engine, lambda _, event: told.append(event))
     assert [(event.layout, event.has_moved) for event in decided(told)] == [("stages:2", False)] * 2
     first, second = (event.text for event in decided(told))
     assert first.startswith("stages:2 is kept: stages:1 would save nothing, and moving takes")
     assert second == "stages:2 is kept: it is still the best for the jobs that are left"
+    assert engine._layouts is not None and 0 < engine._layouts.pace < 1e-3
 
 
 def test_run_when_moving_would_have_paid_after_all_then_it_moves_without_another_change(alone, monkeypatch):
