@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -45,11 +46,15 @@ def engine_on(stages: StageProcesses) -> Engine:
 
 
 def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stages):
-    """And when one of them is killed, all end, and whoever asks hears it in a sentence, every time."""
+    """Any thread may ask them. When one of them is killed, all end, and whoever asks hears it in a sentence, always."""
     expected = train(load_backbone(SPEC), jobs(), capacity=32)
     engine = engine_on(stages)
     submit(engine, *jobs())
     assert_same_bits(finish(engine)["job"], expected["job"])
+    asked = [64 * n for n in range(1, 41)]
+    alone = [stages.ask("activation_bytes", rows, []) for rows in asked]
+    with ThreadPoolExecutor(4) as threads:
+        assert alone == list(threads.map(lambda rows: stages.ask("activation_bytes", rows, []), asked))
     os.kill(stages.processes[1].pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(StageLostError, match="stage 1: was ended by signal 9, so all stages were ended"):

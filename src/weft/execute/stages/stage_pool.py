@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -82,6 +83,8 @@ class StageProcesses:
         ]
         self._silent_s = silent_s
         self._folder = ScratchFolder("stages")
+        self._asking = threading.Lock()
+        """Jobs are submitted by any thread, also while a program runs; a stage answers one question at a time."""
         self._lost: StageLostError | None = None
         self._gone: dict[int, StageReplicaLostError] = {}
         """Replicas that have been ended and not been started anew."""
@@ -107,6 +110,10 @@ class StageProcesses:
 
     def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """The same of some stages, with another thing given to each."""
+        with self._asking:
+            return self._answers(what, given)
+
+    def _answers(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         if self._lost is not None:
             raise self._lost
         for error in self._gone.values():
