@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tiny_families import plain_model
 
@@ -75,7 +77,7 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
 def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():
     """Whatever the machine has; nobody but `weft train` chooses."""
     spec = RunSpec(base_model="tiny", device="cpu", jobs=(JobSpec("job", ("data.jsonl",), sums="free"),))
-    options, reasons = with_layout(spec, LayoutOptions("auto"))
+    options, reasons = with_layout(spec, LayoutOptions("auto"), Path())
     options.check(spec, ())
     assert not options.is_auto and "GiB a device" in reasons[0] and reasons[0].endswith("(chosen, predicted)")
     assert "auto is for weft train" in refusal("auto")

@@ -68,6 +68,30 @@ def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, h
     assert sorted(here.rglob("*")) == before
 
 
+def test_plan_when_a_layout_is_named_then_says_of_it_what_a_dry_run_does(weft, here):
+    planned = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "spread:2")
+    (line,) = [line for line in planned.out.splitlines() if "GiB a device" in line]
+    assert line.startswith("layout    spread:2: ") and " a step, " in line and line.endswith("(predicted)")
+    assert "one of its replicas with all jobs" in planned.out
+    dry = weft("train", "jobs.yaml", "device=cpu", "--layout", "spread:2", "--dry-run")
+    assert line in dry.out.splitlines()
+
+
+def test_plan_when_the_layout_is_auto_then_all_are_said_and_lengths_are_those_of_the_data(weft, here):
+    found = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "auto", "--json")
+    options = json.loads(found.out)["layout"]
+    assert options[0].endswith("(chosen, predicted)")
+    longer = weft(
+        "plan", "jobs.yaml", "jobs.0.max_length=2048", "--steps", "2", "device=cpu", "--layout", "auto", "--json"
+    )
+    assert json.loads(longer.out)["layout"] == options
+
+
+def test_plan_when_a_layout_cannot_be_then_one_sentence(refused, here):
+    assert "leave --stages out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--stages", "2")
+    assert "got 99 stages" in refused("plan", "jobs.yaml", "device=cpu", "--layout", "stages:99")
+
+
 def test_plan_when_ranks_follow_a_pattern_then_counts_the_widest(weft, here):
     found = weft("plan", "jobs.yaml", "jobs.0.adapter.rank_pattern={q_proj: 48}", "--steps", "2", "--json")
     assert found.code == 0, found.err

@@ -11,7 +11,8 @@ from weft.cost.analytic import AnalyticCost
 from weft.cost.hardware import find_hardware
 from weft.cost.shape import ModelShape
 from weft.errors import PlanError
-from weft.plan.choose_layout import GIB, LayoutJob, choose_layout
+from weft.plan.choose_layout import GIB, LayoutJob, choose_layout, price_layout
+from weft.plan.layout import parse_layout
 
 SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "llama-3.1-8b")
 COST = AnalyticCost(SHAPE, find_hardware("h100"))
@@ -56,3 +57,22 @@ def test_layout_when_nothing_fits_then_refused_with_the_arithmetic():
         choose_layout(COST, [FREE], 8192, 4, GIB)
     with pytest.raises(PlanError, match="at least one of each"):
         choose_layout(COST, [], 8192, 4, PLENTY)
+
+
+def test_price_when_replicas_are_unlike_then_each_counts_by_its_speed():
+    """And an ordered job has the fastest of them at most."""
+    speed = {
+        layout: price_layout(COST, [FREE] * 8, 8192, parse_layout(layout)).speed
+        for layout in ("stages:1", "stages:2", "stages:1+stages:2", "tensor:2")
+    }
+    assert speed["stages:1"] == 1
+    assert speed["stages:1+stages:2"] == pytest.approx(1 + speed["stages:2"])
+    assert 1 < speed["tensor:2"] < 2
+    alone = price_layout(COST, [ORDERED], 8192, parse_layout("stages:1+tensor:2"))
+    assert alone.speed == pytest.approx(price_layout(COST, [ORDERED], 8192, parse_layout("tensor:2")).speed)
+
+
+def test_price_when_layers_are_shared_then_a_device_needs_less_and_a_step_takes_less_time():
+    whole, halves = (price_layout(COST, [FREE], 8192, parse_layout(text)) for text in ("stages:1", "tensor:2"))
+    assert halves.device_bytes < 0.7 * whole.device_bytes
+    assert halves.step_s == pytest.approx(whole.step_s / halves.speed)

@@ -1,30 +1,35 @@
-"""`--layout auto`: chooses a layout over this machine's devices, before anything of the model but its configuration is
-read."""
+"""`--layout`: chooses one over this machine's devices, or says what a named one is predicted to do; of the model only
+its configuration and tokenizer are read."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from weft.adapters.methods import cost_ranks
 from weft.backbone.load import choose_device, load_config
-from weft.backbone.source import find_source
+from weft.backbone.source import find_source, load_tokenizer
 from weft.cli.layout_options import WHERE, LayoutOptions
 from weft.cost.analytic import AnalyticCost
 from weft.cost.hardware import find_hardware
 from weft.cost.rows import CPU_ROW_TILE, choose_capacity
 from weft.cost.shape import ModelShape
+from weft.data.chat.chat_template import Tokenizer
+from weft.data.load import load_job_data
+from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, WeftError
 from weft.kernels.device import is_cpu
-from weft.plan.choose_layout import LayoutChoice, LayoutJob, choose_layout
+from weft.plan.choose_layout import LayoutChoice, LayoutJob, choose_layout, price_layout
+from weft.plan.layout import parse_layout
 from weft.plan.replan.devices import DeviceForecaster
-from weft.spec import RunSpec
+from weft.spec import JobSpec, RunSpec
 
 
-def with_layout(spec: RunSpec, asked: LayoutOptions) -> tuple[LayoutOptions, tuple[str, ...]]:
+def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path) -> tuple[LayoutOptions, tuple[str, ...]]:
     """What was asked for with a layout in the place of auto, and the lines that say why it is that one."""
-    choice = layout_here(spec)
+    choice = layout_here(spec, base_dir)
     layout = choice.chosen.layout
     if layout.is_one_device:
         return LayoutOptions(), choice.lines
@@ -36,16 +41,42 @@ def with_layout(spec: RunSpec, asked: LayoutOptions) -> tuple[LayoutOptions, tup
     return options, choice.lines
 
 
-def layout_here(spec: RunSpec) -> LayoutChoice:
-    """The choice among the cores of this machine, which share its memory; lengths are taken to be max_length."""
+def layout_here(spec: RunSpec, base_dir: Path) -> LayoutChoice:
+    """The choice among the cores of this machine, which share its memory."""
     if not is_cpu(choose_device(spec.backbone)):
         raise ConfigError("layouts are chosen for CPUs only so far; say one, or use --replicas auto.", where=WHERE)
-    jobs = [
-        LayoutJob(job.batch_size * job.max_length, cost_ranks(job.adapter).widest, job.sums == "free")
-        for job in spec.jobs
-    ]
+    jobs = _jobs(spec, base_dir)
     cost = _cost(spec, [job.rank for job in jobs])
     return choose_layout(cost, jobs, choose_capacity(spec.capacity, "cpu", spec.longest), *_devices())
+
+
+def predicted_here(spec: RunSpec, layout: str, base_dir: Path) -> tuple[str, ...]:
+    """What a layout that was named is predicted to need and to gain here; nothing is said of GPUs."""
+    if not is_cpu(choose_device(spec.backbone)):
+        return ()
+    jobs, (_, memory) = _jobs(spec, base_dir), _devices()
+    capacity = choose_capacity(spec.capacity, "cpu", spec.longest)
+    option = price_layout(_cost(spec, [job.rank for job in jobs]), jobs, capacity, parse_layout(layout, where=WHERE))
+    return (f"{option.told(memory)} (predicted)",)
+
+
+def _jobs(spec: RunSpec, base_dir: Path) -> list[LayoutJob]:
+    """The jobs with the tokens that their global batches have on average."""
+    tokenizer = load_tokenizer(spec.base_model)
+    return [
+        LayoutJob(_batch_tokens(job, tokenizer, base_dir), cost_ranks(job.adapter).widest, job.sums == "free")
+        for job in spec.jobs
+    ]
+
+
+def _batch_tokens(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> int:
+    """From the data, prepared here and kept for the run; where it cannot be, which the run will say, by max_length."""
+    try:
+        train = load_job_data(job, tokenizer, base_dir).train
+    except WeftError:
+        return job.batch_size * job.max_length
+    order = BatchSchedule.of(job, *train.sizes)
+    return max(1, -(-order.num_tokens(train.group_tokens) // order.num_steps))
 
 
 def forecaster_here(spec: RunSpec) -> DeviceForecaster | None:

@@ -36,6 +36,10 @@ def plan(
         str, typer.Option(help="Kind of device to plan for: cpu, h200, h100, a100-80, … Default: what is here.")
     ] = "auto",
     stages: Annotated[int, typer.Option(help="Stages of a pipeline over so many devices.", min=1)] = 1,
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="LAYOUT", help="Say what `weft train --layout` of it would do here: auto, stages:2, …"),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Global batches of each job to plan.", min=1)] = PLANNED_STEPS,
     profile: Annotated[
         Path | None,
@@ -55,6 +59,9 @@ def plan(
 
     spec = load_run(jobs_file, overrides or ())
     console = output_console()
+    told: tuple[str, ...] = ()
+    if layout is not None:
+        told, stages = _layout(spec, layout, stages, jobs_file.parent)
     with Console(stderr=True).status("reading the data and planning"):
         known = None if profile is None else load_profile(profile)
         hardware = _hardware(spec, device if known is None else _device_of(known, device, profile))
@@ -67,12 +74,31 @@ def plan(
             if found.fits:
                 break
     if as_json:
-        typer.echo(json.dumps(found.to_json()))
+        typer.echo(json.dumps(found.to_json() | ({"layout": told} if told else {})))
         return
+    for line in told:
+        console.print(f"layout    {line}", markup=False, highlight=False, soft_wrap=True)
     _show(found, console, is_measured=measured is not None)
     width = max(20, min(100, console.width - 12))
     console.print(gantt(found.timeline, width), markup=False, highlight=False)
     console.print("▒ forward  █ backward or both  | step  · idle", style="dim")
+
+
+def _layout(spec: RunSpec, layout: str, stages: int, base_dir: Path) -> tuple[tuple[str, ...], int]:
+    """What is said of a layout here, and the stages of its replica, of which the rest of the plan tells."""
+    from weft.cli.auto_layout import predicted_here, with_layout
+    from weft.cli.layout_options import LayoutOptions
+
+    if stages > 1:
+        raise ConfigError("says how many stages there are; leave --stages out, or --layout.", where="--layout")
+    options, told = LayoutOptions(layout), tuple[str, ...]()
+    if options.is_auto:
+        options, told = with_layout(spec, options, base_dir)
+    options.check(spec, ())
+    told = told or predicted_here(spec, layout, base_dir)
+    replicas = () if options.stages is None else options.stages.replica_sizes
+    more = ("what follows is one of its replicas with all jobs",) if len(replicas) > 1 else ()
+    return (*told, *options.notes(spec), *more), max(replicas, default=1)
 
 
 def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:

@@ -83,7 +83,7 @@ def train(
         from weft.cli.auto_layout import forecaster_here, with_layout
 
         stages.check_alone(options.flags)
-        stages, reasons = with_layout(spec, stages)
+        stages, reasons = with_layout(spec, stages, jobs_file.parent)
         forecast = forecaster_here(spec)
     stages.check(spec, options.flags)
     order = Order(spec, jobs_file, changes, keep_going, options, stages, forecast)
@@ -101,7 +101,12 @@ def train(
             _note(console, f"{place} holds a run: train with --resume, or into another --out")
         options.check(spec.backbone)
         run = _prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions(), forecast=None), console)
-        _show_plan(run, stages.notes(spec), console)
+        predicted: tuple[str, ...] = ()
+        if not reasons and stages.layout is not None:
+            from weft.cli.auto_layout import predicted_here
+
+            predicted = predicted_here(spec, stages.layout, jobs_file.parent)
+        _show_plan(run, (*predicted, *stages.notes(spec)), console)
         return
     train_order(order, place, resume=resume)
 

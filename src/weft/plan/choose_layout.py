@@ -27,10 +27,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class LayoutJob:
-    """What is known of a job before its data is read."""
+    """What is known of a job before it trains."""
 
     tokens: int
-    """Of a global batch, at most."""
+    """Of a global batch, on average."""
     rank: int
     is_free: bool = False
     """Its sums do not depend on any order, so that replicas may share its samples."""
@@ -43,11 +43,15 @@ class LayoutOption:
     layout: Layout
     device_bytes: int
     speed: float
+    step_s: float = 0.0
+    """Seconds of a global batch of every job."""
 
     def told(self, memory_bytes: int) -> str:
         """In one line."""
         needs = f"{self.device_bytes / GIB:,.2f} of {memory_bytes / GIB:,.2f} GiB a device"
+        step = f"{self.step_s:,.1f} s" if self.step_s >= 1 else f"{self.step_s * 1e3:,.3g} ms"
         verdict = f"{self.speed:.2f}x one device" if self.device_bytes <= memory_bytes else "does not fit"
+        verdict = f"{step} a step, {verdict}" if self.device_bytes <= memory_bytes else verdict
         return f"{self.layout}: {needs}, {verdict}"
 
 
@@ -74,10 +78,11 @@ def choose_layout(
     """The layout over so many devices of that memory; `cost` is that of the backbone on one of them."""
     if num_devices < 1 or not jobs:
         raise PlanError(f"got {num_devices} devices and {len(jobs)} jobs; at least one of each.", where="--layout auto")
-    options = [_whole(cost, jobs, capacity, 1)]
+    layouts = [Layout()]
     if num_devices > 1:
-        options += [_whole(cost, jobs, capacity, num_devices), _shards(cost, jobs, capacity, num_devices)]
-        options += [_stages(cost, jobs, capacity, n) for n in _powers(min(num_devices, cost.shape.num_layers))]
+        layouts += [Layout((ReplicaLayout(),) * num_devices), Layout((ReplicaLayout(shards=num_devices),))]
+        layouts += [Layout((ReplicaLayout(stages=n),)) for n in _powers(min(num_devices, cost.shape.num_layers))]
+    options = [price_layout(cost, jobs, capacity, layout) for layout in layouts]
     fitting = [option for option in options if option.device_bytes <= memory_bytes]
     if not fitting:
         least = min(options, key=lambda option: option.device_bytes)
@@ -92,34 +97,43 @@ def choose_layout(
     return LayoutChoice(chosen, tuple(options), memory_bytes)
 
 
-def _whole(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, number: int) -> LayoutOption:
-    return LayoutOption(Layout((ReplicaLayout(),) * number), _needs(cost, jobs, capacity), _shared_speed(jobs, number))
+def price_layout(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, layout: Layout) -> LayoutOption:
+    """What a layout needs and how fast it is; `cost` is that of the backbone on one device."""
+    parts = [_replica(cost, jobs, capacity, replica) for replica in layout.replicas]
+    speeds = [speed for _, speed in parts]
+    total, alone = sum(job.tokens for job in jobs), max((job.tokens for job in jobs if not job.is_free), default=0)
+    # A job whose sums are ordered has one home.
+    speed = speeds[0] if len(parts) == 1 else total / max(total / sum(speeds), alone / max(speeds))
+    # Jobs that do not fill a microbatch do not pay for a full one.
+    filled = min(capacity, total)
+    one_device_s = total / filled * _pass_s(cost, filled, 0)
+    return LayoutOption(layout, max(needs for needs, _ in parts), speed, one_device_s / speed)
 
 
-def _shards(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, number: int) -> LayoutOption:
+def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, replica: ReplicaLayout) -> tuple[int, float]:
+    """What the fullest device of a replica needs, and how fast it is against one device."""
+    if replica.shards > 1:
+        return _shards(cost, jobs, capacity, replica.shards)
+    number = replica.stages
+    piped = replace(cost, num_stages=number, tensor_parallel=replica.tensor, split=None)
+    slowest_s = max(_pass_s(piped, capacity, stage) for stage in range(number))
+    slowest_s += 2 * cost.transfer_s(capacity) if number > 1 else 0.0
+    num_microbatches = _num_microbatches(jobs, capacity)
+    filling = (number - 1) * (1.0 if len(jobs) == 1 else num_microbatches / (PROGRAM_MICROBATCHES * number))
+    speed = num_microbatches * _pass_s(cost, capacity, 0) / ((num_microbatches + filling) * slowest_s)
+    return max(_needs(piped, jobs, capacity, stage, number - stage) for stage in range(number)), speed
+
+
+def _shards(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, number: int) -> tuple[int, float]:
     shared = cost.memory.weight_bytes() * (number - 1) / number
     gather_s, compute_s = 2 * shared / cost.hardware.link_rate, _pass_s(cost, capacity, 0)
-    needs = _needs(cost, jobs, capacity) - round(shared)
-    speed = _shared_speed(jobs, number) * compute_s / max(compute_s, gather_s)
-    return LayoutOption(Layout((ReplicaLayout(shards=number),)), needs, speed)
+    total, alone = sum(job.tokens for job in jobs), max((job.tokens for job in jobs if not job.is_free), default=0)
+    speed = total / max(total / number, alone) * compute_s / max(compute_s, gather_s)
+    return _needs(cost, jobs, capacity) - round(shared), speed
 
 
-def _stages(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, number: int) -> LayoutOption:
-    piped = replace(cost, num_stages=number, split=None)
-    slowest_s = max(_pass_s(piped, capacity, stage) for stage in range(number)) + 2 * cost.transfer_s(capacity)
-    num_microbatches = max(1, -(-sum(job.tokens for job in jobs) // capacity))
-    filling = (number - 1) * (1.0 if len(jobs) == 1 else num_microbatches / (PROGRAM_MICROBATCHES * number))
-    seconds = (num_microbatches + filling) * slowest_s
-    speed = num_microbatches * _pass_s(cost, capacity, 0) / seconds
-    needs = max(_needs(piped, jobs, capacity, stage, number - stage) for stage in range(number))
-    return LayoutOption(Layout((ReplicaLayout(stages=number),)), needs, speed)
-
-
-def _shared_speed(jobs: Sequence[LayoutJob], number: int) -> float:
-    """Of replicas among which jobs are shared out: a job whose sums are ordered has one home."""
-    total = sum(job.tokens for job in jobs)
-    alone = max((job.tokens for job in jobs if not job.is_free), default=0)
-    return total / max(total / number, alone)
+def _num_microbatches(jobs: Sequence[LayoutJob], capacity: int) -> int:
+    return max(1, -(-sum(job.tokens for job in jobs) // capacity))
 
 
 def _pass_s(cost: AnalyticCost, capacity: int, stage: int) -> float:
