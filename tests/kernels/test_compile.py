@@ -33,7 +33,7 @@ the older ones those that serve adapters, and one form of the others, each on th
 NEWEST = max(RANKS)
 WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_gated", "_gated_grad",
                  "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad", "_rounded_gated",
-                 "_rounded_gated_grad"}  # fmt: skip
+                 "_rounded_gated_grad", "_norms"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def launch_others() -> None:
 
 def launch_bare() -> None:
     """Calls every kernel function of the frozen model, the optimizer and the weights."""
-    from weft.kernels import adamw, adamw_8bit
+    from weft.kernels import adamw, adamw_8bit, fixed_words
     from weft.kernels.layers import (
         attention,
         attention_grad,
@@ -202,6 +202,7 @@ def launch_bare() -> None:
     adamw.adamw_kernel(updates, zeros(1, dtype=torch.float32), zeros(1, dtype=torch.float32))
     codes, scales = (zeros(64, dtype=torch.int8), zeros(64, dtype=torch.uint8)), zeros(1, dtype=torch.float32)
     lean = adamw_8bit.QuantisedLane(lane.params_P, lane.grad_P, *codes, 1e-3, scales, scales)
+    fixed_words.collect_kernel(fixed_words.Words.of_nothing(lane.grad_P), lane.grad_P)
     adamw_8bit.adamw_8bit_kernel([replace(updates[0], lanes=(lean, lean))], zeros(1, dtype=torch.float32))
 
 

@@ -149,7 +149,9 @@ class Adapter:
                 found[group].append(words)
         joined = {group: SumWords.joined(own) for group, own in found.items()}
         kernels = {} if self.kernel_copy is None else self.kernel_copy.free_words()
-        return {group: w.with_words(kernels[group]) if group in kernels else w for group, w in joined.items()}
+        for group, words in kernels.items():
+            joined[group] = joined[group].with_words(words.fine_P, words.coarse_P)
+        return joined
 
     def penalties(self) -> dict[str, torch.Tensor] | None:
         """What is added to free sums that is not the loss's, by group; None if nothing is."""

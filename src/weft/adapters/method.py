@@ -30,6 +30,7 @@ from torch import nn
 from weft.adapters.place_share import PlaceShare
 from weft.adapters.routing import Routing, SlotRows
 from weft.adapters.sample_sums import FreeSums
+from weft.kernels.fixed_words import Words
 from weft.kernels.lora.tables import Entry
 from weft.kernels.methods.parts import OtherParts
 from weft.spec import AdapterSpec, JobSpec
@@ -167,8 +168,8 @@ class KernelCopy:
     def forget_gradients(self) -> None:
         """Empties those buffers."""
 
-    def free_words(self) -> Mapping[str, torch.Tensor]:
-        """The words in which kernels have added gradients whose sums are free, by group; each a pair in its order."""
+    def free_words(self) -> Mapping[str, Words]:
+        """The words in which kernels have added gradients whose sums are free, by group."""
         return {}
 
 

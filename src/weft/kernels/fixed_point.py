@@ -55,9 +55,8 @@ class SumWords:
     units: tuple[int, ...]
     """Of each tensor, what was added at most; `TOO_LARGE` where it is refused."""
 
-    def with_words(self, words_P2: torch.Tensor) -> SumWords:
+    def with_words(self, fine_P: torch.Tensor, coarse_P: torch.Tensor) -> SumWords:
         """The same tensors with sums that kernels have made (`fixed_words.py`)."""
-        fine_P, coarse_P = words_P2.unbind(-1)
         refused = [bool((own == REFUSED).any()) for own in coarse_P.split(self.sizes)]
         return replace(
             self, fine_P=fine_P, coarse_P=coarse_P, units=tuple(TOO_LARGE if each else 0 for each in refused)
@@ -89,7 +88,7 @@ def total_of_all(parts: Sequence[SumWords]) -> torch.Tensor:
         coarse_P += carried_P
         if part.coarse_P is not None:
             coarse_P += part.coarse_P
-    total_P = _rounded(rest_P, coarse_P)
+    total_P = rounded(rest_P, coarse_P)
     is_wrong = [sum(units) >= TOO_LARGE for units in zip(*(part.units for part in parts), strict=True)]
     for own, wrong in zip(total_P.split(first.sizes), is_wrong, strict=True):
         if wrong:
@@ -142,7 +141,7 @@ class FixedPointSum:
         """The sum (P) in fp32, all NaN if something was not finite or too large."""
         if not self._is_finite:
             return torch.full_like(self._values_P, math.nan)
-        return _rounded(self._fine_P, self._coarse_P)
+        return rounded(self._fine_P, self._coarse_P)
 
     @property
     def is_empty(self) -> bool:
@@ -182,7 +181,7 @@ class FixedPointSum:
         return self._coarse_P
 
 
-def _rounded(fine_P: torch.Tensor, coarse_P: torch.Tensor | None) -> torch.Tensor:
+def rounded(fine_P: torch.Tensor, coarse_P: torch.Tensor | None) -> torch.Tensor:
     """The number that both words stand for, rounded once; however it is divided between them."""
     carried_P = _carried(fine_P)
     rest_P = fine_P - (carried_P << CARRY_BITS)

@@ -9,7 +9,7 @@ import torch
 from tables_fixture import BARE, NAN_SLOT, SLOTS, WIDE_SLOTS, Setting, one_site, plain_drop, rows_of
 
 import weft.kernels.lora.weight_grad as module
-from weft.kernels.fixed_words import new_words, total_of_words
+from weft.kernels.fixed_words import Words, total_of_words
 from weft.kernels.lora.weight_grad import weight_grad_kernel, weight_grad_reference
 
 CASES = {"three": ((24, 8, 72), SLOTS), "two": ((20, 9), SLOTS), "one": ((7,), SLOTS), "wide": ((9, 8, 7), WIDE_SLOTS)}
@@ -122,17 +122,18 @@ def test_weight_grad_kernel_when_rows_do_not_drop_then_nothing_is_dropped():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=3e-5)
 
 
-def with_words(setting: Setting) -> list[torch.Tensor]:
+def with_words(setting: Setting) -> list[Words]:
     """Lets every other slot have free sums; returns all words."""
-    found: list[torch.Tensor] = []
+    found: list[Words] = []
     for slot, entries in list(setting.table.entries.items()):
         if slot % 2:
             # Those of A lie one after another, as the gradients do.
             grads = [entry.grad_a_RD for entry in entries.values()]
-            flat = new_words(torch.empty(sum(grad.numel() for grad in grads))).split([grad.numel() for grad in grads])
+            flat, start = Words.of_nothing(torch.empty(sum(grad.numel() for grad in grads))), 0
             free = {}
-            for (number, entry), own in zip(entries.items(), flat, strict=True):
-                words = [own.view(*entry.grad_a_RD.shape, 2), new_words(entry.grad_b_OR)]
+            for number, entry in entries.items():
+                words = [flat.part(start, entry.grad_a_RD.shape), Words.of_nothing(entry.grad_b_OR)]
+                start += entry.grad_a_RD.numel()
                 free[number] = replace(entry, words_a=words[0], words_b=words[1])
                 found += words
             setting.table.remove(slot)

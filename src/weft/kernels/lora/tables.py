@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from weft.kernels.dropout import drop, keep_mask, module_seed
+from weft.kernels.fixed_words import Words
 from weft.kernels.launch import cdiv, next_power_of_2
 from weft.kernels.methods.parts import NO_OTHERS, ColumnChange, OtherParts
 
@@ -24,12 +25,12 @@ ROW_TILE = 64
 adapter's weights less often."""
 ROW_BLOCK = 128
 """Rows of one block of a frozen product, whoever owns them."""
-NUM_FIELDS = 19
+NUM_FIELDS = 23
 """Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
 A, B and their gradients; the scale's bits; dropout. Then addresses of what changes outputs (8 to 11) and inputs or rank
 space (12 to 15), each a factor, a shift and their gradients; the number of a non-linearity in rank space, or the
-address of what is known of a sparse difference; addresses of the words of free sums of A and B. Where rows of samples
-are replaced: how many (1), and the addresses of these (2) and of their gradient (4)."""
+address of what is known of a sparse difference; addresses of the words of free sums of A (17 to 19) and B. Where rows
+of samples are replaced: how many (1), and the addresses of these (2) and of their gradient (4)."""
 OUTPUTS, INPUTS, MORE, SUMS = 8, 12, 16, 17
 """Fields that kernels of other methods begin at."""
 FREE = ("sums", "free")
@@ -85,10 +86,10 @@ class Entry:
     dropout: float
     key: int
     """Stable number of the module, part of every dropout key."""
-    words_a: torch.Tensor | None = None
+    words_a: Words | None = None
     """Where gradients of samples are added so that their order does not matter (`fixed_words.py`), instead of to the
     gradient; of A, if that is trained."""
-    words_b: torch.Tensor | None = None
+    words_b: Words | None = None
 
     @property
     def threshold(self) -> int:
@@ -239,9 +240,8 @@ class SlotTable:
                 addresses = _addresses(entry) if entry else (0, 0, 0, 0, 0, 0)
                 self._fields[slot, site.module + part, :OUTPUTS] = (rank | widest << 32, column, *addresses)
                 words = () if entry is None else (entry.words_a, entry.words_b)
-                self._fields[slot, site.module + part, SUMS : SUMS + len(words)] = [
-                    0 if each is None else each.data_ptr() for each in words
-                ]
+                found = [(0, 0, 0) if each is None else each.addresses for each in words]
+                self._fields[slot, site.module + part, SUMS : SUMS + 3 * len(found)] = [*itertools.chain(*found)]
         self._put_others(slot, others)
         self.device_SMF.copy_(torch.from_numpy(self._fields))
         return slot

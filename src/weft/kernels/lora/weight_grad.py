@@ -21,7 +21,7 @@ from itertools import product
 
 import torch
 
-from weft.kernels.fixed_words import add_number, add_to_words
+from weft.kernels.fixed_words import Words, add_number, add_small, add_to_words, is_spilling, small_limit
 from weft.kernels.launch import jit, lanes, runs_triton, tl
 from weft.kernels.lora.tables import RankLaunch, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import (
@@ -67,12 +67,12 @@ def weight_grad_reference(
 
 
 def _add_product(
-    grad_MN: torch.Tensor, words_MN2: torch.Tensor | None, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float
+    grad_MN: torch.Tensor, words: Words | None, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float
 ) -> None:
-    if words_MN2 is None:
+    if words is None:
         grad_MN.addmm_(left_LM.t(), right_LN, alpha=scale)
     else:
-        add_to_words(words_MN2, left_LM.t().mm(right_LN).mul_(scale))
+        add_to_words(words, left_LM.t().mm(right_LN).mul_(scale))
 
 
 @jit
@@ -149,26 +149,44 @@ def _sum_samples(  # type: ignore[no-untyped-def]
 ):
     """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `places` of narrow.
 
-    `words`: the address of those of free sums, or 0.
+    `words`: where the addresses of those of free sums are, or 0 in their place.
     """
     column_keys = columns
     if DROPPED:
         column_keys = feature_keys(columns, seed)
     is_free = False
     if FREE:
-        is_free = words != 0
+        is_free = tl.load(words) != 0
     if is_free:
-        there = words.to(tl.pointer_type(tl.int64)) + index * 2
-        fine, coarse = tl.load(there, mask=mask, other=0), tl.load(there + 1, mask=mask, other=0)
+        there = tl.load(words).to(tl.pointer_type(tl.int64)) + index
+        fine = tl.load(there, mask=mask, other=0)
+        is_large = mask & (fine != fine)
+        limit = small_limit(last_span - first_span)
         for span in range(first_span, last_span):
             start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
             acc = _sample_sum(
                 wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, places, has,
                 column_keys, threshold, DROPPED, BT, BN, BR,
             )  # fmt: skip
-            fine, coarse = add_number(fine, coarse, acc * factor)
-        tl.store(there, fine, mask=mask)
-        tl.store(there + 1, coarse, mask=mask)
+            fine, is_large = add_small(fine, is_large, acc * factor, limit)
+        if is_spilling(fine, is_large, mask):
+            # Seldom: again, number by number in memory, so that the usual way has the registers.
+            tl.store(tl.load(words + 2).to(tl.pointer_type(tl.int64)), 1)
+            for span in range(first_span, last_span):
+                start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+                acc = _sample_sum(
+                    wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, places, has,
+                    column_keys, threshold, DROPPED, BT, BN, BR,
+                )  # fmt: skip
+                beside = tl.load(words + 1).to(tl.pointer_type(tl.int64)) + index
+                old, more = tl.load(there, mask=mask, other=0), tl.load(beside, mask=mask, other=0)
+                old, more = add_number(old, more, acc * factor)
+                tl.store(there, old, mask=mask)
+                tl.store(beside, more, mask=mask)
+                # What one thread stores another may load.
+                tl.debug_barrier()
+        else:
+            tl.store(there, fine, mask=mask)
     else:
         here = grad + index
         total = tl.load(here, mask=mask, other=0.0)
@@ -252,14 +270,14 @@ def _grad_a(  # type: ignore[no-untyped-def]
             columns = (item % column_blocks) * BN + tl.arange(0, BN)
             whole = 0
             grad_whole = tl.load(line_of(table, slot, module, num_modules) + 4)
-            words_whole = tl.load(line_of(table, slot, module, num_modules) + 17)
+            begin = 0
             apart = False
             for part in tl.static_range(NUM_PARTS):
                 line = line_of(table, slot, module + part, num_modules)
                 rank = tl.load(line).to(tl.int32)
                 is_begin = (whole == 0) & (rank > 0)
                 grad_whole = tl.where(is_begin, tl.load(line + 4), grad_whole)
-                words_whole = tl.where(is_begin, tl.load(line + 17), words_whole)
+                begin = tl.where(is_begin, part, begin)
                 whole += rank
                 apart = apart | (rank % 8 != 0)
                 if DROPS:
@@ -274,16 +292,17 @@ def _grad_a(  # type: ignore[no-untyped-def]
                         threshold = drop_threshold(line)
                         for first in range(0, rank, BR):
                             _sum_a(
-                                x, ds, out, tl.load(line + 17), owned, keys, stride_x, stride_s, first_span,
+                                x, ds, out, line + 17, owned, keys, stride_x, stride_s, first_span,
                                 last_span, column, first, rank, columns, num_features, drop_seed(line), threshold,
                                 DROPS, FREE, BT, BN, BR,
                             )  # fmt: skip
                 else:
                     # The parts' A and their gradients lie one after another: one matrix, one reading of x.
                     out = tl.multiple_of(grad_whole.to(tl.pointer_type(tl.float32)), 16)
+                    words = line_of(table, slot, module + begin, num_modules) + 17
                     for first in range(0, whole, BR):
                         _sum_a(
-                            x, ds, out, words_whole, owned, keys, stride_x, stride_s, first_span, last_span, 0, first,
+                            x, ds, out, words, owned, keys, stride_x, stride_s, first_span, last_span, 0, first,
                             whole, columns, num_features, 0, 0, False, FREE, BT, BN, BR,
                         )  # fmt: skip
 
@@ -330,7 +349,7 @@ def _grad_b(  # type: ignore[no-untyped-def]
                 index = columns.to(tl.int64)[:, None] * rank + ranks[None, :]
                 mask = (ranks < rank)[None, :] & inside[:, None]
                 _sum_samples(
-                    dy, s, grad, tl.load(line + 18), index, mask, owned, owned, stride_y, stride_s, first_span,
+                    dy, s, grad, line + 20, index, mask, owned, owned, stride_y, stride_s, first_span,
                     last_span, columns, begin, inside, column + ranks, ranks < pad(rank), scale, 0, 0, False, FREE,
                     BT, BN, BR,
                 )  # fmt: skip

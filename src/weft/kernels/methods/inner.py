@@ -19,7 +19,8 @@ from weft.kernels.methods.parts import NO_OTHERS
 
 NUM_PROGRAMS = 132
 _BIAS, _GRAD_BIAS = INPUTS + 1, INPUTS + 3
-_ROWS = 32
+_ROWS, _COLUMNS = 128, 16
+"""What a program of `_bias_sums` reads at a time: one has a whole owner's rows, so it is the fewer, the sooner."""
 
 
 def activate_reference(s_TR: torch.Tensor, out_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
@@ -203,7 +204,6 @@ def activate_grad_kernel(
 
 def bias_sums_kernel(da_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     """Adds to the gradients of the biases."""
-    block = min(64, table.rank_class)
     _bias_sums[(NUM_PROGRAMS,)](
         da_TR,
         table.device_SMF,
@@ -212,10 +212,10 @@ def bias_sums_kernel(da_TR: torch.Tensor, site: Site, rows: RowTables, table: Sl
         da_TR.stride(0),
         site.module,
         table.num_modules,
-        table.rank_class // block,
+        table.rank_class // _COLUMNS,
         GRAD_BIAS=_GRAD_BIAS,
         BT=_ROWS,
-        BR=block,
+        BR=_COLUMNS,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from weft.kernels.launch import jit, next_power_of_2, runs_triton, tl
 
-_ROWS = 32
+_ROWS = 64
 _NARROW = 64
 """Ranks up to which A Aᵀ has room beside all else."""
 
@@ -46,6 +46,8 @@ class RowNorms:
         blocks = [(m, first) for m, module in enumerate(modules) for first in range(0, len(module.norms_O), _ROWS)]
         self._blocks_N2 = torch.tensor(blocks, dtype=torch.int32, device=device)
         self._widest = max(16, next_power_of_2(max(len(module.a_PD) for module in modules)))
+        self._in_vectors = all(module.weight_OD.shape[1] % 16 == 0 for module in modules)
+        """Rows begin at whole vectors, as they do in all models we know: a kernel that knows it reads them so."""
 
     def measure(self) -> None:
         """Finds the lengths for A and B as they are."""
@@ -70,6 +72,7 @@ class RowNorms:
             BM=_ROWS,
             BK=128 if self._widest <= _NARROW else 32,
             IS_NARROW=self._widest <= _NARROW,
+            IN_VECTORS=self._in_vectors,
             num_warps=4,
             num_stages=4,
         )
@@ -85,7 +88,14 @@ def _addresses(module: NormedRows) -> tuple[int, ...]:
 
 @jit
 def _norms(  # type: ignore[no-untyped-def]
-    table, blocks, like, P: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, IS_NARROW: tl.constexpr
+    table,
+    blocks,
+    like,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    IS_NARROW: tl.constexpr,
+    IN_VECTORS: tl.constexpr,
 ):
     """`like`: any tensor of the weights' type."""
     block = blocks + tl.program_id(0) * 2
@@ -93,10 +103,13 @@ def _norms(  # type: ignore[no-untyped-def]
     kind: tl.constexpr = like.dtype.element_ty
     weight = tl.multiple_of(tl.load(line).to(tl.pointer_type(kind)), 16)
     a = tl.multiple_of(tl.load(line + 1).to(tl.pointer_type(kind)), 16)
-    b = tl.load(line + 2).to(tl.pointer_type(kind))
+    b = tl.multiple_of(tl.load(line + 2).to(tl.pointer_type(kind)), 16)
     norms = tl.load(line + 3).to(tl.pointer_type(tl.float32))
     own = tl.load(line + 4).to(tl.pointer_type(tl.float32))
     num_out, num_in, width = tl.load(line + 5), tl.load(line + 6), tl.load(line + 7)
+    width = tl.multiple_of(width, 8)
+    if IN_VECTORS:
+        num_in = tl.multiple_of(num_in, 16)
     rows = tl.load(block + 1) + tl.arange(0, BM)
     ranks = tl.arange(0, P)
     row_mask, has = rows < num_out, ranks < width

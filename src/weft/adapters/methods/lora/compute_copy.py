@@ -12,7 +12,7 @@ import torch
 
 from weft.adapters.method import KernelCopy
 from weft.adapters.methods.lora.weights import LoraWeights
-from weft.kernels.fixed_words import new_words, total_of_words
+from weft.kernels.fixed_words import Words, collect
 from weft.kernels.lora.tables import Entry, padded
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ComputeCopy(KernelCopy):
         super().__init__(adapter)
         self._modules, self._groups = modules, groups
         self._words = {
-            group: new_words(adapter.groups[group].grad)
+            group: Words.of_nothing(adapter.groups[group].grad)
             for group in groups
             if adapter.has_free_sums and group in adapter.groups
         }
@@ -48,8 +48,7 @@ class ComputeCopy(KernelCopy):
             words = {}
             for group, grad in zip(groups, (w.grad_a_RD, w.grad_b_OR), strict=True):
                 if group in self._words:
-                    own = self._words[group][starts[group] : starts[group] + grad.numel()]
-                    words[group] = own.view(*grad.shape, 2)
+                    words[group] = self._words[group].part(starts[group], grad.shape)
                     starts[group] += grad.numel()
             self.entries[path] = Entry(
                 rank,
@@ -70,16 +69,15 @@ class ComputeCopy(KernelCopy):
 
     def collect(self) -> None:
         """Adds free sums to the gradients, each rounded once."""
-        for group, words_P2 in self._words.items():
-            self._adapter.groups[group].grad.add_(total_of_words(words_P2))
-        self.forget_gradients()
+        for group, words in self._words.items():
+            collect(words, self._adapter.groups[group].grad)
 
     def forget_gradients(self) -> None:
         """Those of free sums."""
-        for words_P2 in self._words.values():
-            words_P2.zero_()
+        for words in self._words.values():
+            words.forget()
 
-    def free_words(self) -> Mapping[str, torch.Tensor]:
+    def free_words(self) -> Mapping[str, Words]:
         """The sums so far."""
         return self._words
 
