@@ -149,8 +149,8 @@ class Adapter:
                 found[group].append(words)
         joined = {group: SumWords.joined(own) for group, own in found.items()}
         kernels = {} if self.kernel_copy is None else self.kernel_copy.free_words()
-        for group, words in kernels.items():
-            joined[group] = joined[group].with_words(words.fine_P, words.coarse_P)
+        for group, made in kernels.items():
+            joined[group] = joined[group].with_words(made.fine_P, made.coarse_P)
         return joined
 
     def penalties(self) -> dict[str, torch.Tensor] | None:

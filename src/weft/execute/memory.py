@@ -124,6 +124,8 @@ class ExpectedJobs:
     adapters: tuple[AdapterSpec, ...]
     most: int
     """How many may train at a time."""
+    have_free: bool = False
+    """Whether the sums of some are free."""
 
 
 USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank in (16, 64)), 32)
@@ -141,7 +143,7 @@ def load_within(
     notes: tuple[str, ...] = ()
     if limit is not None and not is_gpu(device):
         notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
-    ahead = compile_ahead.start(spec, expected.adapters, expected.most)
+    ahead = compile_ahead.start(spec, expected.adapters, expected.most, have_free=expected.have_free)
     backbone = load_part_within(spec, limit)
     backbone.ahead = ahead
     return backbone, notes if ahead is None or ahead.is_ready else (*notes, COMPILING)

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"model": LARGE, "quantize": "int8"},
     "mlp again": {"recompute": "mlp"},
     "all again": {"recompute": "full"},
+    "free sums": {"model": LARGE, "sums": "free"},
     "many jobs": {"ranks": (8,) * 33},
     "bottleneck": {"model": LARGE, "method": "bottleneck", "ranks": (64, 64)},
 }
@@ -106,7 +107,7 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     for rank, dropout in jobs:
         width = {"r": rank, "lora_dropout": dropout} if method == "lora" else {f"{method}_size": rank}
         spec = AdapterSpec(method=method, **width)
-        adapter = backbone.new_adapter(spec, 0, torch.device("cpu"))
+        adapter = backbone.new_adapter(spec, 0, torch.device("cpu"), sums=case.get("sums", "ordered"))
         adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
         slot = backbone.attach(adapter)
         optimizers.append(AdamW(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
@@ -119,6 +120,8 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     backbone.path.look(evaluated, tile)
     # A captured graph holds the way back too, whoever takes it.
     backbone.launch(evaluated, tile)
+    for optimizer in optimizers:
+        optimizer.adapter.complete_gradients()
     for number in (1, len(jobs)):
         step_together(optimizers[:number], [True] * number, finite_J[:number].clone())
 
@@ -145,12 +148,14 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
 
     from weft.adapters.methods import method_of
     from weft.backbone.ahead.rehearsal import rehearse
+    from weft.kernels.lora.tables import FREE
     from weft.kernels.recorded import recorded_launches
     from weft.spec import AdapterSpec
 
     model = meta_model(name if name in FAMILIES else "llama", case.get("model", {}))
     ranks, dropout = case.get("ranks", (8, 12)), case.get("dropout", 0.0)
     method = method_of(AdapterSpec(method=case.get("method", "lora")))
+    free = {FREE} if case.get("sums") == "free" else set()
     request = KernelRequest(
         # As in the model's directory.
         config=json.loads(model.config.to_json_string()),
@@ -159,7 +164,7 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
         recompute=case.get("recompute", "none"),
         ranks=tuple(sorted(set(ranks))),
         drops=dropout > 0,
-        others=tuple(sorted(method.kernel_changes)),
+        others=tuple(sorted({*method.kernel_changes, *free})),
         num_jobs=len(ranks),
         lanes=(len(method.groups),),
         gpu=H200,

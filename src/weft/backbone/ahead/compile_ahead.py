@@ -32,6 +32,7 @@ from weft.backbone.source import find_source
 from weft.families.registry import why_unfit
 from weft.kernels.device import capability, gpu_kind, has_streams
 from weft.kernels.launch import has_triton
+from weft.kernels.lora.tables import FREE
 from weft.kernels.tuning import tuning_file
 from weft.spec import AdapterSpec, BackboneSpec
 
@@ -100,9 +101,14 @@ class CompileAhead:
         return self._is_ready
 
 
-def start(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int) -> CompileAhead | None:
-    """Begins to compile what adapters on a backbone will launch; None where there is nothing to do."""
-    request = _request(spec, adapters, num_jobs)
+def start(
+    spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False
+) -> CompileAhead | None:
+    """Begins to compile what adapters on a backbone will launch; None where there is nothing to do.
+
+    `have_free`: the sums of some of them are free.
+    """
+    request = _request(spec, adapters, num_jobs, have_free=have_free)
     if request is None:
         return None
     marker = _marker(request)
@@ -115,7 +121,9 @@ def start(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int) ->
         return None
 
 
-def _request(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int) -> KernelRequest | None:
+def _request(
+    spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False
+) -> KernelRequest | None:
     """None where no Triton kernel is launched, or nobody can say which."""
     device = choose_device(spec)
     dtype = choose_dtype(spec, device)
@@ -130,6 +138,7 @@ def _request(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int)
             return None
     except Exception:  # whatever is wrong with the model's files, loading says it better
         return None
+    others = {change for adapter in fused for change in method_of(adapter).kernel_changes}
     return KernelRequest(
         config=config,
         dtype=str(dtype).removeprefix("torch."),
@@ -137,7 +146,7 @@ def _request(spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int)
         recompute=spec.recompute,
         ranks=tuple(sorted({method_of(adapter).kernel_rank(adapter) for adapter in fused} - {0})),
         drops=any(adapter.lora_dropout > 0 for adapter in fused),
-        others=tuple(sorted({change for adapter in fused for change in method_of(adapter).kernel_changes})),
+        others=tuple(sorted(others | ({FREE} if have_free else set()))),
         num_jobs=num_jobs,
         lanes=tuple(sorted({_num_trained(adapter) for adapter in fused})),
         gpu=gpu_kind(device),
