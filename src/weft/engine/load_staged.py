@@ -48,7 +48,7 @@ def load_staged(
     Like `load_engine`.
     """
     wall = wall or WallClock()
-    executor = load_stages(spec.backbone, layout, spec.memory_limit, _expected(spec, jobs))
+    executor = load_stages(spec.backbone, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
     planner = _stage_planner(spec, layout, _row_tile(spec, jobs, executor))
     engine = _engine(spec, jobs, executor, planner, wall)
     notes = (*layout_notes(spec, layout), *((COMPILING,) if executor.is_compiling else ()))
@@ -65,7 +65,7 @@ def load_following(
         stages = layout.stages_of(wanted)
         if stages is None:
             return lambda: executor_on(spec.backbone)
-        return lambda: load_stages(spec.backbone, stages, spec.memory_limit, _expected(spec, jobs))
+        return lambda: load_stages(spec.backbone, stages, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
 
     def planner_in(wanted: Layout) -> Planner:
         stages = layout.stages_of(wanted)
@@ -85,10 +85,6 @@ def load_following(
     stages = layout.stages_of(layout.first)
     notes = () if stages is None else layout_notes(spec, stages)
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
-
-
-def _expected(spec: RunSpec, jobs: Sequence[JobSpec]) -> ExpectedJobs:
-    return ExpectedJobs(tuple(job.adapter for job in jobs), spec.max_jobs or len(jobs))
 
 
 def _row_tile(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor) -> int:

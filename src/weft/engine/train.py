@@ -58,8 +58,7 @@ def load_engine(
     `auto`, so that all that follows agrees on it. All the time that `wall` has seen by then was spent on loading.
     """
     wall = wall or WallClock()
-    have_free = any(job.sums == "free" for job in jobs)
-    expected = ExpectedJobs(tuple(job.adapter for job in jobs), spec.max_jobs or len(jobs), have_free)
+    expected = ExpectedJobs.of(jobs, spec.max_jobs)
     backbone, notes = load_within(spec.backbone, spec.memory_limit, expected)
     wall.add_start(Activity.LOADING)
     engine = Engine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ from weft.kernels.device import (
     total_bytes,
 )
 from weft.plan.admit import MARGIN, Budget
-from weft.spec import AdapterSpec, BackboneSpec
+from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity, memory_fraction
 
 USUAL_STATE_BYTES = 8
@@ -127,6 +127,15 @@ class ExpectedJobs:
     have_free: bool = False
     """Whether the sums of some are free."""
 
+    @classmethod
+    def of(cls, jobs: Sequence[JobSpec], most: int | None) -> ExpectedJobs:
+        """These, of which at most so many train at a time; None: all."""
+        return cls(tuple(job.adapter for job in jobs), most or len(jobs), any(job.sums == "free" for job in jobs))
+
+    def compile_ahead(self, spec: BackboneSpec) -> compile_ahead.CompileAhead | None:
+        """Begins to compile the kernels they need, where that has not been done before."""
+        return compile_ahead.start(spec, self.adapters, self.most, have_free=self.have_free)
+
 
 USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank in (16, 64)), 32)
 """What a service expects before it knows any: both usual classes of ranks, with dropout and without."""
@@ -143,7 +152,7 @@ def load_within(
     notes: tuple[str, ...] = ()
     if limit is not None and not is_gpu(device):
         notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
-    ahead = compile_ahead.start(spec, expected.adapters, expected.most, have_free=expected.have_free)
+    ahead = expected.compile_ahead(spec)
     backbone = load_part_within(spec, limit)
     backbone.ahead = ahead
     return backbone, notes if ahead is None or ahead.is_ready else (*notes, COMPILING)

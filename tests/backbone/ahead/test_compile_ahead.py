@@ -16,6 +16,7 @@ from weft.backbone.ahead import compile_ahead
 from weft.backbone.ahead.compile_ahead import CompileAhead, read_config, start
 from weft.backbone.ahead.request import KernelRequest
 from weft.kernels.device import GpuKind
+from weft.kernels.lora.tables import FREE
 from weft.spec import AdapterSpec, BackboneSpec
 
 H200 = GpuKind("NVIDIA H200", (9, 0), 132, 2**37)
@@ -77,13 +78,15 @@ def test_close_when_the_process_is_at_work_then_it_ends(monkeypatch, tmp_path):
     assert ahead.is_ready
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, spec: BackboneSpec, *adapters: AdapterSpec) -> KernelRequest | None:
+def asked(
+    monkeypatch: pytest.MonkeyPatch, spec: BackboneSpec, *adapters: AdapterSpec, have_free: bool = False
+) -> KernelRequest | None:
     """What would be asked for on a machine with a GPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(compile_ahead, "choose_device", lambda spec: torch.device("cuda"))
     monkeypatch.setattr(compile_ahead, "capability", lambda device: (9, 0))
     monkeypatch.setattr(compile_ahead, "gpu_kind", lambda device: H200)
-    return compile_ahead._request(spec, adapters, len(adapters))
+    return compile_ahead._request(spec, adapters, len(adapters), have_free=have_free)
 
 
 def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(monkeypatch):
@@ -96,6 +99,8 @@ def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(monk
     assert (request.dtype, request.quantize, request.gpu) == ("bfloat16", "fp8", H200)
     assert request.config["model_type"] == "llama"
     assert KernelRequest.from_json(request.to_json()) == request
+    free = asked(monkeypatch, BackboneSpec("tiny"), AdapterSpec(r=8), have_free=True)
+    assert free is not None and free.others == (FREE,)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_start_when_everything_was_compiled_before_then_does_nothing(monkeypatch
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     use_program(monkeypatch, FINISHES)
     requests = [REQUEST, REQUEST, replace(REQUEST, ranks=(8, 128))]
-    monkeypatch.setattr(compile_ahead, "_request", lambda *_: requests.pop(0))
+    monkeypatch.setattr(compile_ahead, "_request", lambda *_, **__: requests.pop(0))
     spec = BackboneSpec("tiny")
     first = start(spec, [], 1)
     assert first is not None and first._process.wait() == 0

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weft.backbone.ahead import compile_ahead
 from weft.backbone.load import choose_device, choose_dtype, load_config
 from weft.backbone.model_part import ModelPart, num_layers
 from weft.backbone.source import find_source, load_tokenizer
@@ -68,7 +67,7 @@ def load_stages(
     replicas = [find_parts(spec, size, layout.tensor) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(spec.base_model)
     gpus = find_gpus(spec, layout.num_devices, layout.gpus)
-    ahead = None if expected is None else compile_ahead.start(spec, expected.adapters, expected.most)
+    ahead = None if expected is None else expected.compile_ahead(spec)
     processes = StageProcesses(
         spec,
         *replicas,
