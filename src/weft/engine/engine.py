@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from weft.inference.answers import Answer
     from weft.inference.generate import Decoding
 
-LOST = "{error} It was started anew; they go on from their last checkpoints, and all other jobs from where they were."
+BACK = "their replica was started anew; they go on from their last checkpoints, and all other jobs from where they were"
 RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")
 
 
@@ -274,6 +274,7 @@ class Engine:
     def _recover(self, error: ReplicaLostError) -> Iterator[Event]:
         """Goes on after a replica of several was lost: its jobs are queued, to begin at their last checkpoints."""
         self._program = None
+        yield JobWarning((), f"{error} It is started anew.")
         ended = {name for name, job in self.jobs.items() if job.state.is_final}
         with self.timeline.wall.spending(Activity.LOADING):
             lost = {*self.executor.recover(ended)} - ended
@@ -282,7 +283,7 @@ class Engine:
         for job in jobs:
             self._lifecycle.transitions.lose(job)
         self._is_within = False
-        yield JobWarning(tuple(sorted(lost)), LOST.format(error=error))
+        yield JobWarning(tuple(sorted(lost)), BACK)
 
     @property
     def time_split(self) -> TimeSplit:

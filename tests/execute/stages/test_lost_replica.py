@@ -89,8 +89,8 @@ def test_job_at_home_elsewhere_when_a_replica_is_killed_then_repeats_no_step(rep
 
     run.run(on_event)
     assert replicas.processes[0].pid == living
-    assert lost and [set(warning.jobs) for warning in run.warnings] == [lost]
-    assert "stage 1: was ended by signal 9, so its replica was ended. It was started anew" in run.warnings[0].message
+    assert lost and [set(warning.jobs) for warning in run.warnings] == [set(), lost]
+    assert "stage 1: was ended by signal 9, so its replica was ended. It is started anew." in run.warnings[0].message
     assert run.twice() <= lost
     for name, outcome in expected.items():
         found = flat(run.engine.executor.adapter_of(name))
@@ -121,7 +121,7 @@ def test_spread_job_when_a_replica_is_killed_in_a_program_then_goes_back_to_its_
         patch.setattr(replicas, "ask", ask)
         run.run(lambda event: None)
     assert replicas.processes[1].pid == living
-    assert len(lost) == 3 and [set(warning.jobs) for warning in run.warnings] == [lost]
+    assert len(lost) == 3 and [set(warning.jobs) for warning in run.warnings] == [set(), lost]
     assert run.twice() <= lost
     for name, outcome in expected.items():
         found = flat(run.engine.executor.adapter_of(name))
