@@ -192,11 +192,11 @@ def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_aga
     plans.foresee(NEEDS_A_SEARCH[:1], limits)
     may_go.set()
     assert plans._ahead is not None
-    plans._ahead[2].result(600)
+    plans._ahead[1].result(600)
     assert plans.program(NEEDS_A_SEARCH, limits) != pack(NEEDS_A_SEARCH, limits), "late for one, in time for another"
     assert asked == [NEEDS_A_SEARCH], "one plan at a time"
     plans.foresee(NEEDS_A_SEARCH, limits)
-    plans._ahead[2].result(600)
+    plans._ahead[1].result(600)
     assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 2
 
 

@@ -104,6 +104,7 @@ class Engine:
             keeper=self._keeper,
             timeline=self.timeline,
         )
+        self._lifecycle.transitions.land = self._land
         self._settlement = Settlement(self._lifecycle)
         self._is_capacity_free = capacity == "auto"
         self._own_directory: RunDirectory | None = None
@@ -201,7 +202,9 @@ class Engine:
 
         `events` ends once no job can go on; hold the job at a later step, and it goes on with the next call.
         """
-        progress = self._job(name).progress
+        job, progress = self._job(name), self._job(name).progress
+        if job.begun_step is not None and step < job.begun_step:
+            self._land()
         before, progress.hold_step = progress.hold_step, min(max(step, progress.step), progress.num_steps)
         self._has_released |= progress.hold_step > before
 
@@ -238,7 +241,9 @@ class Engine:
         """Trains until no job can go on."""
         yield from self._tell()
         while not self._stopping:
-            yield from self._finish_program()
+            is_forecast = self._layouts is not None and self._layouts.is_ready
+            if is_forecast or self._program is None or not self._program.goes_on:
+                yield from self._finish_program()
             yield from self._settlement.receive()
             while self._commands:
                 # Done before it is told: a reader that leaves here must not leave half a command behind.
@@ -292,20 +297,24 @@ class Engine:
 
     def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
         """The adapter's tensors of a job by module path, as they are now; LoRA's are (A, B)."""
+        self._land()
         return dict(self.executor.adapter_of(self._job(name).name))
 
     def evaluate(self, name: str) -> MeanScores:
         """How a job does on its evaluation data as it is now."""
         work = EvaluationWork((self._job(name).name,), self.limits.capacity, self.row_tile)
+        self._land()
         return self.executor.wait(self.executor.start(work)).means[0]
 
     def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]:
         """What a job answers to prompts as it is now."""
         work = AnswersWork({self._job(name).name: prompts}, decoding)
+        self._land()
         return self.executor.wait(self.executor.start(work))[name]
 
     def export_adapter(self, name: str, directory: Path | str) -> None:
         """Writes a job's adapter, as it is now, as a PEFT directory; its parent must exist."""
+        self._land()
         self._keeper.export_adapter(self._job(name), Path(directory))
 
     def export_checkpoints(self, to: ExportTo) -> None:
@@ -343,8 +352,12 @@ class Engine:
 
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Plans the next program and runs it, until its end or until something changes who trains."""
-        kind = StagedRun if self.executor.facts.takes_programs else ProgramRun
-        program = kind(self.executor, running, self._plans, self.limits, self.row_tile, self.timeline)
+        program = self._program
+        if isinstance(program, StagedRun) and program.goes_on:
+            program.go_on(running)
+        else:
+            kind = StagedRun if self.executor.facts.takes_programs else ProgramRun
+            program = kind(self.executor, running, self._plans, self.limits, self.row_tile, self.timeline)
         self._program, self._has_released = program, False
         while names := program.next_jobs():
             done: list[Event] | None = None
@@ -364,11 +377,7 @@ class Engine:
                 jobs = self._lifecycle
                 yield from jobs.make_room(names) if failure is None else jobs.find_culprit(names, failure)
                 return
-            for event in done:
-                if isinstance(event, StepDone):
-                    self._keeper.note_step(self.jobs[event.job], event)
-                    self.jobs[event.job].is_suspect = False
-            self._untold.extend(done)
+            self._note(done)
             if program.loss is not None:
                 raise program.loss
             yield from self._tell()
@@ -396,15 +405,31 @@ class Engine:
             self.planner, self._plans = planner, LookaheadPlanner(planner, self.timeline)
         return [] if event is None else [event]
 
-    def _finish_program(self) -> list[Event]:
+    def _finish_program(self) -> Iterator[Event]:
         """Before anything else is decided: what has been started is counted."""
-        program, self._program = self._program, None
-        if program is None:
-            return []
+        if self._program is not None:
+            self._count_started(self._program)
+        self._program = None
+        yield from self._tell()
+
+    def _land(self) -> None:
+        """Counts steps that stages have begun, so that jobs stand where their tensors do; they are told later."""
+        if self._program is not None and self._program.goes_on:
+            self._count_started(self._program)
+
+    def _count_started(self, program: ProgramRun | StagedRun) -> None:
         self._is_within = True
-        events = program.finish()
+        done = program.finish()
         self._is_within = False
-        return events
+        self._note(done)
+
+    def _note(self, done: Sequence[Event]) -> None:
+        """Notes what has been done, to be told."""
+        for event in done:
+            if isinstance(event, StepDone):
+                self._keeper.note_step(self.jobs[event.job], event)
+                self.jobs[event.job].is_suspect = False
+        self._untold.extend(done)
 
     def _tell(self) -> Iterator[Event]:
         """Tells what has been done, and settles each step once it is told."""

@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from weft.cost.adapter_times import AdapterTimes
 from weft.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
 from weft.cost.learned import PASSES, StagePace
+from weft.cost.types import CostModel, LinearCost
 from weft.engine.timeline import TimelineRecorder
 from weft.plan.check import violations
 from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner
+from weft.plan.pipeline.append import EndlessProgram
+from weft.plan.pipeline.build import Schedule
+from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
 from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.choose import FastestPipeline, PipelineChoice
@@ -64,6 +69,15 @@ class Made:
     """Passes that the choice rests on."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a program is to be made for."""
+
+    queues: list[JobQueue]
+    limits: Limits
+    behind: tuple[Microbatch, ...] = ()
+
+
 class LookaheadPlanner:
     """Programs of one planner, each checked before it is used."""
 
@@ -71,7 +85,7 @@ class LookaheadPlanner:
         self._planner = planner
         self._timeline = timeline
         self._thread = ThreadPoolExecutor(1, "weft-plan")
-        self._ahead: tuple[list[JobQueue], Limits, Future[Made]] | None = None
+        self._ahead: tuple[_Asked, Future[Made]] | None = None
         self.pace = LearnedPace()
         self.stages = StagePace()
         self._chosen: Made | None = None
@@ -79,28 +93,58 @@ class LookaheadPlanner:
         self._told: tuple[int, bool] | None = None
         """How many groups were told last, and whether from measurements."""
 
-    def program(self, queues: list[JobQueue], limits: Limits) -> Program:
-        """The program for these queues; at once if it was foreseen, and never late."""
+    def program(
+        self,
+        queues: list[JobQueue],
+        limits: Limits,
+        behind: tuple[Microbatch, ...] = (),
+        *,
+        patience_s: float | None = None,
+    ) -> Program:
+        """The program for these queues; at once if it was foreseen, and never late.
+
+        `behind`: the last microbatches of the program that it is appended to; `patience_s`: how long that one still
+        runs for sure.
+        """
+        asked = _Asked(queues, limits, behind)
         with self._timeline.span("plan"):
-            if self._ahead is None or self._ahead[:2] != (queues, limits):
-                return self._at_once(queues, limits)
-            made = self._ahead[2]
+            if self._ahead is None or self._ahead[0] != asked:
+                return self._at_once(asked)
+            made = self._ahead[1]
             if not made.done():
-                greedy = self._make(self._quick, queues, limits).program
+                greedy = self._make(self._quick, asked).program
+                wait_s = WAITING_SHARE * self.pace.seconds(greedy) if patience_s is None else patience_s
                 try:
-                    made.result(max(SHORTEST_WAIT_S, WAITING_SHARE * self.pace.seconds(greedy)))
+                    made.result(max(SHORTEST_WAIT_S, wait_s))
                 except TimeoutError:
                     return greedy
             return self._collect()
 
-    def foresee(self, queues: list[JobQueue], limits: Limits) -> None:
+    def foresee(self, queues: list[JobQueue], limits: Limits, behind: tuple[Microbatch, ...] = ()) -> None:
         """Plans for queues that are likely to come next, beside training; not while an older plan is being made."""
         if self._ahead is not None:
-            if not self._ahead[2].done():
+            if not self._ahead[1].done():
                 return
             self._collect()
         if queues:
-            self._ahead = (queues, limits, self._thread.submit(self._make, self._planner, queues, limits))
+            asked = _Asked(queues, limits, behind)
+            self._ahead = (asked, self._thread.submit(self._make, self._planner, asked))
+
+    def endless(self, limits: Limits) -> EndlessProgram | None:
+        """For programs that go on, where those of the planner can: a pipeline whose schedule never flushes it."""
+        planner = self._planner
+        if isinstance(planner, FastestPipeline) and planner.num_stages > 1:
+            return EndlessProgram(planner.num_stages, planner.memory_bytes(limits.capacity))
+        if isinstance(planner, PipelinePlanner) and planner.num_stages > 1 and planner.schedule is Schedule.EAGER:
+            return EndlessProgram(planner.num_stages)
+        return None
+
+    def costs(self) -> tuple[CostModel, AdapterTimes | None]:
+        """What passes are taken to cost where programs are appended."""
+        if not isinstance(self._planner, FastestPipeline):
+            return LinearCost(), None
+        planner, _ = self._informed(self._planner)
+        return planner.cost, planner.adapters
 
     def observe(self, microbatch: Microbatch, seconds: float) -> None:
         """Notes how long a microbatch took, and now and then learns from all of them, beside training."""
@@ -110,13 +154,13 @@ class LookaheadPlanner:
         if pace.num_seen % LEARN_EVERY == 0:
             self._thread.submit(pace.fit.learn, pace.fit.seen)
 
-    def _at_once(self, queues: list[JobQueue], limits: Limits) -> Program:
+    def _at_once(self, asked: _Asked) -> Program:
         planner = self._planner
         if isinstance(planner, ExactPlanner):
-            planner = planner.within(WAITING_SHARE * self.pace.seconds(pack(queues, limits)))
+            planner = planner.within(WAITING_SHARE * self.pace.seconds(pack(asked.queues, asked.limits)))
         elif isinstance(planner, FastestPipeline):
             planner = planner.quick
-        return self._make(planner, queues, limits).program
+        return self._make(planner, asked).program
 
     def observe_stages(self, program: Program, spans: Sequence[Span]) -> None:
         """Notes what the passes and steps of a program took on every stage."""
@@ -149,17 +193,18 @@ class LookaheadPlanner:
     def _collect(self) -> Program:
         """What has been made ahead, its time on record."""
         assert self._ahead is not None
-        made, self._ahead = self._ahead[2], None
+        made, self._ahead = self._ahead[1], None
         found = made.result()
         # Here, not in the thread that made it: the last span is always one of training's own.
         self._timeline.spans.append(found.span)
         self._chosen = found if found.choice is not None else None
         return found.program
 
-    def _make(self, planner: Planner, queues: list[JobQueue], limits: Limits) -> Made:
+    def _make(self, planner: Planner, asked: _Asked) -> Made:
         start, choice, num_measured = self._timeline.now(), None, 0
+        queues, limits = asked.queues, asked.limits
         if isinstance(planner, FastestPipeline):
-            planner, num_measured = self._informed(planner)
+            planner, num_measured = self._informed(replace(planner, behind=asked.behind))
             choice = planner.choose(queues, limits)
         program = planner(queues, limits) if choice is None else choice.program
         problems = violations(program, queues, limits)

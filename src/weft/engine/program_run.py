@@ -107,6 +107,11 @@ class ProgramRun:
         self.is_mid_step = False
         """Steps have been started and not counted, so a job may be ahead of what is known of it."""
 
+    @property
+    def goes_on(self) -> bool:
+        """What has been started is counted before anything else is decided."""
+        return False
+
     def next_jobs(self) -> list[str]:
         """The jobs that the next call of `advance` is about; none at the end."""
         if not self._rest:

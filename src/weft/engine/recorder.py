@@ -120,7 +120,7 @@ class RunRecorder:
         self.files.make_way(job)
         export = self.export_to(job.name, job.step)
         if export is not None:
-            self.files.start(job, FileKind.EXPORT, AdapterWork(job.name, export, best=False))
+            self.files.start(job, FileKind.EXPORT, AdapterWork(job.name, export, best=False, step=job.step))
         work = CheckpointWork(
             job.name,
             directory=self.run_dir.checkpoints_dir(job.name),

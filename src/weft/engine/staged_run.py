@@ -1,14 +1,21 @@
-"""Runs one program on several stages, of one replica or of more: all of it at once, and then counts it.
+"""Runs programs on several stages, of one replica or of more: stages get all of one at once, and then it is counted.
 
-A pipeline is full only while the next microbatch need not wait for the host, so stages get a whole program. It ends for
-every job where something is due that needs its weights as they are then: an evaluation, a checkpoint, its end.
+A pipeline is full only while the next microbatch need not wait for the host, so stages get whole programs. A program
+ends for every job where something is due that needs its weights as they are then: an evaluation, a checkpoint, its end.
+The pipeline of one replica stays full all the same: while stages run a program, the next is planned and appended to it
+(`plan/pipeline/append.py`), so that jobs may be further than what has been counted. Jobs that have come meanwhile are
+in the next one. For a checkpoint stages keep a copy of the job's state behind the step. An evaluation needs the stages
+themselves, so nothing is appended to a program that ends with one; nor is a job paused, cancelled or failed before what
+has been started is counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from weft.adapters.methods import cost_ranks
 from weft.engine.events import Event, JobsGrouped, MicrobatchDone
@@ -16,13 +23,16 @@ from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import count_step
 from weft.engine.timeline import TimelineRecorder
-from weft.execute.protocol import Executor, ReplicaLostError, StagedOutcome, StagedWork
+from weft.execute.protocol import Executor, ReplicaLostError, RestWork, StagedOutcome, StagedWork, Ticket
 from weft.objectives.metrics import Score
 from weft.plan.pipeline.stream import read_stream
 from weft.plan.program import Program, Step, Turn
 from weft.plan.spread.homes import choose_homes
-from weft.plan.types import Limits, Microbatch, Segment
+from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 from weft.wall_clock import Activity
+
+BEHIND = 4
+"""Microbatches for each stage, at the end of a program, that matter to the one behind it."""
 
 
 def find_homes(jobs: Sequence[LiveJob], replica_sizes: Sequence[int]) -> None:
@@ -34,8 +44,20 @@ def find_homes(jobs: Sequence[LiveJob], replica_sizes: Sequence[int]) -> None:
         own[name].home = home
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A program that the executor has started and nobody has counted."""
+
+    program: Program
+    rates: Mapping[tuple[str, int], float]
+    kept: Collection[tuple[str, int]]
+    """Steps behind which stages keep a copy of the job's state."""
+    ticket: Ticket[StagedOutcome]
+    begun_s: float
+
+
 class StagedRun:
-    """Runs one program of several stages."""
+    """Runs programs of several stages, one or, where they can be appended, one after another."""
 
     def __init__(
         self,
@@ -47,52 +69,153 @@ class StagedRun:
         timeline: TimelineRecorder,
     ) -> None:
         self._executor = executor
-        self._jobs = {job.spec.name: job for job in running}
         self._plans, self._limits = plans, limits
         self._row_tile = row_tile
         self._timeline = timeline
+        self._jobs: dict[str, LiveJob] = {}
+        self._training: list[LiveJob] = []
+        self._begun: deque[_Begun] = deque()
+        """The oldest first."""
         find_homes(running, executor.facts.replica_sizes)
-        plans.pace.ranks = {job.spec.name: cost_ranks(job.spec.adapter).usual for job in running}
-        plans.pace.row_tile = row_tile
+        self.go_on(running)
         self._rest: Program | None = plans.program([job.queue_until_due() for job in running], limits)
+        self._endless = plans.endless(limits)
+        self._num_counted = 0
+        self._last_s = 0.0
+        """How long the last one took."""
+        self._counted_s = 0.0
+        """When it was counted."""
         self.is_mid_step = False
-        """The program is under way: whatever happens to it, jobs may be ahead of what is known of them."""
-
+        """A program is under way: whatever happens to it, jobs may be ahead of what is known of them."""
         self.loss: ReplicaLostError | None = None
         """Why the program did not come to its end on all replicas."""
 
+    def go_on(self, running: Sequence[LiveJob]) -> None:
+        """From the next program on, these train."""
+        self._training = list(running)
+        under_way = {job: self._jobs[job] for begun in self._begun for job, _ in begun.rates}
+        self._jobs = under_way | {job.name: job for job in running}
+        self._plans.pace.ranks = {name: cost_ranks(job.spec.adapter).usual for name, job in self._jobs.items()}
+        self._plans.pace.row_tile = self._row_tile
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether something is under way while others decide."""
+        return bool(self._begun)
+
     def next_jobs(self) -> list[str]:
         """The jobs that the next call of `advance` is about; none at the end."""
-        return [] if self._rest is None else list(self._jobs)
+        return list(self._jobs) if self._begun or self._rest is not None else []
 
     def advance(self) -> list[Event]:
-        """Runs the program; says what has been done in the order of its microbatches."""
-        program, self._rest = self._rest, None
-        assert program is not None, "a program runs once"
-        steps = sorted({(i.job, i.step) for own in program.stages for i in own if isinstance(i, Step)})
-        rates = {(job, step): self._jobs[job].progress.learning_rate(step) for job, step in steps}
-        self._foresee(steps)
+        """Counts the oldest program, once the next has been appended to it; says what has been done."""
         self.is_mid_step = True
-        begun_s = time.perf_counter()
-        outcome = self._executor.wait(self._executor.start(StagedWork(program, self._row_tile, rates)))
-        self._record(outcome, begun_s)
-        self.loss = outcome.loss
-        done = [*self._grouped(), *self._counted(program, outcome, rates)]
-        self._plans.observe_stages(program, outcome.spans)
-        self.is_mid_step = False
+        if not self._begun:
+            program, self._rest = self._rest, None
+            assert program is not None, "a program runs once"
+            self._begin(program)
+        while self._endless is not None and not self._endless.has_told(self._num_counted):
+            following = self._following()
+            if following is None:
+                self._begin_rest()
+            else:
+                self._begin(following)
+        done = self._count()
+        if any(job.progress.diverged for job in self._jobs.values()):
+            done += self._count_all()
+        self.is_mid_step = bool(self._begun)
         return done
 
     def finish(self) -> list[Event]:
-        """Has nothing left to count."""
-        return []
+        """Counts what has been started, so that jobs stand where their weights do."""
+        self.is_mid_step = True
+        done = self._count_all()
+        self.is_mid_step = False
+        return done
 
-    def _foresee(self, steps: Sequence[tuple[str, int]]) -> None:
-        """Has the program after this one planned beside it, should nothing come in between."""
-        if not self._plans.takes_long:
-            return
+    def _following(self) -> Program | None:
+        """The program after those under way; None where it has to wait for what follows them."""
+        if self._is_eval_due():
+            return None
+        queues, behind = self._queues_after(), self._behind()
+        return self._plans.program(queues, self._limits, behind, patience_s=self._last_s / 2) if queues else None
+
+    def _is_eval_due(self) -> bool:
+        """Whether one is due where what is under way ends: it needs the stages, and the weights of that step."""
+        jobs = self._jobs.values()
+        return any(job.begun_step is not None and job.is_eval_due_at(job.begun_step) for job in jobs)
+
+    def _queues_after(self) -> list[JobQueue]:
+        """What comes after all that is under way."""
+        steps = [step for begun in self._begun for step in sorted(begun.rates)]
         turns = [Turn(Microbatch(()), (Step(*step),)) for step in steps]
-        queues = [job.queue_until_due_after(turns) for job in self._jobs.values()]
-        self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
+        queues = [job.queue_until_due_after(turns) for job in self._training]
+        return [queue for queue in queues if queue is not None]
+
+    def _behind(self) -> tuple[Microbatch, ...]:
+        """The microbatches that a program is appended to, as far as they matter to it."""
+        return self._begun[-1].program.microbatches[-BEHIND * len(self._begun[-1].program.stages) :]
+
+    def _begin(self, program: Program) -> None:
+        """Starts a program, behind what is under way, and has the one after it planned meanwhile."""
+        steps = sorted({(i.job, i.step) for own in program.stages for i in own if isinstance(i, Step)})
+        rates = {(job, step): self._jobs[job].progress.learning_rate(step) for job, step in steps}
+        work = StagedWork(program, self._row_tile, rates)
+        if self._endless is not None:
+            first, lists = (
+                self._endless.num_microbatches,
+                self._endless.append(program.microbatches, *self._plans.costs()),
+            )
+            work = dataclasses.replace(work, lists=lists, first=first, kept=self._kept(steps))
+        begun_s = time.perf_counter()
+        self._begun.append(_Begun(program, rates, work.kept.keys(), self._executor.start(work), begun_s))
+        for job, step in steps:
+            self._jobs[job].begun_step = step + 1
+        if self._plans.takes_long and not self._is_eval_due():
+            self._plans.foresee(self._queues_after(), self._limits, self._behind() if self._endless is not None else ())
+
+    def _kept(self, steps: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """Those of a program's last steps behind which a checkpoint is due: by then jobs may be further."""
+        found = {}
+        for name, step in dict(steps).items():
+            job = self._jobs[name]
+            if job.is_save_due_at(step + 1, self._timeline.own_s()) and step + 1 < job.num_steps:
+                found[name, step] = job.step
+        return found
+
+    def _begin_rest(self) -> None:
+        """Lets stages run to the end of what is under way."""
+        if self._endless is not None and not self._endless.has_told(self._endless.num_programs - 1):
+            self._executor.wait(self._executor.start(RestWork(self._endless.end())))
+
+    def _count_all(self) -> list[Event]:
+        """Has all that is under way come to its end, and counts it."""
+        if self._begun:
+            self._begin_rest()
+        done: list[Event] = []
+        while self._begun:
+            done += self._count()
+        return done
+
+    def _count(self) -> list[Event]:
+        """Waits for the oldest program; says what has been done in the order of its microbatches."""
+        begun = self._begun[0]
+        outcome = self._executor.wait(begun.ticket)
+        self._begun.popleft()
+        self._num_counted += 1
+        now_s = time.perf_counter()
+        self._last_s, self._counted_s = now_s - max(begun.begun_s, self._counted_s), now_s
+        self._record(outcome, begun.begun_s)
+        self.loss = outcome.loss
+        done = [*self._grouped(), *self._counted(begun.program, outcome, begun.rates)]
+        self._plans.observe_stages(begun.program, outcome.spans)
+        ahead = {job for later in self._begun for job, _ in later.rates}
+        for name in {job for job, _ in begun.rates}:
+            job = self._jobs[name]
+            job.kept_step = job.step if (name, job.step - 1) in begun.kept else None
+            if name not in ahead:
+                job.begun_step = None
+        return done
 
     def _grouped(self) -> list[Event]:
         """Says who shares microbatches, where the planner had a choice."""

@@ -11,7 +11,7 @@ behind those, before the first is waited for.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from weft.data.dataset import Dataset
 from weft.data.global_batch import GlobalBatches
 from weft.data.prompts import Prompt
 from weft.objectives.metrics import MeanScores, Score
+from weft.plan.pipeline.append import Lists
 from weft.plan.program import Program
 from weft.plan.types import Microbatch
 from weft.simulate.timeline import Span
@@ -205,12 +206,29 @@ class StagedOutcome:
 
 @dataclass(frozen=True)
 class StagedWork(Work[StagedOutcome]):
-    """A program of several stages from its beginning to its end; only a replica that has as many runs it."""
+    """A program of several stages from its beginning to its end; only a replica that has as many runs it.
+
+    One that goes on has ended once the rest of it has been started, with the next one or by itself.
+    """
 
     program: Program
     row_tile: int
     rates: Mapping[tuple[str, int], float]
     """The learning rate of each step, by job and step."""
+    lists: Lists | None = None
+    """Where programs go on: what every stage runs now, the rest of the program before and the beginning of this one."""
+    first: int = 0
+    """In the lists, the number of its first microbatch."""
+    kept: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """Jobs and steps behind which a copy of the job's state is kept for a checkpoint, each with the first step of which
+    such a copy may still be wanted."""
+
+
+@dataclass(frozen=True)
+class RestWork(Work[None]):
+    """The rest of the last program that goes on, where nothing follows it."""
+
+    lists: Lists
 
 
 @dataclass(frozen=True)
@@ -276,6 +294,8 @@ class AdapterWork(Work[None]):
     directory: Path
     best: bool
     """Whether the best weights are wanted, where early stopping kept any."""
+    step: int | None = None
+    """Of a checkpoint beside which it is written."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from weft.cost.types import CostModel
 from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits, RoundPlan
+from weft.plan.pipeline.append import joined
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
 from weft.plan.program import Program
@@ -104,6 +105,8 @@ class FastestPipeline:
     adapters: AdapterTimes | None = None
     """What adapters add to what the cost model says; None: nothing is known of them."""
     row_tile: int = 1
+    behind: tuple[Microbatch, ...] = ()
+    """The last microbatches of the program that the next one is appended to; none: the pipeline is empty."""
 
     @property
     def quick(self) -> PipelinePlanner:
@@ -156,22 +159,28 @@ class FastestPipeline:
         keeping = [True] if any(queue.home is not None for queue in whole) else [True, False]
         for slack, keep_order in itertools.product((0, self.num_stages // 2, self.num_stages), keeping):
             apart = RoundLimits(capacity, self.num_stages + slack, row_tile=self.row_tile)
-            yield pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=keep_order).stream
+            yield pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=keep_order, behind=self.behind).stream
 
     def _build(self, stream: Sequence[Microbatch], capacity: int) -> Program:
         """In the order of a stream, with memory for twice as many full microbatches as there are stages."""
-        memory = [2 * self.num_stages * self.cost.held_bytes([capacity], stage) for stage in range(self.num_stages)]
         return build(
             Schedule.EAGER,
             stream,
             self.num_stages,
             cost=self.cost,
-            memory_bytes=memory,
+            memory_bytes=self.memory_bytes(capacity),
             adapters=self.adapters,
         )
 
+    def memory_bytes(self, capacity: int) -> list[int]:
+        """What each stage has for microbatches in flight."""
+        return [2 * self.num_stages * self.cost.held_bytes([capacity], stage) for stage in range(self.num_stages)]
+
     def _seconds(self, program: Program) -> float:
-        return simulate(program, self.cost, adapters=self.adapters).makespan_s
+        if not self.behind:
+            return simulate(program, self.cost, adapters=self.adapters).makespan_s
+        whole = joined([self.behind, program.microbatches], self.num_stages, self.cost, adapters=self.adapters)
+        return simulate(whole, self.cost, adapters=self.adapters).makespan_s
 
 
 @dataclass(frozen=True)

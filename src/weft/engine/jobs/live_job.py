@@ -82,6 +82,10 @@ class LiveJob:
         """It shares microbatches only with jobs of the same lane; the executor knows which."""
         self.home: int | None = None if spec.sums == "free" else 0
         """The replica that it trains on, of several; None: on all of them."""
+        self.begun_step: int | None = None
+        """Where stages have begun further steps, the one it will stand at then: its weights may be ahead."""
+        self.kept_step: int | None = None
+        """The step of which stages keep a copy of its state."""
         self.notes: tuple[str, ...] = ()
         """What its owner should know before it starts."""
         self.longest = max(part.longest_group for part in (data.train, data.eval) if part is not None)
@@ -194,15 +198,23 @@ class LiveJob:
 
     def is_eval_due(self) -> bool:
         """An evaluation belongs after the last step and is not done yet."""
-        if self.data.eval is None or self.settled.evaluated == self.step:
-            return False
-        return self.step % self._eval_every == 0 or self.step == self.num_steps
+        return self.settled.evaluated != self.step and self.is_eval_due_at(self.step)
+
+    def is_eval_due_at(self, step: int) -> bool:
+        """An evaluation belongs after a step."""
+        return self.data.eval is not None and (step % self._eval_every == 0 or step == self.num_steps)
 
     def is_save_due(self, own_s: float) -> bool:
         """A checkpoint belongs after the last step and is not written yet; this process has run for `own_s`."""
+        if self.begun_step is not None and self.kept_step != self.step:
+            # Its weights are not of this step any more.
+            return False
         if self.settled.owes_checkpoint:
             return True
+        return self.settled.saved != self.step and (self.progress.is_complete or self.is_save_due_at(self.step, own_s))
+
+    def is_save_due_at(self, step: int, own_s: float) -> bool:
+        """A checkpoint belongs after a step, or one is due by the clock."""
         minutes = self.spec.save_minutes
         is_old = minutes > 0 and own_s - self.settled.saved_s >= 60 * minutes
-        is_due = is_old or self.step % self.spec.save_steps == 0 or self.progress.is_complete
-        return self.settled.saved != self.step and is_due
+        return is_old or step % self.spec.save_steps == 0

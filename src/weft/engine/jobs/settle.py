@@ -166,6 +166,7 @@ class Settlement:
         """Evaluates jobs at their last step in the same microbatches; each keeps its result until that is told."""
         tokens = {job.name: job.data.eval.summary.num_tokens for job in jobs if job.data.eval is not None}
         assert len(tokens) == len(jobs), "only jobs with evaluation data are due"
+        self._transitions.land()
         room, executor = self._jobs.room, self._executor
         work = EvaluationWork(tuple(tokens), room.capacity, room.row_tile)
         compiled_s = executor.compiling_s()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.engine.events import (
@@ -37,6 +37,8 @@ class JobTransitions:
         self._places = places
         self._keeper = keeper
         self._timeline = timeline
+        self.land: Callable[[], None] = lambda: None
+        """Brings stages that have begun further steps to their end, so that jobs stand where their weights do."""
 
     def queue(self, job: LiveJob) -> None:
         """A paused job asks for a place again."""
@@ -57,6 +59,7 @@ class JobTransitions:
 
     def preempt(self, job: LiveJob, reason: Reason) -> list[Event]:
         """A job waits at its last step boundary, with its state on the CPU."""
+        self._stand([job])
         self._set(job, JobState.QUEUED, reason)
         job.status = replace(job.status, has_heard=True)
         self._places.take(job)
@@ -98,6 +101,7 @@ class JobTransitions:
 
     def pause(self, jobs: Sequence[LiveJob], reason: Reason | None, *, save: bool = True) -> list[Event]:
         """Jobs stay at their last step boundary, saved unless told otherwise, with their places free for others."""
+        self._stand(jobs)
         for job in jobs:
             self._set(job, JobState.PAUSED, reason)
             rewind(self._executor, job)
@@ -164,6 +168,7 @@ class JobTransitions:
 
     def _end(self, job: LiveJob, state: JobState, reason: Reason | None) -> list[Event]:
         """The job's slot becomes free for others; what cannot be written about that is only a warning."""
+        self._stand([job])
         # Whoever hears of the end may remove the job's files.
         self._keeper.files.finish(job)
         self._places.take(job)
@@ -174,6 +179,11 @@ class JobTransitions:
         except StorageError as error:
             return [JobWarning((job.name,), f"its end could not be recorded: {error}")]
         return []
+
+    def _stand(self, jobs: Sequence[LiveJob]) -> None:
+        """Nothing of these jobs is under way any more."""
+        if any(job.begun_step is not None for job in jobs):
+            self.land()
 
     def _set(self, job: LiveJob, state: JobState, reason: Reason | None) -> None:
         assert not job.state.is_final, "nothing follows a final state"

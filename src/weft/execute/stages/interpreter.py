@@ -6,7 +6,8 @@ anything is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from weft.kernels.adamw import Updated
 from weft.kernels.device import is_gpu
 from weft.kernels.device_event import DeviceEvent
 from weft.plan.program import Backward, Forward, Instruction, Measure, Receive, Send, Step
+from weft.plan.types import Microbatch
 from weft.simulate.interpret import describe
 from weft.simulate.timeline import COMPUTE, Span
 
@@ -42,13 +44,31 @@ class StageOutcome:
     spans: list[Span] = field(default_factory=list)
 
 
-class StageProgram:
-    """One stage on its way through its instructions."""
+@dataclass
+class _Begun:
+    """A program that a stage has been told of."""
 
-    def __init__(self, stage: Stage, work: StagedWork) -> None:
-        self._stage, self._work = stage, work
-        self._microbatches = work.program.microbatches
-        self._exchange = StepExchange(stage, work.program)
+    number: int
+    work: StagedWork
+    exchange: StepExchange
+    left: int
+    """Of its instructions, those that have not run."""
+    outcome: StageOutcome = field(default_factory=StageOutcome)
+    timed: list[tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]] = field(default_factory=list)
+
+
+class StageProgram:
+    """One stage on its way through its instructions, of one program or of several that go on."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._todo: deque[Instruction] = deque()
+        self._begun: list[_Begun] = []
+        """Programs of which something is left, the oldest first."""
+        self._owners: dict[StepOf, _Begun] = {}
+        """The programs of steps."""
+        self.ended: list[tuple[int, StageOutcome]] = []
+        """Programs of which nothing is left, by number; for whoever asks to take away."""
         self._batches: dict[int, PackedBatch] = {}
         self._entering: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, torch.Tensor] = {}
@@ -61,22 +81,76 @@ class StageProgram:
         """By job, its last step, which nobody has waited for."""
         self._origin = DeviceEvent(stage.backbone.device)
         self._origin.wait()
-        self._timed: list[tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]] = []
-        self._done = StageOutcome()
 
-    def run(self) -> Generator[None, None, StageOutcome]:
-        """Runs all instructions; it yields where another stage must have its turn first."""
-        self._stage.transport.open(routes_of(self._work.program))
-        for instruction in self._work.program.stages[self._stage.device]:
+    def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction]) -> None:
+        """The stage is to run these next: the rest of the program before, and this one or its beginning."""
+        own = work.program.stages[self._stage.device]
+        begun = _Begun(number, work, StepExchange(self._stage, work.program), len(own))
+        self._begun.append(begun)
+        self._stage.transport.open(routes_of(work.program))
+        self._owners |= {(i.job, i.step): begun for i in own if isinstance(i, Measure | Step)}
+        self.go_on(instructions)
+
+    def go_on(self, instructions: Sequence[Instruction]) -> None:
+        """The stage is to run these next."""
+        self._todo += instructions
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something that it may run."""
+        return bool(self._todo)
+
+    @property
+    def oldest(self) -> int:
+        """The number of the first program of which something is left."""
+        return self._begun[0].number
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left of any program."""
+        return not self._begun
+
+    def run(self) -> Generator[None, None, None]:
+        """Runs what it has been told; it yields where another stage must have its turn first, and now and then."""
+        while self._todo:
+            instruction = self._todo[0]
             yield from self._run(instruction)
-        self._stage.transport.finish()
-        for job in list(self._stepping):
-            self._end_step(job)
-        for k, scores in self._scores.items():
-            rows = self._batches[k].num_rows
-            self._done.microbatches[k] = MicrobatchOutcome(scores.scores(), rows, scores.seconds(), scores.wait())
-        self._done.spans += [self._span(*timed) for timed in self._timed]
-        return self._done
+            self._todo.popleft()
+            self._program_of(instruction).left -= 1
+            if self._todo:
+                if not is_gpu(self._stage.backbone.device):
+                    self._end_programs()
+                yield
+        # A GPU is asked for all of it before anything is waited for.
+        self._end_programs()
+
+    def _program_of(self, instruction: Instruction) -> _Begun:
+        if isinstance(instruction, Measure | Step):
+            return self._owners[instruction.job, instruction.step]
+        return self._of_microbatch(instruction.microbatch)
+
+    def _of_microbatch(self, k: int) -> _Begun:
+        return next(begun for begun in reversed(self._begun) if begun.work.first <= k)
+
+    def _end_programs(self) -> None:
+        """Tells of programs of which nothing is left."""
+        while self._begun and not self._begun[0].left:
+            begun = self._begun[0]
+            if len(self._begun) == 1:
+                self._stage.transport.finish()
+            for job, (step, _) in list(self._stepping.items()):
+                if self._owners[step] is begun:
+                    self._end_step(job)
+            first, outcome = begun.work.first, begun.outcome
+            for k in range(first, first + len(begun.work.program.microbatches)):
+                batch, scores = self._batches.pop(k, None), self._scores.pop(k, None)
+                if batch is not None and scores is not None:
+                    found = MicrobatchOutcome(scores.scores(), batch.num_rows, scores.seconds(), scores.wait())
+                    outcome.microbatches[k - first] = found
+            outcome.spans += [self._span(*timed) for timed in begun.timed]
+            self._owners = {step: owner for step, owner in self._owners.items() if owner is not begun}
+            self._begun.pop(0)
+            self.ended.append((begun.number, outcome))
 
     def _run(self, instruction: Instruction) -> Generator[None, None, None]:
         """Runs one; it yields as long as what it needs of another stage is not there."""
@@ -88,7 +162,7 @@ class StageProgram:
                 yield from self._step((job, step))
                 return
         k = instruction.microbatch
-        if not self._microbatches[k].segments:
+        if not self._microbatch(k).segments:
             ring = self._stage.backbone.ring
             if ring is not None and isinstance(instruction, Forward):
                 ring.go_empty(back=True)
@@ -111,14 +185,18 @@ class StageProgram:
             yield
         (self._gradients if receive.is_gradient else self._entering)[k] = tensor
 
+    def _microbatch(self, k: int) -> Microbatch:
+        work = self._of_microbatch(k).work
+        return work.program.microbatches[k - work.first]
+
     def _batch(self, k: int) -> PackedBatch:
         if k not in self._batches:
-            self._batches[k] = self._stage.packed(self._microbatches[k], self._work.row_tile)
+            self._batches[k] = self._stage.packed(self._microbatch(k), self._of_microbatch(k).work.row_tile)
         return self._batches[k]
 
     def _forward(self, k: int) -> None:
         entering_TD = self._entering.pop(k, None)
-        left_TD = self._stage.runner.forward(k, self._batch(k), self._work.row_tile, entering_TD)
+        left_TD = self._stage.runner.forward(k, self._batch(k), self._of_microbatch(k).work.row_tile, entering_TD)
         if not self._stage.is_last:
             self._leaving[k] = left_TD
 
@@ -129,7 +207,7 @@ class StageProgram:
         if scores is None:
             return
         self._scores[k] = scores
-        owners = [(segment.job, segment.step) for segment in self._microbatches[k].segments]
+        owners = [(segment.job, segment.step) for segment in self._microbatch(k).segments]
         named = list(dict.fromkeys(owners))
         found = scores.finite([named.index(owner) for owner in owners], len(named))
         for owner, is_finite in zip(named, found.unbind(), strict=True):
@@ -139,35 +217,42 @@ class StageProgram:
         is_finite = self._is_finite.pop(step, None)
         if is_finite is None:
             is_finite = torch.ones((), device=self._stage.backbone.device)
-        yield from self._exchange.measure(step, is_finite)
+        yield from self._owners[step].exchange.measure(step, is_finite)
 
     def _step(self, step: StepOf) -> Generator[None, None, None]:
         """Steps a job's share as soon as the verdict is there."""
-        if not self._exchange.is_measured(step):
+        begun, stage = self._owners[step], self._stage
+        if not begun.exchange.is_measured(step):
             yield from self._measure(step)
-        stage, verdict = self._stage, (yield from self._exchange.verdict(step))
-        weights = stage.weights_of(step[0])
+        verdict = yield from begun.exchange.verdict(step)
+        job, weights = step[0], stage.weights_of(step[0])
         if weights is not None:
-            self._end_step(step[0])
-            begun = DeviceEvent(stage.backbone.device)
-            part = part_of_step(verdict.norm, stage.own_shares(step[0]), stage.index)
-            self._stepping[step[0]] = step, take_step(weights, self._work.rates[step], verdict.is_finite, part)
-            self._note("step", begun, {"jobs": {step[0]: 0}, "step": step[1]})
+            self._end_step(job)
+            started = DeviceEvent(stage.backbone.device)
+            part = part_of_step(verdict.norm, stage.own_shares(job), stage.index)
+            self._stepping[job] = step, take_step(weights, begun.work.rates[step], verdict.is_finite, part)
+            begun.timed.append(self._timed("step", started, {"jobs": {job: 0}, "step": step[1]}))
+            if step in begun.work.kept:
+                self._end_step(job)
+                stage.keep(job, step[1] + 1, begun.work.kept[step])
 
     def _end_step(self, job: str) -> None:
         """Learns what a job's last step did, if it has taken one here."""
         if job in self._stepping:
             step, wait = self._stepping.pop(job)
-            self._done.steps[step] = wait()
+            self._owners[step].outcome.steps[step] = wait()
 
     def _time_pass(self, name: str, k: int, run: Callable[[], None]) -> None:
-        begun = DeviceEvent(self._stage.backbone.device)
+        started = DeviceEvent(self._stage.backbone.device)
         run()
-        rows = self._batch(k).num_rows
-        self._note(name, begun, {"microbatch": k, "chunk": 0, "rows": rows, **describe(self._microbatches[k])})
+        begun = self._of_microbatch(k)
+        args = {"microbatch": k - begun.work.first, "chunk": 0, "rows": self._batch(k).num_rows}
+        begun.timed.append(self._timed(name, started, {**args, **describe(self._microbatch(k))}))
 
-    def _note(self, name: str, begun: DeviceEvent, args: Mapping[str, Any]) -> None:
-        self._timed.append((name, begun, DeviceEvent(self._stage.backbone.device), args))
+    def _timed(
+        self, name: str, started: DeviceEvent, args: Mapping[str, Any]
+    ) -> tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]:
+        return name, started, DeviceEvent(self._stage.backbone.device), args
 
     def _span(self, name: str, begun: DeviceEvent, ended: DeviceEvent, args: Mapping[str, Any]) -> Span:
         start_s = self._origin.wait() + begun.seconds_since(self._origin)

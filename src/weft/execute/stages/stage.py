@@ -5,7 +5,7 @@ A job without a module here, because of `layers_to_transform`, has no share: its
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
@@ -119,6 +119,8 @@ class Stage:
         self._given: dict[str, NewJob] = {}
         self.shares: dict[str, Mapping[int, Sequence[JobShare]]] = {}
         """What every stage holds of a job, by the replicas that have it."""
+        self._kept: dict[str, dict[int, Callable[[], dict[str, torch.Tensor]]]] = {}
+        """Copies of jobs' tensors as they were at a step, by step."""
 
     def at_work(self) -> AbstractContextManager[object]:
         """In this context launches go to the stage's own stream; all that it does on a GPU is launched in there."""
@@ -225,6 +227,7 @@ class Stage:
         """Forgets a job, if it is known."""
         self._given.pop(job, None)
         self.shares.pop(job, None)
+        self._kept.pop(job, None)
         self.local.jobs.pop(job, None)
 
     def seat(self, job: str) -> None:
@@ -239,6 +242,7 @@ class Stage:
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives a job's share the state that `tensors` once brought."""
+        self._kept.pop(job, None)
         if job in self.local.jobs:
             self.local.restore(job, tensors)
 
@@ -257,15 +261,29 @@ class Stage:
         if job in self.local.jobs:
             self.local.use_best(job)
 
-    def tensors(self, job: str, moments: bool) -> dict[str, torch.Tensor]:
-        """All tensors of a job's share by name, or all but the optimizer's, on the CPU."""
+    def keep(self, job: str, step: int, oldest: int) -> None:
+        """Keeps a copy of a job's tensors, now of this step, and drops those of steps before `oldest`."""
         weights = self.weights_of(job)
-        return {} if weights is None else weights.snapshot(moments=moments)()
+        if weights is not None:
+            kept = {known: copy for known, copy in self._kept.get(job, {}).items() if known >= oldest}
+            self._kept[job] = {**kept, step: weights.snapshot(moments=True)}
 
-    def modules(self, job: str, best: bool) -> dict[str, ModuleTensors]:
+    def tensors(self, job: str, step: int | None = None) -> dict[str, torch.Tensor]:
+        """All tensors of a job's share by name, on the CPU: as they are, or of a step of which a copy is kept."""
+        weights = self.weights_of(job)
+        return {} if weights is None else self._copy(job, weights, step, moments=True)
+
+    def modules(self, job: str, best: bool, step: int | None = None) -> dict[str, ModuleTensors]:
         """The adapter's tensors of a job's share by module path, as files hold them."""
         weights = self.weights_of(job)
-        return {} if weights is None else weights.modules(weights.snapshot(moments=False)(), best=best)
+        return {} if weights is None else weights.modules(self._copy(job, weights, step, moments=False), best=best)
+
+    def _copy(self, job: str, weights: JobWeights, step: int | None, *, moments: bool) -> dict[str, torch.Tensor]:
+        kept = self._kept.get(job, {})
+        if step in kept:
+            return kept[step]()
+        assert step is None or all(other < step for other in kept), "the job is ahead of what is wanted of it"
+        return weights.snapshot(moments=moments)()
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
         """The same as they are now."""

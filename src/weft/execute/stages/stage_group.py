@@ -11,6 +11,8 @@ from weft.execute.protocol import StagedWork
 from weft.execute.stages.interpreter import StageOutcome, StageProgram
 from weft.execute.stages.stage import Stage, stage_places
 from weft.execute.stages.transport import Boxes, LocalTransport
+from weft.plan.pipeline.append import Lists
+from weft.plan.program import Instruction
 
 
 class StageGroup(Protocol):
@@ -31,6 +33,18 @@ class StageGroup(Protocol):
         """After a ReplicaLostError: starts the replicas anew that are gone, and says which; the others stay."""
         ...
 
+    def append(self, work: StagedWork, lists: Lists) -> int:
+        """Starts a program that goes on, behind what was started so far; its number. Each stage runs its list now."""
+        ...
+
+    def go_on(self, lists: Lists) -> None:
+        """Starts the rest of the last one, where nothing follows it."""
+        ...
+
+    def outcomes(self, number: int) -> list[StageOutcome]:
+        """Waits for a program, of which all has been started; what every stage tells of it."""
+        ...
+
     def close(self) -> None:
         """Ends them."""
         ...
@@ -47,10 +61,62 @@ def answer(stage: Stage, what: str, given: tuple[Any, ...]) -> Generator[None, N
 
 def run_program(stage: Stage, work: StagedWork) -> Generator[None, None, StageOutcome]:
     """Runs a stage's instructions of a program; what is left of one that failed is let go of."""
+    program = StageProgram(stage)
+    program.append(0, work, work.program.stages[stage.device])
     try:
-        return (yield from StageProgram(stage, work).run())
+        yield from program.run()
     finally:
         stage.forget()
+    ((_, outcome),) = program.ended
+    return outcome
+
+
+class GoingStage:
+    """A stage whose programs go on."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self._program = StageProgram(stage)
+        self._running: Generator[None, None, None] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it may do something now."""
+        return self._program.has_work
+
+    @property
+    def oldest(self) -> int:
+        """The number of the program that it is about to end."""
+        return self._program.oldest
+
+    def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction]) -> None:
+        """Has it run these next: the rest of the program before, and the beginning of this one."""
+        self._program.append(number, work, instructions)
+
+    def go_on(self, instructions: Sequence[Instruction]) -> None:
+        """Has it run these next."""
+        self._program.go_on(instructions)
+
+    def turn(self) -> list[tuple[int, StageOutcome]]:
+        """Lets it run an instruction, if it need not wait for another stage; the programs that ended with it."""
+        self._running = self._running or self._program.run()
+        try:
+            with self.stage.at_work():
+                next(self._running)
+        except StopIteration:
+            self._running = None
+        except BaseException:
+            self.forget()
+            raise
+        ended, self._program.ended = self._program.ended, []
+        if ended and self._program.is_over:
+            self.forget()
+        return ended
+
+    def forget(self) -> None:
+        """Lets go of all that is left; microbatches are counted from 0 again."""
+        self._program, self._running = StageProgram(self.stage), None
+        self.stage.forget()
 
 
 class LocalStages:
@@ -65,6 +131,10 @@ class LocalStages:
             Stage(place, part, LocalTransport(place.device, boxes))
             for place, part in zip(stage_places(self.replica_sizes), parts, strict=True)
         ]
+        self._going = [GoingStage(stage) for stage in self.stages]
+        self._ended: dict[int, dict[int, StageOutcome]] = defaultdict(dict)
+        """What stages have told of programs that nobody has waited for."""
+        self._num_appended = 0
 
     def ask(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question."""
@@ -88,5 +158,35 @@ class LocalStages:
         """Loses none."""
         return []
 
+    def append(self, work: StagedWork, lists: Lists) -> int:
+        """Runs the stages' lists in turn."""
+        self._num_appended += 1
+        for going, own in zip(self._going, lists, strict=True):
+            going.append(self._num_appended, work, own)
+        self._run()
+        return self._num_appended
+
+    def go_on(self, lists: Lists) -> None:
+        """Runs the rest in turn."""
+        for going, own in zip(self._going, lists, strict=True):
+            going.go_on(own)
+        self._run()
+
+    def outcomes(self, number: int) -> list[StageOutcome]:
+        """What has been told."""
+        found = self._ended.pop(number)
+        return [found[stage] for stage in range(len(self.stages))]
+
     def close(self) -> None:
         """Has nothing to end."""
+
+    def _run(self) -> None:
+        try:
+            while any(going.has_work for going in self._going):
+                for stage, going in enumerate(self._going):
+                    for number, outcome in going.turn() if going.has_work else ():
+                        self._ended[number][stage] = outcome
+        except BaseException:
+            for going in self._going:
+                going.forget()
+            raise

@@ -50,6 +50,8 @@ class StageOrder:
 class StageAnswer:
     """What a stage found, or what it raised."""
 
+    number: int
+    """Of the question."""
     found: Any = None
     error: Exception | None = None
 

@@ -22,10 +22,12 @@ from typing import Any
 
 from weft.backbone.model_part import ModelPart
 from weft.errors import JobError, WeftError
-from weft.execute.protocol import ReplicaFaultError, ReplicaLostError
+from weft.execute.protocol import ReplicaFaultError, ReplicaLostError, StagedWork
+from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.stage import stage_places
 from weft.execute.stages.stage_devices import choose_backend, process_variables
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
+from weft.plan.pipeline.append import Lists
 from weft.spec import BackboneSpec
 from weft.store.scratch import ScratchFolder
 
@@ -35,6 +37,8 @@ JOIN_S = 300.0
 """The same before its first one: it imports libraries, perhaps over a network."""
 TOGETHER = ("run", "evaluate", JOIN)
 """What stages do by waiting for each other: where one cannot go on, none can."""
+LOADED = 0
+"""The number of the answer that a stage gives without being asked: its layers are loaded."""
 READ = ("tensors", "modules", "adapter_of")
 """What changes nothing and may be large: of processes that share a stage only the first is asked."""
 END_S = 5.0
@@ -92,13 +96,16 @@ class StageProcesses:
         """No replica goes on without the others: before they begin, while they meet, and where they never do."""
         self._restarts = Counter[int]()
         self._num_meetings = 0
+        self._num_asked = 0
+        self._answers: dict[tuple[int, int], StageAnswer] = {}
+        """What has been heard and not been asked for, by stage and number of the question."""
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._heard_s = [0.0] * len(self._orders)
         try:
             for order in self._orders:
                 self._start(order)
-            self._gather(range(len(self.processes)), is_together=True)
+            self._gather(range(len(self.processes)), LOADED, is_together=True)
             self._meet()
         except BaseException:
             self.close()
@@ -111,13 +118,9 @@ class StageProcesses:
     def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """The same of some stages, with another thing given to each."""
         with self._asking:
-            return self._answers(what, given)
+            return self._asked(what, given)
 
-    def _answers(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
-        if self._lost is not None:
-            raise self._lost
-        for error in self._gone.values():
-            raise error
+    def _asked(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         if what == "run":
             # From now on jobs have come further than their files say, and it is worth keeping what is left.
             # On GPUs nobody hears that the other side is gone: NCCL waits for it.
@@ -125,12 +128,8 @@ class StageProcesses:
         # Processes that share a stage hold the same of a job, and answer the same.
         each = 1 if what in READ else self._num_tensor
         asked = [stage * self._num_tensor + place for stage in given for place in range(each)]
-        for index in asked:
-            try:
-                tell(self._connections[index], (what, given[index // self._num_tensor]))
-            except OSError:
-                self._lose(index)
-        found = self._gather(asked, is_together=what in TOGETHER)
+        number = self._tell_each(what, given, asked)
+        found = self._gather(asked, number, is_together=what in TOGETHER)
         for error in self._gone.values():
             error.answers = {
                 stage: found[asked[place]]
@@ -139,6 +138,24 @@ class StageProcesses:
             }
             raise error
         return [found[index] for index in asked[::each]]
+
+    def append(self, work: StagedWork, lists: Lists) -> int:
+        """Tells every stage of a program that goes on; its number."""
+        given = {stage: (work, own) for stage, own in enumerate(lists)}
+        with self._asking:
+            return self._tell_each("append", given, range(len(self.processes)))
+
+    def go_on(self, lists: Lists) -> None:
+        """Tells every stage the rest."""
+        given = {stage: (own,) for stage, own in enumerate(lists)}
+        with self._asking:
+            self._tell_each("go_on", given, range(len(self.processes)))
+
+    def outcomes(self, number: int) -> list[StageOutcome]:
+        """Waits for what every stage tells of a program."""
+        with self._asking:
+            found = self._gather(range(len(self.processes)), number, is_together=True)
+        return [found[index] for index in range(0, len(self.processes), self._num_tensor)]
 
     def recover(self) -> list[int]:
         """Starts the replicas anew that are gone, and says which; all others keep their weights and their jobs.
@@ -153,7 +170,7 @@ class StageProcesses:
             self._gone = {}
             for index in starting:
                 self._start(self._orders[index])
-            self._gather(starting, is_together=True)
+            self._gather(starting, LOADED, is_together=True)
             self._notice_ended()
         self._meet()
         return sorted(anew)
@@ -190,6 +207,7 @@ class StageProcesses:
         self.processes[index : index + 1] = [process]
         self._connections[index : index + 1] = [mine]
         self._heard_s[index] = time.monotonic() + JOIN_S - self._silent_s
+        self._answers = {key: told for key, told in self._answers.items() if key[0] != index}
         tell(mine, order)
 
     def _meet(self) -> None:
@@ -199,19 +217,35 @@ class StageProcesses:
         self.ask(JOIN, str(self._folder.path / f"store-{self._num_meetings}"))
         self._stands_alone = before
 
-    def _gather(self, asked: Sequence[int], *, is_together: bool) -> dict[int, Any]:
+    def _tell_each(self, what: str, given: Mapping[int, tuple[Any, ...]], asked: Sequence[int]) -> int:
+        """Asks processes of stages; the number of the question."""
+        if self._lost is not None:
+            raise self._lost
+        for error in self._gone.values():
+            raise error
+        self._num_asked += 1
+        for index in asked:
+            try:
+                tell(self._connections[index], (self._num_asked, what, given[index // self._num_tensor]))
+            except OSError:
+                self._lose(index)
+        return self._num_asked
+
+    def _gather(self, asked: Sequence[int], number: int, *, is_together: bool) -> dict[int, Any]:
         """Waits for an answer of every stage that was asked and whose replica goes on; raises what one raised."""
-        found: dict[int, StageAnswer] = {}
-        while missing := [index for index in asked if index not in found and not self._is_gone(index)]:
+        answers = self._answers
+        while missing := [index for index in asked if (index, number) not in answers and not self._is_gone(index)]:
             waiting = {self._connections[index]: index for index in missing}
             for connection in wait(list(waiting), timeout=1.0):
                 index = waiting[connection]  # type: ignore[index]
                 told = None if self._is_gone(index) else self._hear(index)
                 if isinstance(told, StageAnswer):
-                    found[index] = told
-                    if told.error is not None and is_together:
+                    answers[index, told.number] = told
+                    # Of another question only what stages do together is still to be answered.
+                    if told.error is not None and (is_together or told.number != number):
                         self._fail(index, told.error)
             self._end_silent(missing)
+        found = {index: answers.pop((index, number)) for index in asked if (index, number) in answers}
         errors = [told.error for told in found.values() if told.error is not None]
         if errors and not self._gone:
             raise errors[0]

@@ -29,7 +29,7 @@ from weft.execute.protocol import ReplicaMemoryError
 from weft.execute.stages.host_transport import HostTransport
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.stage_devices import goes_through_host
-from weft.execute.stages.stage_group import answer
+from weft.execute.stages.stage_group import GoingStage, answer
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
 from weft.execute.stages.tensor_devices import TorchDevices, join_devices
 from weft.execute.stages.transport import TorchTransport, Transport
@@ -64,16 +64,8 @@ def main() -> None:
     threading.Thread(target=beat, name="weft-alive", daemon=True).start()
     try:
         member = _loaded(hear(connection), say)
-        while member is not None:
-            what, given = hear(connection)
-            try:
-                found = StageAnswer(_answered(member, what, given))
-            except Exception as error:
-                found = StageAnswer(error=tellable(error, member.device, what))
-            if found.error is not None and not isinstance(found.error, WeftError | ReplicaMemoryError):
-                # Whoever waits for this stage hears of it by that.
-                member.leave()
-            say(found)
+        if member is not None:
+            _serve(member, connection, say)
     except EOFError:
         os._exit(0)
 
@@ -84,10 +76,48 @@ def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> StageMembe
         with keeping_all():
             member = StageMember(order)
     except Exception as error:
-        say(StageAnswer(error=tellable(error, order.place.device)))
+        say(StageAnswer(0, error=tellable(error, order.place.device)))
         return None
-    say(StageAnswer())
+    say(StageAnswer(0))
     return member
+
+
+def _serve(member: StageMember, connection: Connection, say: Callable[[StageAnswer], None]) -> None:
+    """Answers questions; those that come while programs go on, between two instructions."""
+    going: GoingStage | None = None
+    while True:
+        if going is not None and going.has_work and not connection.poll():
+            number = going.oldest
+            try:
+                for number, outcome in going.turn():
+                    say(StageAnswer(number, outcome))
+            except Exception as error:
+                _say_failed(member, number, error, say)
+            continue
+        number, what, given = hear(connection)
+        if what == "append":
+            going = going if going is not None and going.stage is member.stage else GoingStage(member.stage)
+            going.append(number, *given)
+        elif what == "go_on":
+            assert going is not None, "a program goes on that was begun"
+            going.go_on(*given)
+        else:
+            try:
+                found = StageAnswer(number, _answered(member, what, given))
+            except Exception as error:
+                _say_failed(member, number, error, say, what)
+                continue
+            say(found)
+
+
+def _say_failed(
+    member: StageMember, number: int, error: Exception, say: Callable[[StageAnswer], None], what: str = ""
+) -> None:
+    found = tellable(error, member.device, what)
+    if not isinstance(found, WeftError | ReplicaMemoryError):
+        # Whoever waits for this stage hears of it by that.
+        member.leave()
+    say(StageAnswer(number, error=found))
 
 
 def tellable(error: Exception, stage: int, what: str = "") -> Exception:

@@ -36,6 +36,7 @@ from weft.execute.protocol import (
     ReplicaLostError,
     ReplicaMemory,
     ReplicaMemoryError,
+    RestWork,
     StagedOutcome,
     StagedWork,
     StateWork,
@@ -74,7 +75,11 @@ class _StagedJob:
 
 
 class StagedExecutor:
-    """Runs the engine's work on all stages of its replicas, at once when it is started."""
+    """Runs the engine's work on all stages of its replicas, at once when it is started.
+
+    Only programs that go on are under way until they are waited for. Meanwhile jobs that they do not run may come and
+    go, and files may be written.
+    """
 
     def __init__(
         self, stages: StageGroup, tokenizer: Tokenizer, *, in_step: bool = False, ahead: CompileAhead | None = None
@@ -258,13 +263,19 @@ class StagedExecutor:
     def _run(self, work: Work[Any]) -> Callable[[], Any]:
         done: Any
         match work:
+            case StagedWork() if work.lists is not None:
+                number = self.stages.append(dataclasses.replace(work, lists=None), work.lists)
+                return lambda: _program_outcome(work, self.stages.outcomes(number))
+            case RestWork(lists):
+                self.stages.go_on(lists)
+                done = None
             case StagedWork():
                 self._bring_home(work.program)
                 done = self._run_program(work)
             case EvaluationWork():
                 done = self._evaluate(work)
             case StateWork(name):
-                done = join_state(self._ask_home("tensors", name, True))
+                done = join_state(self._ask_home("tensors", name))
             case CheckpointWork() | AdapterWork():
                 return _kept(lambda: self._write(work))
             case _:
@@ -319,7 +330,7 @@ class StagedExecutor:
             job = self._jobs[name]
             if home in job.shares:
                 continue
-            tensors = join_state(self._ask_home("tensors", name, True))
+            tensors = join_state(self._ask_home("tensors", name))
             if job.has_seat:
                 self._ask("unseat", name)
             self._ask("drop", name)
@@ -363,7 +374,7 @@ class StagedExecutor:
 
     def _write(self, work: CheckpointWork | AdapterWork) -> None:
         if isinstance(work, CheckpointWork):
-            tensors = join_state(self._ask_home("tensors", work.job, True))
+            tensors = join_state(self._ask_home("tensors", work.job, work.step))
             checkpoint = Checkpoint(work.step, tensors, dict(work.state), dict(work.environment))
             save_checkpoint(work.directory, checkpoint, keep=work.keep)
             return
@@ -371,7 +382,7 @@ class StagedExecutor:
         write_adapter(
             work.directory,
             job.given.spec.adapter,
-            _merged(self._ask_home("modules", work.job, work.best)),
+            _merged(self._ask_home("modules", work.job, work.best, work.step)),
             base_model=self.facts.base_model,
             target_names=self.target_names(work.job),
             chat_template=job.given.spec.chat_template,

@@ -44,6 +44,7 @@ def pack_rounds(
     cost: CostModel | None = None,
     budget_s: float = 2.0,
     keep_order: bool = False,
+    behind: Sequence[Microbatch] = (),
     previous: RoundPlan | None = None,
     num_started: int = 0,
     max_rounds: int | None = None,
@@ -51,6 +52,7 @@ def pack_rounds(
 ) -> RoundPlan:
     """Even microbatches for every round, with their lower bounds; deterministic unless the budget runs out.
 
+    `behind`: microbatches that run right before the first round; who is in the last of them has to wait.
     With `previous`, its first `num_started` rounds stay as they are and `jobs` lists what comes after them: jobs may
     have come or gone, and only rounds not yet started are packed. `max_rounds` packs no more than so many, for planning
     while training runs. Once `budget_s` has passed no solver is asked any more. More
@@ -64,7 +66,7 @@ def pack_rounds(
     samples = samples[: num_rounds + _LOOKED_AHEAD]
     work = PackingWork(cost or LinearCost(), limits.num_stages, limits.room, limits.row_tile)
     started = previous.rounds[:num_started] if previous else ()
-    before = [m for r in started for m in r.slots]
+    before = [*behind, *(m for r in started for m in r.slots)]
     to_pack = _RoundsToPack.of(samples, limits, work)
     is_end = num_rounds == len(samples) and all(q.is_all for q in jobs)
     places = choose_places(to_pack.demand, to_pack.places_after(before), is_end=is_end)[: num_rounds + 1]

@@ -29,7 +29,7 @@ from weft.plan.lemma import lemma_distance, with_noops
 from weft.plan.pipeline.arrange import by_rounds, by_template
 from weft.plan.pipeline.eager import eager_orders
 from weft.plan.pipeline.orders import StageOrder, interleaved_orders, orders_by_lead
-from weft.plan.pipeline.stream import BatchStream, read_stream
+from weft.plan.pipeline.stream import BatchStream, StreamBatch, read_stream
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import Microbatch
 
@@ -166,35 +166,59 @@ def with_transfers(
     stream: BatchStream, order: StageOrder, stage: int, num_stages: int, num_chunks: int = 1, *, measures: bool
 ) -> list[Instruction]:
     """A stage's list with the transfers, measures (where several devices train) and steps of what it computes."""
-    batches_of = [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
-    left = Counter({batch: num_chunks * len(places) for batch, places in stream.members.items()})
-    measured: dict[str, int] = {}
-    """By job, the step that is due before its next forward."""
-    result: list[Instruction] = []
-    for visit in order:
+    growing = StageList(stage, num_stages, num_chunks, measures=measures)
+    growing.know(stream)
+    found = [i for visit in order for i in growing.visited(visit)]
+    return [*found, *growing.due()]
+
+
+class StageList:
+    """One stage's list while it is made: what belongs to the passes that it is told, one after another."""
+
+    def __init__(self, stage: int, num_stages: int, num_chunks: int = 1, *, measures: bool) -> None:
+        self._stage, self._num_stages, self._num_chunks = stage, num_stages, num_chunks
+        self._measures = measures
+        self._batches_of: list[list[StreamBatch]] = []
+        self._left: Counter[StreamBatch] = Counter()
+        """Backwards of each global batch."""
+        self.measured: dict[str, int] = {}
+        """By job, the step that is due before its next forward."""
+
+    def know(self, stream: BatchStream) -> None:
+        """Learns what goes through the pipeline next; its microbatches are numbered from those known so far."""
+        self._batches_of += [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
+        self._left.update({batch: self._num_chunks * len(places) for batch, places in stream.members.items()})
+
+    def visited(self, visit: Forward | Backward) -> list[Instruction]:
+        """A pass between its transfers, with the steps before it and the measures behind it."""
         k, chunk = visit.microbatch, visit.chunk
-        virtual = chunk * num_stages + stage
-        is_gradient = isinstance(visit, Backward)
-        first, last = 0, num_chunks * num_stages - 1
+        num_stages, virtual = self._num_stages, visit.chunk * self._num_stages + self._stage
+        batches, is_gradient = self._batches_of[k], isinstance(visit, Backward)
+        first, last = 0, self._num_chunks * num_stages - 1
         # A forward comes from the slice before and goes to the one after; a backward the other way round.
         has_source = num_stages > 1 and virtual != (last if is_gradient else first)
         has_target = num_stages > 1 and virtual != (first if is_gradient else last)
         towards = -1 if is_gradient else 1
+        result: list[Instruction] = []
         if has_source:
-            result.append(Receive(k, chunk, is_gradient, (stage - towards) % num_stages))
+            result.append(Receive(k, chunk, is_gradient, (self._stage - towards) % num_stages))
         if not is_gradient:
-            result.extend(Step(job, measured.pop(job)) for job, _ in batches_of[k] if job in measured)
+            result += self.due([job for job, _ in batches if job in self.measured])
         result.append(visit)
         ended = []
         if is_gradient:
-            left.subtract(batches_of[k])
-            ended = [batch for batch in batches_of[k] if left[batch] == 0]
-        if measures:
+            self._left.subtract(batches)
+            ended = [batch for batch in batches if self._left[batch] == 0]
+        if self._measures:
             # Before the gradients go on, so that whoever gets them has the part that belongs to them already.
             result.extend(Measure(job, step) for job, step in ended)
-            measured.update(ended)
+            self.measured.update(ended)
         if has_target:
-            result.append(Send(k, chunk, is_gradient, (stage + towards) % num_stages))
-        if not measures:
+            result.append(Send(k, chunk, is_gradient, (self._stage + towards) % num_stages))
+        if not self._measures:
             result.extend(Step(job, step) for job, step in ended)
-    return [*result, *(Step(job, step) for job, step in sorted(measured.items()))]
+        return result
+
+    def due(self, jobs: Sequence[str] | None = None) -> list[Step]:
+        """The steps of these jobs that are due, or of all; they are taken here."""
+        return [Step(job, self.measured.pop(job)) for job in (sorted(self.measured) if jobs is None else jobs)]

@@ -70,6 +70,8 @@ class Pipe:
     """The global batches of each clock that other replicas have samples of, too."""
     needs: Sequence[Collection[SharedBatch]] = ()
     """Those that must have been backward everywhere before each clock is forward."""
+    knows_verdicts: bool = False
+    """Whether a forward waits until the first stage, which judges steps, has gone back as far as it needs."""
 
 
 @dataclass
@@ -84,6 +86,7 @@ class _Stage:
     num_backwards: int = 0
     held: int = 0
     passes: list[Pass] = field(default_factory=list)
+    backward_ends: list[float] = field(default_factory=list)
 
 
 def eager_orders(
@@ -133,7 +136,7 @@ def play_all(pipes: Sequence[Pipe]) -> list[list[list[Pass]]]:
             left.update(batches)
     ends: dict[SharedBatch, float] = {}
     wakes = [(0.0, place, 0) for place in range(len(pipes))]
-    plays = [_Play(place, pipe, wakes) for place, pipe in enumerate(pipes)]
+    plays = [Play(place, pipe, wakes) for place, pipe in enumerate(pipes)]
     while wakes:
         now, pipe_place, place = heapq.heappop(wakes)
         for batch in plays[pipe_place].advance(place, now):
@@ -163,18 +166,33 @@ def clock_of(
     )
 
 
-class _Play:
+class Play:
     """One replica while all are run ahead."""
 
     def __init__(self, own: int, pipe: Pipe, wakes: list[tuple[float, int, int]]) -> None:
         self.own, self.wakes = own, wakes
-        self.clocks, self.waits_for = pipe.clocks, pipe.waits_for
+        self.clocks, self.waits_for = list(pipe.clocks), list(pipe.waits_for)
         self.memory_bytes, self.max_lead = pipe.memory_bytes, pipe.max_lead
-        self.shared, self.needs = pipe.shared, pipe.needs
+        self.shared, self.needs, self.knows_verdicts = pipe.shared, pipe.needs, pipe.knows_verdicts
         size = len(pipe.clocks)
         self.stages = [_Stage([0.0 if s == 0 else NEVER] * size, [NEVER] * size) for s in range(pipe.num_stages)]
         self.whole_at: dict[SharedBatch, float] = {}
         """When global batches that are shared have been backward everywhere."""
+
+    def extend(self, clocks: Sequence[Clock], waits_for: Sequence[int]) -> None:
+        """More goes through the pipeline, behind all that does so far."""
+        self.clocks += clocks
+        self.waits_for += waits_for
+        for place, stage in enumerate(self.stages):
+            stage.activation_at += [0.0 if place == 0 else NEVER] * len(clocks)
+            stage.gradient_at += [NEVER] * len(clocks)
+
+    def has_run_out(self, now: float) -> bool:
+        """Whether the first stage could run another forward now, if there were one."""
+        first = self.stages[0]
+        k = first.num_backwards
+        may_go_back = k < len(self.clocks) and first.gradient_at[k] <= now
+        return first.num_forwards == len(self.clocks) and first.free_at <= now and not may_go_back
 
     def advance(self, place: int, now: float) -> Collection[SharedBatch]:
         """Lets a stage do what it may; returns the shared global batches of what it then brings to its end."""
@@ -192,6 +210,8 @@ class _Play:
     def _may_forward(self, stage: _Stage, place: int, now: float) -> bool:
         k = stage.num_forwards
         if k == len(self.clocks) or stage.activation_at[k] > now or self.waits_for[k] >= stage.num_backwards:
+            return False
+        if self.knows_verdicts and self.waits_for[k] >= 0 and self.judged_at(self.waits_for[k]) > now:
             return False
         if place == 0 and self.needs and any(self.whole_at.get(b, NEVER) > now for b in self.needs[k]):
             return False
@@ -216,12 +236,21 @@ class _Play:
         k, clock = stage.num_backwards, self.clocks[stage.num_backwards]
         end = now + clock.backward_s[place]
         stage.passes.append(Pass(k, True, now, end))
+        stage.backward_ends.append(end)
         stage.num_backwards += 1
         # No forward starts here before this backward ends, so its memory counts as free from now on.
         stage.held -= clock.held_bytes[place]
         if place > 0:
             self._arrive(self.stages[place - 1].gradient_at, k, place - 1, end)
+        elif self.knows_verdicts:
+            for other in range(1, len(self.stages)):
+                heapq.heappush(self.wakes, (end, self.own, other))
         self._busy_until(stage, place, end + clock.step_s[place])
+
+    def judged_at(self, k: int) -> float:
+        """When the first stage has gone back through a clock."""
+        first = self.stages[0]
+        return first.backward_ends[k] if k < first.num_backwards else NEVER
 
     def _arrive(self, arrivals: list[float], k: int, place: int, sent_at: float) -> None:
         arrivals[k] = sent_at + self.clocks[k].transfer_s
