@@ -395,7 +395,8 @@ class Engine:
         # A copy at once: other threads may submit while we look.
         jobs = dict(self.jobs)
         self._layouts.hear([job for job in jobs.values() if _is_at_work(job)], self.timeline)
-        if not self._layouts.is_ready:
+        if not self._layouts.is_ready or (self._program is not None and self._program.goes_on):
+            # What stages have begun is counted first.
             return []
         self._keeper.files.finish_all()
         self._is_within = True
