@@ -22,8 +22,8 @@ from weft.cost.types import LinearCost
 from weft.errors import ConfigError
 from weft.kernels.device import has_gpu
 from weft.plan.pipeline.build import Schedule, build
-from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.types import Limits
+from weft.simulate.choose import FastestPipeline
 from weft.simulate.interpret import simulate
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -66,13 +66,18 @@ def test_recorded_run_when_stages_are_late_then_the_replay_misses_that():
 
 def test_executed_when_a_planner_is_asked_program_by_program_then_all_work_is_done_once():
     jobs = queues(MIXES[-1], 64, 4)
-    planner, cost = PipelinePlanner(Schedule.ONE_F_ONE_B, 2), LinearCost()
+    cost = LinearCost()
+    planner = FastestPipeline(2, cost)
     found = execute(planner, jobs, Limits(CAPACITY), cost)
     tokens = sum(sum(batch.lengths) for job in jobs for batch in job.batches)
     assert found.busy_s == pytest.approx(2 * 2 * tokens)
     assert 0 < found.bubble_ratio < 1
-    often = execute(planner, jobs, Limits(CAPACITY), cost, every=1)
-    assert often.num_programs == 4 > found.num_programs and often.busy_s == pytest.approx(found.busy_s)
+    often, drained = (
+        execute(planner, jobs, Limits(CAPACITY), cost, every=1, drains=drains) for drains in (False, True)
+    )
+    for other in (often, drained):
+        assert other.num_programs == 4 > found.num_programs and other.busy_s == pytest.approx(found.busy_s)
+    assert often.bubble_ratio < drained.bubble_ratio
 
 
 def test_four_jobs_when_few_samples_are_simulated_then_every_figure_is_there():

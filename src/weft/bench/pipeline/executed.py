@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 
 from weft.cost.types import CostModel
 from weft.engine.jobs.progress import PLANNED_BATCHES
+from weft.engine.staged_run import BEHIND
 from weft.plan.check import violations
-from weft.plan.program import Planner, Step
+from weft.plan.pipeline.append import joined
+from weft.plan.program import Program, Step
 from weft.plan.types import JobQueue, Limits
+from weft.simulate.choose import FastestPipeline
 from weft.simulate.interpret import simulate
 
 
 @dataclass(frozen=True)
 class Executed:
-    """Programs one after another, each drained before the next begins."""
+    """Programs one after another."""
 
     makespan_s: float
     busy_s: float
@@ -31,22 +34,51 @@ class Executed:
 
 
 def execute(
-    planner: Planner, jobs: Sequence[JobQueue], limits: Limits, cost: CostModel, every: int | None = None
+    planner: FastestPipeline,
+    jobs: Sequence[JobQueue],
+    limits: Limits,
+    cost: CostModel,
+    every: int | None = None,
+    *,
+    drains: bool = False,
 ) -> Executed:
-    """Plans and simulates until all jobs have ended; with `every`, each job stops after so many of its steps."""
-    rest, makespan_s, busy_s, num_programs, num_stages = list(jobs), 0.0, 0.0, 0, 1
+    """Plans and simulates until all jobs have ended; with `every`, each job stops after so many of its steps.
+
+    A program is appended to the one before, unless it `drains`: then something was due that needs all stages.
+    """
+    programs = _programs(planner, jobs, limits, every, drains=drains)
+    run = programs
+    if not drains:
+        streams = [program.microbatches for program in programs]
+        memory = planner.memory_bytes(limits.capacity)
+        run = [joined(streams, planner.num_stages, cost, memory_bytes=memory)]
+        assert not violations(run[0], jobs, limits), "programs that are appended are one that is valid"
+    timelines = [simulate(program, cost) for program in run]
+    stages = range(planner.num_stages)
+    return Executed(
+        sum(timeline.makespan_s for timeline in timelines),
+        sum(timeline.busy_s(stage) for timeline in timelines for stage in stages),
+        len(stages),
+        len(programs),
+    )
+
+
+def _programs(
+    planner: FastestPipeline, jobs: Sequence[JobQueue], limits: Limits, every: int | None, *, drains: bool
+) -> list[Program]:
+    """All that the engine would ask for, one after another."""
+    rest, found = list(jobs), list[Program]()
     while rest:
         queues = [_shown(queue, every) for queue in rest]
+        if found and not drains:
+            planner = replace(planner, behind=found[-1].microbatches[-BEHIND * planner.num_stages :])
         program = planner(queues, limits)
         assert not violations(program, queues, limits), "a planner's program is valid"
-        timeline = simulate(program, cost)
-        num_stages, num_programs = program.num_stages, num_programs + 1
-        makespan_s += timeline.makespan_s
-        busy_s += sum(timeline.busy_s(stage) for stage in range(num_stages))
+        found.append(program)
         done = Counter(i.job for i in program.stages[0] if isinstance(i, Step))
         rest = [replace(queue, batches=queue.batches[done[queue.job] :]) for queue in rest]
         rest = [queue for queue in rest if queue.batches]
-    return Executed(makespan_s, busy_s, num_stages, num_programs)
+    return found
 
 
 def _shown(queue: JobQueue, every: int | None) -> JobQueue:

@@ -1,8 +1,10 @@
 """Four unlike jobs on four stages of a 70B backbone, as LoRAFusion's figure 20 has them, simulated.
 
 bubble_het4_exec        share of the time that stages idle with the programs that `weft train` runs: planned one after
-                        another from what a job's queue shows, every job in its own order, each drained before the next
+                        another from what a job's queue shows, every job in its own order, each appended to the one
+                        before
 bubble_het4_exec_every_2, _every_8   the same where every second, or eighth, global batch of a job ends a program
+bubble_het4_exec_evals_2   the same where it ends with an evaluation, which needs all stages: the pipeline drains
 bubble_het4_exec_free   the same as the first with `sums: free` in all jobs, so that samples may be in any order
 
 The output head counts on the last stage; layers are divided by `split_layers`. A cost model, no measurement of a GPU.
@@ -75,10 +77,16 @@ def measure_executed(num_samples: int = NUM_SAMPLES) -> dict[str, float]:
     cost = split_cost()
     jobs, planner = queues(MIXES[-1], num_samples, BATCH), FastestPipeline(NUM_STAGES, cost)
     free = [replace(job, home=None) for job in jobs]
-    found = {"": (jobs, None), "_every_8": (jobs, 8), "_every_2": (jobs, 2), "_free": (free, None)}
+    found = {
+        "": (jobs, None, False),
+        "_every_8": (jobs, 8, False),
+        "_every_2": (jobs, 2, False),
+        "_evals_2": (jobs, 2, True),
+        "_free": (free, None, False),
+    }
     return {
-        f"bubble_het4_exec{name}": execute(planner, own, Limits(CAPACITY), cost, every).bubble_ratio
-        for name, (own, every) in found.items()
+        f"bubble_het4_exec{name}": execute(planner, own, Limits(CAPACITY), cost, every, drains=drains).bubble_ratio
+        for name, (own, every, drains) in found.items()
     }
 
 

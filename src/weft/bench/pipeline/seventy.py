@@ -8,12 +8,12 @@ sim70b_vs_…_bound what that could be at most: Weft's work at single rows, no s
 sim70b_vs_…_torch the first two against peers with plain torch LoRA, which is what they run: their time is longer by
                   what PEFT's adapters were measured to cost on the 8B shape, less what Weft's do (`torch_lora`)
 
-All have the same seconds per layer, and nobody pads: LoRAFusion's baselines pack samples. Where a profile is
-given, these are measured: those of an 8B backbone on one H200, each term taken as many times as the 70B layers have more of what it
-counts (weights, attention, adapters, layers); an H100 is taken to compute like an H200. Otherwise the hardware table's.
-Every layer is run forward again on its way back, since four microbatches would not fit otherwise. In the first two
-peers compute single rows, and Weft whole tiles, as it does. Links are assumed: what the hardware table says of NVLink
-(`sim70b_link_gb_s`).
+All have the same seconds per layer, and nobody pads: LoRAFusion's baselines pack samples. Where a profile is given,
+these are measured: those of an 8B backbone on one H200, each term taken as many times as the 70B layers have more of
+what it counts (weights, attention, adapters, layers); an H100 is taken to compute like an H200. Otherwise the hardware
+table's. Every layer is run forward again on its way back, since four microbatches would not fit otherwise. In the first
+two peers compute single rows, and Weft whole tiles, as it does. Links are assumed: what the hardware table says of
+NVLink (`sim70b_link_gb_s`).
 """
 
 from __future__ import annotations
