@@ -136,6 +136,23 @@ def test_deploy_when_executed_then_the_planned_replicas_train_the_jobs(weft, exe
     assert (executable / "runs/a/a/adapter/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "deploy", "cluster.yaml", "--execute", "jobs.yaml"),
+        ("train", "jobs.yaml", "jobs.a.seed=2", "--layout", "auto"),
+    ],
+)
+def test_run_when_its_layout_was_chosen_for_it_then_the_way_on_chooses_again(weft, executable, monkeypatch, command):
+    """What goes on follows its jobs as the run did, and is not bound to what was chosen first."""
+    told: list[str] = []
+    monkeypatch.setattr("weft.cli.train.train_order", lambda order, place, resume: told.append(order.said.again(place)))
+    result = weft(*command, "--out", "runs/a")
+    assert result.code == 0, result
+    words, flags = (command, ()) if command[0] == "plan" else (command[:3], command[3:])
+    assert told == [" ".join(("weft", *words, "--out", "runs/a", "--resume", *flags))]
+
+
 def test_deploy_when_it_cannot_be_executed_then_refused_before_planning(refused, executable):
     asked = ("plan", "deploy", "cluster.yaml")
     assert "leave --json out" in refused(*asked, "--execute", "jobs.yaml", "--json")

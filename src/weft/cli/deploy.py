@@ -18,6 +18,7 @@ from weft.report.console import output_console
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from weft.cli.train import Said
     from weft.cost.profile import Profile
     from weft.cost.shape import ModelShape
     from weft.plan.deploy import ReplicaKind
@@ -95,13 +96,18 @@ def deploy(
         return
     _show(found, output_console(), source, is_executed=execute is not None)
     if execute is not None:
+        from weft.cli.train import Said
+
         layout = found.deployment.run_layout
         output_console().print(f"layout  {layout}\n", markup=False, highlight=False)
-        _train(execute, layout, _forecaster(spec, pools, profiles, cluster_file), out, resume=resume)
+        words = ["weft", "plan", "deploy", str(cluster_file), "--execute", str(execute)]
+        words += [] if profile is None else ["--profile", str(profile)]
+        forecast = _forecaster(spec, pools, profiles, cluster_file)
+        _train(execute, layout, forecast, out, Said(tuple(words)), resume=resume)
 
 
 def _train(
-    jobs_file: Path, layout: Layout, forecast: ClusterForecaster, out: Path | RunUrl | None, *, resume: bool
+    jobs_file: Path, layout: Layout, forecast: ClusterForecaster, out: Path | RunUrl | None, said: Said, *, resume: bool
 ) -> NoReturn:
     """Trains the jobs of a file in a layout, which is planned anew when they come and go."""
     from weft.backbone.load import choose_device
@@ -115,7 +121,7 @@ def _train(
     options.check(run, ())
     # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried.
     may_change = sum(forecast.pools.values()) > 1 and is_cpu(choose_device(run.backbone))
-    order = Order(run, jobs_file, (), False, ReplicaOptions(), options, forecast if may_change else None)
+    order = Order(run, jobs_file, (), False, ReplicaOptions(), options, said, forecast if may_change else None)
     train_order(order, out or run_place(run.output_dir), resume=resume)
 
 

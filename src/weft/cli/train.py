@@ -79,6 +79,7 @@ def train(
     stages = LayoutOptions(layout, schedule, None if layout is None else devices)
     reasons: tuple[str, ...] = ()
     forecast: Forecaster | None = None
+    said = Said(("weft", "train", str(jobs_file), *changes), (*options.flags, *stages.flags))
     if stages.is_auto:
         from weft.cli.auto_layout import forecaster_here, with_layout
 
@@ -86,7 +87,7 @@ def train(
         stages, reasons = with_layout(spec, stages, jobs_file.parent)
         forecast = forecaster_here(spec)
     stages.check(spec, options.flags)
-    order = Order(spec, jobs_file, changes, keep_going, options, stages, forecast)
+    order = Order(spec, jobs_file, changes, keep_going, options, stages, said, forecast)
     console = output_console()
     for reason in reasons:
         console.print(f"layout    {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -123,6 +124,18 @@ def train_order(order: Order, place: Path | RunUrl, *, resume: bool) -> NoReturn
 
 
 @dataclass(frozen=True)
+class Said:
+    """A command as it was given, but for where results go and for what a run that goes on is told."""
+
+    words: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+    def again(self, place: Path | RunUrl, *flags: str) -> str:
+        """The command that goes on with the run."""
+        return shlex.join([*self.words, "--out", str(place), "--resume", *flags, *self.flags])
+
+
+@dataclass(frozen=True)
 class Order:
     """What was asked for on the command line."""
 
@@ -132,6 +145,7 @@ class Order:
     keep_going: bool
     replicas: ReplicaOptions
     layout: LayoutOptions
+    said: Said
     forecast: Forecaster | None = None
     """What the layout is chosen anew by when jobs come and go; None: it stays."""
 
@@ -206,9 +220,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Pa
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     tell_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
-        flags = ["--resume", *(["--keep-going"] if order.keep_going else [])]
-        flags += [*order.replicas.flags, *order.layout.flags]
-        again = shlex.join(["weft", "train", str(order.jobs_file), *order.overrides, "--out", str(place), *flags])
+        again = order.said.again(place, *(["--keep-going"] if order.keep_going else []))
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
         return 130
     if paused:
