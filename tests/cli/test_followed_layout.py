@@ -6,25 +6,51 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from weft.engine import layout_keeper
 from weft.execute.movable import MovableExecutor
-from weft.plan.replan import MoveCost
+from weft.plan.replan import LayoutForecast, MoveCost
 
 JOBS = ("long", "short", "other")
 MOVES_FOR_NOTHING = """
 import sys
+sys.path.insert(0, sys.argv.pop(1))
+from test_followed_layout import forecast_at_once, move_for_nothing
 from weft import faults
 from weft.cli.main import main
-from weft.execute.movable import MovableExecutor
-from weft.plan.replan import MoveCost
-MovableExecutor.cost = property(lambda _: MoveCost(0.0, 0.0))
+forecast_at_once(setattr)
+move_for_nothing(setattr)
 faults.arm(faults.parse("kill@2:replicas.move"))
 sys.argv = ["weft", *sys.argv[1:]]
 main()
 """
+Set = Callable[[object, str, object], None]
+
+
+class AtOnce:
+    """Forecasts while training waits: how soon a thread has one on a busy machine is nothing to test."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, forecast: Callable[[], LayoutForecast]) -> Future[LayoutForecast]:
+        found: Future[LayoutForecast] = Future()
+        found.set_result(forecast())
+        return found
+
+    def shutdown(self, **_: bool) -> None: ...
+
+
+def forecast_at_once(set_attribute: Set) -> None:
+    set_attribute(layout_keeper, "ThreadPoolExecutor", AtOnce)
+
+
+def move_for_nothing(set_attribute: Set) -> None:
+    set_attribute(MovableExecutor, "cost", property(lambda _: MoveCost(0.0, 0.0)))
 
 
 @pytest.fixture
@@ -55,11 +81,12 @@ def test_deploy_when_a_job_ends_then_the_run_moves_and_a_kill_in_the_middle_of_t
 ):
     """It is killed while its jobs move; resumed without the job that has ended, it moves again, and to the end."""
     asked = ("plan", "deploy", "cluster.yaml", "--execute", "jobs.json", "--out")
-    run = [sys.executable, "-c", MOVES_FOR_NOTHING, *asked, "moved"]
-    killed = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=300)
+    run = [sys.executable, "-c", MOVES_FOR_NOTHING, str(Path(__file__).parent), *asked, "moved"]
+    killed = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=1200)
     assert killed.returncode == -signal.SIGKILL and "layout  stages:2" in killed.stdout, killed.stdout + killed.stderr
     assert not (folder / "moved/short/adapter").exists()
-    monkeypatch.setattr(MovableExecutor, "cost", property(lambda _: MoveCost(0.0, 0.0)))
+    forecast_at_once(monkeypatch.setattr)
+    move_for_nothing(monkeypatch.setattr)
     again = weft(*asked, "moved", "--resume")
     assert again.code == 0 and "layout: spread:2 instead of stages:2: it saves about" in again.out, again
     spans = json.loads((folder / "moved/timeline.json").read_text())["traceEvents"]
