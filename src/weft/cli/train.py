@@ -330,7 +330,7 @@ def _show_plan(run: PreparedRun, notes: Sequence[str], console: Console) -> None
     if plan.capacity != run.spec.capacity:
         console.print(f"note      there is memory for microbatches of {plan.capacity:,} tokens only", highlight=False)
     for note in notes:
-        console.print(f"layout    {note}", highlight=False, markup=False)
+        console.print(f"layout    {note}", highlight=False, markup=False, soft_wrap=True)
     console.print("\n".join(_figures(plan)), highlight=False)
     for name, error in run.failed.items():
         console.print(f"{name}: would fail: {error}", style="red", markup=False)
