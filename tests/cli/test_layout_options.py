@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from tiny_families import plain_model
 
-from weft.cli.auto_layout import with_layout
+from weft.cli.auto_layout import forecaster_here, with_layout
 from weft.cli.layout_options import LayoutOptions
 from weft.errors import WeftError
 from weft.plan.pipeline.build import Schedule
-from weft.spec import AdapterSpec, JobSpec, RunSpec
+from weft.spec import AdapterSpec, JobSpec, RunSpec, load_run
 
 JOBS = (JobSpec("job", ("data.jsonl",)),)
 
@@ -72,6 +73,17 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
     (note,) = options.notes(spec)
     assert note.startswith("tensor:2 splits sums, so bits belong to this layout")
     assert LayoutOptions("tensor:1").stages is None
+
+
+def test_layout_when_it_is_auto_and_the_data_are_pairs_then_is_one_device_that_stays(tmp_path):
+    """Only the data says that they are compared with a reference, which stages do not run."""
+    rows = [{"prompt": f"Add {i}.", "chosen": "yes", "rejected": "no"} for i in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text("base_model: tiny\ndevice: cpu\njobs: [{name: a, train_data: pairs.jsonl, max_steps: 1}]\n")
+    options, reasons = with_layout(load_run(jobs), LayoutOptions("auto"), tmp_path)
+    assert options.layout is None and reasons[0].startswith("one device, because job a compares with a reference")
+    assert forecaster_here(load_run(jobs), tmp_path) is None
 
 
 def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():

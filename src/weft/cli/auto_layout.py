@@ -17,6 +17,7 @@ from weft.cost.hardware import find_hardware
 from weft.cost.rows import CPU_ROW_TILE, choose_capacity
 from weft.cost.shape import ModelShape
 from weft.data.chat.chat_template import Tokenizer
+from weft.data.dataset import Dataset
 from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, WeftError
@@ -29,6 +30,9 @@ from weft.spec import JobSpec, RunSpec
 
 def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path) -> tuple[LayoutOptions, tuple[str, ...]]:
     """What was asked for with a layout in the place of auto, and the lines that say why it is that one."""
+    alone = _compared(spec, base_dir)
+    if alone is not None:
+        return LayoutOptions(), (f"one device, because job {alone} compares with a reference, which stages do not run",)
     choice = layout_here(spec, base_dir)
     layout = choice.chosen.layout
     if layout.is_one_device:
@@ -69,21 +73,40 @@ def _jobs(spec: RunSpec, base_dir: Path) -> list[LayoutJob]:
     ]
 
 
-def _batch_tokens(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> int:
-    """From the data, prepared here and kept for the run; where it cannot be, which the run will say, by max_length."""
+def _compared(spec: RunSpec, base_dir: Path) -> str | None:
+    """A job that compares with a reference, by its settings or by what its data turns out to be."""
+    tokenizer = load_tokenizer(spec.base_model)
+    for job in spec.jobs:
+        train = _train_data(job, tokenizer, base_dir)
+        if train is not None and train.reads_reference:
+            return job.name
+    return None
+
+
+def _train_data(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> Dataset | None:
+    """Prepared here and kept for the run; None where it cannot be, which the run will say."""
     try:
-        train = load_job_data(job, tokenizer, base_dir).train
+        return load_job_data(job, tokenizer, base_dir).train
     except WeftError:
+        return None
+
+
+def _batch_tokens(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> int:
+    """From the data, or by max_length."""
+    train = _train_data(job, tokenizer, base_dir)
+    if train is None:
         return job.batch_size * job.max_length
     order = BatchSchedule.of(job, *train.sizes)
     return max(1, -(-order.num_tokens(train.group_tokens) // order.num_steps))
 
 
-def forecaster_here(spec: RunSpec) -> DeviceForecaster | None:
+def forecaster_here(spec: RunSpec, base_dir: Path) -> DeviceForecaster | None:
     """What the layout is chosen anew by when jobs come and go; None where there is no other than one device."""
     try:
         LayoutOptions("stages:2").check(spec, ())
     except WeftError:
+        return None
+    if _compared(spec, base_dir) is not None:
         return None
     cores, memory = _devices()
     capacity = choose_capacity(spec.capacity, "cpu", spec.longest)

@@ -139,12 +139,21 @@ def _forecaster(
 
 def _to_execute(spec: ClusterSpec, jobs_file: Path, path: Path) -> ClusterSpec:
     """The same cluster for the jobs of a file; refuses what could not be trained from here."""
+    from weft.backbone.load import choose_device
+    from weft.kernels.device import is_cpu
     from weft.spec import load_run
 
     run = load_run(jobs_file)
     if run.base_model != spec.base_model:
         found = f"trains {run.base_model}; {path} is about {spec.base_model}."
         raise ConfigError(found, where=f"--execute {jobs_file}")
+    on_cpu = is_cpu(choose_device(run.backbone))
+    for place, machine in enumerate(spec.machines):
+        if (machine.gpu == "cpu") != on_cpu:
+            found = (
+                f"plans for {machine.gpu}, and the run would be on a {'CPU' if on_cpu else 'GPU'}; name what is here."
+            )
+            raise ConfigError(found, where=f"{path}: machines.{place}.gpu")
     num = sum(machine.count for machine in spec.machines)
     if num > 1:
         found = f"has {num} machines; the replicas of one run are processes of this machine, so name one."

@@ -85,7 +85,7 @@ def train(
 
         stages.check_alone(options.flags)
         stages, reasons = with_layout(spec, stages, jobs_file.parent)
-        forecast = forecaster_here(spec)
+        forecast = forecaster_here(spec, jobs_file.parent)
     stages.check(spec, options.flags)
     order = Order(spec, jobs_file, changes, keep_going, options, stages, said, forecast)
     console = output_console()

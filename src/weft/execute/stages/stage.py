@@ -78,7 +78,8 @@ def refuse_whole(job: NewJob) -> None:
 
 
 def _compares(objective: str) -> ConfigError:
-    found = f"{objective} compares with a reference, which stages do not run; train it without --layout."
+    named = "what its data asks for" if objective == "auto" else objective
+    found = f"{named} compares with a reference, which stages do not run; train it without --layout."
     return ConfigError(found, where="objective")
 
 
