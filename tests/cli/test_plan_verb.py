@@ -75,6 +75,8 @@ def test_plan_when_a_layout_is_named_then_says_of_it_what_a_dry_run_does(weft, h
     assert "one of its replicas with all jobs" in planned.out
     dry = weft("train", "jobs.yaml", "device=cpu", "--layout", "spread:2", "--dry-run")
     assert line in dry.out.splitlines()
+    many = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "spread:500")
+    assert "500 processes would share the" in many.out
 
 
 def test_plan_when_the_layout_is_auto_then_all_are_said_and_lengths_are_those_of_the_data(weft, here):

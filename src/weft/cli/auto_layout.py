@@ -58,10 +58,14 @@ def predicted_here(spec: RunSpec, layout: str, base_dir: Path) -> tuple[str, ...
     """What a layout that was named is predicted to need and to gain here; nothing is said of GPUs."""
     if not is_cpu(choose_device(spec.backbone)):
         return ()
-    jobs, (_, memory) = _jobs(spec, base_dir), _devices()
+    jobs, (cores, memory), wanted = _jobs(spec, base_dir), _devices(), parse_layout(layout, where=WHERE)
     capacity = choose_capacity(spec.capacity, "cpu", spec.longest)
-    option = price_layout(_cost(spec, [job.rank for job in jobs]), jobs, capacity, parse_layout(layout, where=WHERE))
-    return (f"{option.told(memory)} (predicted)",)
+    option = price_layout(_cost(spec, [job.rank for job in jobs]), jobs, capacity, wanted)
+    num = wanted.num_devices
+    line = f"{option.told(memory * cores // max(cores, num))} (predicted)"
+    if num <= cores:
+        return (line,)
+    return line, f"{num} processes would share the {cores} cores here: that is the speed of {num} cores, not of these"
 
 
 def _jobs(spec: RunSpec, base_dir: Path) -> list[LayoutJob]:
