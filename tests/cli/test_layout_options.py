@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_families import plain_model
 
-from weft.cli.auto_layout import forecaster_here, with_layout
+from weft.cli.auto_layout import with_layout
 from weft.cli.layout_options import LayoutOptions
 from weft.errors import WeftError
 from weft.plan.pipeline.build import Schedule
@@ -81,15 +81,16 @@ def test_layout_when_it_is_auto_and_the_data_are_pairs_then_is_one_device_that_s
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     jobs = tmp_path / "jobs.yaml"
     jobs.write_text("base_model: tiny\ndevice: cpu\njobs: [{name: a, train_data: pairs.jsonl, max_steps: 1}]\n")
-    options, reasons = with_layout(load_run(jobs), LayoutOptions("auto"), tmp_path)
+    options, reasons, may_change = with_layout(load_run(jobs), LayoutOptions("auto"), tmp_path)
     assert options.layout is None and reasons[0].startswith("one device, because job a compares with a reference")
-    assert forecaster_here(load_run(jobs), tmp_path) is None
+    assert not may_change
 
 
 def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():
     """Whatever the machine has; nobody but `weft train` chooses."""
     spec = RunSpec(base_model="tiny", device="cpu", jobs=(JobSpec("job", ("data.jsonl",), sums="free"),))
-    options, reasons = with_layout(spec, LayoutOptions("auto"), Path())
+    options, reasons, may_change = with_layout(spec, LayoutOptions("auto"), Path())
+    assert may_change
     options.check(spec, ())
     assert not options.is_auto and "GiB a device" in reasons[0] and reasons[0].endswith("(chosen, predicted)")
     assert "auto is for weft train" in refusal("auto")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from weft.adapters.methods import cost_ranks
 from weft.backbone.load import choose_device, load_config
@@ -16,49 +17,57 @@ from weft.cost.analytic import AnalyticCost
 from weft.cost.hardware import find_hardware
 from weft.cost.rows import CPU_ROW_TILE, choose_capacity
 from weft.cost.shape import ModelShape
-from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import Dataset
 from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, WeftError
 from weft.kernels.device import is_cpu
-from weft.plan.choose_layout import LayoutChoice, LayoutJob, choose_layout, price_layout
+from weft.plan.choose_layout import LayoutJob, choose_layout, price_layout
 from weft.plan.layout import parse_layout
 from weft.plan.replan.devices import DeviceForecaster
 from weft.spec import JobSpec, RunSpec
 
 
-def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path) -> tuple[LayoutOptions, tuple[str, ...]]:
-    """What was asked for with a layout in the place of auto, and the lines that say why it is that one."""
-    alone = _compared(spec, base_dir)
-    if alone is not None:
-        return LayoutOptions(), (f"one device, because job {alone} compares with a reference, which stages do not run",)
-    choice = layout_here(spec, base_dir)
+class AutoLayout(NamedTuple):
+    """What auto stands for here."""
+
+    options: LayoutOptions
+    lines: tuple[str, ...]
+    """Why it is that one."""
+    may_change: bool
+    """Whether it may be another one when jobs come and go."""
+
+
+def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path) -> AutoLayout:
+    """What was asked for with a layout in the place of auto: the choice among the cores of this machine."""
+    if not is_cpu(choose_device(spec.backbone)):
+        raise ConfigError("layouts are chosen for CPUs only so far; say one, or use --replicas auto.", where=WHERE)
+    data = _train_data(spec, base_dir)
+    for job, own in zip(spec.jobs, data, strict=True):
+        if own is not None and own.reads_reference:
+            why = f"one device, because job {job.name} compares with a reference, which stages do not run"
+            return AutoLayout(LayoutOptions(), (why,), may_change=False)
+    jobs = _jobs(spec, data)
+    cost = _cost(spec, [job.rank for job in jobs])
+    choice = choose_layout(cost, jobs, choose_capacity(spec.capacity, "cpu", spec.longest), *_devices())
     layout = choice.chosen.layout
     if layout.is_one_device:
-        return LayoutOptions(), choice.lines
+        return AutoLayout(LayoutOptions(), choice.lines, may_change=True)
     options = replace(asked, layout=str(layout))
     try:
         options.check(spec, ())
     except WeftError as error:
-        return LayoutOptions(), (f"one device, because {layout} cannot be: {error}",)
-    return options, choice.lines
-
-
-def layout_here(spec: RunSpec, base_dir: Path) -> LayoutChoice:
-    """The choice among the cores of this machine, which share its memory."""
-    if not is_cpu(choose_device(spec.backbone)):
-        raise ConfigError("layouts are chosen for CPUs only so far; say one, or use --replicas auto.", where=WHERE)
-    jobs = _jobs(spec, base_dir)
-    cost = _cost(spec, [job.rank for job in jobs])
-    return choose_layout(cost, jobs, choose_capacity(spec.capacity, "cpu", spec.longest), *_devices())
+        why = f"one device, because {layout} cannot be: {error}"
+        return AutoLayout(LayoutOptions(), (why,), may_change=True)
+    return AutoLayout(options, choice.lines, may_change=True)
 
 
 def predicted_here(spec: RunSpec, layout: str, base_dir: Path) -> tuple[str, ...]:
     """What a layout that was named is predicted to need and to gain here; nothing is said of GPUs."""
     if not is_cpu(choose_device(spec.backbone)):
         return ()
-    jobs, (cores, memory), wanted = _jobs(spec, base_dir), _devices(), parse_layout(layout, where=WHERE)
+    jobs, (cores, memory) = _jobs(spec, _train_data(spec, base_dir)), _devices()
+    wanted = parse_layout(layout, where=WHERE)
     capacity = choose_capacity(spec.capacity, "cpu", spec.longest)
     option = price_layout(_cost(spec, [job.rank for job in jobs]), jobs, capacity, wanted)
     num = wanted.num_devices
@@ -68,49 +77,38 @@ def predicted_here(spec: RunSpec, layout: str, base_dir: Path) -> tuple[str, ...
     return line, f"{num} processes would share the {cores} cores here: that is the speed of {num} cores, not of these"
 
 
-def _jobs(spec: RunSpec, base_dir: Path) -> list[LayoutJob]:
+def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
     """The jobs with the tokens that their global batches have on average."""
-    tokenizer = load_tokenizer(spec.base_model)
     return [
-        LayoutJob(_batch_tokens(job, tokenizer, base_dir), cost_ranks(job.adapter).widest, job.sums == "free")
-        for job in spec.jobs
+        LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.sums == "free")
+        for job, own in zip(spec.jobs, data, strict=True)
     ]
 
 
-def _compared(spec: RunSpec, base_dir: Path) -> str | None:
-    """A job that compares with a reference, by its settings or by what its data turns out to be."""
-    tokenizer = load_tokenizer(spec.base_model)
+def _train_data(spec: RunSpec, base_dir: Path) -> list[Dataset | None]:
+    """Of every job, prepared here and kept for the run; None where it cannot be, which the run will say."""
+    tokenizer, found = load_tokenizer(spec.base_model), list[Dataset | None]()
     for job in spec.jobs:
-        train = _train_data(job, tokenizer, base_dir)
-        if train is not None and train.reads_reference:
-            return job.name
-    return None
+        try:
+            found.append(load_job_data(job, tokenizer, base_dir).train)
+        except WeftError:
+            found.append(None)
+    return found
 
 
-def _train_data(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> Dataset | None:
-    """Prepared here and kept for the run; None where it cannot be, which the run will say."""
-    try:
-        return load_job_data(job, tokenizer, base_dir).train
-    except WeftError:
-        return None
-
-
-def _batch_tokens(job: JobSpec, tokenizer: Tokenizer, base_dir: Path) -> int:
-    """From the data, or by max_length."""
-    train = _train_data(job, tokenizer, base_dir)
+def _batch_tokens(job: JobSpec, train: Dataset | None) -> int:
+    """By the data, or where there is none by max_length."""
     if train is None:
         return job.batch_size * job.max_length
     order = BatchSchedule.of(job, *train.sizes)
     return max(1, -(-order.num_tokens(train.group_tokens) // order.num_steps))
 
 
-def forecaster_here(spec: RunSpec, base_dir: Path) -> DeviceForecaster | None:
+def forecaster_here(spec: RunSpec) -> DeviceForecaster | None:
     """What the layout is chosen anew by when jobs come and go; None where there is no other than one device."""
     try:
         LayoutOptions("stages:2").check(spec, ())
     except WeftError:
-        return None
-    if _compared(spec, base_dir) is not None:
         return None
     cores, memory = _devices()
     capacity = choose_capacity(spec.capacity, "cpu", spec.longest)

@@ -93,7 +93,7 @@ def _layout(spec: RunSpec, layout: str, stages: int, base_dir: Path) -> tuple[tu
         raise ConfigError("says how many stages there are; leave --stages out, or --layout.", where="--layout")
     options, told = LayoutOptions(layout), tuple[str, ...]()
     if options.is_auto:
-        options, told = with_layout(spec, options, base_dir)
+        options, told, _ = with_layout(spec, options, base_dir)
     options.check(spec, ())
     told = told or predicted_here(spec, layout, base_dir)
     replicas = () if options.stages is None else options.stages.replica_sizes

@@ -84,8 +84,8 @@ def train(
         from weft.cli.auto_layout import forecaster_here, with_layout
 
         stages.check_alone(options.flags)
-        stages, reasons = with_layout(spec, stages, jobs_file.parent)
-        forecast = forecaster_here(spec, jobs_file.parent)
+        stages, reasons, may_change = with_layout(spec, stages, jobs_file.parent)
+        forecast = forecaster_here(spec) if may_change else None
     stages.check(spec, options.flags)
     order = Order(spec, jobs_file, changes, keep_going, options, stages, said, forecast)
     console = output_console()
