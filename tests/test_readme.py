@@ -34,8 +34,9 @@ def python_example() -> str:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/clusters.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/quickstart.md", pytest.param("docs/clusters.md", marks=pytest.mark.slow)]
+)
 def test_page_when_its_commands_are_typed_in_order_then_each_works(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -61,7 +62,6 @@ def test_page_when_its_commands_are_typed_in_order_then_each_works(page, tmp_pat
         assert not end.value.code, f"{shlex.join(words)} ended with {end.value.code}: {capsys.readouterr()}"
 
 
-@pytest.mark.slow
 def test_readme_when_its_python_is_run_then_it_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["weft", "init"])

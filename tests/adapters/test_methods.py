@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,17 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tiny_models import Job, assert_same_bits, flat, job_spec, random_backbone, random_data, random_model, train
+from tiny_models import (
+    Job,
+    Outcome,
+    assert_same_bits,
+    flat,
+    job_spec,
+    random_backbone,
+    random_data,
+    random_model,
+    train,
+)
 from torch import nn
 
 from weft.adapters.adapter import Adapter
@@ -194,11 +205,16 @@ def test_job_when_its_batches_are_cut_otherwise_then_ends_with_the_same_bits(cas
     assert_same_bits(train(backbone, [me(case)], capacity=24)["me"], train(backbone, [me(case)], capacity=96)["me"])
 
 
+@functools.cache
+def undisturbed(kernels: str) -> dict[str, Outcome]:
+    """What becomes of the neighbours among themselves."""
+    return train(random_backbone("llama_bias", kernels=kernels), neighbours())
+
+
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
 @pytest.mark.parametrize("case", CASE_NAMES)
 def test_job_when_it_holds_nan_then_only_it_fails(case, kernels):
     backbone = random_backbone("llama_bias", kernels=kernels)
-    clean = train(backbone, neighbours())
 
     def spoil(engine: Engine, event: Event) -> None:
         if isinstance(event, StepDone) and event.job == "me":
@@ -209,7 +225,7 @@ def test_job_when_it_holds_nan_then_only_it_fails(case, kernels):
 
     found = train(backbone, [me(case), *neighbours()], on_event=spoil)
     assert found["me"].state == "failed"
-    for name, outcome in clean.items():
+    for name, outcome in undisturbed(kernels).items():
         assert_same_bits(found[name], outcome)
 
 

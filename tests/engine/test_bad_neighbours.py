@@ -77,7 +77,6 @@ def befall(engine: Engine, event: Event) -> None:
         adapter.changed()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
 def test_neighbours_when_jobs_of_any_kind_end_badly_then_have_the_bits_they_have_without_them(kernels):
     backbone = random_backbone("llama_odd", kernels=kernels)

@@ -43,7 +43,6 @@ def runs(tmp_path_factory):
     return place
 
 
-@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("name", JOBS)
 def test_job_when_trained_beside_seven_others_then_has_the_bytes_it_has_alone_and_after_kills(runs, name):
@@ -55,7 +54,6 @@ def test_job_when_trained_beside_seven_others_then_has_the_bytes_it_has_alone_an
     assert len([loss for loss in losses if loss is not None]) == 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PEFT)
 def test_adapter_when_peft_has_its_method_then_computes_the_same_there(runs, name):
     folder = runs / "undisturbed" / name / "adapter"

@@ -18,7 +18,6 @@ def lines(path: Path) -> list[dict]:
 
 
 @pytest.mark.faults
-@pytest.mark.slow
 def test_run_when_killed_at_random_moments_then_ends_as_if_it_never_was(tmp_path):
     command = [sys.executable, str(SCRIPT), str(tmp_path), "4"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -125,7 +125,6 @@ def test_import_when_the_service_refuses_a_job_then_says_so_and_leaves_no_file(
     assert "error: http://testserver/v1: the service says:" in error and "nowhere" in error
 
 
-@pytest.mark.slow
 def test_page_when_its_commands_are_typed_in_order_then_each_works(home, typed, monkeypatch, tmp_path, capsys):
     filled(home)
     exported(monkeypatch, home)

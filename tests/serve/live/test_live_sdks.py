@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from service_process import PATIENCE_S, Service, Wish
 
-pytestmark = pytest.mark.slow
 TOUR = Path(__file__).parent / "sdk_tour.py"
 OLDER = Path(sys.prefix) / "sdk"
 """Where `make setup` puts older versions."""

@@ -17,7 +17,6 @@ from service_process import Service, Trained, Wish, train, wait
 
 from weft.serve.blobs import Blobs
 
-pytestmark = pytest.mark.slow
 TENANTS = ("ash", "birch", "cedar", "dogwood")
 WISHES = {
     tenant: [

@@ -19,7 +19,7 @@ from weft.serve.db.engine import open_database
 from weft.serve.db.migrate import migrate
 from weft.serve.records.workers import live_workers
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = pytest.mark.faults
 
 
 @pytest.fixture(params=["sqlite", *(["postgresql"] if find_binaries() else [])])
