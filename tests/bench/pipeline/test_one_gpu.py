@@ -17,6 +17,7 @@ from weft.bench.shapes import find_shape
 TINY = OneDevice(replace(find_shape("tiny"), layers=4), torch.float32, torch.device("cpu"), 64, rounds=1)
 
 
+@pytest.mark.slow
 def test_stages_when_measured_on_a_tiny_shape_then_no_bit_differs_and_every_figure_is_there():
     found = measure_stages(TINY)
     assert found["bits_stages"] == 0
@@ -32,6 +33,7 @@ def test_stages_when_one_changes_what_it_hands_on_then_the_gradients_count_it(mo
     assert times.sum_s == pytest.approx(sum(times.pass_s(name, s) for name in ("forward", "backward") for s in (0, 1)))
 
 
+@pytest.mark.slow
 def test_free_sums_when_measured_on_a_tiny_shape_then_no_order_changes_a_bit():
     found = measure_free_sums(TINY)
     assert found["free_sums_bits"] == 0

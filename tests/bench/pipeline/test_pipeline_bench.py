@@ -80,6 +80,7 @@ def test_executed_when_a_planner_is_asked_program_by_program_then_all_work_is_do
     assert often.bubble_ratio < drained.bubble_ratio
 
 
+@pytest.mark.slow
 def test_four_jobs_when_few_samples_are_simulated_then_every_figure_is_there():
     found = measure_executed(num_samples=4 * BATCH * 2)
     assert found.keys() == {key for key in TARGETS if key.startswith("bubble_het4_exec")}

@@ -13,6 +13,7 @@ from weft.bench.service.process import Service
 from weft.bench.service.training import TrainedStep, read_steps, tokens_per_s
 
 
+@pytest.mark.slow
 def test_load_when_measured_then_every_figure_is_there_and_plausible(monkeypatch):
     """A small load on a real service: 12 jobs, 8 clients of two tenants."""
     from weft.bench.service import load

@@ -28,6 +28,7 @@ def test_problems_then_they_are_as_long_as_those_they_stand_for_and_all_differ()
     assert rows == list(problems(2000))
 
 
+@pytest.mark.slow
 def test_time_train_when_a_run_ends_then_its_phases_lie_within_the_wall_clock(tmp_path: Path):
     shape = dataclasses.replace(find_shape("tiny"), vocabulary=300)  # a byte each, and a few marks
     write_model(tmp_path / "model", shape, torch.device("cpu"))
@@ -85,6 +86,7 @@ def test_jobs_file_then_everything_but_the_search_is_left_to_the_defaults(tmp_pa
     assert set(job) == {"name", "data", "max_steps", "learning_rate", "adapter"}
 
 
+@pytest.mark.slow
 def test_prepare_when_rows_are_prepared_then_samples_are_counted_and_kept(tmp_path: Path):
     """In a fresh process, with a cache of its own that the second run finds."""
     write_problems(tmp_path / "rows.jsonl", 2000)

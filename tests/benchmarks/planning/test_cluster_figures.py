@@ -17,6 +17,7 @@ def test_measure_replay_when_run_then_gives_the_figures_of_every_way():
     assert figures["replay_weft_over_peft"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_plan_share_when_an_engine_has_run_then_planning_took_little_of_its_time():
     figures = plan_share(num_steps=2)
     assert 0 < figures["plan_share_of_step"] < 0.02

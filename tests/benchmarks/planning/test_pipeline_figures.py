@@ -7,6 +7,7 @@ import pytest
 from benchmarks.planning.pipeline import Setting, measure_pipeline, summary
 
 
+@pytest.mark.slow
 def test_anchors_are_near_the_published_ratios_and_ours_is_below_the_target() -> None:
     """Each by its own program: 48.8 %, 34.1 % and 11.1 % published, at most 6 % wanted."""
     figures = measure_pipeline(num_samples=1280)

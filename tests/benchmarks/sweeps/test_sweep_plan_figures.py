@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.sweeps.__main__ import TARGETS
 from benchmarks.sweeps.plan import QWEN25, batch8, measure_sweep_plan, paper_space
 
@@ -14,6 +16,7 @@ def test_paper_space_when_made_then_has_120_configurations_of_table_1():
     assert {c.num_tokens for c in space} == {4096 * 1024}
 
 
+@pytest.mark.slow
 def test_measure_sweep_plan_when_run_on_7b_then_plans_fast_and_near_the_bound():
     figures = measure_sweep_plan(("7b",), with_published=False)
     assert figures["plan120_s"] < 20

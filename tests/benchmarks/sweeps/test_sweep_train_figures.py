@@ -17,6 +17,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_train, "NUM_EVAL", 4)
 
 
+@pytest.mark.slow
 def test_together_when_measured_then_every_configuration_ends_as_one_by_one(few):
     figures = measure_sweep_together({1: 3}, rounds=1)
     assert figures["cpu16_processes"] == pytest.approx(4 * figures["cpu16_process_s"] / figures["cpu16_together_s"])
@@ -24,6 +25,7 @@ def test_together_when_measured_then_every_configuration_ends_as_one_by_one(few)
     assert figures["cpu16_largest_difference"] == 0 and figures["cpu16_same_best"] == 1
 
 
+@pytest.mark.slow
 def test_early_stop_when_measured_then_trains_fewer_tokens(few):
     figures = measure_early_stop([("spell", 1)], steps=9)
     assert figures["early_stop_tokens"] == figures["early_stop_tokens_least"] > 1

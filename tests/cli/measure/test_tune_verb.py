@@ -23,6 +23,7 @@ def jobs_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "jobs.yaml"
 
 
+@pytest.mark.slow
 def test_tune_when_given_jobs_then_measures_shows_and_remembers(weft, jobs_file):
     """Capacities of 64 and 128 on one device and, as asked, two stages; the second time nothing is trained."""
     first = weft("tune", "--jobs", jobs_file, "--steps", 1, "--layout", "stages:2")
