@@ -49,12 +49,14 @@ def test_deploy_when_asked_for_json_then_every_sample_of_a_batch_is_on_a_replica
     assert names == ["planned", "by length", "alike", "in turn, alike", "in turn, planned"]
     steps = {choice["name"]: choice["step_s"] for choice in plan["choices"]}
     assert steps["planned"] <= steps["by length"] and steps["planned"] <= steps["alike"]
-    used = sum(replica["tensor_parallel"] * replica["num_stages"] for replica in plan["replicas"])
+    used = sum(replica["gpus"] for replica in plan["replicas"])
     assert used == plan["gpus_used"] <= 8
 
 
 def test_deploy_when_given_a_jobs_file_and_unlike_gpus_then_plans_with_its_data(weft, cluster, tmp_path):
     write_jobs(tmp_path, broken=False)
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(jobs.read_text().replace("r: 2}}", "r: 2}, sums: free}"))
     (tmp_path / "cluster.yaml").write_text(
         "base_model: tiny\nmode: padded\njobs_file: jobs.yaml\n"
         "machines: [{gpu: l40s, gpus: 1}, {gpu: rtx-4090, gpus: 2}]\n"
@@ -75,12 +77,15 @@ def test_deploy_when_given_a_jobs_file_and_unlike_gpus_then_plans_with_its_data(
         (
             "base_model: llama-3.1-8b\nmachines:\n  - {gpu: a100-40, gpus: 8}",
             "base_model: llama-3.1-70b\nmachines:\n  - {gpu: a100-40, gpus: 2}",
-            ("base_model llama-3.1-70b: fits on no layout of 2 a100-40: with <2,1> each GPU needs", "and has 39.4;"),
+            ("base_model llama-3.1-70b: fits on no layout of 2 a100-40: with tensor:2 each GPU needs", "and has 39.4;"),
         ),
         (
             "longest: 8192",
             "longest: 900000",
-            ("cluster.yaml: job long: its longest sample has 900,000 tokens; the largest replica, <8,1>", "MiB; cut"),
+            (
+                "cluster.yaml: job long: its longest sample has 900,000 tokens; the largest replica, tensor:8",
+                "MiB; cut",
+            ),
         ),
         ("mean: 200", "mean: 9000", ("line 5: jobs.0.lengths.mean: the mean 9000 is above the longest, 2,048.",)),
         ("name: long", "name: short", ("line 6: jobs.1.name: two jobs are called 'short'; use each name once.",)),
@@ -130,7 +135,7 @@ def executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_deploy_when_executed_then_the_planned_replicas_train_the_jobs(weft, executable):
-    result = weft("plan", "deploy", "cluster.yaml", "--execute", "jobs.yaml", "--out", "runs/a")
+    result = weft("plan", "deploy", "cluster.yaml", "--jobs", "jobs.yaml", "--execute", "--out", "runs/a")
     assert result.code == 0, result
     assert "layout  spread:2" in result.out and "2 replicas" in result.out and "nothing was run" not in result.out
     assert (executable / "runs/a/a/adapter/adapter_model.safetensors").is_file()
@@ -139,7 +144,7 @@ def test_deploy_when_executed_then_the_planned_replicas_train_the_jobs(weft, exe
 @pytest.mark.parametrize(
     "command",
     [
-        ("plan", "deploy", "cluster.yaml", "--execute", "jobs.yaml"),
+        ("plan", "deploy", "cluster.yaml", "--jobs", "jobs.yaml", "--execute"),
         ("train", "jobs.yaml", "jobs.a.seed=2", "--layout", "auto"),
     ],
 )
@@ -155,16 +160,27 @@ def test_run_when_its_layout_was_chosen_for_it_then_the_way_on_chooses_again(wef
 
 def test_deploy_when_it_cannot_be_executed_then_refused_before_planning(refused, executable):
     asked = ("plan", "deploy", "cluster.yaml")
-    assert "leave --json out" in refused(*asked, "--execute", "jobs.yaml", "--json")
-    assert "give --execute FILE too" in refused(*asked, "--out", "runs/a")
-    assert "give --execute FILE too" in refused(*asked, "--resume")
+    assert "leave --json out" in refused(*asked, "--jobs", "jobs.yaml", "--execute", "--json")
+    assert "give --execute too" in refused(*asked, "--out", "runs/a")
+    assert "give --execute too" in refused(*asked, "--resume")
     other = (executable / "jobs.yaml").read_text().replace("base_model: tiny", "base_model: other")
     (executable / "other.yaml").write_text(other)
-    assert "is about tiny" in refused(*asked, "--execute", "other.yaml")
+    assert "other.yaml: base_model: is other there and tiny in cluster.yaml" in refused(
+        *asked, "--jobs", "other.yaml", "--execute"
+    )
     cpus = (executable / "cluster.yaml").read_text()
     (executable / "cluster.yaml").write_text(cpus.replace("gpu: cpu", "gpu: h100"))
-    assert "machines.0.gpu: plans for h100, and the run would be on a CPU" in refused(*asked, "--execute", "jobs.yaml")
+    assert "machines.0.gpu: plans for h100, and the run would be on a CPU" in refused(
+        *asked, "--jobs", "jobs.yaml", "--execute"
+    )
     many = cpus.replace("gpus: 2", "gpus: 2, count: 3")
     (executable / "cluster.yaml").write_text(many)
-    assert "has 3 machines" in refused(*asked, "--execute", "jobs.yaml")
+    assert "has 3 machines" in refused(*asked, "--jobs", "jobs.yaml", "--execute")
+    by_length = "jobs: [{name: a, lengths: {mean: 20, longest: 64}}]\n"
+    (executable / "cluster.yaml").write_text(cpus.replace("jobs_file: jobs.yaml\n", by_length))
+    assert "--execute: cluster.yaml: jobs are known by their lengths only; name a jobs" in refused(*asked, "--execute")
+    (executable / "cluster.yaml").write_text("machines: [{gpu: cpu, gpus: 2}]\n")
+    assert "cluster.yaml: jobs: there are no jobs to plan for; name a jobs file by --jobs" in refused(*asked)
+    (executable / "cluster.yaml").write_text("machines: [{gpu: cpu, gpus: 2}]\n" + by_length)
+    assert "cluster.yaml: base_model: is missing; jobs without a jobs file do not say it." in refused(*asked)
     assert not (executable / "runs").exists()

@@ -80,7 +80,7 @@ def test_deploy_when_a_job_ends_then_the_run_moves_and_a_kill_in_the_middle_of_t
     weft, folder, monkeypatch
 ):
     """It is killed while its jobs move; resumed without the job that has ended, it moves again, and to the end."""
-    asked = ("plan", "deploy", "cluster.yaml", "--execute", "jobs.json", "--out")
+    asked = ("plan", "deploy", "cluster.yaml", "--execute", "--out")
     run = [sys.executable, "-c", MOVES_FOR_NOTHING, str(Path(__file__).parent), *asked, "moved"]
     killed = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=1200)
     assert killed.returncode == -signal.SIGKILL and "layout  stages:2" in killed.stdout, killed.stdout + killed.stderr

@@ -45,11 +45,6 @@ def test_place_of_when_a_sample_equals_a_bound_then_it_is_in_that_bucket():
     assert found.tokens == (64, 193) and found.pairs == (64**2, 65**2 + 128**2)
 
 
-def test_expected_when_a_bucket_is_rare_then_it_still_has_a_sample():
-    found = choose_buckets([100] * 999 + [9000], 2).expected(10)
-    assert found.counts == (10, 1) and found.tokens == (1000, 9000)
-
-
 def test_buckets_when_input_makes_no_sense_then_refused():
     with pytest.raises(PlanError, match="got 0 samples"):
         choose_buckets([])

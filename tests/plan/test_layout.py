@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
 from weft.plan.layout import Layout, ReplicaLayout, parse_layout
 
 NUMBERS = st.integers(1, 5)
@@ -56,3 +56,8 @@ def test_layout_when_a_text_is_none_then_refused_with_what_was_meant(text, said)
     with pytest.raises(ConfigError) as found:
         parse_layout(text, where="--layout")
     assert said in str(found.value) and str(found.value).startswith("--layout: got ")
+
+
+def test_replica_when_a_number_is_none_then_refused():
+    with pytest.raises(PlanError, match="0 × 1 × 2 devices are no layout"):
+        ReplicaLayout(tensor=0, stages=2)

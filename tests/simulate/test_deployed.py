@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from weft.cost.padded import PaddedTime
-from weft.plan.deploy import DeployProblem, ReplicaKind
+from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
 from weft.plan.deploy.baselines import plan_each
 from weft.plan.deploy.expected import expected_batch
 from weft.plan.deploy.workload import DeployJob, KnownLengths
-from weft.plan.dispatch import ReplicaLayout, ReplicaTime, dispatch_evenly
+from weft.plan.dispatch import ReplicaTime, dispatch_evenly
+from weft.plan.layout import ReplicaLayout
 from weft.simulate.deploy_forecast import forecast_deployment
 from weft.simulate.deployed import in_turn_step_s, mean_step_s
 
-ONE = ReplicaTime(ReplicaLayout(1, 1), 512, PaddedTime((0, 0, 1e-3, 0, 0, 0)), 1)
+ONE = ReplicaTime(ReplicaLayout(), 512, PaddedTime((0, 0, 1e-3, 0, 0, 0)), 1)
 """A millisecond a token."""
 JOBS = [DeployJob("a", 4, KnownLengths((64,) * 99 + (512,))), DeployJob("b", 2, KnownLengths((128,)))]
 
@@ -37,6 +38,21 @@ def test_forecast_when_one_replica_is_all_there_is_then_no_way_saves_anything():
     found = forecast_deployment([ReplicaKind(ONE)], {"gpus": 1}, JOBS[1:])
     assert {round(choice.step_s, 9) for choice in found.choices} == {0.256}
     assert found.planned.gpu_seconds == pytest.approx(0.256) and found.deployment.is_complete
+
+
+def test_forecast_when_the_expected_batch_has_what_hardly_ever_comes_then_no_other_way_is_faster_than_the_plan():
+    """Its one long sample suits one large replica; what is drawn suits small ones, which are taken."""
+    times = {size: PaddedTime((0, 0, 1e-3 / size**0.8, 0, 0, 0)) for size in (1, 2, 4)}
+    kinds = [
+        ReplicaKind(ReplicaTime(ReplicaLayout(tensor=size), 1024, time, 8, is_packed=True))
+        for size, time in times.items()
+    ]
+    rare = KnownLengths((50,) * 60 + (1000,))
+    jobs = [DeployJob(name, 2, rare) for name in ("a", "b")]
+    assert str(plan_deployment(DeployProblem(tuple(kinds), {"gpus": 4}, expected_batch(jobs)))) == "tensor:4×1"
+    found = forecast_deployment(kinds, {"gpus": 4}, jobs)
+    steps = {choice.name: choice.step_s for choice in found.choices}
+    assert str(found.deployment) == "stages:1×4" and steps["planned"] <= min(steps["by length"], steps["alike"])
 
 
 def test_expected_batch_when_the_longest_was_not_drawn_then_it_is_in_it_all_the_same():

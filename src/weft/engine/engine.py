@@ -121,6 +121,8 @@ class Engine:
         self._stopping = False
         self._has_released = False
         """A job may go further than the program that runs was planned for."""
+        self._gone: set[str] = set()
+        """Jobs that had ended when their replica was lost: what there is of them is on disk."""
 
     @property
     def num_replicas(self) -> int:
@@ -282,7 +284,9 @@ class Engine:
         yield JobWarning((), f"{error} It is started anew.")
         ended = {name for name, job in self.jobs.items() if job.state.is_final}
         with self.timeline.wall.spending(Activity.LOADING):
-            lost = {*self.executor.recover(ended)} - ended
+            lost = {*self.executor.recover(ended)}
+        self._gone |= lost & ended
+        lost -= ended
         self._untold = deque(event for event in self._untold if getattr(event, "job", None) not in lost)
         jobs = [job for name, job in self.jobs.items() if name in lost]
         for job in jobs:
@@ -297,25 +301,27 @@ class Engine:
 
     def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
         """The adapter's tensors of a job by module path, as they are now; LoRA's are (A, B)."""
+        job = self._held(name)
         self._land()
-        return dict(self.executor.adapter_of(self._job(name).name))
+        return dict(self.executor.adapter_of(job.name))
 
     def evaluate(self, name: str) -> MeanScores:
         """How a job does on its evaluation data as it is now."""
-        work = EvaluationWork((self._job(name).name,), self.limits.capacity, self.row_tile)
+        work = EvaluationWork((self._held(name).name,), self.limits.capacity, self.row_tile)
         self._land()
         return self.executor.wait(self.executor.start(work)).means[0]
 
     def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]:
         """What a job answers to prompts as it is now."""
-        work = AnswersWork({self._job(name).name: prompts}, decoding)
+        work = AnswersWork({self._held(name).name: prompts}, decoding)
         self._land()
         return self.executor.wait(self.executor.start(work))[name]
 
     def export_adapter(self, name: str, directory: Path | str) -> None:
         """Writes a job's adapter, as it is now, as a PEFT directory; its parent must exist."""
+        job = self._held(name)
         self._land()
-        self._keeper.export_adapter(self._job(name), Path(directory))
+        self._keeper.export_adapter(job, Path(directory))
 
     def export_checkpoints(self, to: ExportTo) -> None:
         """From now on, writes the adapter beside every checkpoint, before that is told, to where `to` says."""
@@ -340,6 +346,7 @@ class Engine:
         for command in [known for known in self._commands if known.job == name]:
             self._commands.remove(command)
         del self.jobs[name]
+        self._gone.discard(name)
         self.executor.drop(name)
 
     def fit_microbatches(self) -> list[Event]:
@@ -465,6 +472,14 @@ class Engine:
         if name not in self.jobs:
             raise ConfigError(f"there is no job {name!r}; there are {', '.join(self.jobs) or 'none'}.")
         return self.jobs[name]
+
+    def _held(self, name: str) -> LiveJob:
+        """A job whose tensors are here."""
+        job = self._job(name)
+        if name in self._gone:
+            found = "its replica was lost after it had ended, so its adapter is in its directory alone."
+            raise JobError(found, where=f"job {name}")
+        return job
 
 
 def _is_at_work(job: LiveJob) -> bool:

@@ -24,6 +24,7 @@ from weft.engine.timeline import TimelineRecorder
 from weft.errors import WeftError
 from weft.execute.movable import MovableExecutor, NotMovedError, OpenReplicas
 from weft.execute.protocol import ReplicaFaultError
+from weft.plan.deploy.workload import batch_samples
 from weft.plan.layout import Layout
 from weft.plan.program import Planner
 from weft.plan.replan import Decision, Forecaster, LayoutForecast, Prediction, RemainingJob, decide
@@ -135,14 +136,18 @@ class LayoutKeeper:
             if job.is_running:
                 rewind(self._executor, job)
         before, begun_s = self.layout, time.perf_counter()
-        try:
-            open_replicas, planner = self._opener(found.planned)
-            with timeline.span("move", before=str(before), layout=str(found.planned), reason=found.reason):
+        with timeline.span("move", before=str(before), layout=str(found.planned), reason=found.reason) as span:
+            try:
+                open_replicas, planner = self._opener(found.planned)
                 added = self._executor.move(open_replicas)
-        except (WeftError, NotMovedError) as error:
-            if isinstance(error, ReplicaFaultError):
-                raise
-            return self._kept(f"{found.planned} could not be had: {error}", time.perf_counter() - begun_s), None
+            except (WeftError, NotMovedError) as error:
+                if isinstance(error, ReplicaFaultError):
+                    raise
+                # Training stood still all the same.
+                span["failed"] = str(error)
+        if "failed" in span:
+            seconds = time.perf_counter() - begun_s
+            return self._kept(f"{found.planned} could not be had: {span['failed']}", seconds), None
         for job, own in ((jobs[name], own) for name, own in added.items() if name in jobs):
             job.lane, job.kernel_bytes = own.lane, own.kernel_bytes
             job.home = None if job.home is None else 0
@@ -174,10 +179,9 @@ def _remaining(job: LiveJob, num_steps: int) -> RemainingJob:
     spec, data = job.spec, job.data.train
     lengths = np.sort(data.samples.lengths)
     chosen = np.linspace(0, len(lengths) - 1, min(len(lengths), MOST_LENGTHS)).round().astype(int)
-    per_group = len(lengths) / data.num_groups
     return RemainingJob(
         job.name,
-        batch_size=max(1, round(min(spec.batch_size, data.num_groups) * per_group)),
+        batch_size=batch_samples(spec.batch_size, data.num_groups, len(lengths)),
         lengths=(*lengths[chosen].tolist(), job.longest),
         rank=cost_ranks(spec.adapter).widest,
         num_steps=num_steps,

@@ -11,8 +11,8 @@ samples and R buckets, as matrix operations. Tests compare it with brute force. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,13 @@ class Buckets:
     bounds: tuple[int, ...]
     """What each bucket's samples are padded to, rising."""
     counts: tuple[float, ...]
-    """Samples of each bucket; of an expected batch, not whole."""
+    """Samples of each bucket."""
     tokens: tuple[float, ...]
     """Σ length of each bucket's samples."""
     pairs: tuple[float, ...]
     """Σ length² of each bucket's samples."""
+    at_home: tuple[tuple[int, ...], ...] = ()
+    """Of these samples those of each job that has one replica as its home, by bucket."""
 
     @property
     def padding(self) -> float:
@@ -52,14 +54,10 @@ class Buckets:
         found: list[int] = np.searchsorted(self.bounds, lengths).tolist()
         return found
 
-    def expected(self, num_samples: int) -> Buckets:
-        """The same buckets for a batch of so many samples; counts are rounded up, so that no bucket is forgotten."""
-        factor = num_samples / sum(self.counts)
-        counts = [float(np.ceil(count * factor - 1e-9)) for count in self.counts]
-        shares = [count / before for count, before in zip(counts, self.counts, strict=True)]
-        tokens = tuple(total * share for total, share in zip(self.tokens, shares, strict=True))
-        pairs = tuple(total * share for total, share in zip(self.pairs, shares, strict=True))
-        return Buckets(self.bounds, tuple(counts), tokens, pairs)
+    def with_homes(self, jobs: Iterable[Sequence[int]]) -> Buckets:
+        """The same samples, of which those with the lengths of each of these jobs stay together."""
+        places = (np.bincount(self.place_of(lengths), minlength=len(self.bounds)) for lengths in jobs)
+        return replace(self, at_home=tuple(tuple(own.tolist()) for own in places))
 
 
 def choose_buckets(lengths: Sequence[int], num_buckets: int = NUM_BUCKETS, grain: int = GRAIN) -> Buckets:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, fields
 
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, PlanError, closest
 
 SPREAD = "spread"
 
@@ -24,6 +24,10 @@ class ReplicaLayout:
     """Devices that share the frozen weights, and gather them layer by layer."""
     stages: int = 1
     """Runs of layers, one behind the other."""
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.shards, self.stages) < 1:
+            raise PlanError(f"{self.tensor} × {self.shards} × {self.stages} devices are no layout; each at least 1.")
 
     @property
     def num_devices(self) -> int:

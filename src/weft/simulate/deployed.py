@@ -9,9 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from weft.plan.bucket import choose_buckets, fixed_buckets
 from weft.plan.deploy import Deployment
-from weft.plan.deploy.workload import DeployJob, draw_batches
+from weft.plan.deploy.workload import DeployJob, draw_batches, in_buckets
 from weft.plan.dispatch import Dispatch, Fleet, ReplicaModel, dispatch
 
 
@@ -20,12 +19,13 @@ def mean_step_s(
     batches: Sequence[Sequence[int]],
     share: Callable[[Fleet], Dispatch] = dispatch,
     bounds: Sequence[int] | None = None,
+    jobs: Sequence[DeployJob] = (),
 ) -> float:
-    """Mean seconds of a step over batches of sample lengths; with bounds, buckets are those and not chosen anew."""
-    steps = []
-    for lengths in batches:
-        buckets = choose_buckets(lengths) if bounds is None else fixed_buckets(lengths, bounds)
-        steps.append(share(Fleet.of(models, buckets)).step_s)
+    """Mean seconds of a step over batches of sample lengths; with bounds, buckets are those and not chosen anew.
+
+    `jobs`: whose batches they are; without, all samples may be shared out.
+    """
+    steps = [share(Fleet.of(models, in_buckets(jobs, lengths, bounds))).step_s for lengths in batches]
     return statistics.mean(steps)
 
 
@@ -42,6 +42,6 @@ def in_turn_step_s(
     is not what a job takes.
     """
     return sum(
-        mean_step_s(plan.problem.models(plan.counts), draw_batches([job], num_batches, seed), share)
+        mean_step_s(plan.problem.models(plan.counts), draw_batches([job], num_batches, seed), share, jobs=[job])
         for plan, job in zip(plans, jobs, strict=True)
     )

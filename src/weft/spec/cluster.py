@@ -12,6 +12,7 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.spec.fields import KnownKeywords, above, at_least, describe, read, setting, validate
+from weft.spec.job import SUMS
 from weft.spec.load import parse, place_of
 from weft.spec.run import QUANTISATIONS, RECOMPUTE
 
@@ -71,6 +72,9 @@ class ClusterJobSpec(KnownKeywords):
     """Samples of its global batch."""
     r: int = setting(16, aliases=("rank",), rule=at_least(1, 4096))
     """Rank of its adapter."""
+    sums: str = setting("free", choices=SUMS)
+    """As in a jobs file, where ordered is the default: such a job has one replica as its home. Free sums are what lets
+    replicas share a job's samples."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -80,28 +84,27 @@ class ClusterJobSpec(KnownKeywords):
 class ClusterSpec(KnownKeywords):
     """A cluster and what it is to train."""
 
-    base_model: str = setting(aliases=("model",), is_path=True)
-    """A published shape such as llama-3.1-70b, or what base_model of a jobs file may be."""
     machines: tuple[MachineSpec, ...] = setting()
     """Kinds of machines."""
+    base_model: str | None = setting(None, aliases=("model",), is_path=True)
+    """A published shape such as llama-3.1-70b, or what base_model of a jobs file may be. Default: the jobs file's."""
     jobs: tuple[ClusterJobSpec, ...] = setting(())
     """Jobs whose data is known by its lengths only."""
     jobs_file: str | None = setting(None, is_path=True)
-    """A jobs file, whose data is read, instead of jobs; relative to the cluster file."""
+    """A jobs file, whose data is read, instead of jobs; relative to the cluster file. `--jobs` names another."""
     mode: str = setting("packed", choices=MODES)
     """How samples of different lengths share a chunk: packed, as Weft trains, or padded to buckets, as LobRA does."""
-    quantize: str = setting("none", choices=QUANTISATIONS)
-    """How the frozen linears are stored."""
-    recompute: str = setting("none", choices=RECOMPUTE)
-    """What is made again on the way back to save memory."""
+    quantize: str | None = setting(None, choices=QUANTISATIONS)
+    """How the frozen linears are stored. Default: as the jobs file says, or none."""
+    recompute: str | None = setting(None, choices=RECOMPUTE)
+    """What is made again on the way back to save memory. Default: likewise."""
 
     def __post_init__(self) -> None:
         validate(self)
         if not self.machines:
             raise ConfigError("there are no machines; write at least one.", where="machines")
-        if bool(self.jobs) == (self.jobs_file is not None):
-            found = "both" if self.jobs else "neither"
-            raise ConfigError(f"found {found} of jobs and jobs_file; write one of them.", where="jobs")
+        if self.jobs and self.jobs_file is not None:
+            raise ConfigError("found both of jobs and jobs_file; write one of them.", where="jobs")
         names = [job.name for job in self.jobs]
         for place, name in enumerate(names):
             if name in names[:place]:

@@ -32,7 +32,7 @@ def test_fitted_7b_when_asked_for_both_tables_then_meets_them(degree):
     predicted = [time.step_s([(count, 1, length)], LAYERS_7B, stages) for _, stages, length, count, _ in rows]
     measured = [row[-1] for row in rows]
     for layout, rates in TABLE_3.items():
-        if (layout.tensor_parallel, layout.num_stages) == (degree, 1):
+        if layout == (degree, 1):
             most = 2048 << (len(rates) - 1)
             predicted += [time.step_s([(most // s, most // s, s)], LAYERS_7B) for s in (2048, most)]
             measured += [most / (rate * K * degree) for rate in (rates[0], rates[-1])]
@@ -50,12 +50,12 @@ def problem_70b(num_gpus: int, num_tasks: int = 4) -> DeployProblem:
 def test_plan_70b_when_there_are_more_tasks_then_of_the_shape_of_table_9(num_tasks):
     """Alike replicas are four of sixteen GPUs; unlike ones one such, and small ones for the other 48 GPUs."""
     problem = problem_70b(64, num_tasks)
-    assert str(plan_alike(problem)) == "<16,1>×4"
+    assert str(plan_alike(problem)) == "tensor:16×4"
     sizes = [kind.num_gpus for kind in plan_deployment(problem, budget_s=2.0).replicas]
     assert sum(sizes) == 64 and sizes.count(16) == 1 and max(sizes) == 16
 
 
-@pytest.mark.parametrize(("num_gpus", "alike"), [(16, "<16,1>×1"), (32, "<16,1>×2"), (64, "<16,1>×4")])
+@pytest.mark.parametrize(("num_gpus", "alike"), [(16, "tensor:16×1"), (32, "tensor:16×2"), (64, "tensor:16×4")])
 def test_plan_70b_when_gpus_must_hold_alike_replicas_then_those_of_table_10(num_gpus, alike):
     """Where there is room for more than one, unlike ones are faster; with 16 GPUs there is no choice."""
     problem = problem_70b(num_gpus)
@@ -70,18 +70,18 @@ def test_plan_70b_when_given_table_5s_tasks_then_of_the_published_shape(num_gpus
     """One large replica for the longest samples, all GPUs used, and beyond 32 GPUs most replicas small."""
     found = plan_deployment(problem_70b(num_gpus))
     layouts = [str(kind.layout) for kind in found.replicas]
-    assert found.gpus_used == num_gpus and layouts.count("<16,1>") == 1
+    assert found.gpus_used == num_gpus and layouts.count("tensor:16") == 1
     if num_gpus == 16:
-        assert layouts == ["<16,1>"]
+        assert layouts == ["tensor:16"]
     if num_gpus > 32:
         assert sum(kind.num_gpus <= 8 for kind in found.replicas) > len(layouts) / 2
 
 
 def test_table_8_when_its_gpus_are_counted_then_each_task_has_all_64_and_room_for_its_longest_sample():
-    known = {str(model.layout): model for model in replicas_70b(64)}
+    known = {(model.layout.tensor, model.layout.stages): model for model in replicas_70b(64)}
     for job in published_jobs():
         own = [known[layout] for layout, count in TABLE_8[job.name].items() for _ in range(count)]
-        assert sum(model.layout.num_gpus for model in own) == 64, job.name
+        assert sum(model.layout.num_devices for model in own) == 64, job.name
         assert max(model.most_tokens for model in own) >= job.lengths.longest, job.name
 
 
@@ -89,7 +89,7 @@ def test_plan_7b_when_given_table_2s_tasks_then_of_the_published_shape():
     """Alike replicas need eight GPUs each; unlike ones are one such and small ones beside it."""
     batch = expected_batch(published_jobs(SIX))
     problem = DeployProblem(tuple(ReplicaKind(model) for model in replicas_7b()), {"gpus": 16}, batch)
-    assert str(plan_alike(problem)) == "<8,1>×2"
+    assert str(plan_alike(problem)) == "tensor:8×2"
     found = plan_deployment(problem)
     sizes = [kind.num_gpus for kind in found.replicas]
-    assert "<8,1>×1" in str(found) and sizes.count(8) == 1 and sizes.count(1) >= 4 and sum(sizes) == 16
+    assert "tensor:8×1" in str(found) and sizes.count(8) == 1 and sizes.count(1) >= 4 and sum(sizes) == 16

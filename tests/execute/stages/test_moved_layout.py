@@ -25,6 +25,7 @@ from weft.plan.pack import pack
 from weft.plan.program import Planner
 from weft.plan.replan import LayoutForecast, MoveCost, Prediction, RemainingJob
 from weft.plan.spread.planner import SpreadPlanner
+from weft.wall_clock import Activity
 
 LAYERS = 2
 ONE = "stages:1"
@@ -214,6 +215,11 @@ def test_run_when_the_new_replicas_fail_then_it_goes_on_in_the_old_layout_and_lo
     why = "planned fault at replicas.move" if is_opened else "no room here"
     assert texts[0].startswith("stages:2 is kept: stages:1 could not be had:") and why in texts[0]
     assert texts[1].startswith("stages:1 instead of stages:2" if is_opened else "stages:2 is kept") and len(texts) == 2
+    spans = [span for span in engine.timeline.spans if span.name == "move"]
+    assert [span.args.get("failed", "") != "" for span in spans] == [True, not is_opened] and why in spans[0].args[
+        "failed"
+    ]
+    assert engine.time_split.seconds(Activity.LOADING) >= sum(span.duration_s for span in spans) * 0.999
 
 
 def test_run_when_planning_raises_then_it_says_so_and_trains_on(alone):

@@ -9,7 +9,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from weft.bench.deploy.published import figure_4
 from weft.cost.padded import PaddedTime
-from weft.plan.dispatch import Fleet, ReplicaLayout, ReplicaTime
+from weft.plan.dispatch import Fleet, ReplicaTime
+from weft.plan.layout import ReplicaLayout
 
 
 def rated_fleet(plan: Sequence[int]) -> Fleet:
@@ -21,9 +22,9 @@ def rated_fleet(plan: Sequence[int]) -> Fleet:
 def small_replicas(*, is_packed: bool = False) -> list[ReplicaTime]:
     """Three kinds: a small fast one, one with two stages, and a large slow one."""
     return [
-        ReplicaTime(ReplicaLayout(1, 1), 200, PaddedTime((1e-6, 0, 1e-3, 0, 0, 0.02)), 4, is_packed),
-        ReplicaTime(ReplicaLayout(1, 2), 400, PaddedTime((1e-6, 0, 1.1e-3, 0, 0, 0.02)), 4, is_packed),
-        ReplicaTime(ReplicaLayout(4, 1), 800, PaddedTime((3e-7, 0, 5e-4, 0, 0, 0.05)), 4, is_packed),
+        ReplicaTime(ReplicaLayout(), 200, PaddedTime((1e-6, 0, 1e-3, 0, 0, 0.02)), 4, is_packed),
+        ReplicaTime(ReplicaLayout(stages=2), 400, PaddedTime((1e-6, 0, 1.1e-3, 0, 0, 0.02)), 4, is_packed),
+        ReplicaTime(ReplicaLayout(tensor=4), 800, PaddedTime((3e-7, 0, 5e-4, 0, 0, 0.05)), 4, is_packed),
     ]
 
 

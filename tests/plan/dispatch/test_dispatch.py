@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.errors import PlanError
 from weft.plan.bucket import choose_buckets
-from weft.plan.dispatch import Fleet, ReplicaLayout, dispatch, dispatch_by_length, dispatch_evenly
+from weft.plan.dispatch import Fleet, dispatch, dispatch_by_length, dispatch_evenly
 from weft.plan.dispatch.linear import relax
 
 PUBLISHED = {
@@ -127,5 +127,3 @@ def test_dispatch_when_it_cannot_be_then_refused():
         Fleet.of([], choose_buckets([5]))
     with pytest.raises(PlanError, match="some replicas are packed and some padded"):
         Fleet.of([small_replicas()[2], small_replicas(is_packed=True)[2]], choose_buckets([5]))
-    with pytest.raises(PlanError, match="<0,1> is no layout"):
-        ReplicaLayout(0, 1)

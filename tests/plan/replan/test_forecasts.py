@@ -13,8 +13,8 @@ from weft.cost.shape import ModelShape
 from weft.errors import PlanError
 from weft.plan.choose_layout import GIB
 from weft.plan.deploy import ReplicaKind
-from weft.plan.dispatch import ReplicaLayout, ReplicaTime
-from weft.plan.layout import parse_layout
+from weft.plan.dispatch import ReplicaTime
+from weft.plan.layout import ReplicaLayout, parse_layout
 from weft.plan.replan import RemainingJob
 from weft.plan.replan.cluster import ClusterForecaster
 from weft.plan.replan.devices import DeviceForecaster
@@ -27,7 +27,7 @@ ONE, UNLIKE = parse_layout("stages:1"), parse_layout("stages:1+stages:2")
 def kinds(*_: object) -> list[ReplicaKind]:
     """The more stages, the slower each device."""
     time = PaddedTime((0, 0, 1e-4, 0, 0, 0))
-    return [ReplicaKind(ReplicaTime(ReplicaLayout(1, size), most, time, 8), "cpu") for size, most in HOLDS.items()]
+    return [ReplicaKind(ReplicaTime(ReplicaLayout(stages=size), most, time, 8), "cpu") for size, most in HOLDS.items()]
 
 
 def job(name: str, longest: int, steps: int, *, is_free: bool = True) -> RemainingJob:

@@ -26,7 +26,8 @@ from weft.plan.deploy.workload import draw_batches
 from weft.plan.dispatch import Fleet, ReplicaModel, dispatch
 
 NUM_SAMPLES = 1500
-REPLICAS = {"<2,2>": 5, "<2,4>": 2, "<4,2>": 2, "<8,1>": 2, "<16,1>": 1}
+REPLICAS = {(2, 2): 5, (2, 4): 2, (4, 2): 2, (8, 1): 2, (16, 1): 1}
+"""By (tensor parallel, stages)."""
 
 
 def measure_plans(cluster_sizes: tuple[int, ...] = (64, 256, 1024)) -> dict[str, float]:
@@ -49,7 +50,7 @@ def measure_plans(cluster_sizes: tuple[int, ...] = (64, 256, 1024)) -> dict[str,
 
 def measure_dispatch(num_batches: int = 20) -> dict[str, float]:
     """Keys as in `weft bench deploy --json`."""
-    known = {str(model.layout): model for model in replicas_70b(64)}
+    known = {(model.layout.tensor, model.layout.stages): model for model in replicas_70b(64)}
     models: list[ReplicaModel] = [known[layout] for layout, count in REPLICAS.items() for _ in range(count)]
     times, processor, gaps = [], [], []
     for batch in draw_batches(published_jobs(), num_batches):

@@ -27,7 +27,8 @@ from weft.plan.deploy import DeployProblem, ReplicaKind
 from weft.plan.deploy.candidates import possible_layouts
 from weft.plan.deploy.price import fit_replica
 from weft.plan.deploy.workload import DeployJob, LengthSpread
-from weft.plan.dispatch import RatedReplica, ReplicaLayout, ReplicaTime
+from weft.plan.dispatch import RatedReplica, ReplicaTime
+from weft.plan.layout import ReplicaLayout
 
 LONGEST = 16_384
 """Of all data sets."""
@@ -52,21 +53,21 @@ FOUR = ("Evol-Instruct", "CommitPackFT", "BillSum", "PubMedQA")
 """Those of the scalability experiments."""
 
 
-TABLE_8: Mapping[str, Mapping[str, int]] = {
-    "MathInstruct": {"<2,4>": 5, "<4,1>": 2, "<4,2>": 2},
-    "python_code_instructions": {"<2,4>": 1, "<4,1>": 2, "<8,1>": 2, "<16,1>": 2},
-    "databricks-dolly-15k": {"<2,4>": 2, "<4,1>": 4, "<4,2>": 3, "<8,1>": 1},
-    "BillSum": {"<8,1>": 2, "<16,1>": 3},
-    "CommitPackFT": {"<2,4>": 1, "<4,1>": 6, "<8,1>": 4},
-    "NuminaMath-CoT": {"<2,4>": 3, "<4,1>": 6, "<4,2>": 1, "<8,1>": 1},
-    "PubMedQA": {"<2,2>": 10, "<4,1>": 4, "<2,4>": 1},
-    "MetaMathQA": {"<2,4>": 6, "<4,1>": 2, "<4,2>": 1},
-    "Evol-Instruct": {"<2,4>": 1, "<4,1>": 4, "<8,1>": 3, "<16,1>": 1},
-    "cnn_dailymail": {"<2,4>": 6, "<4,2>": 1, "<8,1>": 1},
-    "XSum": {"<2,4>": 2, "<4,1>": 2, "<4,2>": 1, "<16,1>": 2},
-    "MeetingBank": {"<4,2>": 1, "<8,1>": 1, "<16,1>": 3},
+TABLE_8: Mapping[str, Mapping[tuple[int, int], int]] = {
+    "MathInstruct": {(2, 4): 5, (4, 1): 2, (4, 2): 2},
+    "python_code_instructions": {(2, 4): 1, (4, 1): 2, (8, 1): 2, (16, 1): 2},
+    "databricks-dolly-15k": {(2, 4): 2, (4, 1): 4, (4, 2): 3, (8, 1): 1},
+    "BillSum": {(8, 1): 2, (16, 1): 3},
+    "CommitPackFT": {(2, 4): 1, (4, 1): 6, (8, 1): 4},
+    "NuminaMath-CoT": {(2, 4): 3, (4, 1): 6, (4, 2): 1, (8, 1): 1},
+    "PubMedQA": {(2, 2): 10, (4, 1): 4, (2, 4): 1},
+    "MetaMathQA": {(2, 4): 6, (4, 1): 2, (4, 2): 1},
+    "Evol-Instruct": {(2, 4): 1, (4, 1): 4, (8, 1): 3, (16, 1): 1},
+    "cnn_dailymail": {(2, 4): 6, (4, 2): 1, (8, 1): 1},
+    "XSum": {(2, 4): 2, (4, 1): 2, (4, 2): 1, (16, 1): 2},
+    "MeetingBank": {(4, 2): 1, (8, 1): 1, (16, 1): 3},
 }
-"""The replicas that LobRA used for each task of the 70B model by itself, on 64 GPUs."""
+"""The replicas that LobRA used for each task of the 70B model by itself, on 64 GPUs: (tensor parallel, stages)."""
 
 
 def published_jobs(names: tuple[str, ...] = tuple(DATA_SETS)) -> list[DeployJob]:
@@ -79,19 +80,20 @@ def published_jobs(names: tuple[str, ...] = tuple(DATA_SETS)) -> list[DeployJob]
 
 K = 1000
 LAYERS_7B = 32
-TABLE_3: Mapping[ReplicaLayout, tuple[float, ...]] = {
-    ReplicaLayout(1, 1): (5.11,),
-    ReplicaLayout(2, 1): (4.30, 4.12),
-    ReplicaLayout(1, 2): (4.88,),
-    ReplicaLayout(4, 1): (3.63, 3.50, 3.25),
-    ReplicaLayout(2, 2): (4.15, 3.98),
-    ReplicaLayout(1, 4): (5.03, 4.78),
-    ReplicaLayout(8, 1): (2.79, 2.71, 2.56, 2.33),
-    ReplicaLayout(4, 2): (3.48, 3.34, 3.12),
-    ReplicaLayout(2, 4): (4.27, 4.10, 3.79),
-    ReplicaLayout(1, 8): (4.45, 4.25),
+TABLE_3: Mapping[tuple[int, int], tuple[float, ...]] = {
+    (1, 1): (5.11,),
+    (2, 1): (4.30, 4.12),
+    (1, 2): (4.88,),
+    (4, 1): (3.63, 3.50, 3.25),
+    (2, 2): (4.15, 3.98),
+    (1, 4): (5.03, 4.78),
+    (8, 1): (2.79, 2.71, 2.56, 2.33),
+    (4, 2): (3.48, 3.34, 3.12),
+    (2, 4): (4.27, 4.10, 3.79),
+    (1, 8): (4.45, 4.25),
 }
-"""Thousands of tokens per GPU and second with samples of 2K, 4K, 8K and 16K, as far as a layout holds them."""
+"""Thousands of tokens per GPU and second with samples of 2K, 4K, 8K and 16K, as far as a layout holds them, by (tensor
+parallel, stages)."""
 TABLE_11 = (
     (1, 1, 2048, 4, 1.778),
     (1, 2, 2048, 8, 1.978),
@@ -136,9 +138,14 @@ FIGURE_4 = dict(zip((2048, 4096, 8192, 16_384), (196, 62, 16, 4), strict=True))
 def figure_4() -> DeployProblem:
     """The example of Figure 4(d), priced by the rates of Table 3 as they are printed."""
     kinds = tuple(
-        ReplicaKind(RatedReplica(layout, {length: K * rate for length, rate in zip(FIGURE_4, rates, strict=False)}))
-        for layout, rates in TABLE_3.items()
-        if layout.num_stages == 1
+        ReplicaKind(
+            RatedReplica(
+                ReplicaLayout(tensor=degree),
+                {length: K * rate for length, rate in zip(FIGURE_4, rates, strict=False)},
+            )
+        )
+        for (degree, stages), rates in TABLE_3.items()
+        if stages == 1
     )
     lengths = [length for length, count in FIGURE_4.items() for _ in range(count)]
     return DeployProblem(kinds, {"gpus": 16}, fixed_buckets(lengths, tuple(FIGURE_4)))
@@ -152,7 +159,7 @@ def fitted_7b(tensor_parallel: int) -> PaddedTime:
         if degree == tensor_parallel
     ]
     for layout, rates in TABLE_3.items():
-        if (layout.tensor_parallel, layout.num_stages) != (tensor_parallel, 1):
+        if layout != (tensor_parallel, 1):
             continue
         most = 2048 << (len(rates) - 1)
         for place, rate in enumerate(rates):
@@ -165,8 +172,14 @@ def replicas_7b(*, is_packed: bool = False) -> list[ReplicaTime]:
     """All layouts of Table 3."""
     times = {degree: fitted_7b(degree) for degree in (1, 2, 4, 8)}
     return [
-        ReplicaTime(layout, 2048 << (len(rates) - 1), times[layout.tensor_parallel], LAYERS_7B, is_packed)
-        for layout, rates in TABLE_3.items()
+        ReplicaTime(
+            ReplicaLayout(tensor=degree, stages=stages),
+            2048 << (len(rates) - 1),
+            times[degree],
+            LAYERS_7B,
+            is_packed,
+        )
+        for (degree, stages), rates in TABLE_3.items()
     ]
 
 
@@ -194,8 +207,8 @@ def shape_70b() -> ModelShape:
 def tokens_70b(layout: ReplicaLayout) -> int:
     """Tokens that a layout holds, as assumed above, in whole 64s."""
     hardware = find_hardware("a100-80")
-    weights = 2.0 * shape_70b().num_parameters / layout.num_gpus
-    return int((hardware.memory_bytes - weights) * layout.tensor_parallel / TOKEN_BYTES_70B) // 64 * 64
+    weights = 2.0 * shape_70b().num_parameters / layout.num_devices
+    return int((hardware.memory_bytes - weights) * layout.tensor / TOKEN_BYTES_70B) // 64 * 64
 
 
 def replicas_70b(num_gpus: int, *, is_packed: bool = False) -> list[ReplicaTime]:
@@ -206,8 +219,6 @@ def replicas_70b(num_gpus: int, *, is_packed: bool = False) -> list[ReplicaTime]
     ):
         most = tokens_70b(layout)
         if most >= MIN_TOKENS:
-            cost = AnalyticCost(
-                shape, a800(layout.tensor_parallel), layout.num_stages, layout.tensor_parallel, num_jobs=12
-            )
+            cost = AnalyticCost(shape, a800(layout.tensor), layout.stages, layout.tensor, num_jobs=12)
             found.append(fit_replica(cost, layout, shape.num_layers, most, is_packed=is_packed))
     return found

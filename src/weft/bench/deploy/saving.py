@@ -106,7 +106,7 @@ class _Comparison:
 
     def published_in_turn_s(self, num_steps: int) -> float:
         """The same on the replicas that the paper used for each."""
-        known = {str(kind.layout): kind.model for kind in self.kinds}
+        known = {(kind.layout.tensor, kind.layout.stages): kind.model for kind in self.kinds}
         return sum(
             mean_step_s(
                 [known[layout] for layout, count in TABLE_8[job.name].items() for _ in range(count)],

@@ -8,29 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from weft.errors import PlanError
+from weft.plan.deploy import partitions
 from weft.plan.deploy.expected import expected_batch
 from weft.plan.deploy.planner import BUDGET_S, plan_deployment
 from weft.plan.deploy.types import Deployment, DeployProblem, ReplicaKind
 from weft.plan.deploy.workload import DeployJob
-from weft.plan.dispatch import Fleet, ReplicaLayout, dispatch_evenly
+from weft.plan.dispatch import Fleet, dispatch_evenly
 
 
 def plan_alike(problem: DeployProblem) -> Deployment:
     """The best plan of replicas of one layout for the expected batch, which is shared out evenly."""
     plans = alike_plans(problem)
-    if not plans:
-        raise PlanError(
-            f"no layout by itself holds samples of {problem.buckets.bounds[-1]:,} tokens.", where="alike replicas"
-        )
     best = min(plans, key=lambda plan: plan.step_s)
     return replace(best, num_plans=float(len(plans)), num_tried=len(plans), is_complete=True)
 
 
 def alike_plans(problem: DeployProblem) -> list[Deployment]:
     """A plan for every layout that holds all samples by itself."""
-    found = [_alike(problem, layout) for layout in dict.fromkeys(kind.layout for kind in problem.kinds)]
-    return [plan for plan in found if plan is not None]
+    found = []
+    for counts in partitions.alike_plans(problem):
+        shared = dispatch_evenly(Fleet.of(problem.models(counts), problem.buckets))
+        found.append(Deployment(problem, counts, shared, shared.bound_s, 1.0, 1))
+    return found
 
 
 def plan_each(
@@ -44,16 +43,3 @@ def plan_each(
     """A plan of its own for every job, to be run one after another on all GPUs, within a budget for each."""
     problems = [DeployProblem(tuple(kinds), pools, expected_batch([job])) for job in jobs]
     return [plan_alike(own) if are_alike else plan_deployment(own, budget_s=budget_s) for own in problems]
-
-
-def _alike(problem: DeployProblem, layout: ReplicaLayout) -> Deployment | None:
-    """Replicas of one layout wherever it holds every sample; None if it does nowhere."""
-    longest = problem.buckets.bounds[-1]
-    counts = tuple(
-        problem.pools[kind.pool] // kind.num_gpus if kind.layout == layout and kind.model.most_tokens >= longest else 0
-        for kind in problem.kinds
-    )
-    if not any(counts):
-        return None
-    shared = dispatch_evenly(Fleet.of(problem.models(counts), problem.buckets))
-    return Deployment(problem, counts, shared, shared.bound_s, 1.0, 1)

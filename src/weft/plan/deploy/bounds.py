@@ -8,10 +8,11 @@ at least w_ij for every sample there; so it holds that
 
 With v_i = n_i, a replica's GPUs, this is Theorem 1: the right side is then the length-based dispatch, wherever the
 smallest kind that holds a sample is the cheapest. With v_i = n_i only for kinds that hold bucket m, and 0 for others,
-it says that long samples have only large replicas to run on. With the prices of a plan whose relaxation was solved it
-is that plan's own bound, and a sharp one for plans like it. Where only plans matter that beat a step already found,
-w_ij has its part of the time that pipelines take to fill (`Fleet.stretch_K`). Nothing is assumed of how kinds compare:
-the best plan is never among those whose bound is above a step already found.
+it says that long samples have only large replicas to run on. Nor does a plan end before any one sample, or any job that
+has one home, does where it is fastest. With the prices of a plan whose relaxation was solved it is that plan's own
+bound, and a sharp one for plans like it. Where only plans matter that beat a step already found, w_ij has its part of
+the time that pipelines take to fill (`Fleet.stretch_K`). Nothing is assumed of how kinds compare: the best plan is
+never among those whose bound is above a step already found.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class PlanBounds:
         masks = used_PS @ (1 << np.arange(plans_PS.shape[1], dtype=np.int64))
         _, first, self._set_P = np.unique(masks, return_index=True, return_inverse=True)
         self._used_MS = used_PS[first]
-        self.bounds_P = self._cheapest(problem.alone_s_SR).max(axis=1)[self._set_P]
+        whole_s = np.concatenate([problem.alone_s_SR, problem.job_s_SJ], axis=1)
+        self.bounds_P = self._cheapest(whole_s).max(axis=1)[self._set_P]
         for holds_S in np.unique(self.holds_SR, axis=1).T:
             self.sharpen(problem.gpus_S * holds_S)
 

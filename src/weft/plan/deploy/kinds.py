@@ -22,7 +22,7 @@ from weft.plan.bucket import GRAIN
 from weft.plan.deploy.candidates import possible_layouts
 from weft.plan.deploy.price import chunk_s, fit_replica
 from weft.plan.deploy.types import ReplicaKind
-from weft.plan.dispatch import ReplicaLayout
+from weft.plan.layout import ReplicaLayout
 
 MIN_TOKENS = 512
 """A layout that holds less is left out."""
@@ -63,16 +63,16 @@ class BackboneSetup:
             self.quantize,
             self.recompute,
             hardware.activation_bytes,
-            num_stages=layout.num_stages,
-            tensor_parallel=layout.tensor_parallel,
+            num_stages=layout.stages,
+            tensor_parallel=layout.tensor,
         )
 
     def most_tokens(self, layout: ReplicaLayout, hardware: Hardware) -> int:
         """Tokens of the largest chunk that fits on every stage; 0 if the weights alone do not."""
         memory = self.memory(layout, hardware)
         return min(
-            memory.most_rows(hardware.memory_bytes, self.ranks, GRAIN, stage, num_held=layout.num_stages - stage)
-            for stage in {0, layout.num_stages - 1}
+            memory.most_rows(hardware.memory_bytes, self.ranks, GRAIN, stage, num_held=layout.stages - stage)
+            for stage in {0, layout.stages - 1}
         )
 
 
@@ -84,7 +84,7 @@ def kinds_on(
     found: list[ReplicaKind] = []
     enough = pool.num_gpus
     for layout in layouts_on(pool, setup.shape):
-        if layout.num_gpus > 2 * max(enough, pool.gpus_per_machine):
+        if layout.num_devices > 2 * max(enough, pool.gpus_per_machine):
             break
         most = min(setup.most_tokens(layout, pool.hardware), largest)
         if most < MIN_TOKENS:
@@ -93,13 +93,13 @@ def kinds_on(
         scale = 1.0
         if profile is not None:
             alone = replace(cost, tensor_parallel=1)
-            measured = ProfiledCost(profile, layout.num_stages, cost.rank, cost.num_jobs)
-            flat = ReplicaLayout(1, layout.num_stages)
+            measured = ProfiledCost(profile, layout.stages, cost.rank, cost.num_jobs)
+            flat = ReplicaLayout(stages=layout.stages)
             scale = chunk_s(measured, flat, 1, most) / chunk_s(alone, flat, 1, most)
         model = fit_replica(cost, layout, setup.shape.num_layers, most, scale=scale, is_packed=is_packed)
         found.append(ReplicaKind(model, pool.name))
         if most >= longest:
-            enough = min(enough, layout.num_gpus)
+            enough = min(enough, layout.num_devices)
     return found
 
 
@@ -110,13 +110,13 @@ def layouts_on(pool: GpuPool, shape: ModelShape) -> list[ReplicaLayout]:
 
 def analytic_cost(pool: GpuPool, setup: BackboneSetup, layout: ReplicaLayout) -> AnalyticCost:
     """Seconds of a layout by the hardware table, over the links that its tensor parallelism crosses."""
-    is_within = layout.tensor_parallel <= pool.gpus_per_machine
+    is_within = layout.tensor <= pool.gpus_per_machine
     rate = pool.hardware.link_rate if is_within else min(pool.hardware.link_rate, pool.network_rate)
     return AnalyticCost(
         setup.shape,
         replace(pool.hardware, link_rate=rate),
-        layout.num_stages,
-        layout.tensor_parallel,
+        layout.stages,
+        layout.tensor,
         setup.quantize,
         setup.recompute,
         rank=max(setup.ranks),

@@ -42,6 +42,20 @@ def all_plans(problem: DeployProblem) -> IntArray:
     return rows
 
 
+def alike_plans(problem: DeployProblem) -> list[tuple[int, ...]]:
+    """For every layout that holds all samples somewhere: replicas of it wherever it does, as many as there is room."""
+    longest, found = problem.buckets.bounds[-1], list[tuple[int, ...]]()
+    for layout in dict.fromkeys(kind.layout for kind in problem.kinds):
+        counts = tuple(
+            problem.pools.get(kind.pool, 0) // kind.num_gpus
+            if kind.layout == layout and kind.model.most_tokens >= longest
+            else 0
+            for kind in problem.kinds
+        )
+        found += [counts] if any(counts) else []
+    return found
+
+
 def _partitions(sizes: Sequence[int], num_gpus: int) -> IntArray:
     """Counts of each size that leave less room than the smallest size takes."""
     order = np.argsort(sizes, kind="stable")[::-1]

@@ -2,23 +2,27 @@
 
     min over plans p of  step(p),    step(p) = the balanced dispatch of the expected batch over the replicas of p
 
-The integer program over whole clusters gives a first plan and a bound for all. Where there are few enough plans, they
-are all listed with lower bounds, and the one with the lowest is tried next: its linear relaxation, which sharpens the
-bounds of all others, then the dispatch if that does not rule the plan out. The search ends when every plan left is
-bound to be slower. Where there are too many, the first plan is improved by exchanging replicas of one kind for replicas
-of another. Deterministic but for the budget, in seconds of a processor, which returns the best found with a proven gap.
+The integer program over whole clusters gives a first plan and a bound for all; alike replicas are tried beside it.
+Where there are few enough plans, they are all listed with lower bounds, and the one with the lowest is tried next: its
+linear relaxation, which sharpens the bounds of all others, then the dispatch if that does not rule the plan out. The
+search ends when every plan left is bound to be slower. Where there are too many, or where bounds say too little because
+replicas get a few samples each, the best plan so far is improved by exchanging replicas of one kind for replicas of
+another. Replicas that get nothing of the batch are left out in the end. Deterministic but for the budget, in seconds of
+a processor, which returns the best found with a proven gap.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from weft.plan.deploy.bounds import PlanBounds
-from weft.plan.deploy.partitions import all_plans, num_plans
+from weft.plan.deploy.partitions import alike_plans, all_plans, num_plans
 from weft.plan.deploy.program import relaxed_plan
 from weft.plan.deploy.types import Deployment, DeployProblem
 from weft.plan.dispatch import Dispatch, Fleet, dispatch
@@ -32,26 +36,49 @@ BUDGET_S = 10.0
 
 def plan_deployment(problem: DeployProblem, *, budget_s: float = BUDGET_S) -> Deployment:
     """The best plan for an expected batch."""
+    return best_deployments(problem, 1, budget_s=budget_s)[0]
+
+
+def best_deployments(problem: DeployProblem, most: int, *, budget_s: float = BUDGET_S) -> list[Deployment]:
+    """The best plan for an expected batch, and behind it the best others that were tried, at most so many in all."""
     search = _Search(problem, time.process_time() + budget_s)
     first = relaxed_plan(problem, budget_s=budget_s / 2)
     search.bound_s = first.bound_s
-    search.attempt(np.array(first.counts))
+    for plan in (first.counts, *alike_plans(problem)):
+        search.attempt(np.array(plan))
     total = num_plans(problem)
     if total <= MAX_LISTED:
-        search.go_through(all_plans(problem))
-    else:
+        search.go_through(all_plans(problem), search.deadline_s - budget_s / 4)
+    if not search.is_complete:
         search.exchange()
-    assert search.best is not None, "the first plan holds every sample"
-    counts, found = search.best
-    return Deployment(
-        problem=problem,
-        counts=counts,
-        dispatch=found,
-        bound_s=search.bound_s,
-        num_plans=float(total),
-        num_tried=search.num_tried,
-        is_complete=search.is_complete,
+    assert search.found, "the first plan holds every sample"
+    busy = (without_idle(problem, counts, found) for counts, found in search.found)
+    # Plans that differ in what is idle are the same.
+    return [
+        Deployment(
+            problem=problem,
+            counts=counts,
+            dispatch=found,
+            bound_s=search.bound_s,
+            num_plans=float(total),
+            num_tried=len(search.found),
+            is_complete=search.is_complete,
+        )
+        for counts, found in itertools.islice(dict(busy).items(), most)
+    ]
+
+
+def without_idle(problem: DeployProblem, counts: Sequence[int], shared: Dispatch) -> tuple[tuple[int, ...], Dispatch]:
+    """A plan without the replicas that get no sample of the batch that it is for."""
+    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    busy = [place for place, own in enumerate(shared.counts) if any(own)]
+    left = Dispatch(
+        counts=tuple(shared.counts[place] for place in busy),
+        seconds=tuple(shared.seconds[place] for place in busy),
+        bound_s=shared.bound_s,
+        homes=tuple(busy.index(home) for home in shared.homes),
     )
+    return tuple(sum(kinds[place] == kind for place in busy) for kind in range(len(problem.kinds))), left
 
 
 class _Search:
@@ -60,19 +87,14 @@ class _Search:
     def __init__(self, problem: DeployProblem, deadline_s: float) -> None:
         self.problem = problem
         self.deadline_s = deadline_s
-        self.best: tuple[tuple[int, ...], Dispatch] | None = None
+        self.found: list[tuple[tuple[int, ...], Dispatch]] = []
+        """Plans that were tried, the best first."""
         self.bound_s = 0.0
-        self.num_tried = 0
         self.tried_s = math.inf
         """What no dispatch of the plans tried so far can be below: theirs need not be the best that there are."""
         self.is_complete = False
         """Every plan was tried, or cannot be better than the best so far."""
         self.seen: set[tuple[int, ...]] = set()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the budget is spent."""
-        return time.process_time() > self.deadline_s
 
     def attempt(self, plan_S: IntArray) -> Relaxed | None:
         """Solves a plan's relaxation, and finds its dispatch unless that rules it out; None for a plan seen before."""
@@ -81,32 +103,29 @@ class _Search:
             return None
         self.seen.add(counts)
         fleet = Fleet.of(self.problem.models(counts), self.problem.buckets)
-        relaxed = relax(fleet) if self.best is None else relax(fleet, self.target_s)
-        if self.best is not None and relaxed.bound_s >= self.target_s:
+        relaxed = relax(fleet, self.target_s)
+        if relaxed.bound_s >= self.target_s:
             return relaxed
         # From two starts, of which one knows nothing of pipelines: no worse than what a step's own dispatch finds.
         found = min(dispatch(fleet, relaxed), dispatch(fleet), key=lambda shared: shared.step_s)
-        self.num_tried += 1
         self.tried_s = min(self.tried_s, relaxed.bound_s)
-        if self.best is None or found.step_s < self.best[1].step_s:
-            self.best = counts, found
+        bisect.insort(self.found, (counts, found), key=lambda plan: plan[1].step_s)
         return relaxed
 
     @property
     def target_s(self) -> float:
         """A plan that cannot be below it need not be tried."""
-        assert self.best is not None, "the first plan was tried before"
-        return self.best[1].step_s
+        return self.found[0][1].step_s if self.found else math.inf
 
-    def go_through(self, plans_PS: IntArray) -> None:
-        """Tries the plan with the lowest bound until none left can be better."""
+    def go_through(self, plans_PS: IntArray, deadline_s: float) -> None:
+        """Tries the plan with the lowest bound until none left can be better, or it is too late."""
         known = PlanBounds(self.problem, plans_PS, self.target_s)
         is_left = np.ones(len(plans_PS), dtype=np.bool_)
         while True:
             bounds_P = np.where(is_left, known.bounds_P, np.inf)
             row = int(np.argmin(bounds_P))
             self.is_complete = bool(bounds_P[row] >= self.target_s)
-            if self.is_complete or self.is_late:
+            if self.is_complete or time.process_time() > deadline_s:
                 # Those ruled out are not below the target, those left and those tried not below their bounds.
                 self.bound_s = max(self.bound_s, min(self.target_s, self.tried_s, float(bounds_P[row])))
                 return
@@ -118,11 +137,12 @@ class _Search:
     def exchange(self) -> None:
         """Tries plans that differ from the best in one exchange, as long as one is better."""
         before_s = math.inf
-        while not self.is_late and self.best is not None and self.best[1].step_s < before_s:
-            before_s = self.best[1].step_s
-            for plan in self._neighbours(self.best[0]):
+        while time.process_time() < self.deadline_s and self.target_s < before_s:
+            before_s = self.target_s
+            for plan in self._neighbours(self.found[0][0]):
                 self.attempt(plan)
-                if self.is_late or self.best[1].step_s < before_s or before_s <= self.bound_s:
+                is_late = time.process_time() > self.deadline_s
+                if is_late or self.target_s < before_s or before_s <= self.bound_s:
                     break
 
     def _neighbours(self, counts: tuple[int, ...]) -> Iterator[IntArray]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from weft.cost.padded import PaddedBatch, fit_padded
 from weft.cost.types import CostModel
-from weft.plan.dispatch import ReplicaLayout, ReplicaTime
+from weft.plan.dispatch import ReplicaTime
+from weft.plan.layout import ReplicaLayout
 
 PROBED_LENGTHS = (64, 256, 1024, 4096, 16_384, 65_536)
 
@@ -24,7 +25,7 @@ def fit_replica(
     is_packed: bool = False,
 ) -> ReplicaTime:
     """A replica of a layout that `cost` describes, with chunks of up to so many tokens; seconds count `scale` times."""
-    passes = num_layers / layout.num_stages
+    passes = num_layers / layout.stages
     batches = []
     for length in [*(length for length in PROBED_LENGTHS if length < most_tokens), most_tokens]:
         most = most_tokens // length
@@ -37,6 +38,6 @@ def fit_replica(
 def chunk_s(cost: CostModel, layout: ReplicaLayout, size: int, length: int) -> float:
     """Forward and backward of one padded chunk on the slowest stage; those between the first and the last are alike."""
     lengths = [length] * size
-    transfer = 2 * cost.transfer_s(size * length) if layout.num_stages > 1 else 0.0
-    ends = {0, layout.num_stages - 1}
+    transfer = 2 * cost.transfer_s(size * length) if layout.stages > 1 else 0.0
+    ends = {0, layout.stages - 1}
     return max(cost.forward_s(lengths, stage) + cost.backward_s(lengths, stage) for stage in ends) + transfer

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.plan.deploy.partitions import alike_plans
 from weft.plan.deploy.types import DeployProblem
 from weft.plan.dispatch.replica_time import FloatArray
 
@@ -37,28 +38,15 @@ def relaxed_plan(problem: DeployProblem, *, budget_s: float) -> RelaxedPlan:
     """The best plan with pipelines that take time to fill, and a bound that holds for all plans."""
     sample_s_SR = problem.sample_s_SR()
     bound = _solve(problem, sample_s_SR, np.zeros(len(problem.kinds)), budget_s / (ROUNDS + 1))
-    fill_S = np.array([kind.layout.num_stages - 1 for kind in problem.kinds]) * _chunk_s(problem)
+    fill_S = np.array([kind.layout.stages - 1 for kind in problem.kinds]) * _chunk_s(problem)
     step_s, counts = bound.bound_s, bound.counts
     for _ in range(ROUNDS if fill_S.any() and step_s else 0):
         found = _solve(problem, sample_s_SR, np.minimum(fill_S / step_s, 1.0), budget_s / (ROUNDS + 1))
         counts, before, step_s = found.counts, step_s, found.bound_s
         if step_s == 0 or abs(step_s / before - 1) < REL_GAP:
             break
-    alone_s = float(problem.alone_s_SR.min(axis=0).max())
+    alone_s = float(np.concatenate([problem.alone_s_SR, problem.job_s_SJ], axis=1).min(axis=0).max())
     return RelaxedPlan(counts, max(bound.bound_s, alone_s))
-
-
-def _alike(problem: DeployProblem) -> tuple[int, ...]:
-    """A plan that holds every sample, where there was no time for a better one: all of the smallest such kind."""
-    longest = problem.buckets.bounds[-1]
-    able = [
-        (kind.num_gpus, place)
-        for place, kind in enumerate(problem.kinds)
-        if kind.model.most_tokens >= longest and kind.num_gpus <= problem.pools[kind.pool]
-    ]
-    size, chosen = min(able)
-    count = problem.pools[problem.kinds[chosen].pool] // size
-    return tuple(count if place == chosen else 0 for place in range(len(problem.kinds)))
 
 
 def _chunk_s(problem: DeployProblem) -> FloatArray:
@@ -106,6 +94,7 @@ def _solve(problem: DeployProblem, sample_s_SR: FloatArray, fill_S: FloatArray, 
         options={"time_limit": max(limit_s, MIN_LIMIT_S), "mip_rel_gap": REL_GAP},
     )
     if found.x is None or found.fun >= 0:
-        return RelaxedPlan(_alike(problem), 0.0)
+        # There was no time: any plan that holds every sample.
+        return RelaxedPlan(alike_plans(problem)[0], 0.0)
     counts = tuple(round(float(count)) for count in found.x[num : num + num_kinds])
     return RelaxedPlan(counts, scale / -min(float(found.mip_dual_bound), float(found.fun)))

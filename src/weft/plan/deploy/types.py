@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.errors import PlanError
-from weft.plan import layout
 from weft.plan.bucket import Buckets
-from weft.plan.dispatch import Dispatch, Fleet, ReplicaLayout, ReplicaModel
+from weft.plan.dispatch import Dispatch, Fleet, ReplicaModel
 from weft.plan.dispatch.replica_time import FloatArray
+from weft.plan.layout import Layout, ReplicaLayout
 
 ONE_POOL = "gpus"
 """The pool of a cluster of alike GPUs."""
@@ -33,7 +33,7 @@ class ReplicaKind:
     @property
     def num_gpus(self) -> int:
         """GPUs of each."""
-        return self.model.layout.num_gpus
+        return self.model.layout.num_devices
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,13 @@ class DeployProblem:
         """Seconds of a chunk with one sample, likewise."""
         return np.stack([kind.model.costs(self.buckets).alone_s_R for kind in self.kinds])
 
+    @property
+    def job_s_SJ(self) -> FloatArray:
+        """Seconds of each job that has one home, alone on a replica of each kind; infinite where it does not fit."""
+        if not self.buckets.at_home:
+            return np.zeros((len(self.kinds), 0))
+        return Fleet.of([kind.model for kind in self.kinds], self.buckets).job_s_KJ
+
     def models(self, counts: Sequence[int]) -> list[ReplicaModel]:
         """The replicas of a plan, kind after kind."""
         return [kind.model for kind, count in zip(self.kinds, counts, strict=True) for _ in range(int(count))]
@@ -107,8 +114,8 @@ class Deployment:
     num_tried: int
     """Plans whose dispatch was found."""
     is_complete: bool = False
-    """Every other plan was tried and is no better, or cannot be better. What dispatch finds need not be the best there
-    is, which the gap counts."""
+    """Every plan was tried, or cannot be better than the best. What dispatch finds need not be the best there is, which
+    the gap counts."""
 
     @property
     def step_s(self) -> float:
@@ -127,14 +134,14 @@ class Deployment:
         return tuple(kind for kind, count in kinds for _ in range(count))
 
     @property
-    def run_layout(self) -> layout.Layout:
-        """The same replicas as `weft train --layout` names them."""
-        return layout.Layout(
-            tuple(
-                layout.ReplicaLayout(tensor=kind.layout.tensor_parallel, stages=kind.layout.num_stages)
-                for kind in self.replicas
-            )
-        )
+    def models(self) -> list[ReplicaModel]:
+        """What dispatch asks each replica for, in the same order."""
+        return self.problem.models(self.counts)
+
+    @property
+    def layout(self) -> Layout:
+        """That of a run on these replicas."""
+        return Layout(tuple(kind.layout for kind in self.replicas))
 
     @property
     def gpus_used(self) -> int:

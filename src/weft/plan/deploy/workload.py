@@ -6,12 +6,14 @@ longest: few published data sets come with more than that.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from weft.errors import PlanError
+from weft.plan.bucket import Buckets, choose_buckets, fixed_buckets
 
 SHORTEST = 16
 
@@ -64,17 +66,37 @@ class DeployJob:
     batch_size: int
     """Samples of its global batch."""
     lengths: LengthSpread | KnownLengths
+    is_free: bool = True
+    """Its sums do not depend on any order, so that replicas may share its samples; else it has one home."""
+
+
+def batch_samples(batch_size: int, num_groups: int, num_samples: int) -> int:
+    """Samples of a global batch of so many rows, of which there are `num_groups` with several samples each."""
+    return max(1, round(min(batch_size, num_groups) * num_samples / num_groups))
+
+
+def draw_lengths(jobs: Sequence[DeployJob], num_batches: int, seed: int = 0) -> list[list[int]]:
+    """Lengths of so many global batches of each job."""
+    rng = np.random.default_rng(seed)
+    return [job.lengths.draw(job.batch_size * num_batches, rng) for job in jobs]
 
 
 def draw_batches(jobs: Sequence[DeployJob], num_batches: int, seed: int = 0) -> list[list[int]]:
     """Fused global batches, one of every job in each: the lengths of their samples, job after job."""
-    rng = np.random.default_rng(seed)
-    drawn = [job.lengths.draw(job.batch_size * num_batches, rng) for job in jobs]
+    drawn = draw_lengths(jobs, num_batches, seed)
     sizes = [job.batch_size for job in jobs]
     return [
         [length for own, size in zip(drawn, sizes, strict=True) for length in own[batch * size : (batch + 1) * size]]
         for batch in range(num_batches)
     ]
+
+
+def in_buckets(jobs: Sequence[DeployJob], lengths: Sequence[int], bounds: Sequence[int] | None = None) -> Buckets:
+    """A drawn batch in buckets, of these bounds or chosen for it; samples of a job that has one home stay together."""
+    found = choose_buckets(lengths) if bounds is None else fixed_buckets(lengths, bounds)
+    ends = list(itertools.accumulate(job.batch_size for job in jobs))
+    own = zip(jobs, ends, strict=True)
+    return found.with_homes(lengths[end - job.batch_size : end] for job, end in own if not job.is_free)
 
 
 def _growth(skewness: float) -> float:

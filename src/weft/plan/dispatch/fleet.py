@@ -40,6 +40,8 @@ class Fleet:
     """Tokens of a chunk."""
     kind_K: IntArray
     """Replicas of one model have the same number, counted from 0 in the order of the replicas."""
+    home_JR: IntArray
+    """Samples, by bucket, of each job that has one replica as its home."""
 
     @staticmethod
     def of(models: Sequence[ReplicaModel], buckets: Buckets) -> Fleet:
@@ -66,10 +68,11 @@ class Fleet:
             base_KR=np.stack([cost.base_R for cost in costs]),
             size_KR=np.stack([cost.size_R for cost in costs]),
             sample_s_KR=np.stack([cost.sample_s_R for cost in costs]),
-            extra_K=np.array([model.layout.num_stages - 1.0 for model in models]),
+            extra_K=np.array([model.layout.stages - 1.0 for model in models]),
             mean_R=np.asarray(buckets.tokens) / np.asarray(buckets.counts),
             most_K=np.array([float(model.most_tokens) for model in models]),
             kind_K=kind_K,
+            home_JR=np.array(buckets.at_home, dtype=np.int64).reshape(len(buckets.at_home), len(buckets.bounds)),
         )
 
     @property
@@ -81,6 +84,24 @@ class Fleet:
     def holds_KR(self) -> np.ndarray:
         """Which replica can run which bucket."""
         return self.size_KR > 0
+
+    @property
+    def shared_R(self) -> IntArray:
+        """Samples of jobs that have no home, by bucket."""
+        shared_R: IntArray = np.asarray(self.buckets.counts).astype(np.int64) - self.home_JR.sum(axis=0)
+        return shared_R
+
+    @property
+    def job_s_KJ(self) -> FloatArray:
+        """Seconds of each job that has one home, by replica, alone there; infinite where that cannot hold it."""
+        return np.stack(
+            [self.seconds_with_job(np.zeros_like(self.size_KR, np.int64), own_R) for own_R in self.home_JR]
+        ).T
+
+    def seconds_with_job(self, counts_KR: IntArray, job_R: IntArray) -> FloatArray:
+        """Of every replica, if a job came there; infinite where a replica cannot hold it."""
+        holds_K = (self.holds_KR | (job_R == 0)).all(axis=1)
+        return np.where(holds_K, self.seconds(counts_KR + job_R), np.inf)
 
     def stretch_K(self, below_s: float) -> FloatArray:
         """How much longer than its chunks a replica takes at least, in any dispatch that ends before `below_s`.

@@ -4,8 +4,9 @@
 
 for kinds i of alike replicas, p_i of each, and w_ij the seconds of a sample in full chunks. No dispatch takes less than
 its optimum, because every other way of running a sample takes at least w_ij; nor less than any one sample takes by
-itself where it is fastest. Solved by HiGHS in a few milliseconds. The prices of its second constraints say what a
-second of each kind is worth: with them, `plan/deploy/bounds.py` bounds other plans as well.
+itself where it is fastest, nor less than a job that has one home takes where it is alone and fastest. Solved by HiGHS
+in a few milliseconds. The prices of its second constraints say what a second of each kind is worth: with them,
+`plan/deploy/bounds.py` bounds other plans as well.
 """
 
 from __future__ import annotations
@@ -57,4 +58,5 @@ def relax(fleet: Fleet, below_s: float = math.inf) -> Relaxed:
     shares_SR = np.zeros((num_kinds, len(counts)))
     shares_SR[kind, bucket] = found.x[:-1]
     alone_s = float(np.where(fleet.holds_KR, fleet.slope_KR + fleet.base_KR, np.inf).min(axis=0).max())
-    return Relaxed(min(max(float(found.fun), alone_s), below_s), -found.ineqlin.marginals / copies, shares_SR)
+    homes_s = float(fleet.job_s_KJ.min(axis=0).max()) if len(fleet.home_JR) else 0.0
+    return Relaxed(min(max(float(found.fun), alone_s, homes_s), below_s), -found.ineqlin.marginals / copies, shares_SR)

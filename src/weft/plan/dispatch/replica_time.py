@@ -18,31 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.cost.padded import PaddedTime
-from weft.errors import PlanError
 from weft.plan.bucket import Buckets
+from weft.plan.layout import ReplicaLayout
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, order=True)
-class ReplicaLayout:
-    """How a replica is spread over GPUs: <tensor parallel, stages>."""
-
-    tensor_parallel: int
-    num_stages: int
-
-    def __post_init__(self) -> None:
-        if self.tensor_parallel < 1 or self.num_stages < 1:
-            raise PlanError(f"{self} is no layout; both numbers must be at least 1.")
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of one replica."""
-        return self.tensor_parallel * self.num_stages
-
-    def __str__(self) -> str:
-        return f"<{self.tensor_parallel},{self.num_stages}>"
 
 
 @dataclass(frozen=True)
@@ -104,7 +84,7 @@ class ReplicaTime:
 
     def costs(self, buckets: Buckets) -> BucketCosts:
         """Padded to the bounds, or, packed, with the mean of the samples' own lengths."""
-        c1, c2, c3, c4, c5, c6 = (c * self.num_layers / self.layout.num_stages for c in self.time.coefficients)
+        c1, c2, c3, c4, c5, c6 = (c * self.num_layers / self.layout.stages for c in self.time.coefficients)
         bounds = np.asarray(buckets.bounds, dtype=np.float64)
         size = self.most_tokens // bounds
         if not self.is_packed:
@@ -135,5 +115,5 @@ class RatedReplica:
         bounds = np.asarray(buckets.bounds)
         holds = bounds <= self.most_tokens
         row = [self.rates[known[min(i, len(known) - 1)]] for i in np.searchsorted(known, bounds)]
-        slope = bounds / (np.asarray(row) * self.layout.num_gpus)
+        slope = bounds / (np.asarray(row) * self.layout.num_devices)
         return BucketCosts(slope, np.zeros(len(bounds)), holds.astype(np.float64))

@@ -19,6 +19,8 @@ class Dispatch:
     """Predicted, by replica."""
     bound_s: float
     """No dispatch over these replicas takes less."""
+    homes: tuple[int, ...] = ()
+    """The replica of each job that has one, by its place; its samples are among the counts."""
 
     @property
     def step_s(self) -> float:
@@ -31,11 +33,12 @@ class Dispatch:
         return self.step_s / self.bound_s - 1.0
 
     def assign(self, lengths: Sequence[int], buckets: Buckets) -> list[list[int]]:
-        """The samples of every replica by their place in the batch.
+        """The samples of every replica by their place in the batch, all of which may be shared out.
 
         Samples of one bucket are dealt out from the longest to the shortest, each to the replica that has the smallest
         part of its share so far, so that replicas get alike samples.
         """
+        assert not self.homes, "who has which samples of a job with a home is no question"
         waiting: list[list[int]] = [[] for _ in buckets.bounds]
         for sample, bucket in enumerate(buckets.place_of(lengths)):
             waiting[bucket].append(sample)

@@ -1,8 +1,8 @@
 """Forecasts for a cluster that was planned by `weft plan deploy`.
 
-A step on given replicas takes as long as the balanced dispatch of the expected batch, and no less than any job whose
-sums are ordered takes on the one replica that is best for it: such a job has one home. The dispatch of the planner
-shares all samples out, so besides its plan alike replicas and single ones are looked at.
+A step on given replicas takes as long as the balanced dispatch of the expected batch. The planner looks at the jobs of
+now; what is left is trained phase by phase as they end, so besides its plan alike replicas and single ones are looked
+at.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ClusterForecaster:
         kinds = list(self.kinds_for(jobs))
         batch = expected_batch([job.to_deploy for job in jobs])
         problem = DeployProblem(tuple(without_dominated(kinds, batch)), self.pools, batch)
-        planned = plan_deployment(problem, budget_s=BUDGET_S).run_layout
+        planned = plan_deployment(problem, budget_s=BUDGET_S).layout
         parts = [_PhaseCosts.of(own, steps, kinds) for own, steps in phases(jobs)]
         layouts = dict.fromkeys([planned, *self._simple_layouts(kinds)])
         found = [prediction for layout in layouts if (prediction := _predict(layout, parts)) is not None]
@@ -52,9 +52,8 @@ class ClusterForecaster:
         """One replica of each kind, and as many as there are devices for."""
         found = []
         for kind in kinds:
-            replica = _replica(kind)
             most = self.pools[kind.pool] // kind.num_gpus
-            found += [Layout((replica,) * count) for count in (1, most) if count]
+            found += [Layout((kind.layout,) * count) for count in (1, most) if count]
         return found
 
 
@@ -63,17 +62,14 @@ class _PhaseCosts:
     """The jobs of a phase, as replicas see them."""
 
     batch: Buckets
-    ordered: tuple[Buckets, ...]
-    """The batches of the jobs that have one home."""
     models: Mapping[ReplicaLayout, ReplicaModel]
     num_steps: int
 
     @classmethod
     def of(cls, jobs: Sequence[RemainingJob], num_steps: int, kinds: Iterable[ReplicaKind]) -> _PhaseCosts:
         """The costs of these jobs for so many steps."""
-        ordered = tuple(expected_batch([job.to_deploy]) for job in jobs if not job.is_free)
         batch = expected_batch([job.to_deploy for job in jobs])
-        return cls(batch, ordered, {_replica(kind): kind.model for kind in kinds}, num_steps)
+        return cls(batch, {kind.layout: kind.model for kind in kinds}, num_steps)
 
     def step_s(self, layout: Layout) -> float | None:
         """A global batch of every job; None if it cannot be held."""
@@ -82,13 +78,7 @@ class _PhaseCosts:
         models = [self.models[replica] for replica in layout.replicas]
         if max(model.most_tokens for model in models) < self.batch.bounds[-1]:
             return None
-        alone = [min(self._alone_s(batch, model) for model in dict.fromkeys(models)) for batch in self.ordered]
-        return max(dispatch(Fleet.of(models, self.batch)).step_s, *alone, 0.0)
-
-    def _alone_s(self, batch: Buckets, model: ReplicaModel) -> float:
-        if model.most_tokens < batch.bounds[-1]:
-            return float("inf")
-        return dispatch(Fleet.of([model], batch)).step_s
+        return dispatch(Fleet.of(models, self.batch)).step_s
 
 
 def _predict(layout: Layout, parts: Sequence[_PhaseCosts]) -> Prediction | None:
@@ -97,7 +87,3 @@ def _predict(layout: Layout, parts: Sequence[_PhaseCosts]) -> Prediction | None:
     if len(known) < len(steps) or not known:
         return None
     return Prediction(layout, known[0], sum(part.num_steps * step for part, step in zip(parts, known, strict=True)))
-
-
-def _replica(kind: ReplicaKind) -> ReplicaLayout:
-    return ReplicaLayout(tensor=kind.layout.tensor_parallel, stages=kind.layout.num_stages)

@@ -41,7 +41,7 @@ class RemainingJob:
     @property
     def to_deploy(self) -> DeployJob:
         """The same for a planner of deployments."""
-        return DeployJob(self.name, self.batch_size, KnownLengths(self.lengths))
+        return DeployJob(self.name, self.batch_size, KnownLengths(self.lengths), self.is_free)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,49 @@
+"""Four jobs on the unlike replicas that `weft plan deploy` planned for them have the bytes of one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+STEPS = 20
+SUMS = {"long": "ordered", "short": "ordered", "free": "free", "dropped": "free"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three CPUs, of which one alone cannot hold the samples of one job; machines here, and all else with the jobs."""
+    monkeypatch.chdir(tmp_path)
+    rows = {
+        "short": [{"prompt": f"Add {i}.", "completion": f"{2 * i}"} for i in range(16)],
+        "long": [{"prompt": f"Repeat {i}: " + "word " * 80, "completion": "word " * 100} for i in range(4)],
+    }
+    for name, own in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    few = {"train_data": "short.jsonl", "global_batch_size": 4, "max_length": 64}
+    settings = {
+        "long": {"train_data": "long.jsonl", "global_batch_size": 1, "max_length": 1024},
+        "short": few,
+        "free": {**few, "max_grad_norm": 0.05},
+        "dropped": {**few, "adapter": {"lora_dropout": 0.1}},
+    }
+    jobs = [{"name": name, "max_steps": STEPS, "sums": SUMS[name], **own} for name, own in settings.items()]
+    run = {"base_model": "tiny", "device": "cpu", "capacity": 1024, "jobs": jobs}
+    (tmp_path / "jobs.json").write_text(json.dumps(run))
+    (tmp_path / "cluster.yaml").write_text("machines: [{gpu: cpu, gpus: 3, memory_gib: 0.08}]\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_deploy_when_unlike_replicas_are_executed_then_every_job_has_the_bytes_of_one_device(weft, folder):
+    """A replica of one stage beside one of two: jobs at home on one of them, and jobs that both train."""
+    ran = weft("plan", "deploy", "cluster.yaml", "--jobs", "jobs.json", "--execute", "--out", "unlike")
+    assert ran.code == 0 and "layout  stages:1+stages:2" in ran.out, ran
+    assert "2 of 4 with ordered sums, each at home on one replica" in ran.out
+    assert weft("train", "jobs.json", "--out", "one").code == 0
+    for job in SUMS:
+        files = [folder / run / job / "adapter" / "adapter_model.safetensors" for run in ("unlike", "one")]
+        assert files[0].read_bytes() == files[1].read_bytes(), job
+        steps = [json.loads(line) for line in (folder / "unlike" / job / "metrics.jsonl").read_text().splitlines()]
+        assert max(entry.get("step", 0) for entry in steps) == STEPS
