@@ -9,16 +9,27 @@ from typing import Any
 
 import pytest
 from staged_models import staged_executor
-from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, small_job, submit, train
+from tiny_models import (
+    Job,
+    assert_same_bits,
+    finish,
+    flat,
+    job_spec,
+    random_backbone,
+    random_data,
+    small_job,
+    submit,
+    train,
+)
 
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
 from weft.engine.events import Event, LayoutDecided, MicrobatchDone, StepDone
 from weft.engine.layout_keeper import LayoutKeeper
-from weft.errors import PlanError
+from weft.errors import JobError, PlanError
 from weft.execute.local import LocalExecutor
 from weft.execute.movable import MovableExecutor, OpenReplicas
-from weft.execute.protocol import Executor
+from weft.execute.protocol import Executor, ReplicaLostError
 from weft.faults import FaultPlan, arm, disarm
 from weft.plan.layout import Layout, parse_layout
 from weft.plan.pack import pack
@@ -220,6 +231,36 @@ def test_run_when_the_new_replicas_fail_then_it_goes_on_in_the_old_layout_and_lo
         "failed"
     ]
     assert engine.time_split.seconds(Activity.LOADING) >= sum(span.duration_s for span in spans) * 0.999
+
+
+def test_adapter_of_a_job_when_it_was_lost_after_its_end_and_the_others_moved_then_a_sentence_says_so(alone, tmp_path):
+    """Its files are there; of those that trained on, nothing is missed."""
+    told, moves = list[Event](), Says({3: "spread:2", 2: "spread:2", 1: ONE})
+    engine, executor = engine_in("spread:2", moves, jobs())
+    engine.keep_in(tmp_path / "run")
+    stages: Any = executor._now.stages  # type: ignore[attr-defined]
+    asked, lost = stages.ask, list[int]()
+
+    def ask(what: str, *given: Any) -> list[Any]:
+        """The replica where the job was is lost, with all that it had, once the job has ended."""
+        if what == "run" and engine.jobs["short"].state == "succeeded" and not lost:
+            lost.append(engine.jobs["short"].home or 0)
+            for name in engine.jobs:
+                stages.ask_each("remove", {lost[0]: (name,)})
+            raise ReplicaLostError("it is gone.")
+        return asked(what, *given)
+
+    stages.ask, stages.recover = ask, lambda: lost
+    told.extend(engine.events())
+    for name in ("judged", "free"):
+        pairs = zip(flat(engine.adapter_of(name)), flat(alone[name].adapter), strict=True)
+        assert all(x.equal(y) for x, y in pairs), name
+    assert lost and [event.layout for event in decided(told) if event.has_moved] == [ONE]
+    for use in (engine.adapter_of, engine.evaluate, lambda name: engine.export_adapter(name, tmp_path / "again")):
+        with pytest.raises(JobError, match="job short: its replica was lost after it had ended"):
+            use("short")
+    assert (tmp_path / "run/short/adapter/adapter_model.safetensors").is_file()
+    engine.forget("short")
 
 
 def test_run_when_planning_raises_then_it_says_so_and_trains_on(alone):
