@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,16 @@ def test_layout_when_it_is_shards_then_says_what_a_device_holds_and_when_gatheri
     assert "links assumed" in hidden and "tokens a microbatch on" in hidden
     assert LayoutOptions("shards:1").stages is None
     assert LayoutOptions("shards:1").notes(spec) == LayoutOptions("stages:2").notes(spec) == ()
+
+
+def test_layout_when_several_replicas_have_stages_then_a_note_says_that_jobs_are_not_grouped():
+    alone = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
+    two = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",))))
+    (note,) = LayoutOptions("stages:1+stages:2").notes(two)
+    assert note.endswith("groups of jobs are tried for a single replica in stages only")
+    for layout, spec in (("stages:1+stages:2", alone), ("spread:2", two), ("stages:2", two)):
+        assert LayoutOptions(layout).notes(spec) == ()
+    assert LayoutOptions("stages:1+stages:2").notes(replace(two, planner="greedy")) == ()
 
 
 def test_layout_when_the_model_has_fewer_layers_then_refused():

@@ -112,7 +112,15 @@ def layout_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
         return (f"{found}: the same again with it, and about 1e-5 from one device's",)
     cost = gather_cost(spec.backbone, len(layout.replica_sizes)) if layout.are_shards else None
-    return (*untried_notes(spec.backbone), *(() if cost is None else cost.notes()))
+    return (*untried_notes(spec.backbone), *(() if cost is None else cost.notes()), *_grouping_notes(spec, layout))
+
+
+def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
+    """Why jobs are not grouped, where a single replica in stages would try it."""
+    sizes = layout.replica_sizes
+    if len(sizes) == 1 or max(sizes) == 1 or len(spec.jobs) == 1 or spec.planner == "greedy":
+        return ()
+    return ("each replica packs its jobs together: groups of jobs are tried for a single replica in stages only",)
 
 
 def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner:
