@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from weft.bench.pipeline.killed_layouts import STAGE
+from weft.bench.train_command import child_processes
 from weft.cli import train as verb
 from weft.execute.stages.stage_pool import StageLostError
 from weft.store.run_dir import RunDirectory
@@ -55,19 +58,6 @@ def test_run_when_stages_are_lost_too_often_then_the_last_loss_is_told(monkeypat
         train_through(monkeypatch, num_lost=verb.RESTARTS + 1)
 
 
-def stage_processes(parent: int) -> list[int]:
-    """Process ids of the stages that a process has started."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            status, command = (place / "stat").read_text(), (place / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(status.rpartition(")")[2].split()[1]) == parent and b"stage_process" in command:
-            found.append(int(place.name))
-    return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A jobs file with its data, and what one device has made of it."""
@@ -99,7 +89,12 @@ def test_run_when_stages_are_killed_then_its_adapters_are_those_of_one_device(fo
         for line in run.stdout:
             due = [step for step in kills if line.startswith(f"a: step {step}/")]
             if due:
-                os.kill(sorted(stage_processes(run.pid))[kills.pop(due[0])], signal.SIGKILL)
+                place = kills.pop(due[0])
+                # The line may be older than the last kill, and its stages still be started anew.
+                while len(stages := child_processes(run.pid, STAGE)) <= place:
+                    assert run.poll() is None
+                    time.sleep(0.05)
+                os.kill(stages[place], signal.SIGKILL)
     assert run.returncode == 0 and not kills
     for job in ("a", "b"):
         assert (folder / "one" / job / ADAPTER).read_bytes() == (folder / layout / job / ADAPTER).read_bytes()

@@ -16,6 +16,7 @@ import pytest
 from replicated_runs import files_of, run_spec, write_data
 from replicated_runs import train as train_over_threads
 
+from weft.bench.train_command import child_processes
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.engine.train import execute_run, prepare_run
 from weft.replicas.load import load_replicated
@@ -117,10 +118,7 @@ class Controller:
     @property
     def rank_pids(self) -> list[int]:
         """The processes of its ranks."""
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid), "-f", "weft rank"], capture_output=True, text=True
-        )
-        return [int(word) for word in found.stdout.split()]
+        return child_processes(self.process.pid, ["weft-rank", "weft.__main__"])
 
 
 @pytest.mark.slow

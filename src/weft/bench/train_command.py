@@ -1,10 +1,12 @@
-"""`weft train` as a process of its own that something may happen to, and a process that it has started."""
+"""`weft train` as a process of its own that something may happen to, and the processes that it has started."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,15 +42,21 @@ class TrainCommand:
         return self.folder / f"{out}.log"
 
 
-def child_processes(parent: int, word: str) -> list[int]:
-    """Process ids of the children of a process whose command has a word in it, the oldest first."""
-    found: list[tuple[int, int]] = []
+def child_processes(parent: int, words: Sequence[str]) -> list[int]:
+    """Process ids of what a process has started, itself or by its starter, and one of the words names; oldest first."""
+    parents, ages = dict[int, int](), dict[int, int]()
     for place in Path("/proc").glob("[0-9]*"):
-        try:
-            status, command = (place / "stat").read_text(), (place / "cmdline").read_text(errors="replace")
-        except OSError:
-            continue
-        fields = status.rpartition(")")[2].split()
-        if int(fields[1]) == parent and word in command:
-            found.append((int(fields[19]), int(place.name)))
-    return [pid for _, pid in sorted(found)]
+        with suppress(OSError):
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            parents[int(place.name)], ages[int(place.name)] = int(fields[1]), int(fields[19])
+    found = [pid for pid, own in parents.items() if parent in (own, parents.get(own)) and is_named(pid, words)]
+    return sorted(found, key=lambda pid: (ages[pid], pid))
+
+
+def is_named(pid: int, words: Sequence[str]) -> bool:
+    """Whether one of the words is in the name or the command of a process that lives."""
+    with suppress(OSError):
+        texts = [(Path("/proc") / str(pid) / file).read_text(errors="replace") for file in ("comm", "cmdline")]
+        # One that has ended and that nobody has asked for yet has a name, but no command.
+        return bool(texts[1]) and any(word in text for word in words for text in texts)
+    return False

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weft import starter
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
@@ -86,6 +87,9 @@ def train(
         stages.check_alone(options.flags)
         stages, reasons, may_change = with_layout(spec, stages, jobs_file.parent)
         forecast = forecaster_here(spec) if may_change else None
+    elif layout is not None and not dry_run:
+        # Beside what this process imports itself, from the next line on.
+        starter.begin()
     stages.check(spec, options.flags)
     order = Order(spec, jobs_file, changes, keep_going, options, stages, said, forecast)
     console = output_console()

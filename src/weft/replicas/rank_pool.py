@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +15,10 @@ from pathlib import Path
 from weft.replicas.messages import EndRank, RankJoined, RankOrder
 from weft.replicas.rank_link import Inbox, RankEnded, RankHandle
 from weft.replicas.rank_listener import KEY_VARIABLE, RankListener
+from weft.starter import ChildProcess, ProcessOrder, start_process
 from weft.store.scratch import ScratchFolder
 
+PROGRAM = "weft.__main__"
 END_S = 10.0
 """Seconds a rank has to end by itself."""
 LAST_WORDS_S = 1.0
@@ -29,7 +29,7 @@ LAST_WORDS_S = 1.0
 class RankProcess(RankHandle):
     """A rank in a process of this machine."""
 
-    process: subprocess.Popen[bytes] = field(kw_only=True)
+    process: ChildProcess | subprocess.Popen[bytes] = field(kw_only=True)
     log: Path = field(kw_only=True)
 
 
@@ -54,7 +54,7 @@ class RankPool:
 
     def start(self, index: int) -> RankHandle:
         """Starts a rank; `RankReady` tells when it can be used."""
-        log = self._folder / f"rank-{index}.log"
+        log = self._folder / f"weft-rank-{index}.log"
         variables = {**os.environ, **self._variables[index], KEY_VARIABLE: self._key}
         with self._lock:
             process = self.launch(str(self._folder / "socket"), variables, log)
@@ -62,19 +62,16 @@ class RankPool:
         threading.Thread(target=self._await_end, args=(rank,), name=f"weft-rank-{index}", daemon=True).start()
         return rank
 
-    def launch(self, address: str, variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    def launch(self, address: str, variables: Mapping[str, str], log: Path) -> ChildProcess | subprocess.Popen[bytes]:
         """The process of a rank, which connects to that address; other pools may have other ones."""
-        command = [sys.executable, "-m", "weft", "rank", "--connect", address]
+        order = ProcessOrder(PROGRAM, ("rank", "--connect", address), variables, name=log.stem)
         with log.open("ab") as out:
-            return subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
+            return start_process(order, out.fileno())
 
     def kill(self, rank: RankHandle) -> None:
         """Ends a rank at once; returns when it is gone."""
         assert isinstance(rank, RankProcess)
-        with suppress(ProcessLookupError):
-            os.killpg(rank.process.pid, signal.SIGKILL)
+        rank.process.kill()
         rank.process.wait()
 
     def close(self) -> None:
@@ -102,7 +99,11 @@ class RankPool:
         return None
 
     def _await_end(self, rank: RankProcess) -> None:
-        code = rank.process.wait()
+        try:
+            code = rank.process.wait()
+        except OSError as error:
+            self.inbox.put((rank, RankEnded(f"cannot be started ({error})")))
+            return
         # What it told comes before that it is gone. A process that it left behind may keep the connection open.
         if rank.is_taken:
             rank.has_hung_up.wait(LAST_WORDS_S)

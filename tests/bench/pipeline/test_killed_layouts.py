@@ -23,7 +23,7 @@ place = pathlib.Path(sys.argv[1]) / "job" / "ADAPTER"
 place.parent.mkdir(parents=True, exist_ok=True)
 place.write_bytes(sys.argv[2].encode())
 time.sleep(float(sys.argv[3]))
-""".replace("STAGE", STAGE).replace("ADAPTER", ADAPTER)
+""".replace("STAGE", STAGE[1]).replace("ADAPTER", ADAPTER)
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def test_kill_when_a_stage_dies_then_what_became_of_its_run_is_counted(tmp_path,
 
 def test_living_when_a_stage_outlives_its_run_then_it_is_counted_and_ended(monkeypatch):
     monkeypatch.setattr(killed_layouts, "END_S", 0.1)
-    words = [sys.executable, "-c", "import time; time.sleep(60)", STAGE]
-    ended, living = subprocess.Popen([sys.executable, "-c", "", STAGE]), subprocess.Popen(words)
+    words = [sys.executable, "-c", "import time; time.sleep(60)", STAGE[1]]
+    ended, living = subprocess.Popen([sys.executable, "-c", "", STAGE[1]]), subprocess.Popen(words)
     ended.wait()
     assert killed_layouts._living({ended.pid, living.pid}) == 1
     assert living.wait() == -9

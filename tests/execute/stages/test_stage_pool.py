@@ -21,6 +21,7 @@ from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.spread.planner import SpreadPlanner
 from weft.spec import BackboneSpec
+from weft.starter.child_process import ForkedProcess
 
 SPEC = BackboneSpec("tiny", device="cpu")
 
@@ -48,6 +49,7 @@ def engine_on(stages: StageProcesses) -> Engine:
 def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stages):
     """Any thread may ask them. When one of them is killed, all end, and whoever asks hears it in a sentence, always."""
     expected = train(load_backbone(SPEC), jobs(), capacity=32)
+    assert all(isinstance(process.wait_begun(), ForkedProcess) for process in stages.processes)
     engine = engine_on(stages)
     submit(engine, *jobs())
     assert_same_bits(finish(engine)["job"], expected["job"])

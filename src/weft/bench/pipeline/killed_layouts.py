@@ -24,7 +24,7 @@ from pathlib import Path
 
 from weft.bench.replicas.trained import SmallJobs
 from weft.bench.replicas.two_ranks import differing_adapters
-from weft.bench.train_command import TrainCommand, child_processes
+from weft.bench.train_command import TrainCommand, child_processes, is_named
 from weft.errors import WeftError
 
 LAYOUTS = ("stages:2", "stages:1+stages:2", "spread:2", "shards:2", "tensor:2")
@@ -34,8 +34,8 @@ SETTINGS = {"eval_data": 8, "eval_steps": 4}
 JOBS = SmallJobs(num_jobs=3, num_steps=8, save_steps=2, num_free=1, settings=SETTINGS)
 ORDERED = SmallJobs(num_jobs=3, num_steps=8, save_steps=2, settings=SETTINGS)
 """For devices that share layers, which take no free sums."""
-STAGE = "stage_process"
-"""A word of every stage's command."""
+STAGE = ("weft-stage", "stage_process")
+"""What every stage is called, or its command is: the one that was forked, and the one that was not."""
 SEEN = "was ended by signal 9"
 """What a coordinator says of a stage that was killed."""
 LOOK_S = 0.1
@@ -174,15 +174,9 @@ def _living(pids: set[int]) -> int:
     """How many of these processes have not ended in time; they are ended then."""
     until_s = time.monotonic() + END_S
     while pids and time.monotonic() < until_s:
-        pids = {pid for pid in pids if _is_stage(pid)}
+        pids = {pid for pid in pids if is_named(pid, STAGE)}
         time.sleep(LOOK_S)
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return len(pids)
-
-
-def _is_stage(pid: int) -> bool:
-    with suppress(OSError):
-        return STAGE in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    return False

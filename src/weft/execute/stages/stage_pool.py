@@ -6,10 +6,7 @@ joins them. A single replica, and devices that share weights, end as a whole.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -29,8 +26,10 @@ from weft.execute.stages.stage_devices import choose_backend, process_variables
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
 from weft.plan.pipeline.append import Lists
 from weft.spec import BackboneSpec
+from weft.starter import ChildProcess, ProcessOrder, start_process
 from weft.store.scratch import ScratchFolder
 
+PROGRAM = "weft.execute.stages.stage_process"
 SILENT_S = 30.0
 """A stage that gives no sign of life for so long is taken for hung, and its replica is ended."""
 JOIN_S = 300.0
@@ -99,13 +98,11 @@ class StageProcesses:
         self._num_asked = 0
         self._answers: dict[tuple[int, int], StageAnswer] = {}
         """What has been heard and not been asked for, by stage and number of the question."""
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[ChildProcess] = []
         self._connections: list[Connection] = []
         self._heard_s = [0.0] * len(self._orders)
         try:
-            for order in self._orders:
-                self._start(order)
-            self._gather(range(len(self.processes)), LOADED, is_together=True)
+            self._load(range(len(self._orders)))
             self._meet()
         except BaseException:
             self.close()
@@ -168,9 +165,7 @@ class StageProcesses:
             anew |= self._gone.keys()
             self._restarts.update(self._gone.keys())
             self._gone = {}
-            for index in starting:
-                self._start(self._orders[index])
-            self._gather(starting, LOADED, is_together=True)
+            self._load(starting)
             self._notice_ended()
         self._meet()
         return sorted(anew)
@@ -186,20 +181,20 @@ class StageProcesses:
         self._kill(range(len(self.processes)))
         self._folder.close()
 
+    def _load(self, indices: Sequence[int]) -> None:
+        """Starts processes, and waits until they have loaded their layers."""
+        for index in indices:
+            self._start(self._orders[index])
+        for index in indices:
+            self.processes[index].wait_begun()
+        self._gather(indices, LOADED, is_together=True)
+
     def _start(self, order: StageOrder) -> None:
         mine, its = Pipe()
-        command = [sys.executable, "-m", "weft.execute.stages.stage_process", str(its.fileno())]
+        variables = process_variables(self._gpus[order.process] if self._gpus else None)
+        wanted = ProcessOrder(PROGRAM, (), variables, f"weft-stage-{order.process}")
         with self._log(order.process).open("wb") as out:
-            # A session of its own: Ctrl-C is for the coordinator, which stops at a step boundary.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=[its.fileno()],
-                env=process_variables(self._gpus[order.process] if self._gpus else None),
-                start_new_session=True,
-            )
+            process = start_process(wanted, out.fileno(), [its.fileno()])
         its.close()
         index = order.process
         if index < len(self.processes):
@@ -314,8 +309,7 @@ class StageProcesses:
     def _kill(self, indices: Iterable[int]) -> None:
         for process in [self.processes[index] for index in indices]:
             if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
             process.wait()
 
     def _log(self, index: int) -> Path:
