@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from weft.spec import RunSpec
     from weft.store.remote.run_url import RunUrl
 
-BAR = 40
-"""Characters of the longest bar."""
+BAR = 16
+"""Characters of the longest bar: the table fits into 80 columns."""
 
 
 def deploy(
@@ -156,7 +156,7 @@ def _replica_table(found: DeployForecast) -> Table:
     """A line for every kind of replica, with the first drawn batch on it."""
     plan, shared = found.deployment, found.shared
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("replicas", "GPUs each", "holds", "samples", "longest", "seconds"):
+    for name in ("replicas", "GPUs", "holds", "samples", "longest", "seconds"):
         table.add_column(name, justify="left" if name == "replicas" else "right", no_wrap=True)
     table.add_column("busy in a step", no_wrap=True)
     several = len(plan.problem.pools) > 1
@@ -181,14 +181,14 @@ def _replica_table(found: DeployForecast) -> Table:
 def _choice_table(found: DeployForecast) -> Table:
     """What the plan is compared with."""
     meanings = {
-        "planned": "these replicas, balanced dispatch",
-        "by length": "these replicas, each sample to its cheapest",
+        "planned": "these replicas, balanced",
+        "by length": "these replicas, by length",
         "alike": "alike replicas, even shares",
-        "in turn, alike": "one job after another, alike replicas",
-        "in turn, planned": "one job after another, planned replicas",
+        "in turn, alike": "one job after another, alike",
+        "in turn, planned": "one job after another, planned",
     }
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("way", "replicas", "step s", "GPU-seconds", "planned saves"):
+    for name in ("way", "replicas", "step s", "GPU-seconds", "saved"):
         table.add_column(name, justify="left" if name in ("way", "replicas") else "right", no_wrap=name != "replicas")
     for choice in found.choices:
         saved = 1 - found.planned.gpu_seconds / choice.gpu_seconds
