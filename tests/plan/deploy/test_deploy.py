@@ -128,14 +128,14 @@ def with_homes(problem: DeployProblem, seed: int, num_jobs: int) -> DeployProble
     return replace(problem, buckets=replace(problem.buckets, at_home=tuple(homes)))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 99), num_gpus=st.integers(8, 12), num_jobs=st.integers(0, 3))
 def test_plan_when_jobs_have_homes_then_none_of_all_plans_is_better(seed, num_gpus, num_jobs):
     problem = with_homes(drawn_problem(seed, num_gpus), seed, num_jobs)
     found = plan_deployment(problem)
     best = min(step_of(problem, plan) for plan in holding_plans(problem))
-    assert found.step_s <= best * (1 + 1e-9) and found.gap < 0.5 and found.is_complete
-    assert found.step_s == pytest.approx(max(found.dispatch.seconds)) and len(found.dispatch.homes) == num_jobs
+    assert found.step_s <= best * (1 + 1e-9) and found.is_complete
+    assert found.bound_s <= found.step_s * (1 + 1e-9) and len(found.dispatch.homes) == num_jobs
 
 
 def test_plan_when_the_only_job_has_a_home_then_there_is_one_replica_and_the_rest_stays_free():
