@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_families import plain_model
 
-from weft.cli.auto_layout import with_layout
+from weft.cli import auto_layout
+from weft.cli.auto_layout import Machine, machine_of, predicted_on, with_layout
 from weft.cli.layout_options import LayoutOptions
+from weft.cost.hardware import find_hardware
 from weft.errors import WeftError
 from weft.plan.pipeline.build import Schedule
 from weft.spec import AdapterSpec, JobSpec, RunSpec, load_run
@@ -82,19 +85,24 @@ def test_layout_when_it_is_auto_and_the_data_are_pairs_then_is_one_device_that_s
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     jobs = tmp_path / "jobs.yaml"
     jobs.write_text("base_model: tiny\ndevice: cpu\njobs: [{name: a, train_data: pairs.jsonl, max_steps: 1}]\n")
-    options, reasons, may_change = with_layout(load_run(jobs), LayoutOptions("auto"), tmp_path)
+    options, reasons, may_change, _ = with_layout(load_run(jobs), LayoutOptions("auto"), tmp_path)
     assert options.layout is None and reasons[0].startswith("one device, because job a compares with a reference")
     assert not may_change
+    # A layout that was named is refused by the first rows, before any weight is read.
+    with pytest.raises(WeftError) as found:
+        LayoutOptions("stages:2").check_data(load_run(jobs), tmp_path)
+    assert str(found.value).startswith("jobs.0.objective: what its data asks for compares with a reference")
+    LayoutOptions("stages:1").check_data(load_run(jobs), tmp_path)
 
 
 def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():
     """Whatever the machine has; nobody but `weft train` chooses."""
     spec = RunSpec(base_model="tiny", device="cpu", jobs=(JobSpec("job", ("data.jsonl",), sums="free"),))
-    options, reasons, may_change = with_layout(spec, LayoutOptions("auto"), Path())
-    assert may_change
+    options, reasons, may_change, predicted = with_layout(spec, LayoutOptions("auto"), Path())
+    assert may_change and predicted is not None
     options.check(spec, ())
     assert not options.is_auto and "GiB a device" in reasons[0] and reasons[0].endswith("(chosen, predicted)")
-    assert "auto is for weft train" in refusal("auto")
+    assert "auto is for weft train and weft plan" in refusal("auto")
     assert "leave --replicas out" in refusal("auto", flags=("--replicas", "2"))
 
 
@@ -152,6 +160,8 @@ def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
     assert refusal(None, "gpipe") == "--schedule: is for stages; give --layout stages:N too."
     assert refusal("spread:2", "gpipe").startswith("--schedule: is for one replica in stages; leave it out")
     assert refusal("stages:2", "gpip").endswith("Did you mean gpipe?")
+    assert refusal("auto", "gpip").endswith("Did you mean gpipe?")
+    assert refusal("shards:1", "gpipe") == "--schedule: is for several stages, and shards:1 is one; leave it out."
 
 
 def test_layout_when_it_fits_then_says_how_to_go_on_with_it():
@@ -163,3 +173,73 @@ def test_layout_when_it_fits_then_says_how_to_go_on_with_it():
     assert LayoutOptions("stages:1").stages is None and LayoutOptions("spread:1").stages is None
     several = LayoutOptions("spread:2+stages:2").stages
     assert several is not None and several.replica_sizes == (1, 1, 2)
+
+
+GPUS = Machine(find_hardware("h200"), 4, is_here=False)
+
+
+def test_layout_when_it_is_auto_with_a_schedule_then_one_in_stages_is_taken_and_stays():
+    """Whole replicas would be as fast or faster, and have no use for a schedule."""
+    jobs = tuple(JobSpec(name, ("data.jsonl",), sums="free") for name in "ab")
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=jobs)
+    cores = Machine(find_hardware("cpu"), 2)
+    options, reasons, may_change, _ = with_layout(spec, LayoutOptions("auto", "1f1b"), Path(), cores)
+    assert (options.layout, options.schedule, may_change) == ("stages:2", "1f1b", False)
+    assert "spread:2 cannot be: --schedule: is for one replica in stages; leave it out with spread:2." in reasons
+    alone, reasons, _, _ = with_layout(spec, LayoutOptions("auto", "1f1b"), Path(), cores._replace(num_devices=1))
+    assert (alone, reasons) == (LayoutOptions(), ("one device, because none in stages can be",))
+
+
+def test_layout_when_jobs_keep_all_from_it_then_one_device_and_the_reason_once():
+    jobs = tuple(JobSpec(name, ("data.jsonl",), optim="adamw_8bit", sums="free") for name in "ab")
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=jobs)
+    options, reasons, _, _ = with_layout(spec, LayoutOptions("auto"), Path(), Machine(find_hardware("cpu"), 2))
+    assert options == LayoutOptions()
+    (why,) = [line for line in reasons if "cannot be" in line]
+    assert "stages:2" in why and "spread:2" in why and "adamw_8bit keeps blocks" in why
+
+
+def test_machine_when_devices_are_named_then_all_figures_are_theirs():
+    """Nothing of this machine is left in them, and what would be refused there is refused here."""
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
+    _, reasons, may_change, _ = with_layout(spec, LayoutOptions("auto"), Path(), GPUS)
+    assert all("of 139.8 GiB a device" in line for line in reasons) and not may_change
+    assert LayoutOptions("stages:2").notes(spec, GPUS.elsewhere)[0].startswith("layouts on GPUs are new")
+    assert "(h200, links assumed)" in LayoutOptions("shards:2").notes(spec, GPUS.elsewhere)[2]
+    for text, said in (("tensor:2", "tensor:N runs on CPUs only"), ("stages:99", "got 99 stages")):
+        with pytest.raises(WeftError, match=said):
+            LayoutOptions(text).check(spec, (), GPUS.elsewhere)
+    with pytest.raises(WeftError, match="spread:5 has 5 devices, and --gpus says 4"):
+        predicted_on(spec, "spread:5", Path(), GPUS)
+    with pytest.raises(WeftError, match="say how many h200 there are with --gpus N"):
+        with_layout(spec, LayoutOptions("auto"), Path(), machine_of(spec, "h200", None))
+    assert machine_of(spec, "cpu", None) == machine_of(spec, "auto", None)
+    assert machine_of(spec, "auto", 64).num_devices == 64
+
+
+def test_prediction_when_a_layout_is_one_device_by_another_name_then_it_is_called_as_it_was():
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
+    for layout in ("shards:1", "tensor:1", "spread:1"):
+        (line,) = predicted_on(spec, layout, Path(), Machine(find_hardware("cpu"), 2)).lines
+        assert line.startswith(f"{layout}: up to ")
+
+
+def test_machine_when_it_has_gpus_then_a_layout_over_them_is_chosen_that_stays(monkeypatch):
+    """By the table and their memory within its limit; what the table does not have, or unlike ones, are left to say."""
+    names = ["NVIDIA H200"] * 4
+    gpus = [torch.device("meta", index) for index in range(4)]
+    monkeypatch.setattr(auto_layout, "choose_device", lambda _: gpus[0])
+    monkeypatch.setattr(auto_layout, "gpus", lambda: gpus)
+    monkeypatch.setattr(auto_layout, "device_name", lambda gpu: names[gpu.index])
+    monkeypatch.setattr(auto_layout, "total_bytes", lambda _: 100 * 2**30)
+    jobs = tuple(JobSpec(name, ("data.jsonl",), sums="free") for name in "abcd")
+    spec = RunSpec(base_model="tiny", jobs=jobs, memory_limit=0.5)
+    machine = machine_of(spec, "auto", None)
+    assert (machine.hardware.name, machine.num_devices, machine.hardware.memory_bytes) == ("h200", 4, 50 * 2**30)
+    # What the run would have of it is asked of the machine, which has no GPUs here.
+    options, reasons, may_change, _ = with_layout(spec, LayoutOptions("auto"), Path(), machine)
+    assert options.layout == "spread:4" and "of 50.0 GiB a device" in reasons[0] and not may_change
+    for others, said in ((["NVIDIA H100"], "has unlike GPUs"), (["Tesla T4"] * 4, "nothing is known of Tesla T4")):
+        names[: len(others)] = others
+        with pytest.raises(WeftError, match=f"--layout: .*{said}.*; say a layout"):
+            machine_of(spec, "auto", None)

@@ -21,6 +21,7 @@ from weft.cost.profile import load_profile
 from weft.cost.shape import ModelShape
 from weft.simulate.forecast import forecast
 from weft.store.peft_files import read_adapter
+from weft.wording import size
 
 
 @pytest.fixture
@@ -70,11 +71,13 @@ def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, h
 
 def test_plan_when_a_layout_is_named_then_says_of_it_what_a_dry_run_does(weft, here):
     planned = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "spread:2")
-    (line,) = [line for line in planned.out.splitlines() if "GiB a device" in line]
-    assert line.startswith("layout    spread:2: ") and " a step, " in line and line.endswith("(predicted)")
-    assert "one of its replicas with all jobs" in planned.out
+    line = planned.out.splitlines()[0]
+    assert line.startswith("layout    spread:2: up to ") and line.endswith("x one device (predicted)")
+    assert planned.out.count(" a step") == 1 and "2 replicas on 2 cpu" in planned.out and "replica 1 " in planned.out
     dry = weft("train", "jobs.yaml", "device=cpu", "--layout", "spread:2", "--dry-run")
     assert line in dry.out.splitlines()
+    assert re.search(r"time .* s of training in spread:2, which is predicted to be [\d.]+x as fast as one dev", dry.out)
+    assert re.search(r"memory .* on one device; with full microbatches up to .* a device of spread:2", dry.out)
     many = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "spread:500")
     assert "500 processes would share the" in many.out
 
@@ -91,6 +94,8 @@ def test_plan_when_the_layout_is_auto_then_all_are_said_and_lengths_are_those_of
 
 def test_plan_when_a_layout_cannot_be_then_one_sentence(refused, here):
     assert "leave --stages out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--stages", "2")
+    assert "leave --profile out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--profile", "none.json")
+    assert "--gpus: is for --layout" in refused("plan", "jobs.yaml", "--gpus", "2")
     assert "got 99 stages" in refused("plan", "jobs.yaml", "device=cpu", "--layout", "stages:99")
 
 
@@ -120,8 +125,8 @@ def test_plan_when_json_is_asked_for_then_it_holds_what_the_text_shows(weft, her
         assert number in lines["speed"]
     assert f"{found['round_s'] * 1e3:,.3g} ms a step" in lines["speed"]
     assert f"{found['total_s'] * 1e3:,.3g} ms" in lines["speed"]
-    memory = ", ".join(f"{size / 2**30:,.2f}" for size in found["stage_bytes"])
-    assert f"{memory} GiB of {found['device_bytes'] / 2**30:,.1f}" in lines["memory"]
+    memory = ", ".join(size(num_bytes) for num_bytes in found["stage_bytes"])
+    assert f"{memory} of {size(found['device_bytes'])}" in lines["memory"]
     assert lines["memory"].endswith(f"up to {found['largest_capacity']:,} tokens would fit") and found["fits"]
     assert {span["stage"] for span in found["timeline"]} == set(range(stages))
     assert len(found["program"]["stages"]) == stages

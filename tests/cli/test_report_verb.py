@@ -33,6 +33,15 @@ def test_report_when_the_time_of_the_run_was_recorded_then_says_where_it_went(we
     assert weft("report", tmp_path / "run").out.endswith("time      13.7 s: 11.2 computing, 2.5 idle\n")
 
 
+def test_report_when_the_run_was_divided_then_it_and_its_page_name_the_layouts(weft, tmp_path: Path):
+    write_run(tmp_path / "run")
+    for layouts, told in ((["stages:1"], None), (["stages:2", "stages:1"], "stages:2, then one device"), ("odd", None)):
+        (tmp_path / "run" / "run.json").write_text(json.dumps({"jobs": ["tuned"], "layouts": layouts}))
+        out, page = weft("report", tmp_path / "run").out, (tmp_path / "run" / "report.html").read_text("utf-8")
+        assert ("layout    " in out) == ("<dt>layout</dt>" in page) == (told is not None)
+        assert told is None or (f"layout    {told}\n" in out and f"<dd>{told}</dd>" in page)
+
+
 def test_report_when_the_directory_is_a_sweeps_then_its_leaderboard_is_drawn(weft, tmp_path: Path):
     (tmp_path / "leaderboard.json").write_text(json.dumps({"metric": "eval_loss", "trials": []}))
     assert weft("report", tmp_path).code == 0

@@ -11,11 +11,12 @@ from weft.cost.analytic import AnalyticCost
 from weft.cost.hardware import find_hardware
 from weft.cost.shape import ModelShape
 from weft.errors import PlanError
-from weft.plan.choose_layout import GIB, LayoutJob, choose_layout, price_layout
+from weft.plan.choose_layout import LayoutJob, LayoutOption, choose_layout, price_layout
 from weft.plan.layout import parse_layout
 
 SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "llama-3.1-8b")
 COST = AnalyticCost(SHAPE, find_hardware("h100"))
+GIB = 2**30
 PLENTY = 10_000 * GIB
 FREE, ORDERED = LayoutJob(32_000, 16, is_free=True), LayoutJob(32_000, 16)
 
@@ -53,7 +54,9 @@ def test_layout_when_a_replica_does_not_fit_then_shards_on_fast_links_and_stages
 
 
 def test_layout_when_nothing_fits_then_refused_with_the_arithmetic():
-    with pytest.raises(PlanError, match=r"fits on no layout of 4 devices: .* needs .* GiB a device, which have 1\.00"):
+    with pytest.raises(
+        PlanError, match=r"fits on no layout of 4 devices: .* needs .* GiB a device, which have 1\.0 GiB"
+    ):
         choose_layout(COST, [FREE], 8192, 4, GIB)
     with pytest.raises(PlanError, match="at least one of each"):
         choose_layout(COST, [], 8192, 4, PLENTY)
@@ -72,7 +75,20 @@ def test_price_when_replicas_are_unlike_then_each_counts_by_its_speed():
     assert alone.speed == pytest.approx(price_layout(COST, [ORDERED], 8192, parse_layout("tensor:2")).speed)
 
 
-def test_price_when_layers_are_shared_then_a_device_needs_less_and_a_step_takes_less_time():
+def test_price_when_layers_are_shared_then_a_device_needs_less():
     whole, halves = (price_layout(COST, [FREE], 8192, parse_layout(text)) for text in ("stages:1", "tensor:2"))
     assert halves.device_bytes < 0.7 * whole.device_bytes
-    assert halves.step_s == pytest.approx(whole.step_s / halves.speed)
+
+
+def test_price_when_weights_are_shared_then_embedding_and_head_and_two_layers_are_still_whole():
+    """Only the slices of the others are elsewhere."""
+    whole, shards = (price_layout(COST, [FREE], 8192, parse_layout(text)) for text in ("stages:1", "shards:4"))
+    layers = SHAPE.num_layers * SHAPE.layer_weights * 2
+    two = 2 * SHAPE.layer_weights * 2
+    assert whole.device_bytes - shards.device_bytes == pytest.approx(0.75 * layers - two, abs=1)
+
+
+def test_option_when_told_then_small_sizes_are_not_nothing_and_it_has_the_name_that_was_asked_for():
+    option = LayoutOption(parse_layout("shards:1"), 2**22, 1.0)
+    assert option.told(GIB, "shards:1") == "shards:1: up to 4.0 MiB of 1.0 GiB a device, 1.00x one device"
+    assert option.told(2**20) == "stages:1: up to 4.0 MiB of 1.0 MiB a device, does not fit"

@@ -61,3 +61,24 @@ def test_layout_when_a_text_is_none_then_refused_with_what_was_meant(text, said)
 def test_replica_when_a_number_is_none_then_refused():
     with pytest.raises(PlanError, match="0 × 1 × 2 devices are no layout"):
         ReplicaLayout(tensor=0, stages=2)
+
+
+def test_layout_when_whoever_asks_takes_auto_then_a_refusal_says_so():
+    with pytest.raises(ConfigError, match=r"\(stages:1\+stages:2\), or auto\. Did you mean auto\?"):
+        parse_layout("aut", or_auto=True)
+    with pytest.raises(ConfigError, match=r"\(stages:1\+stages:2\)\.$"):
+        parse_layout("aut")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("stages:2", ["stage 0", "stage 1"]),
+        ("spread:2", ["replica 0", "replica 1"]),
+        ("stages:1+stages:2", ["replica 0", "replica 1, stage 0", "replica 1, stage 1"]),
+        ("shards:2", ["shard 0", "shard 1"]),
+        ("tensor:2,stages:2", ["stage 0", "stage 1"]),
+    ],
+)
+def test_stages_when_named_then_by_the_word_that_the_layout_has_for_them(text, names):
+    assert parse_layout(text).stage_names == names

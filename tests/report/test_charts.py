@@ -136,6 +136,14 @@ def test_timeline_when_the_replica_is_in_stages_then_each_stage_has_a_band(run: 
     ]
     figure = draw_charts(dataclasses.replace(run, spans=tuple(spans)))["timeline"]
     assert (figure.layout.yaxis.title.text, figure.layout.yaxis3.title.text) == ("stage 0", "stage 1")
+    for layouts, names in (
+        (["spread:2"], ("replica 0", "replica 1")),
+        (["stages:2", "spread:2"], ("stage 0", "stage 1")),
+        (["none"], ("stage 0", "stage 1")),
+    ):
+        named = dataclasses.replace(run, spans=tuple(spans), info={**run.info, "layouts": layouts})
+        figure = draw_charts(named)["timeline"]
+        assert (figure.layout.yaxis.title.text, figure.layout.yaxis3.title.text) == names
 
 
 def test_timeline_when_the_run_is_long_then_the_bars_are_capped(run: RunData) -> None:

@@ -1,10 +1,11 @@
-"""`--layout`: chooses one over this machine's devices, or says what a named one is predicted to do; of the model only
+"""`--layout`: chooses one over the devices of a machine, or says what a named one is predicted to do; of the model only
 its configuration and tokenizer are read."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,18 +15,40 @@ from weft.backbone.load import choose_device, load_config
 from weft.backbone.source import find_source, load_tokenizer
 from weft.cli.layout_options import WHERE, LayoutOptions
 from weft.cost.analytic import AnalyticCost
-from weft.cost.hardware import find_hardware
-from weft.cost.rows import CPU_ROW_TILE, choose_capacity
+from weft.cost.hardware import Hardware, find_hardware
+from weft.cost.rows import CPU_ROW_TILE, capacities, gpu_row_tile
 from weft.cost.shape import ModelShape
 from weft.data.dataset import Dataset
 from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
-from weft.errors import ConfigError, WeftError
-from weft.kernels.device import is_cpu
-from weft.plan.choose_layout import LayoutJob, choose_layout, price_layout
+from weft.errors import ConfigError, PlanError, WeftError
+from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
+from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
 from weft.plan.layout import parse_layout
 from weft.plan.replan.devices import DeviceForecaster
 from weft.spec import JobSpec, RunSpec
+from weft.spec.run import memory_fraction
+from weft.wording import counted
+
+
+class Machine(NamedTuple):
+    """Devices of one kind, over which a run may lie."""
+
+    hardware: Hardware
+    """With the memory that each device has."""
+    num_devices: int | None
+    """None where nobody said."""
+    is_here: bool = True
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether its devices are cores."""
+        return self.hardware.name == "cpu"
+
+    @property
+    def elsewhere(self) -> Hardware | None:
+        """Its devices, if they are not those of this machine."""
+        return None if self.is_here else self.hardware
 
 
 class AutoLayout(NamedTuple):
@@ -36,45 +59,128 @@ class AutoLayout(NamedTuple):
     """Why it is that one."""
     may_change: bool
     """Whether it may be another one when jobs come and go."""
+    predicted: LayoutOption | None = None
+    """None where there was no choice."""
 
 
-def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path) -> AutoLayout:
-    """What was asked for with a layout in the place of auto: the choice among the cores of this machine."""
-    if not is_cpu(choose_device(spec.backbone)):
-        raise ConfigError("layouts are chosen for CPUs only so far; say one, or use --replicas auto.", where=WHERE)
+class NamedLayout(NamedTuple):
+    """What a layout that was named is predicted to need and to gain."""
+
+    predicted: LayoutOption
+    memory_bytes: int
+    """Of each of its devices."""
+    lines: tuple[str, ...]
+
+
+def machine_here(spec: RunSpec) -> Machine:
+    """The cores of this machine, each with its part of the memory, or its GPUs; ConfigError for unknown ones."""
+    if is_cpu(choose_device(spec.backbone)):
+        cores = os.cpu_count() or 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
+        return Machine(replace(find_hardware("cpu"), memory_bytes=memory), cores)
+    names = sorted({device_name(gpu) for gpu in gpus()})
+    if len(names) > 1:
+        raise ConfigError(
+            f"this machine has unlike GPUs ({', '.join(names)}); say a layout and --devices.", where=WHERE
+        )
+    try:
+        table = find_hardware(names[0])
+    except ConfigError:
+        raise ConfigError(f"nothing is known of {names[0]}; say a layout, such as spread:2.", where=WHERE) from None
+    memory = min(total_bytes(gpu) for gpu in gpus())
+    if spec.memory_limit is not None:
+        memory = int(memory * memory_fraction(spec.memory_limit, memory))
+    return Machine(replace(table, memory_bytes=memory), len(gpus()))
+
+
+def machine_of(spec: RunSpec, device: str, num_devices: int | None) -> Machine:
+    """So many devices of a kind, by the hardware table; `auto` is this machine, as is its own kind without a number."""
+    if device == "auto" and num_devices is None:
+        return machine_here(spec)
+    here = None
+    with suppress(ConfigError):
+        here = machine_here(spec)
+    if device == "auto":
+        if here is None:
+            raise ConfigError("nothing is known of the devices here; say --device too.", where="--gpus")
+        return Machine(here.hardware, num_devices, is_here=False)
+    hardware = find_hardware(device)
+    if num_devices is None and here is not None and here.hardware.name == hardware.name:
+        return here
+    return Machine(hardware, num_devices, is_here=False)
+
+
+def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path, machine: Machine | None = None) -> AutoLayout:
+    """What was asked for with a layout in the place of auto: the choice among the devices of a machine, or of this."""
+    machine = machine or machine_here(spec)
     data = _train_data(spec, base_dir)
     for job, own in zip(spec.jobs, data, strict=True):
         if own is not None and own.reads_reference:
             why = f"one device, because job {job.name} compares with a reference, which stages do not run"
             return AutoLayout(LayoutOptions(), (why,), may_change=False)
-    jobs = _jobs(spec, data)
-    cost = _cost(spec, [job.rank for job in jobs])
-    choice = choose_layout(cost, jobs, choose_capacity(spec.capacity, "cpu", spec.longest), *_devices())
-    layout = choice.chosen.layout
-    if layout.is_one_device:
-        return AutoLayout(LayoutOptions(), choice.lines, may_change=True)
-    options = replace(asked, layout=str(layout))
-    try:
-        options.check(spec, ())
-    except WeftError as error:
-        why = f"one device, because {layout} cannot be: {error}"
-        return AutoLayout(LayoutOptions(), (why,), may_change=True)
-    return AutoLayout(options, choice.lines, may_change=True)
+    choice = _choice(spec, _jobs(spec, data), machine)
+    # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried; and a schedule is for
+    # stages, which others might not have.
+    may_change = machine.is_cpu and asked.schedule is None
+    refused: dict[str, list[str]] = {}
+    for option in choice.ranked:
+        if option.layout.is_one_device and asked.schedule is not None:
+            continue
+        options = replace(asked, layout=str(option.layout))
+        try:
+            options.check(spec, (), machine.elsewhere)
+        except WeftError as error:
+            refused.setdefault(str(error), []).append(options.layout or "")
+            continue
+        if option.layout.is_one_device:
+            options = LayoutOptions()
+        lines = (*replace(choice, chosen=option).lines, *_why_not(refused))
+        return AutoLayout(options, lines, may_change, option)
+    why = (
+        "one device, because no other can be" if asked.schedule is None else "one device, because none in stages can be"
+    )
+    return AutoLayout(LayoutOptions(), (why, *_why_not(refused)), may_change)
 
 
-def predicted_here(spec: RunSpec, layout: str, base_dir: Path) -> tuple[str, ...]:
-    """What a layout that was named is predicted to need and to gain here; nothing is said of GPUs."""
-    if not is_cpu(choose_device(spec.backbone)):
-        return ()
-    jobs, (cores, memory) = _jobs(spec, _train_data(spec, base_dir)), _devices()
+def _why_not(refused: dict[str, list[str]]) -> list[str]:
+    return [f"{', '.join(layouts)} cannot be: {why}" for why, layouts in refused.items()]
+
+
+def predicted_on(spec: RunSpec, layout: str, base_dir: Path, machine: Machine) -> NamedLayout:
+    """What a layout that was named is predicted to need and to gain on devices of this kind."""
     wanted = parse_layout(layout, where=WHERE)
-    capacity = choose_capacity(spec.capacity, "cpu", spec.longest)
-    option = price_layout(_cost(spec, [job.rank for job in jobs]), jobs, capacity, wanted)
-    num = wanted.num_devices
-    line = f"{option.told(memory * cores // max(cores, num))} (predicted)"
-    if num <= cores:
-        return (line,)
-    return line, f"{num} processes would share the {cores} cores here: that is the speed of {num} cores, not of these"
+    num, there = wanted.num_devices, machine.num_devices or wanted.num_devices
+    # Processes that outnumber the cores share their memory too.
+    memory = machine.hardware.memory_bytes * there // max(there, num)
+    if num > there and not machine.is_here:
+        raise ConfigError(f"{layout} has {counted(num, 'device')}, and --gpus says {there}.", where=WHERE)
+    jobs = _jobs(spec, _train_data(spec, base_dir))
+    for capacity in capacities(spec.capacity, machine.hardware.name, spec.longest):
+        option = price_layout(
+            _cost(spec, [job.rank for job in jobs], machine.hardware, capacity), jobs, capacity, wanted
+        )
+        if option.device_bytes <= memory:
+            break
+    line = f"{option.told(memory, layout)} (predicted)"
+    cores = counted(there, "core")
+    shared = f"{num} processes would share the {cores} here: that is the speed of {num} cores, not of these"
+    return NamedLayout(option, memory, (line, shared) if num > there else (line,))
+
+
+def _choice(spec: RunSpec, jobs: Sequence[LayoutJob], machine: Machine) -> LayoutChoice:
+    """At the largest capacity at which a layout fits."""
+    if machine.num_devices is None:
+        found = f"auto chooses over several devices; say how many {machine.hardware.name} there are with --gpus N."
+        raise ConfigError(found, where=WHERE)
+    sizes = capacities(spec.capacity, machine.hardware.name, spec.longest)
+    for capacity in sizes:
+        cost = _cost(spec, [job.rank for job in jobs], machine.hardware, capacity)
+        try:
+            return choose_layout(cost, jobs, capacity, machine.num_devices, machine.hardware.memory_bytes)
+        except PlanError:
+            if capacity == sizes[-1]:
+                raise
+    raise AssertionError("the last capacity returns or raises")
 
 
 def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
@@ -110,26 +216,26 @@ def forecaster_here(spec: RunSpec) -> DeviceForecaster | None:
         LayoutOptions("stages:2").check(spec, ())
     except WeftError:
         return None
-    cores, memory = _devices()
-    capacity = choose_capacity(spec.capacity, "cpu", spec.longest)
-    forecaster = DeviceForecaster(lambda jobs: _cost(spec, [job.rank for job in jobs]), capacity, cores, memory)
+    machine = machine_here(spec)
+    capacity = capacities(spec.capacity, machine.hardware.name, spec.longest)[0]
+    cores = machine.num_devices or 1
+    forecaster = DeviceForecaster(
+        lambda jobs: _cost(spec, [job.rank for job in jobs], machine.hardware, capacity),
+        capacity,
+        cores,
+        machine.hardware.memory_bytes,
+    )
     return forecaster if cores > 1 else None
 
 
-def _cost(spec: RunSpec, ranks: Sequence[int]) -> AnalyticCost:
-    """What one core is taken to cost, with adapters of these ranks."""
+def _cost(spec: RunSpec, ranks: Sequence[int], hardware: Hardware, capacity: int) -> AnalyticCost:
+    """What one device is taken to cost, with adapters of these ranks."""
     return AnalyticCost(
         ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model),
-        find_hardware("cpu"),
+        hardware,
         quantize=spec.quantize,
         recompute=spec.recompute,
         rank=max(ranks),
         num_jobs=len(ranks),
-        row_tile=CPU_ROW_TILE,
+        row_tile=CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(capacity),
     )
-
-
-def _devices() -> tuple[int, int]:
-    """The cores of this machine, and the part of its memory that each has."""
-    cores = os.cpu_count() or 1
-    return cores, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores

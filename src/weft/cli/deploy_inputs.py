@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, PlanError
+from weft.wording import size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -224,9 +225,9 @@ def _why_no_room(setup: BackboneSetup, pool: GpuPool) -> str:
     best = min(layouts_on(pool, setup.shape), key=needs)
     weights = setup.memory(best, pool.hardware).weight_bytes()
     return (
-        f"fits on no layout of {pool.num_gpus} {pool.name}: with {best} each GPU needs {needs(best) / GIB:,.1f} GiB "
-        f"({weights / GIB:,.1f} of weights, the rest for adapters and a chunk of {MIN_TOKENS} tokens) "
-        f"and has {pool.hardware.memory_bytes / GIB:,.1f}; use more or larger GPUs, or quantize."
+        f"fits on no layout of {pool.num_gpus} {pool.name}: with {best} each GPU needs {size(needs(best))} "
+        f"({size(weights)} of weights, the rest for adapters and a chunk of {MIN_TOKENS} tokens) "
+        f"and has {size(pool.hardware.memory_bytes)}; use more or larger GPUs, or quantize."
     )
 
 
@@ -237,7 +238,7 @@ def _why_too_long(setup: BackboneSetup, pool: GpuPool, largest: ReplicaKind, job
     token = (memory.total_bytes(1024, setup.ranks, num_held=held) - fixed) / 1024
     return (
         f"its longest sample has {job.lengths.longest:,} tokens; the largest replica, {largest.layout} on {pool.name}, "
-        f"holds {largest.model.most_tokens:,}: of {pool.hardware.memory_bytes / GIB:,.1f} GiB a GPU {fixed / GIB:,.1f} "
+        f"holds {largest.model.most_tokens:,}: of {size(pool.hardware.memory_bytes)} a GPU {size(fixed)} "
         f"are taken, and a token takes {token / 2**20:,.2f} MiB; cut the samples, or use more GPUs or recompute."
     )
 

@@ -22,6 +22,7 @@ from rich.text import Text
 from weft import __version__
 from weft.errors import WeftError, install_command
 from weft.report.console import output_console
+from weft.wording import counted
 
 if TYPE_CHECKING:
     from weft.backbone.backbone import Backbone
@@ -125,7 +126,8 @@ def _machine() -> Iterator[Finding]:
     threads = torch.get_num_threads()
     crowded = cores is not None and threads > cores
     advice = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down" if crowded else ""
-    yield Finding("threads", "warn" if crowded else "ok", f"{threads} threads on {cores} cores", advice)
+    told = counted(threads, "thread") + ("" if cores is None else f" on {counted(cores, 'core')}")
+    yield Finding("threads", "warn" if crowded else "ok", told, advice)
     yield _memory()
     yield _kernels()
     yield _capacity()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.errors import ConfigError, closest
+from weft.plan.layout import AUTO, parse_layout
 from weft.plan.layout import Layout as ReplicaLayouts
-from weft.plan.layout import parse_layout
 from weft.plan.pipeline.build import Schedule
 
 if TYPE_CHECKING:
+    from weft.cost.hardware import Hardware
     from weft.execute.stages.load_stages import StageLayout
     from weft.spec import RunSpec
 
@@ -32,10 +34,6 @@ PipelineSchedule = Annotated[
     str | None,
     typer.Option("--schedule", metavar="NAME", help=f"With --layout: auto (default), {', '.join(SCHEDULES)}."),
 ]
-AUTO = "auto"
-"""Of schedules: of a few ways to pack and order microbatches, the one that is fastest in the simulator."""
-
-
 WHERE = "--layout"
 
 
@@ -47,6 +45,8 @@ class LayoutOptions:
     schedule: str | None = None
     devices: str | None = None
     """The GPUs of its devices; None: the first ones."""
+    may_be_auto: bool = True
+    """Whether the verb can choose a layout."""
 
     @property
     def flags(self) -> list[str]:
@@ -61,49 +61,66 @@ class LayoutOptions:
             return None
         from weft.execute.stages.load_stages import StageLayout
 
-        return StageLayout(self._sizes, self._schedule, self._are_shards, self._tensor, self.devices)
+        return StageLayout(self._sizes, self._read_schedule(), self._are_shards, self._tensor, self.devices)
 
     @property
     def chosen(self) -> ReplicaLayouts:
         """The layout that was said, or one device."""
-        return ReplicaLayouts() if self.layout is None else parse_layout(self.layout, where=WHERE)
+        if self.layout is None:
+            return ReplicaLayouts()
+        if self.is_auto:
+            raise ConfigError("auto is for weft train and weft plan; say a layout, such as stages:2.", where=WHERE)
+        return parse_layout(self.layout, where=WHERE, or_auto=self.may_be_auto)
 
-    def stages_in(self, spec: RunSpec) -> Callable[[ReplicaLayouts], StageLayout | None]:
+    @staticmethod
+    def stages_in(spec: RunSpec) -> Callable[[ReplicaLayouts], StageLayout | None]:
         """How a run's replicas are divided in any layout, which is checked first; None for one that is not divided."""
 
         def stages_of(layout: ReplicaLayouts) -> StageLayout | None:
-            schedule = self.schedule if len(layout.replicas) == 1 and not layout.is_one_device else None
-            options = LayoutOptions(str(layout), schedule)
+            options = LayoutOptions(str(layout))
             options.check(spec, ())
             return options.stages
 
         return stages_of
 
-    def notes(self, spec: RunSpec) -> tuple[str, ...]:
-        """What whoever said so should know of it."""
+    def notes(self, spec: RunSpec, elsewhere: Hardware | None = None) -> tuple[str, ...]:
+        """What whoever said so should know of it; `elsewhere`: its devices, if not those of this machine."""
         if self.stages is None:
             return ()
         from weft.engine.load_staged import layout_notes
 
-        return layout_notes(spec, self.stages)
+        return layout_notes(spec, self.stages, elsewhere)
 
-    def check(self, spec: RunSpec, replica_flags: Sequence[str]) -> None:
-        """ConfigError or ModelError for what cannot be, before any weight is read; `replica_flags`: said as well."""
+    def check(self, spec: RunSpec, replica_flags: Sequence[str], elsewhere: Hardware | None = None) -> None:
+        """ConfigError or ModelError for what cannot be, before any weight is read; `replica_flags`: said as well.
+
+        `elsewhere`: the devices it is planned for, if not those of this machine.
+        """
         self.check_alone(replica_flags)
-        sizes, schedule = self._sizes, self._schedule
+        sizes, schedule = self._sizes, self._read_schedule()
         if self.schedule is not None and self.layout is None:
             raise ConfigError("is for stages; give --layout stages:N too.", where="--schedule")
         if schedule is not None and len(sizes) > 1:
             raise ConfigError(f"is for one replica in stages; leave it out with {self.layout}.", where="--schedule")
+        if self.stages is None and schedule is not None:
+            raise ConfigError(f"is for several stages, and {self.layout} is one; leave it out.", where="--schedule")
         if self.stages is None and self.devices is not None:
             raise ConfigError(f"are for several devices, and {self.layout} is one; leave them out.", where="--devices")
         if self.stages is not None:
             from weft.execute.stages.load_stages import check_layout
 
-            check_layout(spec, self.stages)
+            check_layout(spec, self.stages, elsewhere)
+
+    def check_data(self, spec: RunSpec, base_dir: Path) -> None:
+        """ConfigError for jobs whose data asks for what no such layout does; of the data the first rows are read."""
+        if self.stages is not None:
+            from weft.execute.stages.load_stages import check_data
+
+            check_data(spec, base_dir)
 
     def check_alone(self, replica_flags: Sequence[str]) -> None:
-        """ConfigError if other options say which replicas there are."""
+        """ConfigError if other options say which replicas there are, or one of these says nothing that is known."""
+        self._read_schedule()
         if self.is_auto and self.devices is not None:
             raise ConfigError("are for a layout that is said; leave them out with auto.", where="--devices")
         if self.layout is not None and replica_flags:
@@ -117,11 +134,7 @@ class LayoutOptions:
     @property
     def _sizes(self) -> tuple[int, ...]:
         """Stages of each replica."""
-        if self.layout is None:
-            return (1,)
-        if self.is_auto:
-            raise ConfigError("auto is for weft train; say a layout, such as stages:2.", where=WHERE)
-        layout = parse_layout(self.layout, where=WHERE)
+        layout = self.chosen
         if self._are_shards:
             return (1,) * layout.num_devices
         missing = {kind for replica in layout.replicas for kind in replica.parts} - {"stages", "tensor"}
@@ -140,20 +153,16 @@ class LayoutOptions:
     @property
     def _tensor(self) -> int:
         """Devices that share every layer."""
-        if self.layout in (None, AUTO):
-            return 1
-        return parse_layout(self.layout, where=WHERE).replicas[0].tensor
+        return self.chosen.replicas[0].tensor
 
     @property
     def _are_shards(self) -> bool:
         """Whether devices share the frozen weights of one replica."""
-        if self.layout in (None, AUTO):
-            return False
-        replicas = parse_layout(self.layout, where=WHERE).replicas
+        replicas = self.chosen.replicas
         return len(replicas) == 1 and replicas[0].parts.keys() == {"shards"}
 
-    @property
-    def _schedule(self) -> Schedule | None:
+    def _read_schedule(self) -> Schedule | None:
+        """None for auto: of a few ways to pack and order microbatches, the one that is fastest in the simulator."""
         if self.schedule in (None, AUTO):
             return None
         if self.schedule not in SCHEDULES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -15,14 +15,17 @@ from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 from weft.report.console import output_console
 from weft.spec import JobSpec, RunSpec, load_run
+from weft.wording import counted, size
 
 if TYPE_CHECKING:
+    from weft.cli.layout_options import LayoutOptions
     from weft.cost.analytic import AnalyticCost
     from weft.cost.hardware import Hardware
     from weft.cost.profile import Profile
     from weft.cost.profiled import ProfiledCost
     from weft.cost.shape import ModelShape
     from weft.data.dataset import JobData
+    from weft.execute.stages.load_stages import StageLayout
     from weft.simulate.forecast import Forecast, JobOutline
 
 PLANNED_STEPS = 32
@@ -38,7 +41,12 @@ def plan(
     stages: Annotated[int, typer.Option(help="Stages of a pipeline over so many devices.", min=1)] = 1,
     layout: Annotated[
         str | None,
-        typer.Option(metavar="LAYOUT", help="Say what `weft train --layout` of it would do here: auto, stages:2, …"),
+        typer.Option(
+            metavar="LAYOUT", help="Plan what `weft train --layout` of it would do: auto, stages:2, spread:2, …"
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="With --layout: over so many devices. Default: those that are here.", min=1)
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches of each job to plan.", min=1)] = PLANNED_STEPS,
     profile: Annotated[
@@ -59,46 +67,78 @@ def plan(
 
     spec = load_run(jobs_file, overrides or ())
     console = output_console()
-    told: tuple[str, ...] = ()
-    if layout is not None:
-        told, stages = _layout(spec, layout, stages, jobs_file.parent)
+    if layout is None and gpus is not None:
+        raise ConfigError("is for --layout; say one, such as auto, or use --stages N.", where="--gpus")
+    if layout is not None and (stages > 1 or profile is not None):
+        flag, why = ("--stages", "says how many there are") if stages > 1 else ("--profile", "knows one device alone")
+        raise ConfigError(f"{flag} {why}; leave {flag} out, or --layout.", where="--layout")
+    lying = None if layout is None else _layout(spec, layout, device, gpus, jobs_file.parent)
     with Console(stderr=True).status("reading the data and planning"):
         known = None if profile is None else load_profile(profile)
-        hardware = _hardware(spec, device if known is None else _device_of(known, device, profile))
+        if lying is None:
+            hardware = _hardware(spec, device if known is None else _device_of(known, device, profile))
+        else:
+            hardware = lying.hardware
         jobs = _outlines(spec, jobs_file.parent, steps, is_fused=_is_fused(spec, hardware))
         for capacity in capacities(spec.capacity, hardware.name, spec.longest):
             cost = _cost(spec, hardware, capacity, stages, jobs)
             measured = None if known is None else _measured(known, cost, profile)
-            cost, measured = _balanced(cost, measured, capacity)
-            found = forecast(jobs, capacity, cost, planner_named(spec.planner), measured)
+            if lying is None:
+                cost, measured = _balanced(cost, measured, capacity)
+                found = forecast(jobs, capacity, cost, planner_named(spec.planner), measured)
+            else:
+                found = _forecast_layout(spec, lying.options.stages, cost, capacity, jobs)
             if found.fits:
                 break
     if as_json:
-        typer.echo(json.dumps(found.to_json() | ({"layout": told} if told else {})))
+        typer.echo(json.dumps(found.to_json() | ({} if lying is None else {"layout": lying.lines})))
         return
-    for line in told:
+    for line in () if lying is None else lying.lines:
         console.print(f"layout    {line}", markup=False, highlight=False, soft_wrap=True)
     _show(found, console, is_measured=measured is not None)
     width = max(20, min(100, console.width - 12))
-    console.print(gantt(found.timeline, width), markup=False, highlight=False)
+    console.print(gantt(found.timeline, width, names=found.stage_names), markup=False, highlight=False)
     console.print("▒ forward  █ backward or both  | step  · idle", style="dim")
 
 
-def _layout(spec: RunSpec, layout: str, stages: int, base_dir: Path) -> tuple[tuple[str, ...], int]:
-    """What is said of a layout here, and the stages of its replica, of which the rest of the plan tells."""
-    from weft.cli.auto_layout import predicted_here, with_layout
+class _PlannedLayout(NamedTuple):
+    """A layout, the devices that it is planned for, and what is said of it."""
+
+    options: LayoutOptions
+    hardware: Hardware
+    lines: tuple[str, ...]
+
+
+def _layout(spec: RunSpec, layout: str, device: str, gpus: int | None, base_dir: Path) -> _PlannedLayout:
+    """The layout that was named or is chosen, on the machine that was named or on this one."""
+    from weft.cli.auto_layout import machine_of, predicted_on, with_layout
     from weft.cli.layout_options import LayoutOptions
 
-    if stages > 1:
-        raise ConfigError("says how many stages there are; leave --stages out, or --layout.", where="--layout")
-    options, told = LayoutOptions(layout), tuple[str, ...]()
+    options, machine = LayoutOptions(layout), machine_of(spec, device, gpus)
+    hardware = machine.hardware
     if options.is_auto:
-        options, told, _ = with_layout(spec, options, base_dir)
-    options.check(spec, ())
-    told = told or predicted_here(spec, layout, base_dir)
-    replicas = () if options.stages is None else options.stages.replica_sizes
-    more = ("what follows is one of its replicas with all jobs",) if len(replicas) > 1 else ()
-    return (*told, *options.notes(spec), *more), max(replicas, default=1)
+        options, lines, *_ = with_layout(spec, options, base_dir, machine)
+    else:
+        options.check(spec, (), machine.elsewhere)
+        options.check_data(spec, base_dir)
+        _, memory, lines = predicted_on(spec, layout, base_dir, machine)
+        hardware = replace(hardware, memory_bytes=memory)
+    return _PlannedLayout(options, hardware, (*lines, *options.notes(spec, machine.elsewhere)))
+
+
+def _forecast_layout(
+    spec: RunSpec, layout: StageLayout | None, cost: AnalyticCost, capacity: int, jobs: list[JobOutline]
+) -> Forecast:
+    """The forecast of a run in a layout; `cost`: of one device."""
+    from weft.plan.pack import planner_named
+    from weft.simulate.forecast import forecast
+    from weft.simulate.replica_forecast import forecast_replicas
+
+    sizes, tensor = ((1,), 1) if layout is None else (layout.replica_sizes, layout.tensor)
+    costs = [_balanced(replace(cost, num_stages=n, tensor_parallel=tensor), None, capacity)[0] for n in sizes]
+    if layout is None or len(sizes) == 1:
+        return forecast(jobs, capacity, costs[0], planner_named(spec.planner))
+    return forecast_replicas(jobs, capacity, costs, are_shards=layout.are_shards)
 
 
 def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:
@@ -151,6 +191,7 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
         rank=cost_ranks(job.adapter).widest,
         forward_tokens=data.forward_tokens(order, job.eval_steps),
         state_bytes=job_state_bytes(job),
+        is_free=job.sums == "free",
     )
 
 
@@ -256,26 +297,27 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
         steps, tokens = f"{job.num_steps:,}", f"{job.num_tokens:,}"
         table.add_row(NameCell(name), str(found.group_of(name)), steps, tokens, str(job.rank))
     console.print(table)
-    gib = 2**30
     order = "every job in its own order" if found.keeps_order else "samples reordered within global batches"
-    memory = ", ".join(f"{size / gib:,.2f}" for size in found.stage_bytes)
+    memory = ", ".join(size(num_bytes) for num_bytes in found.stage_bytes)
     stages = f" with {', '.join(map(str, found.stage_layers))} layers" if found.num_stages > 1 else ""
     source = "from a profile" if is_measured else "from the hardware table"
     lines = [
-        f"planned   {found.planned_tokens:,} tokens in {found.num_microbatches:,} microbatches of up to "
+        f"planned   {found.planned_tokens:,} tokens in {counted(found.num_microbatches, 'microbatch')} of up to "
         f"{found.capacity:,} (at least {found.fewest_microbatches:,}), on average {found.fill:.0%} of that; {order}",
-        f"schedule  {found.schedule} on {found.num_stages} {found.device}{stages}, bubbles {found.bubble_ratio:.1%}",
+        f"schedule  {found.schedule} on {found.num_devices} {found.device}{stages}, bubbles {found.bubble_ratio:.1%}",
         f"speed     about {found.tokens_per_s:,.0f} tokens/s, {duration(found.round_s)} a step; the whole run of "
         f"{found.total_tokens:,} tokens{' with its evaluations and references' if found.eval_s else ''} about "
         f"{duration(found.total_s)} (predicted {source}, not measured)",
-        f"memory    {memory} GiB of {found.device_bytes / gib:,.1f}"
+        f"memory    {memory} of {size(found.device_bytes)}{' a device' * (found.num_devices > 1)}"
         + ("" if found.fits else ": does not fit")
         + f"; microbatches of up to {found.largest_capacity:,} tokens would fit",
     ]
     if found.own_rows_bytes:
         owners = ", ".join(f"{job.queue.job} {job.num_own_rows:,}" for job in found.jobs if job.num_own_rows)
-        size = f"{found.own_rows_bytes / gib:,.2f} GiB of that"
-        lines.append(f"own rows  {size}, with gradients and optimizer, for rows of embedding and head: {owners}")
+        lines.append(
+            f"own rows  {size(found.own_rows_bytes)} of that, with gradients and optimizer, for rows of embedding and "
+            f"head: {owners}"
+        )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 

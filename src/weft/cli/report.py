@@ -25,15 +25,17 @@ def report(
     from weft.report import readable
 
     with looked_at(place) as directory:
-        path, split = _write(directory)
+        path, layout, split = _write(directory)
         shown = path if isinstance(place, Path) else place.upload(path)
     typer.echo(f"report    {shown}")
+    if layout is not None:
+        typer.echo(f"layout    {layout}")
     if split is not None:
         typer.echo(f"time      {readable.time_split(split)}")
 
 
-def _write(directory: Path) -> tuple[Path, TimeSplit | None]:
-    """Writes the page; returns where it is, and where the time went if that is known."""
+def _write(directory: Path) -> tuple[Path, str | None, TimeSplit | None]:
+    """Writes the page; returns where it is, a run's layout if it was divided, and where the time went if known."""
     from weft.errors import StorageError
     from weft.report.page import write_report
     from weft.report.run_data import read_run
@@ -50,5 +52,6 @@ def _write(directory: Path) -> tuple[Path, TimeSplit | None]:
         except ValueError as error:
             raise StorageError(f"is not JSON ({error}).", where=str(board)) from None
         write_sweep_report(path, found)
-        return path, read_board(found).time
-    return write_report(directory), read_run(directory).time
+        return path, None, read_board(found).time
+    run = read_run(directory)
+    return write_report(directory), run.layout, run.time

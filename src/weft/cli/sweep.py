@@ -32,6 +32,7 @@ from weft.spec.load import parse, place_of
 from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of
 from weft.spec.sweep import SweepSpec
 from weft.wall_clock import WallClock, process_start_s
+from weft.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -289,7 +290,7 @@ def _show_plan(prepared: PreparedSweep, console: Console) -> None:
 def _introduce(prepared: PreparedSweep, places: ReplicaPlaces | None, console: Console) -> None:
     spec, facts = prepared.spec, prepared.engine.executor.facts
     points = space_of(spec).num_distinct
-    count = "endlessly many points" if points is None else f"{points:,} point{'s' * (points != 1)}"
+    count = "endlessly many points" if points is None else counted(points, "point")
     budgets = [(spec.trials, "trials"), (spec.max_tokens, "tokens"), (spec.max_seconds, "s")]
     limits = ", ".join(f"{amount:,} {unit}" for amount, unit in budgets if amount is not None)
     objective = spec.objective
@@ -316,7 +317,8 @@ def _stopping(prepared: PreparedSweep) -> str:
     rule, planned = prepared.spec.early_stop, num_planned(prepared.spec, prepared.space)
     if rule.rule == "none" or rule.can_stop_any(planned):
         return rule.rule
-    return f"none, {planned} trials are too few for {rule.rule} (min_trials {rule.num_kept})"
+    trials = f"{counted(planned or 0, 'trial')} {'is' if planned == 1 else 'are'}"
+    return f"none, {trials} too few for {rule.rule} (min_trials {rule.num_kept})"
 
 
 def _tell(run: SweepRun, result: SweepResult, place: Path | RunUrl, console: Console) -> None:
@@ -333,7 +335,8 @@ def _tell(run: SweepRun, result: SweepResult, place: Path | RunUrl, console: Con
     else:
         _line(console, "best      none: no trial has a value")
     ledger = run.ledger
-    told = [f"{len(trials)} trials, {readable.count(ledger.tokens)} tokens in {readable.duration(ledger.seconds)}"]
+    spent = f"{readable.count(ledger.tokens)} tokens in {readable.duration(ledger.seconds)}"
+    told = [f"{counted(len(trials), 'trial')}, {spent}"]
     left_out = 1 - sum(t.steps for t in trials) / max(sum(t.total_steps for t in trials), 1)
     if left_out > 0.005 and best is not None:
         told.append(f"{left_out:.0%} of the steps did not have to be trained")

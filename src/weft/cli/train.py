@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,16 +18,18 @@ from weft import starter
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
-from weft.errors import StorageError
+from weft.errors import ConfigError, StorageError
 from weft.keeping import keeping_all
 from weft.report.console import output_console
 from weft.spec import RunSpec, load_run
 from weft.spec.load import locate
 from weft.wall_clock import Activity, WallClock, process_start_s
+from weft.wording import counted, size
 
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
+    from weft.plan.choose_layout import LayoutOption
     from weft.plan.replan import Forecaster
     from weft.replicas.rank_group import RankGroup
     from weft.store.remote.run_url import RunUrl
@@ -79,18 +81,25 @@ def train(
     options = ReplicaOptions(replicas, devices if layout is None else None, cluster, gpu_type, listen)
     stages = LayoutOptions(layout, schedule, None if layout is None else devices)
     reasons: tuple[str, ...] = ()
+    predicted: LayoutOption | None = None
     forecast: Forecaster | None = None
     said = Said(("weft", "train", str(jobs_file), *changes), (*options.flags, *stages.flags))
     if stages.is_auto:
         from weft.cli.auto_layout import forecaster_here, with_layout
 
         stages.check_alone(options.flags)
-        stages, reasons, may_change = with_layout(spec, stages, jobs_file.parent)
+        stages, reasons, may_change, predicted = with_layout(spec, stages, jobs_file.parent)
         forecast = forecaster_here(spec) if may_change else None
     elif layout is not None and not dry_run:
         # Beside what this process imports itself, from the next line on.
         starter.begin()
-    stages.check(spec, options.flags)
+    try:
+        stages.check(spec, options.flags)
+        stages.check_data(spec, jobs_file.parent)
+    except ConfigError as error:
+        if error.where is None or not error.where.startswith("jobs."):
+            raise
+        raise error.at(locate(error.where, jobs_file, changes)) from None
     order = Order(spec, jobs_file, changes, keep_going, options, stages, said, forecast)
     console = output_console()
     for reason in reasons:
@@ -106,12 +115,16 @@ def train(
             _note(console, f"{place} holds a run: train with --resume, or into another --out")
         options.check(spec.backbone)
         run = _prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions(), forecast=None), console)
-        predicted: tuple[str, ...] = ()
+        told: tuple[str, ...] = ()
         if not reasons and stages.layout is not None:
-            from weft.cli.auto_layout import predicted_here
+            from weft.cli.auto_layout import machine_here, predicted_on
 
-            predicted = predicted_here(spec, stages.layout, jobs_file.parent)
-        _show_plan(run, (*predicted, *stages.notes(spec)), console)
+            # Of GPUs that the hardware table does not have nothing is predicted.
+            with suppress(ConfigError):
+                predicted, _, told = predicted_on(spec, stages.layout, jobs_file.parent, machine_here(spec))
+        if predicted is not None and predicted.layout.is_one_device:
+            predicted = None
+        _show_plan(run, (*told, *stages.notes(spec)), predicted, console)
         return
     train_order(order, place, resume=resume)
 
@@ -306,7 +319,7 @@ def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> 
     from weft.replicas.load import load_replicated
 
     if order.forecast is not None:
-        follow = FollowedLayout(order.layout.chosen, order.forecast, order.layout.stages_in(order.spec))
+        follow = FollowedLayout(order.layout.chosen, order.forecast, LayoutOptions.stages_in(order.spec))
         return lambda spec, jobs, wall: load_following(spec, jobs, follow, wall)
     stages = order.layout.stages
     if stages is not None:
@@ -316,13 +329,18 @@ def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> 
     return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall)
 
 
-def _show_plan(run: PreparedRun, notes: Sequence[str], console: Console) -> None:
-    """Prints what would be done; `notes`: on the layout."""
+def _show_plan(run: PreparedRun, notes: Sequence[str], layout: LayoutOption | None, console: Console) -> None:
+    """Prints what would be done; `layout`: what is predicted of one over several devices, `notes`: more on it."""
+    import torch
+
     from weft.engine.engine import Engine
     from weft.engine.preview import preview
     from weft.report.readable import NameCell
 
     assert isinstance(run.engine, Engine), "one replica shows what all would do"
+    if layout is not None:
+        # Its devices are cores, and so is what it is compared with.
+        torch.set_num_threads(1)
     with console.status("trying one microbatch"):
         plan = preview(run.engine)
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -335,19 +353,31 @@ def _show_plan(run: PreparedRun, notes: Sequence[str], console: Console) -> None
         console.print(f"note      there is memory for microbatches of {plan.capacity:,} tokens only", highlight=False)
     for note in notes:
         console.print(f"layout    {note}", highlight=False, markup=False, soft_wrap=True)
-    console.print("\n".join(_figures(plan)), highlight=False)
+    console.print("\n".join(_figures(plan, layout)), highlight=False, soft_wrap=True)
     for name, error in run.failed.items():
         console.print(f"{name}: would fail: {error}", style="red", markup=False)
 
 
-def _figures(plan: Preview) -> list[str]:
-    mib = 2**20
-    return [
-        f"plan      {plan.num_microbatches:,} microbatches of up to {plan.capacity:,} tokens, "
-        f"on average {plan.fill:.0%} of that",
-        f"memory    about {plan.total_bytes / mib:,.0f} MiB: backbone {plan.backbone_bytes / mib:,.0f}, adapters with "
+def _figures(plan: Preview, layout: LayoutOption | None) -> list[str]:
+    """Of one device, measured; and what a layout is predicted to make of that."""
+    mib, on_one = 2**20, ""
+    memory = (
+        f"about {plan.total_bytes / mib:,.0f} MiB: backbone {plan.backbone_bytes / mib:,.0f}, adapters with "
         f"optimizer {plan.adapter_bytes / mib:,.0f}, activations {plan.activation_bytes / mib:,.0f} "
-        f"({'measured' if plan.is_memory_measured else 'estimated'})",
-        f"time      about {plan.seconds:,.0f} s of training (one microbatch measured here)",
+        f"({'measured' if plan.is_memory_measured else 'estimated'})"
+    )
+    seconds = f"about {plan.seconds:,.0f} s of training (one microbatch measured here)"
+    if layout is not None:
+        on_one, each = " on one device", size(layout.device_bytes)
+        memory += f" on one device; with full microbatches up to {each} a device of {layout.layout} (predicted)"
+        seconds = (
+            f"about {plan.seconds / layout.speed:,.0f} s of training in {layout.layout}, which is predicted to be "
+            f"{layout.speed:.2f}x as fast as one device: {seconds}"
+        )
+    return [
+        f"plan      {counted(plan.num_microbatches, 'microbatch')} of up to {plan.capacity:,} tokens{on_one}, "
+        f"on average {plan.fill:.0%} of that",
+        f"memory    {memory}",
+        f"time      {seconds}",
         "dry run: nothing was written",
     ]

@@ -11,6 +11,7 @@ from weft.replicas.messages import RankOrder
 from weft.replicas.places import ReplicaPlaces
 from weft.replicas.rank_link import Ranks
 from weft.spec import BackboneSpec
+from weft.wording import counted
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -44,10 +45,10 @@ def find_places(
 
         return RayRanks(order, request, connection, group)
 
-    count = len(connection.nodes)
-    machines = f"{count} node{'' if count == 1 else 's'}"
     # Ray shows every rank its own GPU.
-    return ReplicaPlaces(request.number, open_ranks, f"actors on a Ray cluster of {machines}")
+    return ReplicaPlaces(
+        request.number, open_ranks, f"actors on a Ray cluster of {counted(len(connection.nodes), 'node')}"
+    )
 
 
 def _request_within(group: PlacementGroup, number: int | None) -> ReplicaRequest:

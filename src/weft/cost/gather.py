@@ -10,9 +10,10 @@ adapters take time besides: the true number is below it. Links are assumed: they
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.cost.analytic import PRODUCT_IN_STEP
+from weft.cost.analytic import PRODUCT_IN_STEP, AnalyticCost
 from weft.cost.hardware import Hardware
 from weft.cost.memory import GATHERED_LAYERS, MemoryModel
 
@@ -68,3 +69,42 @@ class GatherCost:
             f"{self.memory.shards - 1}/{self.memory.shards} x {flop:,.3g} TFLOP/s / {link:,.3g} GB/s "
             f"({self.hardware.name}, links assumed)"
         )
+
+
+@dataclass(frozen=True)
+class ShardCost:
+    """A `CostModel` of a device that gathers its layers from others while it computes with them."""
+
+    cost: AnalyticCost
+    """Of the same device with all weights of its own."""
+    num_shards: int
+
+    @property
+    def memory(self) -> MemoryModel:
+        """The bytes that go with it."""
+        return replace(self.cost.memory, shards=self.num_shards)
+
+    @property
+    def gather_s(self) -> float:
+        """All layers, one way."""
+        return self.cost.shape.num_layers * GatherCost(self.memory, self.cost.hardware).layer_s
+
+    def forward_s(self, lengths: Sequence[int], stage: int) -> float:
+        """One microbatch forward: the slower of computing and gathering."""
+        return max(self.cost.forward_s(lengths, stage), self.gather_s) if lengths else 0.0
+
+    def backward_s(self, lengths: Sequence[int], stage: int) -> float:
+        """The same, backward."""
+        return max(self.cost.backward_s(lengths, stage), self.gather_s) if lengths else 0.0
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """Nothing goes from one device to the next but weights."""
+        return 0.0
+
+    def step_s(self, stage: int) -> float:
+        """One job's optimizer step."""
+        return self.cost.step_s(stage)
+
+    def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
+        """What is kept of a microbatch between its forward and its backward."""
+        return self.cost.held_bytes(lengths, stage)

@@ -17,6 +17,7 @@ from weft.objectives.distillation import Distillation
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import SUPERVISED
+from weft.wording import counted
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class DataSummary:
         lengths = f"lengths {self.min_length:,} to {self.max_length:,}, mean {self.mean_length:,.0f}"
         number, what = self.num_samples // self.group_size, "pair" if self.group_size == 2 else "sample"
         parts = [
-            f"{number:,} {what}{'s' * (number != 1)} ({self.format})",
+            f"{counted(number, what)} ({self.format})",
             f"{self.num_tokens:,} tokens, {self.num_supervised_tokens:,} supervised, {lengths}",
         ]
         if self.num_truncated:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from weft.job_state import JobState, Reason, ReasonCode
+from weft.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class JobsGrouped(Event):
         source = f"from {self.num_measured:,} measured passes" if self.num_measured else "from the hardware table"
         if len(self.groups) == 1:
             other = "" if self.gain is None else f"; several groups would take {self.gain:.1%} longer"
-            return f"one group of {len(self.groups[0])} jobs is best{other} (predicted {source})"
+            return f"one group of {counted(len(self.groups[0]), 'job')} is best{other} (predicted {source})"
         shown = ["; ".join(", ".join(group) for group in self.groups)] if len(self.groups) <= 4 else []
         fills = f"{min(self.fills):,} to {max(self.fills):,}" if len({*self.fills}) > 1 else f"{self.fills[0]:,}"
         told = "".join(f": {names}" for names in shown)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from weft.cost.hardware import Hardware
 from weft.cost.rows import choose_capacity
 from weft.engine.engine import Engine
 from weft.engine.layout_keeper import LayoutKeeper
@@ -106,13 +107,17 @@ def _engine(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor, planner:
     )
 
 
-def layout_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
-    """What whoever chose a layout should know of it."""
+def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> tuple[str, ...]:
+    """What whoever chose a layout should know of it; `elsewhere`: its devices, if not those of this machine."""
     if layout.tensor > 1:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
         return (f"{found}: the same again with it, and about 1e-5 from one device's",)
-    cost = gather_cost(spec.backbone, len(layout.replica_sizes)) if layout.are_shards else None
-    return (*untried_notes(spec.backbone), *(() if cost is None else cost.notes()), *_grouping_notes(spec, layout))
+    cost = gather_cost(spec.backbone, len(layout.replica_sizes), elsewhere) if layout.are_shards else None
+    return (
+        *untried_notes(spec.backbone, elsewhere),
+        *(() if cost is None else cost.notes()),
+        *_grouping_notes(spec, layout),
+    )
 
 
 def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:

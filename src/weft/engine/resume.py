@@ -27,6 +27,7 @@ from weft.job_state import FINAL_STATES, JobState
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory, RunRecord
+from weft.wording import counted
 
 if TYPE_CHECKING:
     from weft.engine.train import PreparedRun
@@ -216,7 +217,7 @@ def _refusal(
         return "early stopping goes by the last evaluation too"
     done = int(status.get("step") or 0)
     if setting == "max_steps" and (job.max_steps is None or job.max_steps < done):
-        return f"{done} steps are done, and a resumed job takes at least as many"
+        return f"{counted(done, 'step')} {'is' if done == 1 else 'are'} done, and a resumed job takes at least as many"
     if setting == "num_train_epochs" and job.max_steps is None and job.num_train_epochs < was:
         return "a resumed job trains at least as long as it was to"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -13,10 +14,10 @@ from weft.data.chat.chat_template import template_digest
 from weft.data.dataset import JobData
 from weft.data.load import find_sources, load_job_data
 from weft.engine.engine import Engine
-from weft.engine.events import Event, JobFailed
+from weft.engine.events import Event, JobFailed, LayoutDecided
 from weft.engine.resume import Locate, job_settings
 from weft.engine.run_engine import ReplicaSide, RunEngine
-from weft.errors import ConfigError, DataError, WeftError
+from weft.errors import ConfigError, DataError, StorageError, WeftError
 from weft.execute.data_ahead import DataAhead
 from weft.execute.memory import ExpectedJobs, load_within
 from weft.execute.protocol import ReplicaFaultError
@@ -159,6 +160,10 @@ def execute_run(
     engine.keep_in(directory)
     try:
         for event in engine.events():
+            if isinstance(event, LayoutDecided) and event.has_moved:
+                # A disk that is full is told of where a job's files cannot be written.
+                with suppress(StorageError):
+                    directory.write_run(directory.read_run().in_layout(event.layout))
             on_event(event)
             if should_stop():
                 engine.stop()
@@ -173,7 +178,12 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
     for job in run.spec.jobs:
         directory.write_job(job.name, job_settings(job))
     name = run.spec.run_name or directory.path.resolve().name
-    directory.write_run(run_record(run.spec, run.engine.executor, name, run.clock))
+    record = run_record(run.spec, run.engine.executor, name, run.clock)
+    if RunDirectory.holds_run(directory.path):
+        record = dataclasses.replace(record, layouts=directory.read_run().layouts)
+    if isinstance(run.engine, Engine):
+        record = record.in_layout(str(run.engine.executor.facts.layout))
+    directory.write_run(record)
 
 
 def run_record(spec: RunSpec, executor: ReplicaSide, name: str, clock: datetime.datetime) -> RunRecord:

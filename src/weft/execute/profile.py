@@ -36,6 +36,7 @@ from weft.kernels.device import (
     synchronise,
 )
 from weft.spec import AdapterSpec, JobSpec
+from weft.wording import counted
 
 SEED = 20260201
 SMALLEST_CAPACITY = 128
@@ -55,7 +56,7 @@ class ProfileCase:
         tokens = sum(sum(own) for _, own in self.jobs)
         longest = max(max(own) for _, own in self.jobs)
         ranks = "/".join(str(rank) for rank in sorted({rank for rank, _ in self.jobs}))
-        return f"{len(self.jobs)} jobs of rank {ranks}, {tokens} tokens in samples of {longest}"
+        return f"{counted(len(self.jobs), 'job')} of rank {ranks}, {tokens} tokens in samples of {longest}"
 
 
 _FITTED = (

@@ -20,6 +20,7 @@ from weft.data.dataset import Dataset
 from weft.data.global_batch import GlobalBatches
 from weft.data.prompts import Prompt
 from weft.objectives.metrics import MeanScores, Score
+from weft.plan.layout import Layout, ReplicaLayout
 from weft.plan.pipeline.append import Lists
 from weft.plan.program import Program
 from weft.plan.types import Microbatch
@@ -88,6 +89,15 @@ class ReplicaFacts:
     """Stages of each replica."""
     tensor: int = 1
     """Devices that share every layer."""
+    are_shards: bool = False
+    """Whether the replicas, of one stage each, are one that shares its frozen weights."""
+
+    @property
+    def layout(self) -> Layout:
+        """How it lies over devices."""
+        if self.are_shards:
+            return Layout((ReplicaLayout(shards=len(self.replica_sizes)),))
+        return Layout(tuple(ReplicaLayout(tensor=self.tensor, stages=size) for size in self.replica_sizes))
 
     @property
     def takes_programs(self) -> bool:

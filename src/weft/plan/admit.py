@@ -29,6 +29,7 @@ from typing import Protocol
 
 from weft.errors import PlanError
 from weft.job_state import Reason, ReasonCode
+from weft.wording import size
 
 QUANTUM_TOKENS = 1_000_000
 """Service is compared in steps of so many tokens. About a minute of an 8B backbone on one GPU, where moving an adapter
@@ -232,16 +233,6 @@ def _serve(equals: Sequence[Applicant], room: Room, shares: Mapping[str, Share])
         else:
             left.append((applicant, reason))
     return left
-
-
-def size(num_bytes: int) -> str:
-    """Bytes as people read them: 812.0 MiB."""
-    value, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{num_bytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
 
 
 def _rank(applicant: Applicant) -> tuple[int, int, str]:

@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weft.cost.analytic import AnalyticCost
+from weft.cost.gather import ShardCost
 from weft.errors import PlanError
 from weft.plan.layout import Layout, ReplicaLayout
+from weft.wording import counted, size
 
 CLOSE = 0.02
 """Part of the speed below which the simpler layout is taken."""
 PROGRAM_MICROBATCHES = 32
 """Microbatches of a pipeline's program, for every stage."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,13 @@ class LayoutOption:
 
     layout: Layout
     device_bytes: int
+    """With all jobs on each of its replicas, so at most."""
     speed: float
-    step_s: float = 0.0
-    """Seconds of a global batch of every job."""
 
-    def told(self, memory_bytes: int) -> str:
-        """In one line."""
-        needs = f"{self.device_bytes / GIB:,.2f} of {memory_bytes / GIB:,.2f} GiB a device"
-        step = f"{self.step_s:,.1f} s" if self.step_s >= 1 else f"{self.step_s * 1e3:,.3g} ms"
+    def told(self, memory_bytes: int, name: str | None = None) -> str:
+        """In one line; `name`: what whoever asked calls it."""
         verdict = f"{self.speed:.2f}x one device" if self.device_bytes <= memory_bytes else "does not fit"
-        verdict = f"{step} a step, {verdict}" if self.device_bytes <= memory_bytes else verdict
-        return f"{self.layout}: {needs}, {verdict}"
+        return f"{name or self.layout}: up to {size(self.device_bytes)} of {size(memory_bytes)} a device, {verdict}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,12 @@ class LayoutChoice:
     options: tuple[LayoutOption, ...]
     memory_bytes: int
     """Of a device."""
+
+    @property
+    def ranked(self) -> list[LayoutOption]:
+        """All that fit: the chosen one, then the faster ones first."""
+        others = [o for o in self.options if o is not self.chosen and o.device_bytes <= self.memory_bytes]
+        return [self.chosen, *sorted(others, key=lambda option: -option.speed)]
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -87,9 +90,9 @@ def choose_layout(
     if not fitting:
         least = min(options, key=lambda option: option.device_bytes)
         raise PlanError(
-            f"the backbone fits on no layout of {num_devices} devices: {least.layout} needs "
-            f"{least.device_bytes / GIB:,.2f} GiB a device, which have {memory_bytes / GIB:,.2f}; use a smaller "
-            "capacity, quantize, or more devices.",
+            f"the backbone fits on no layout of {counted(num_devices, 'device')}: {least.layout} needs "
+            f"{size(least.device_bytes)} a device, which have {size(memory_bytes)}; use a smaller capacity, quantize, "
+            "or more devices.",
             where="--layout auto",
         )
     fastest = max(option.speed for option in fitting)
@@ -104,10 +107,7 @@ def price_layout(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, l
     total, alone = sum(job.tokens for job in jobs), max((job.tokens for job in jobs if not job.is_free), default=0)
     # A job whose sums are ordered has one home.
     speed = speeds[0] if len(parts) == 1 else total / max(total / sum(speeds), alone / max(speeds))
-    # Jobs that do not fill a microbatch do not pay for a full one.
-    filled = min(capacity, total)
-    one_device_s = total / filled * _pass_s(cost, filled, 0)
-    return LayoutOption(layout, max(needs for needs, _ in parts), speed, one_device_s / speed)
+    return LayoutOption(layout, max(needs for needs, _ in parts), speed)
 
 
 def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, replica: ReplicaLayout) -> tuple[int, float]:
@@ -125,11 +125,11 @@ def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, repli
 
 
 def _shards(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, number: int) -> tuple[int, float]:
-    shared = cost.memory.weight_bytes() * (number - 1) / number
-    gather_s, compute_s = 2 * shared / cost.hardware.link_rate, _pass_s(cost, capacity, 0)
+    sharing = ShardCost(cost, number)
+    gather_s, compute_s = 2 * sharing.gather_s, _pass_s(cost, capacity, 0)
     total, alone = sum(job.tokens for job in jobs), max((job.tokens for job in jobs if not job.is_free), default=0)
     speed = total / max(total / number, alone) * compute_s / max(compute_s, gather_s)
-    return _needs(cost, jobs, capacity) - round(shared), speed
+    return sharing.memory.total_bytes(cost.rows([capacity]), [job.rank for job in jobs]), speed
 
 
 def _num_microbatches(jobs: Sequence[LayoutJob], capacity: int) -> int:

@@ -7,11 +7,14 @@ devices); `spread:N` makes N of it; unlike replicas are joined by a plus (`stage
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from weft.errors import ConfigError, PlanError, closest
 
 SPREAD = "spread"
+AUTO = "auto"
+"""What is said for a layout that is to be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +66,44 @@ class Layout:
         """Whether nothing is divided or spread."""
         return self.num_devices == 1
 
+    @property
+    def stage_names(self) -> list[str]:
+        """What its stages are called, one replica behind the other."""
+        shards = self.replicas[0].shards if len(self.replicas) == 1 else 1
+        sizes = (1,) * shards if shards > 1 else [replica.stages for replica in self.replicas]
+        return stage_names(sizes, are_shards=shards > 1)
+
     def __str__(self) -> str:
         return "+".join(_printed(own, sum(1 for _ in like)) for own, like in itertools.groupby(self.replicas))
 
 
-def parse_layout(text: str, *, where: str | None = None) -> Layout:
-    """The layout that a text says; a ConfigError that says what is accepted where it says none."""
+def stage_names(replica_sizes: Sequence[int], *, are_shards: bool = False) -> list[str]:
+    """What the stages are called of replicas with so many each, one replica behind the other.
+
+    `are_shards`: they are devices that share the frozen weights of one.
+    """
+    if len(replica_sizes) == 1:
+        return [f"stage {index}" for index in range(replica_sizes[0])]
+    word = "shard" if are_shards else "replica"
+    return [
+        f"{word} {replica}" + (f", stage {index}" if size > 1 else "")
+        for replica, size in enumerate(replica_sizes)
+        for index in range(size)
+    ]
+
+
+def parse_layout(text: str, *, where: str | None = None, or_auto: bool = False) -> Layout:
+    """The layout that a text says; a ConfigError that says what is accepted where it says none.
+
+    `or_auto`: whoever asks takes `auto` as well, which has been looked for already.
+    """
     replicas: list[ReplicaLayout] = []
     for own in text.split("+"):
         numbers: dict[str, int] = {}
         for part in own.split(","):
             kind, _, number = part.partition(":")
             if kind not in KINDS or kind in numbers or not _is_count(number):
-                raise _refusal(text, part, numbers, where)
+                raise _refusal(text, part, numbers, where, or_auto=or_auto)
             numbers[kind] = int(number)
         count = numbers.pop(SPREAD, 1)
         replicas += [ReplicaLayout(**numbers)] * count
@@ -86,18 +114,20 @@ def _is_count(number: str) -> bool:
     return number.isascii() and number.isdecimal() and int(number) > 0
 
 
-def _refusal(text: str, part: str, known: dict[str, int], where: str | None) -> ConfigError:
+def _refusal(text: str, part: str, known: dict[str, int], where: str | None, *, or_auto: bool) -> ConfigError:
     """What is said about a part of a text, which follows `known` ones of its replica."""
     kind, _, number = part.partition(":")
     meant = kind if kind in KINDS else closest(kind, list(KINDS))
     hint = f"Say {kind} once for a replica." if kind in known else None
     if hint is None and meant is not None:
         hint = f"Did you mean {meant}:{number if _is_count(number) else 2}?"
+    elif hint is None and or_auto and closest(text, [AUTO]):
+        hint = f"Did you mean {AUTO}?"
     named = "" if part == text else f", in which {part!r} is no part of a layout"
     accepted = ", ".join(f"{kind}:N" for kind in KINDS)
     return ConfigError(
         f"got {text!r}{named}; accepted are {accepted}, joined by commas (tensor:2,stages:2), and unlike replicas "
-        "joined by a plus (stages:1+stages:2).",
+        f"joined by a plus (stages:1+stages:2){f', or {AUTO}' * or_auto}.",
         where=where,
         hint=hint,
     )

@@ -35,6 +35,7 @@ from weft.job_state import JobState
 from weft.report import readable
 from weft.report.progress import ReportedProgress, RunProgress
 from weft.report.run_data import JobReport
+from weft.wording import counted
 
 STATE_STYLES: Mapping[str, str] = {
     JobState.RUNNING: "cyan",
@@ -126,7 +127,7 @@ class LiveTable:
         with self._lock:
             table = self._table(self._shown())
             hidden = len(self._progress.jobs) - table.row_count
-            more = [Text(f"  … and {hidden} more job{'s' * (hidden > 1)}", style="dim")] if hidden else []
+            more = [Text(f"  … and {counted(hidden, 'more job')}", style="dim")] if hidden else []
             return Group(table, *more, Text(), self._totals())
 
     def _shown(self) -> list[ReportedProgress]:
@@ -184,7 +185,7 @@ class LiveTable:
         """Prints the few lines that a log gets: the start, every tenth of the steps, and changes of state."""
         if isinstance(event, JobStarted):
             place = f" at step {job.step}" if job.step else ""
-            self._screen.say(f"{job.name}: started{place}, {job.num_steps} steps")
+            self._screen.say(f"{job.name}: started{place}, {counted(job.num_steps, 'step')}")
         elif isinstance(event, JobPaused | JobWaiting | JobPreempted | JobResumed | JobCancelled):
             reason = None if isinstance(event, JobResumed | JobCancelled) else event.reason
             why = "" if reason is None else f" ({reason})"
@@ -192,7 +193,7 @@ class LiveTable:
         elif isinstance(event, JobSucceeded):
             early = " (stopped early)" if event.early_stopped else ""
             adapter = f", adapter in {event.adapter_dir}" if event.adapter_dir else ""
-            self._screen.say(f"{job.name}: succeeded after {job.step} steps{early}, {_losses(job)}{adapter}")
+            self._screen.say(f"{job.name}: succeeded after {counted(job.step, 'step')}{early}, {_losses(job)}{adapter}")
         elif isinstance(event, StepDone) and job.step < job.num_steps:
             tenth = 10 * job.step // job.num_steps
             if tenth > self._tenths.get(job.name, 0):

@@ -66,7 +66,7 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
     environment = templates()
     charts = draw_charts(run)
     shown, total = len(drawn_microbatches(run)), len(run.microbatches)
-    recorded = "passes of microbatches through stages" if run.is_staged else "recorded microbatches"
+    recorded = "passes of microbatches" if run.is_staged else "recorded microbatches"
     return environment.get_template("page.html").render(
         run=run,
         about=_about(run),
@@ -91,6 +91,8 @@ def _about(run: RunData) -> list[tuple[str, str]]:
     """What the run was made with, as label and value."""
     known = [(key, run.info.get(key)) for key in ("base_model", "device", "dtype")]
     about = [(key.replace("base_model", "backbone"), str(value)) for key, value in known if value]
+    if run.layout is not None:
+        about.append(("layout", run.layout))
     if run.info.get("capacity"):
         about.append(("capacity", f"{run.info['capacity']} tokens"))
     versions = run.info.get("versions")

@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weft.engine.events import own_metrics
-from weft.errors import StorageError
+from weft.errors import ConfigError, StorageError
 from weft.objectives.metrics import HEADLINES
+from weft.plan.layout import Layout, parse_layout
 from weft.spec import AdapterSpec
 from weft.spec.adapter import LORA_KINDS
 from weft.spec.fields import without_foreign
 from weft.wall_clock import TimeSplit
+from weft.wording import counted
 
+ONE_DEVICE = str(Layout())
 JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
 
 
@@ -97,7 +101,7 @@ class JobReport:
         return (
             *([reason] if reason and reason != self.state else []),
             *(["stopped early: the evaluation loss got no better"] if self.status.get("early_stopped") is True else []),
-            *([f"{skipped:.0f} steps skipped: loss or gradient not finite"] if skipped else []),
+            *([f"{counted(round(skipped), 'step')} skipped: loss or gradient not finite"] if skipped else []),
         )
 
     @property
@@ -200,6 +204,18 @@ class RunData:
         return str(self.info.get("run_name") or self.path.resolve().name)
 
     @property
+    def layouts(self) -> tuple[str, ...]:
+        """Those it was trained in, in their order; nothing where it was one device throughout."""
+        listed = self.info.get("layouts")
+        found = tuple(str(layout) for layout in listed) if isinstance(listed, list) else ()
+        return () if set(found) <= {ONE_DEVICE} else found
+
+    @property
+    def layout(self) -> str | None:
+        """The same in words."""
+        return ", then ".join("one device" if name == ONE_DEVICE else name for name in self.layouts) or None
+
+    @property
     def seconds(self) -> float | None:
         """From the start of the run to the last thing that happened in it."""
         ends = [job.end_s for job in self.jobs if job.end_s]
@@ -225,8 +241,15 @@ class RunData:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the bands of its timeline are stages of one replica."""
+        """Whether microbatches ran stage by stage."""
         return any(span.name == PASSES[1] for span in self.spans)
+
+    def band_name(self, place: int) -> str:
+        """What a band of its timeline is called, as its layout has it; where there were several, a stage."""
+        if len(self.layouts) == 1:
+            with suppress(ConfigError, IndexError):
+                return parse_layout(self.layouts[0]).stage_names[place]
+        return f"stage {place}" if self.is_staged else f"replica {place}"
 
 
 def read_run(run_dir: Path) -> RunData:

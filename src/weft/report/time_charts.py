@@ -81,7 +81,7 @@ def timeline(run: RunData) -> PlotlyFigure | None:
     figure.update_layout(barmode="stack", bargap=0, hovermode="closest")
     figure.update_xaxes(range=rounded([shown[0].start_s, _end(shown[-1])], 6))
     top = LANE_HEIGHT * len(lanes)
-    figure.update_layout(_bands(replicas, "stage" if run.is_staged else "replica", top + 0.05 if lanes else 0.0))
+    figure.update_layout(_bands([run.band_name(place) for place in replicas], top + 0.05 if lanes else 0.0))
     if not lanes:
         return figure
     order = {"categoryorder": "array", "categoryarray": [lane.name for lane in reversed(lanes)]}
@@ -97,21 +97,21 @@ def drawn_replicas(spans: Iterable[ReportSpan]) -> list[int]:
     return sorted({span.replica for span in spans})[:MAX_REPLICAS]
 
 
-def _bands(replicas: list[int], what: str, bottom: float) -> dict[str, Any]:
-    """The vertical axes of all replicas, or whatever they are, one below the other."""
-    height = (1 - bottom) / len(replicas)
+def _bands(names: list[str], bottom: float) -> dict[str, Any]:
+    """The vertical axes of all replicas, or whatever they are called, one below the other."""
+    height = (1 - bottom) / len(names)
     axes: dict[str, Any] = {}
-    for band, replica in enumerate(replicas):
+    for band, name in enumerate(names):
         top = 1 - band * height
-        axis: dict[str, Any] = {"domain": [top - (0.93 if len(replicas) > 1 else 1) * height, top], "range": [0, 102]}
-        if len(replicas) == 1:
+        axis: dict[str, Any] = {"domain": [top - (0.93 if len(names) > 1 else 1) * height, top], "range": [0, 102]}
+        if len(names) == 1:
             axis["ticksuffix"] = " %"
         else:
             axis |= {
                 "anchor": "x",
                 "zeroline": False,
                 "ticks": "",
-                "title": {"text": f"{what} {replica}"},
+                "title": {"text": name},
                 "showticklabels": False,
                 "showgrid": False,
             }

@@ -16,6 +16,7 @@ from weft.cost.analytic import AnalyticCost
 from weft.cost.memory import MOMENT_BYTES
 from weft.cost.profiled import ProfiledCost
 from weft.cost.types import CostModel
+from weft.plan.layout import stage_names
 from weft.plan.pack.types import RoundLimits
 from weft.plan.program import Planner, Program
 from weft.plan.types import JobQueue, Limits, Microbatch
@@ -44,6 +45,8 @@ class JobOutline:
     """Kept of each trainable parameter besides its weight and gradient; AdamW's moments if nothing else is said."""
     num_own_rows: int = 0
     """Rows of the embedding and the output head that it trains of its own."""
+    is_free: bool = False
+    """Its sums do not depend on any order, so that replicas may share its samples."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,19 @@ class Forecast:
     """True if every job's samples run in its own order: then its bits do not depend on the plan."""
     own_rows_bytes: int = 0
     """Of the memory, what rows of the embedding and the output head take that jobs train of their own."""
+    tensor_parallel: int = 1
+    """Devices that share every layer of a stage."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of all stages."""
+        return self.num_stages * self.tensor_parallel
+
+    @property
+    def stage_names(self) -> list[str]:
+        """What the stages are called."""
+        sizes = self.program.replica_sizes or (self.num_stages,)
+        return stage_names(sizes, are_shards=self.program.is_in_step)
 
     @property
     def planned_s(self) -> float:
@@ -121,7 +137,7 @@ class Forecast:
         """Everything, as plain values: the figures, the program, and when each of its parts would run."""
         hidden = ("jobs", "program", "timeline")
         figures = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
-        derived = ("planned_s", "round_s", "bubble_ratio", "total_s", "tokens_per_s", "fits")
+        derived = ("num_devices", "planned_s", "round_s", "bubble_ratio", "total_s", "tokens_per_s", "fits")
         jobs = [
             {
                 "name": job.queue.job,
@@ -165,13 +181,13 @@ def forecast(
         program, timeline, schedule = best.program, best.timeline, str(best.schedule)
         microbatches = [m for m in best.rounds.stream if m.segments]
         keeps_order = best.rounds.keeps_order
-        num_held = [_held(timeline, stage) for stage in range(cost.num_stages)]
+        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
     tokens = sum(m.num_tokens for m in microbatches)
     # A job's next global batch waits for its step, so each needs a microbatch of its own.
     num_rounds = max(len(queue.batches) for queue in queues)
     return Forecast(
         jobs=tuple(jobs),
-        groups=_groups([queue.job for queue in queues], microbatches),
+        groups=groups_of([queue.job for queue in queues], microbatches),
         device=cost.hardware.name,
         num_stages=cost.num_stages,
         stage_layers=tuple(cost.memory.layers(stage) for stage in range(cost.num_stages)),
@@ -185,42 +201,40 @@ def forecast(
         planned_tokens=tokens,
         num_rounds=num_rounds,
         total_tokens=sum(job.num_tokens for job in jobs),
-        eval_s=_forward_s(jobs, capacity, times, cost.num_stages),
+        eval_s=sum(forward_s(job, capacity, times, cost.num_stages) for job in jobs),
         stage_bytes=_stage_bytes(jobs, microbatches, cost, measured, num_held),
         device_bytes=cost.hardware.memory_bytes,
         largest_capacity=min(
             cost.memory.most_rows(
-                cost.hardware.memory_bytes - _unusual_bytes(jobs, cost, stage), ranks, ROW_TILE, stage, held
+                cost.hardware.memory_bytes - unusual_bytes(jobs, cost, stage), ranks, ROW_TILE, stage, held
             )
             for stage, held in enumerate(num_held)
         ),
         keeps_order=keeps_order,
-        own_rows_bytes=sum(_own_rows_bytes(job, cost) for job in jobs),
+        own_rows_bytes=sum(own_rows_bytes(job, cost) for job in jobs),
+        tensor_parallel=cost.tensor_parallel,
     )
 
 
-def _forward_s(jobs: Sequence[JobOutline], capacity: int, times: CostModel, num_stages: int) -> float:
-    """What runs forward alone, in full microbatches of samples as long as those trained on, one behind the other on all
-    stages."""
-    seconds = 0.0
-    for job in jobs:
-        lengths = [length for batch in job.queue.batches for length in batch.lengths]
-        mean = max(1, sum(lengths) // len(lengths))
-        full = [mean] * (capacity // mean)
-        slowest = max(times.forward_s(full, stage) for stage in range(num_stages))
-        seconds += job.forward_tokens / sum(full) * slowest
-    return seconds
+def forward_s(job: JobOutline, capacity: int, times: CostModel, num_stages: int) -> float:
+    """What of a job runs forward alone, in full microbatches of samples as long as those trained on, one behind the
+    other on all stages."""
+    lengths = [length for batch in job.queue.batches for length in batch.lengths]
+    mean = max(1, sum(lengths) // len(lengths))
+    full = [mean] * (capacity // mean)
+    slowest = max(times.forward_s(full, stage) for stage in range(num_stages))
+    return job.forward_tokens / sum(full) * slowest
 
 
-def _unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) -> int:
+def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) -> int:
     """What the jobs keep on a stage beyond linears' adapters with AdamW's moments, which the memory model counts; below
     zero for less."""
     each = cost.memory.adapter_bytes_each
     found = ((job.state_bytes - MOMENT_BYTES) * cost.memory.adapter_bytes(job.rank, stage=stage) / each for job in jobs)
-    return math.ceil(sum(found)) + sum(_own_rows_bytes(job, cost) for job in jobs)
+    return math.ceil(sum(found)) + sum(own_rows_bytes(job, cost) for job in jobs)
 
 
-def _own_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
+def own_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
     """What a job's own rows of the embedding and the output head take, with gradients and moments."""
     each = cost.memory.adapter_bytes_each - MOMENT_BYTES + job.state_bytes
     return math.ceil(job.num_own_rows * cost.shape.hidden * each)
@@ -230,7 +244,7 @@ def _free_bytes(cost: AnalyticCost, capacity: int, jobs: Sequence[JobOutline]) -
     """What each stage has for microbatches in flight; None if a stage has no room for one: then nothing fits."""
     rows, memory, ranks = cost.rows([capacity]), cost.memory, [job.rank for job in jobs]
     taken = [memory.total_bytes(rows, ranks, stage=stage, num_held=0) for stage in range(cost.num_stages)]
-    free = [cost.hardware.memory_bytes - size - _unusual_bytes(jobs, cost, s) for s, size in enumerate(taken)]
+    free = [cost.hardware.memory_bytes - size - unusual_bytes(jobs, cost, s) for s, size in enumerate(taken)]
     needed = (cost.held_bytes([capacity], stage) for stage in range(cost.num_stages))
     return free if all(a >= b for a, b in zip(free, needed, strict=True)) else None
 
@@ -247,10 +261,10 @@ def _stage_bytes(
     ranks = list(rank.values())
     if measured is not None and cost.num_stages == 1:
         most = max(measured.total_bytes(_by_job(m, rank), ranks) for m in microbatches)
-        return (most + _unusual_bytes(jobs, cost, 0),)
+        return (most + unusual_bytes(jobs, cost, 0),)
     rows = max(cost.rows([s.length for s in m.segments]) for m in microbatches)
     return tuple(
-        cost.memory.total_bytes(rows, ranks, stage=stage, num_held=held) + _unusual_bytes(jobs, cost, stage)
+        cost.memory.total_bytes(rows, ranks, stage=stage, num_held=held) + unusual_bytes(jobs, cost, stage)
         for stage, held in enumerate(num_held)
     )
 
@@ -262,7 +276,7 @@ def _by_job(microbatch: Microbatch, rank: dict[str, int]) -> list[tuple[int, lis
     return [(rank[job], own) for job, own in lengths.items()]
 
 
-def _held(timeline: Timeline, stage: int) -> int:
+def most_held(timeline: Timeline, stage: int) -> int:
     """Most microbatches that a stage has between forward and backward."""
     held = most = 0
     for span in timeline.spans:
@@ -272,7 +286,7 @@ def _held(timeline: Timeline, stage: int) -> int:
     return max(most, 1)
 
 
-def _groups(jobs: Sequence[str], microbatches: Sequence[Microbatch]) -> tuple[tuple[str, ...], ...]:
+def groups_of(jobs: Sequence[str], microbatches: Sequence[Microbatch]) -> tuple[tuple[str, ...], ...]:
     """Jobs that are in a microbatch together are in a group together."""
     group = {job: {job} for job in jobs}
     for microbatch in microbatches:

@@ -3,7 +3,8 @@
 A stage runs its list from the first to the last instruction. With overlap a stage has three lanes, as mLoRA's three
 streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
 receiving each keep the stage itself busy. Empty microbatches cost nothing. Measuring a gradient takes no time, but the
-judge waits until all have measured theirs, and the others step when it has. With several slices per stage the cost
+judge waits until all have measured theirs, and the others step when it has. Devices in step begin a microbatch
+together. With several slices per stage the cost
 model is asked for virtual stages. Replicas have a cost model each; what they add to each other's gradients is taken to
 cost nothing. O(instructions).
 """
@@ -38,6 +39,8 @@ class _StageRun:
     free_at: float = 0.0
     send_free_at: float = 0.0
     held: int = 0
+    num_forward: int = 0
+    """Microbatches that it has begun."""
     spans: list[Span] = field(default_factory=list)
     memory: list[MemoryPoint] = field(default_factory=list)
 
@@ -89,6 +92,8 @@ class _Run:
         """When each stage but the judge had measured its part."""
         self.verdicts: dict[Measure, float] = {}
         """When the judge had all parts."""
+        self.rounds: dict[int, dict[int, float]] = {}
+        """Of devices that run in step: when each was ready for its n-th microbatch."""
 
     def advance(self, place: int) -> bool:
         """Runs a stage until it must wait; tells whether it got anywhere."""
@@ -115,10 +120,21 @@ class _Run:
                 return self._receive(stage, place, instruction)
             case Measure():
                 return self._measure(stage, place, instruction)
+            case Forward() if self.program.is_in_step:
+                return self._meet(stage, place)
             case Step(job, step) if Measure(job, step) in self.measuring:
                 verdict = self.verdicts.get(Measure(job, step))
                 stage.free_at = max(stage.free_at, verdict or 0.0)
                 return verdict is not None
+        return True
+
+    def _meet(self, stage: _StageRun, place: int) -> bool:
+        """Devices that share weights begin their next microbatch when all do."""
+        ready = self.rounds.setdefault(stage.num_forward, {})
+        ready[place] = stage.free_at
+        if len(ready) < len(self.stages):
+            return False
+        stage.free_at = max(ready.values())
         return True
 
     def _measure(self, stage: _StageRun, place: int, measure: Measure) -> bool:
@@ -136,6 +152,7 @@ class _Run:
         lengths = self.lengths[visit.microbatch]
         virtual = _virtual(stage, place, visit.chunk)
         is_forward = isinstance(visit, Forward)
+        stage.num_forward += is_forward
         if not lengths:
             return
         seconds = stage.cost.forward_s(lengths, virtual) if is_forward else stage.cost.backward_s(lengths, virtual)

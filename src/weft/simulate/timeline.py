@@ -129,8 +129,14 @@ def _by_lane(span: Span) -> tuple[int, int]:
     return span.stage, order.index(span.lane) if span.lane in order else len(order)
 
 
-def gantt(timeline: Timeline, width: int = 100, start_s: float = 0.0, end_s: float | None = None) -> str:
-    """One line per stage; each character shows what the stage did most of that time."""
+def gantt(
+    timeline: Timeline,
+    width: int = 100,
+    start_s: float = 0.0,
+    end_s: float | None = None,
+    names: Sequence[str] | None = None,
+) -> str:
+    """One line per stage, which may have a name; each character shows what the stage did most of that time."""
     end = timeline.makespan_s if end_s is None else end_s
     tick = (end - start_s) / width
     if tick <= 0:
@@ -139,10 +145,11 @@ def gantt(timeline: Timeline, width: int = 100, start_s: float = 0.0, end_s: flo
     for span in timeline.spans:
         if span.lane == COMPUTE and span.end_s > start_s and span.start_s < end:
             _add(spent[span.stage], span, start_s, tick)
-    margin = len(f"stage {timeline.num_stages - 1}")
+    names = names or [f"stage {stage}" for stage in range(timeline.num_stages)]
+    margin = max(map(len, names))
     return "\n".join(
-        f"{f'stage {stage}':<{margin}} " + "".join(_character(cell, tick) for cell in cells)
-        for stage, cells in enumerate(spent)
+        f"{name:<{margin}} " + "".join(_character(cell, tick) for cell in cells)
+        for name, cells in zip(names, spent, strict=True)
     )
 
 

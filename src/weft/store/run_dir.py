@@ -69,6 +69,8 @@ class RunRecord:
     dtype: str | None = None
     quantize: str | None = None
     capacity: Capacity | None = None
+    layouts: tuple[str, ...] = ()
+    """Those it was trained in under one engine, in their order, as `--layout` says them; stages:1 is one device."""
     jobs: tuple[str, ...] = ()
     """The jobs of a jobs file; empty where jobs come and go."""
     started_at: str | None = None
@@ -84,11 +86,16 @@ class RunRecord:
         """The record as any version of Weft wrote it."""
         names = [field.name for field in dataclasses.fields(cls)]
         known = {name: value[name] for name in names if name in value}
-        return cls(**{**known, "jobs": tuple(value.get("jobs", ()))})
+        return cls(**{**known, "layouts": tuple(value.get("layouts", ())), "jobs": tuple(value.get("jobs", ()))})
+
+    def in_layout(self, layout: str) -> RunRecord:
+        """The same run, which goes on in a layout."""
+        return self if self.layouts[-1:] == (layout,) else dataclasses.replace(self, layouts=(*self.layouts, layout))
 
     def to_json(self) -> dict[str, Any]:
         """What goes into run.json."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        known = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return known if self.layouts else {name: value for name, value in known.items() if name != "layouts"}
 
 
 class RunDirectory:

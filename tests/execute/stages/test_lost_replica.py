@@ -90,7 +90,7 @@ def test_job_at_home_elsewhere_when_a_replica_is_killed_then_repeats_no_step(rep
     run.run(on_event)
     assert replicas.processes[0].pid == living
     assert lost and [set(warning.jobs) for warning in run.warnings] == [set(), lost]
-    assert "stage 1: was ended by signal 9, so its replica was ended. It is started anew." in run.warnings[0].message
+    assert "replica 1: was ended by signal 9. It is started anew." in run.warnings[0].message
     assert run.twice() <= lost
     for name, outcome in expected.items():
         found = flat(run.engine.executor.adapter_of(name))
@@ -138,6 +138,6 @@ def test_replica_when_it_is_lost_too_often_then_all_end(replicas, monkeypatch, t
         if isinstance(event, StepDone):
             kill(replicas.processes[0])
 
-    with pytest.raises(StageLostError, match="stage 0: was ended by signal 9, so all stages were ended"):
+    with pytest.raises(StageLostError, match="replica 0: was ended by signal 9, so all replicas were ended"):
         run.run(on_event)
     assert all(process.poll() is not None for process in replicas.processes)

@@ -26,6 +26,7 @@ from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
 from weft.engine.events import Event, LayoutDecided, MicrobatchDone, StepDone
 from weft.engine.layout_keeper import LayoutKeeper
+from weft.engine.train import PreparedRun, execute_run, write_settings
 from weft.errors import JobError, PlanError
 from weft.execute.local import LocalExecutor
 from weft.execute.movable import MovableExecutor, OpenReplicas
@@ -36,6 +37,9 @@ from weft.plan.pack import pack
 from weft.plan.program import Planner
 from weft.plan.replan import LayoutForecast, MoveCost, Prediction, RemainingJob
 from weft.plan.spread.planner import SpreadPlanner
+from weft.report.run_data import read_run
+from weft.spec import RunSpec
+from weft.store.run_dir import RunDirectory
 from weft.wall_clock import Activity
 
 LAYERS = 2
@@ -137,6 +141,22 @@ def test_run_when_jobs_end_then_moves_from_layout_to_layout_and_keeps_every_bit(
     assert heard[1] == (["judged", "free"], "stages:1+stages:2") and heard[2] == (["free"], "stages:2")
     spans = [span for span in engine.timeline.spans if span.name == "move"]
     assert [span.args["layout"] for span in spans] == ["stages:2", ONE]
+
+
+def test_run_when_it_moves_then_its_directory_names_all_layouts(tmp_path, monkeypatch):
+    """In their order, and also those of a run that goes on in another one."""
+    monkeypatch.setattr("weft.engine.train.template_digest", lambda _: "tiny backbones have no template")
+    own, path = jobs()[::2], tmp_path / "run"
+    spec = RunSpec(base_model="tiny", jobs=tuple(spec for spec, _ in own), capacity=48)
+    moving, _ = engine_in("spread:2", Says({2: "spread:2", 1: ONE}), own)
+    with RunDirectory.open(path, resume=False) as directory:
+        execute_run(PreparedRun(spec, moving), directory, on_event=lambda _: None)
+    for layout in (ONE, "stages:2"):
+        engine, _ = engine_in(layout, Says({}), own)
+        with RunDirectory.open(path, resume=True) as directory:
+            write_settings(PreparedRun(spec, engine), directory)
+    assert RunDirectory.record_of(path).layouts == ("spread:2", ONE, "stages:2")
+    assert read_run(path).layout == "spread:2, then one device, then stages:2"
 
 
 def test_run_when_jobs_arrive_and_are_cancelled_then_the_layout_follows_from_one_device_and_back(alone):

@@ -126,5 +126,5 @@ def test_jobs_when_shards_are_processes_then_have_the_bits_of_one_device(process
         assert_same_bits(outcome, expected[name])
     assert all(facts.backbone_bytes < 0.9 * whole.num_bytes for facts in processes.ask("facts"))
     os.kill(processes.processes[1].pid, signal.SIGKILL)
-    with pytest.raises(StageLostError, match="stage 1: was ended by signal 9, so all stages were ended"):
+    with pytest.raises(StageLostError, match="shard 1: was ended by signal 9, so all shards were ended"):
         engine.executor.row_tile(32)

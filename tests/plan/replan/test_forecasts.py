@@ -11,7 +11,6 @@ from weft.cost.hardware import find_hardware
 from weft.cost.padded import PaddedTime
 from weft.cost.shape import ModelShape
 from weft.errors import PlanError
-from weft.plan.choose_layout import GIB
 from weft.plan.deploy import ReplicaKind
 from weft.plan.dispatch import ReplicaTime
 from weft.plan.layout import ReplicaLayout, parse_layout
@@ -75,7 +74,7 @@ SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "l
 
 def test_devices_when_jobs_end_then_the_layout_goes_from_shared_replicas_to_stages():
     """Eight jobs fill four replicas; one job with ordered sums has one home, and its microbatches fill stages."""
-    forecaster = DeviceForecaster(lambda jobs: AnalyticCost(SHAPE, find_hardware("h100")), 8192, 4, 10_000 * GIB)
+    forecaster = DeviceForecaster(lambda jobs: AnalyticCost(SHAPE, find_hardware("h100")), 8192, 4, 10_000 * 2**30)
     jobs = [RemainingJob(f"job{n}", 400, (1000,), 16, 10 + n) for n in range(8)]
     many = forecaster(jobs, ONE)
     assert str(many.planned.layout) == "spread:4" and many.now is not None
@@ -86,5 +85,5 @@ def test_devices_when_jobs_end_then_the_layout_goes_from_shared_replicas_to_stag
 
 
 def test_devices_when_a_layout_is_none_of_theirs_then_it_cannot_be():
-    forecaster = DeviceForecaster(lambda jobs: AnalyticCost(SHAPE, find_hardware("h100")), 8192, 4, 10_000 * GIB)
+    forecaster = DeviceForecaster(lambda jobs: AnalyticCost(SHAPE, find_hardware("h100")), 8192, 4, 10_000 * 2**30)
     assert forecaster([RemainingJob("a", 8, (100,), 16, 1)], UNLIKE).now is None

@@ -14,6 +14,7 @@ from weft.plan.program import Backward, Forward, Program
 from weft.plan.spread.in_step import InStepPlanner, in_step
 from weft.plan.spread.planner import SpreadPlanner
 from weft.plan.types import JobQueue
+from weft.simulate.interpret import simulate
 
 
 def plan(own: list[JobQueue], count: int, costs: tuple[LinearCost, ...] | None = None) -> Program:
@@ -49,6 +50,16 @@ def test_device_without_jobs_then_runs_as_many_microbatches_as_the_others():
     for instructions in program.stages:
         visits = [i for i in instructions if isinstance(i, Forward | Backward)]
         assert [type(i) for i in visits] == [Forward, Backward] * len(found)
+
+
+def test_simulation_when_devices_are_in_step_then_a_round_takes_as_long_as_its_slowest():
+    program = plan([job("a", 40, 30, home=0), job("b", 20, home=1, steps=1)], 2)
+    cost = LinearCost()
+    timeline = simulate(program, cost)
+    slowest = [max(own) for own in rounds(program)]
+    assert timeline.makespan_s == 2 * sum(slowest) * cost.token_s
+    begun = [[s.start_s for s in timeline.spans if s.stage == k and s.name == "forward"] for k in range(2)]
+    assert {*begun[1]} <= {*begun[0]} | {0.0}
 
 
 def test_checker_when_a_device_is_out_of_step_then_says_so():

@@ -76,7 +76,7 @@ def _possible_layouts(spec: RunSpec) -> list[str]:
 
 
 def _options(layout: str) -> LayoutOptions:
-    return LayoutOptions(None if layout == ONE_DEVICE else layout)
+    return LayoutOptions(None if layout == ONE_DEVICE else layout, may_be_auto=False)
 
 
 def _opener(layout: str) -> OpenEngine:

@@ -10,6 +10,7 @@ import typer
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, WeftError
+from weft.wording import counted
 
 if TYPE_CHECKING:
     from weft.migrate.openai_export import ExportedJob
@@ -72,7 +73,7 @@ def from_openai(
     for problem in problems:
         typer.echo(f"left out {problem}", err=True)
     if not moved:
-        raise ConfigError(f"none of its {len(problems)} jobs can be carried over.", where=str(export))
+        raise ConfigError(f"none of its {counted(len(problems), 'job')} can be carried over.", where=str(export))
     moved = with_own_names(moved)
     for mine in moved:
         for note in mine.notes:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weft.data.rows.sources import Source
+from weft.wording import counted
 
 QUIET_S = 2.0
 """What is done by then needs no bar."""
@@ -105,7 +106,7 @@ class PreparingBar:
         elif self._last_line is None or now - self._last_line >= BETWEEN_LINES_S:
             self._last_line = now
             share = f" ({min(self._done / self._total, 1):.0%})" if self._total and self._done else ""
-            self._say(f"{num_rows:,} rows{share}")
+            self._say(f"{counted(num_rows, 'row')}{share}")
 
     def _say(self, what: str) -> None:
         self._console.print(f"{self._title}: {what}", markup=False, highlight=False, soft_wrap=True)
@@ -116,4 +117,4 @@ class PreparingBar:
         if self._bar is not None:
             self._bar.progress.stop()
         if self._last_line is not None and kind is None:
-            self._say(f"{self._num_rows:,} rows done in {self._clock() - self._begun:.0f} s")
+            self._say(f"{counted(self._num_rows, 'row')} done in {self._clock() - self._begun:.0f} s")

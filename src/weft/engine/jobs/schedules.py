@@ -7,6 +7,7 @@ import math
 from weft.errors import ConfigError
 from weft.spec import JobSpec
 from weft.spec.choices.schedules import ScheduleSettings
+from weft.wording import counted
 
 _POLYNOMIAL_END = 1e-7
 
@@ -25,7 +26,7 @@ def check_steps(job: JobSpec, num_steps: int) -> None:
     asked = sum(each * num_steps if each < 1 else each for each in settings)
     if asked > num_steps + 1e-6:
         warmup, decay = (warmup_steps(each, num_steps) for each in settings)
-        told = f"{decay:,} steps of decay" + (f" and {warmup:,} of warm-up" if warmup else "")
+        told = f"{counted(decay, 'step')} of decay" + (f" and {warmup:,} of warm-up" if warmup else "")
         found = f"{told} are more than the {num_steps:,} of the job"
         raise ConfigError(f"{found}.", where="lr_scheduler_kwargs.num_decay_steps")
 

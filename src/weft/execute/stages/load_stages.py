@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from weft.backbone.load import choose_device, choose_dtype, load_config
+from weft.backbone.load import choose_device, load_config
 from weft.backbone.model_part import ModelPart, num_layers
 from weft.backbone.source import find_source, load_tokenizer
 from weft.backbone.tensor_parallel import why_undivided
@@ -15,9 +16,10 @@ from weft.cost.gather import GatherCost
 from weft.cost.hardware import DEVICES, Hardware, find_hardware
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
+from weft.data.first_rows import first_objective
 from weft.errors import ConfigError, ModelError
 from weft.execute.memory import ExpectedJobs
-from weft.execute.stages.stage import refuse_settings, refuse_undivided
+from weft.execute.stages.stage import compares, refuse_settings, refuse_undivided
 from weft.execute.stages.stage_devices import find_gpus
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
@@ -26,6 +28,7 @@ from weft.kernels.device import device_name, is_cpu
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.split import split_layers
 from weft.spec import BackboneSpec, RunSpec
+from weft.wording import counted
 
 WHERE = "--layout"
 ANY_GPU = "a100-40"
@@ -87,11 +90,16 @@ def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int =
     return AnalyticCost(shape, _hardware(spec) or DEVICES[ANY_GPU], num_stages, tensor, row_tile=row_tile, split=split)
 
 
-def untried_notes(spec: BackboneSpec) -> tuple[str, ...]:
+def untried_notes(spec: BackboneSpec, elsewhere: Hardware | None = None) -> tuple[str, ...]:
     """What whoever has a layout trained on GPUs should know."""
-    if is_cpu(choose_device(spec)):
+    if _is_on_cpu(spec, elsewhere):
         return ()
     return ("layouts on GPUs are new, and nobody has seen one train yet: compare an adapter with one device's.",)
+
+
+def _is_on_cpu(spec: BackboneSpec, elsewhere: Hardware | None) -> bool:
+    """Whether devices are CPUs: those of another kind if such are named, else those of this machine."""
+    return is_cpu(choose_device(spec)) if elsewhere is None else elsewhere.name == "cpu"
 
 
 def _hardware(spec: BackboneSpec) -> Hardware | None:
@@ -101,21 +109,27 @@ def _hardware(spec: BackboneSpec) -> Hardware | None:
     return None
 
 
-def gather_cost(spec: BackboneSpec, num_shards: int) -> GatherCost | None:
+def gather_cost(spec: BackboneSpec, num_shards: int, elsewhere: Hardware | None = None) -> GatherCost | None:
     """What gathering the weights takes devices that share them; None for devices that nobody knows."""
-    hardware = _hardware(spec)
+    hardware = elsewhere or _hardware(spec)
     if hardware is None:
         return None
     shape = ModelShape.from_config(load_config(find_source(spec.base_model)))
-    bytes_each = choose_dtype(spec, choose_device(spec)).itemsize
+    bytes_each = {"float32": 4, "bfloat16": 2}.get(spec.dtype, hardware.activation_bytes)
     return GatherCost(MemoryModel(shape, spec.quantize, activation_bytes=bytes_each, shards=num_shards), hardware)
 
 
-def check_layout(spec: RunSpec, layout: StageLayout) -> None:
-    """Raises what keeps a run from being trained by such replicas, as far as that is known before anything is read."""
+def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> None:
+    """Raises what keeps a run from being trained by such replicas, as far as that is known before anything is read.
+
+    `elsewhere`: what it is planned for, if not the devices of this machine.
+    """
+    if layout.tensor > 1 and not _is_on_cpu(spec.backbone, elsewhere):
+        raise ConfigError("tensor:N runs on CPUs only so far; use stages, shards or spread on GPUs.", where=WHERE)
     for size in layout.replica_sizes:
         find_parts(spec.backbone, size, layout.tensor)
-    find_gpus(spec.backbone, layout.num_devices, layout.gpus)
+    if elsewhere is None:
+        find_gpus(spec.backbone, layout.num_devices, layout.gpus)
     source = find_source(spec.backbone.base_model)
     if layout.are_shards and source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
@@ -126,6 +140,14 @@ def check_layout(spec: RunSpec, layout: StageLayout) -> None:
                 refuse_undivided(job)
         except ConfigError as error:
             raise error.at(f"jobs.{place}.{error.where}") from None
+
+
+def check_data(spec: RunSpec, base_dir: Path) -> None:
+    """ConfigError for a job whose data asks for what stages do not run, as far as its first rows tell."""
+    for place, job in enumerate(spec.jobs):
+        if first_objective(job, base_dir).reads_reference:
+            error = compares(job.objective)
+            raise error.at(f"jobs.{place}.{error.where}")
 
 
 def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[ModelPart]:
@@ -141,7 +163,9 @@ def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[Mod
             where=f"base_model {spec.base_model}",
         )
     if num_stages > count:
-        raise ConfigError(f"got {num_stages} stages; the model has {count} layers, so use 1 to {count}.", where=WHERE)
+        raise ConfigError(
+            f"got {num_stages} stages; the model has {counted(count, 'layer')}, so use 1 to {count}.", where=WHERE
+        )
     if tensor > 1:
         _refuse_tensor(spec, config, tensor)
     return cut_layers(config, count, num_stages)
@@ -149,8 +173,6 @@ def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[Mod
 
 def _refuse_tensor(spec: BackboneSpec, config: dict[str, Any], count: int) -> None:
     """ConfigError or ModelError if so many devices cannot share the layers of a backbone."""
-    if not is_cpu(choose_device(spec)):
-        raise ConfigError("tensor:N runs on CPUs only so far; use stages, shards or spread on GPUs.", where=WHERE)
     if spec.quantize != "none" or spec.kernels == "fused":
         setting = "kernels fused" if spec.kernels == "fused" else f"quantize {spec.quantize}"
         found = f"tensor:N has dense weights on the reference path, and here is {setting}; leave one of them out."

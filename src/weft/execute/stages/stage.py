@@ -52,7 +52,7 @@ def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
         raise ConfigError(found, where="adapter.init_lora_weights")
     named = OBJECTIVES.get(spec.objective)
     if named is not None and named.reads_reference:
-        raise _compares(spec.objective)
+        raise compares(spec.objective)
     if spec.adapter.trains_rows or (start is not None and start.trains_rows):
         found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
         raise ConfigError(found, where="adapter")
@@ -74,10 +74,11 @@ def refuse_whole(job: NewJob) -> None:
     refuse_settings(spec, job.start_spec)
     if any(data is not None and data.reads_reference for data in (job.batches.data, job.eval_data)):
         # What `auto` stands for is known by now.
-        raise _compares(spec.objective)
+        raise compares(spec.objective)
 
 
-def _compares(objective: str) -> ConfigError:
+def compares(objective: str) -> ConfigError:
+    """What is said of a job that compares with a reference; its objective may be auto."""
     named = "what its data asks for" if objective == "auto" else objective
     found = f"{named} compares with a reference, which stages do not run; train it without --layout."
     return ConfigError(found, where="objective")

@@ -23,7 +23,8 @@ from weft.execute.protocol import ReplicaFaultError, ReplicaLostError, StagedWor
 from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.stage import stage_places
 from weft.execute.stages.stage_devices import choose_backend, process_variables
-from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageOrder, hear, tell
+from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
+from weft.plan.layout import stage_names
 from weft.plan.pipeline.append import Lists
 from weft.spec import BackboneSpec
 from weft.starter import ChildProcess, ProcessOrder, start_process
@@ -78,6 +79,8 @@ class StageProcesses:
         self._num_tensor = tensor
         self._gpus = gpus
         self.replica_sizes = [len(parts) for parts in replicas]
+        self._names = stage_names(self.replica_sizes, are_shards=are_shards)
+        self._word = "stages" if len(replicas) == 1 else "shards" if are_shards else "replicas"
         parts = [part for own in replicas for part in own]
         self._orders = [
             StageOrder(place, backbone, part, len(parts), own, tensor, are_shards, choose_backend(gpus), memory_limit)
@@ -250,7 +253,7 @@ class StageProcesses:
         """Ends the replica of a stage that cannot go on, or of the one because of which it cannot."""
         if isinstance(error, WeftError):
             self._kill(range(len(self.processes)))
-            raise error
+            raise error.at(self._name(index)) if isinstance(error, StageMemoryError) else error
         until = time.monotonic() + BLAME_S
         while not self._gone and time.monotonic() < until:
             self._notice_ended()
@@ -291,10 +294,12 @@ class StageProcesses:
         if self._stands_alone or is_last or self._restarts[replica] >= RESTARTS:
             self._kill(range(len(self.processes)))
             hint = "Every job goes on from its last checkpoint with --resume."
-            self._lost = StageLostError(f"{how}, so all stages were ended.", where=name, hint=hint)
+            self._lost = StageLostError(f"{how}, so all {self._word} were ended.", where=name, hint=hint)
             raise self._lost
         self._kill(other for other in range(len(self.processes)) if self._replica(other) == replica)
-        self._gone[replica] = StageReplicaLostError(f"{how}, so its replica was ended.", where=name)
+        is_whole = self.replica_sizes[replica] * self._num_tensor == 1
+        told = f"{how}." if is_whole else f"{how}, so its replica was ended."
+        self._gone[replica] = StageReplicaLostError(told, where=name)
 
     def _is_gone(self, index: int) -> bool:
         return self._replica(index) in self._gone
@@ -304,7 +309,7 @@ class StageProcesses:
 
     def _name(self, index: int) -> str:
         stage, place = divmod(index, self._num_tensor)
-        return f"stage {stage}" if self._num_tensor == 1 else f"stage {stage}, device {place}"
+        return self._names[stage] if self._num_tensor == 1 else f"{self._names[stage]}, device {place}"
 
     def _kill(self, indices: Iterable[int]) -> None:
         for process in [self.processes[index] for index in indices]:

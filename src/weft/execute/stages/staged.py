@@ -94,7 +94,7 @@ class StagedExecutor:
         self.tokenizer = tokenizer
         ends = [*itertools.accumulate(stages.replica_sizes)]
         self._replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
-        self.facts = _facts_of(stages.ask("facts"), self._replicas, "shards" if in_step else "replicas")
+        self.facts = _facts_of(stages.ask("facts"), self._replicas, are_shards=in_step)
         self._jobs: dict[str, _StagedJob] = {}
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
@@ -391,17 +391,16 @@ class StagedExecutor:
         )
 
 
-def _facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], word: str) -> ReplicaFacts:
-    """The facts of all replicas from those of their stages; the last one has the model's own configuration.
-
-    `word`: what several of them are called.
-    """
+def _facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], *, are_shards: bool) -> ReplicaFacts:
+    """The facts of all replicas from those of their stages; the last one has the model's own configuration."""
+    word = "shards" if are_shards else "replicas"
     return dataclasses.replace(
         stages[-1],
         modules=tuple(path for device in replicas[0] for path in stages[device].modules),
         backbone_bytes=sum(facts.backbone_bytes * facts.tensor for facts in stages),
         kernels=f"{stages[-1].kernels}; {_in_words(replicas, word, stages[-1].tensor)}",
         replica_sizes=tuple(len(devices) for devices in replicas),
+        are_shards=are_shards,
     )
 
 

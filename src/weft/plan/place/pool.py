@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.job_state import Reason, ReasonCode
-from weft.plan.admit import Applicant, DeviceRoom, size
+from weft.plan.admit import Applicant, DeviceRoom
 from weft.plan.place.types import Replica, or_inf
+from weft.wording import counted, size
 
 MAX_SEATINGS = 6000
 """How many jobs a walk may seat while it tries to pack all anew, some 50 ms; a third of that in one try."""
@@ -181,7 +182,8 @@ class PooledRoom:
         taken = self._taken
         left = (taken.usable_bytes - taken.held_bytes)[taken.num_jobs < taken.max_jobs]
         if not len(left):
-            text = f"waits for a place: {len(self.order)} jobs train on {len(self._open)} replicas, which have no more"
+            others = f"{counted(len(self.order), 'job')} on {counted(len(self._open), 'replica')}"
+            text = f"waits for a place: there is none beside {others}"
             return Reason(ReasonCode.NO_PLACE, text)
         most, needs = size(int(left.max())), size(applicant.num_bytes)
         text = f"waits for memory: it needs {needs}, and no replica with a place has more than {most} left"

@@ -31,8 +31,8 @@ from weft.cost.memory import MemoryModel, rank_class
 from weft.cost.shape import ModelShape
 from weft.errors import PlanError
 from weft.families.kept import RECOMPUTE
-from weft.plan.admit import size
 from weft.plan.sweep.types import Configuration
+from weft.wording import size
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -8,8 +8,7 @@ from typing import Any
 
 from weft.cost.shape import ALL_LINEAR, chosen_linears
 from weft.errors import PlanError
-
-GIB = 2**30
+from weft.wording import counted, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ class SweepPlan:
                     duration(pack.end_s),
                     f"{pack.capacity:,}",
                     pack.recompute,
-                    f"{pack.gpu_bytes / GIB:.1f} GiB",
+                    size(pack.gpu_bytes),
                     f"{len(pack.configurations)}: {names}{f' and {more} more' if more > 0 else ''}",
                 )
             )
@@ -158,8 +157,8 @@ class SweepPlan:
         count = sum(len(pack.configurations) for pack in self.packs)
         gpus = f"{self.num_gpus} x {self.device}"
         lines = [
-            f"{count} configuration{'s' * (count != 1)}, {self.num_tokens:,} tokens, in {len(self.packs)} "
-            f"pack{'s' * (len(self.packs) != 1)} on {gpus}: about {duration(self.makespan_s)} (a model's estimate, all "
+            f"{counted(count, 'configuration')}, {self.num_tokens:,} tokens, in "
+            f"{counted(len(self.packs), 'pack')} on {gpus}: about {duration(self.makespan_s)} (a model's estimate, all "
             "trained to their end)",
             f"at least {duration(self.lower_bound_s)} for any plan: this one is within "
             f"{self.approximation_ratio - 1:.1%} of the best",

@@ -13,6 +13,7 @@ from weft.report import readable
 from weft.report.readable import one_line
 from weft.report.sweep.board import Board, BoardTrial, read_board
 from weft.report.sweep.params import Axis, shortened, value_label, varied_axes
+from weft.wording import counted
 
 STATE_STYLES = {"done": "green", "training": "cyan", "waiting": "dim", "stopped": "yellow", "failed": "red"}
 MAX_NAME = 28
@@ -38,7 +39,7 @@ def leaderboard_table(board: Mapping[str, Any], limit: int = 20) -> Table:
         table.add_row(*_row(known, place, axes))
     hidden = len(known.trials) - len(shown)
     if hidden:
-        table.caption = Text(f"… and {hidden} more trial{'s' * (hidden > 1)}", style="dim")
+        table.caption = Text(f"… and {counted(hidden, 'more trial')}", style="dim")
     return table
 
 

@@ -20,6 +20,7 @@ from weft.serve.errors import NotFound, OverLimit, Unsure
 from weft.serve.jobs.training_file import Report, check_training_file
 from weft.serve.records import files
 from weft.serve.records.rows import DbRow
+from weft.wording import counted
 
 PURPOSE = "fine-tune"
 """The one purpose of a file that the API takes."""
@@ -108,7 +109,7 @@ def refuse_problems(report: Report, param: str) -> None:
     """Raises a 400 that lists the wrong lines, if there are any."""
     if report.problems:
         first, rest = report.problems[0], len(report.problems) - 1
-        more = f" (and {rest} more problem{'s' if rest > 1 else ''})" if rest else ""
+        more = f" (and {counted(rest, 'more problem')})" if rest else ""
         problems = [{"line": p.line, "message": p.message} for p in report.problems]
         raise invalid(first.message + more, param, "invalid_training_file", problems=problems)
 

@@ -19,6 +19,7 @@ from weft.errors import DataError
 from weft.objectives.registry import choose_objective
 from weft.serve.settings import ServiceLimits
 from weft.spec.fields import describe
+from weft.wording import counted
 
 MAX_PROBLEMS = 20
 """After so many problems the rest of the file is not read."""
@@ -76,7 +77,7 @@ def check_training_file(
             problems.append(Problem(number, f"{name}: has more than {limits.max_samples:,} samples."))
             break
     if not problems and count < least:
-        problems.append(Problem(None, f"{name}: has {count} samples; at least {least} are needed."))
+        problems.append(Problem(None, f"{name}: has {counted(count, 'sample')}; at least {least} are needed."))
     return Report(count, chosen, tuple(problems))
 
 

@@ -1,0 +1,90 @@
+"""The forecast of a run over several replicas, or over devices that share weights, by the planner that trains it.
+
+Jobs are at home on one replica, those with free sums on all; what each stage does when, comes from the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from weft.cost.analytic import AnalyticCost
+from weft.cost.gather import ShardCost
+from weft.plan.program import Forward, Program
+from weft.plan.spread.homes import choose_homes
+from weft.plan.spread.in_step import in_step
+from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.types import Limits
+from weft.simulate.forecast import ALL, ROW_TILE, Forecast, JobOutline, forward_s, groups_of, most_held, unusual_bytes
+from weft.simulate.interpret import simulate
+from weft.simulate.timeline import Timeline
+
+
+def forecast_replicas(
+    jobs: Sequence[JobOutline], capacity: int, costs: Sequence[AnalyticCost], *, are_shards: bool = False
+) -> Forecast:
+    """The forecast of a run on replicas that cost so much each.
+
+    `are_shards`: they are the devices of one; the cost is that of a device with all weights of its own.
+    """
+    sizes = tuple(cost.num_stages for cost in costs)
+    times = [ShardCost(cost, len(costs)) if are_shards else cost for cost in costs]
+    homes = choose_homes({job.queue.job: job.num_tokens for job in jobs if not job.is_free}, sizes, {})
+    queues = [replace(job.queue, home=homes.get(job.queue.job)) for job in jobs]
+    program = SpreadPlanner(sizes, tuple(times))(queues, Limits(capacity, max_microbatches=ALL))
+    program = in_step(program) if are_shards else program
+    timeline = simulate(program, times)
+    microbatches = [m for m in program.microbatches if m.segments]
+    tokens, num_rounds = sum(m.num_tokens for m in microbatches), max(len(queue.batches) for queue in queues)
+    needs = _stage_needs(jobs, homes, program, timeline, costs, times)
+    return Forecast(
+        jobs=tuple(jobs),
+        groups=groups_of([queue.job for queue in queues], microbatches),
+        device=costs[0].hardware.name,
+        num_stages=program.num_stages,
+        stage_layers=tuple(cost.memory.layers(stage) for cost in costs for stage in range(cost.num_stages)),
+        capacity=capacity,
+        schedule="in step" if are_shards else f"{len(sizes)} replicas",
+        program=program,
+        timeline=timeline,
+        num_microbatches=len(microbatches),
+        fewest_microbatches=max(num_rounds, -(-tokens // capacity)),
+        fill=tokens / (len(microbatches) * capacity),
+        planned_tokens=tokens,
+        num_rounds=num_rounds,
+        total_tokens=sum(job.num_tokens for job in jobs),
+        # A job is evaluated where it is at home, one that all have on the first.
+        eval_s=max(
+            sum(forward_s(job, capacity, times[place], size) for job in jobs if homes.get(job.queue.job, 0) == place)
+            for place, size in enumerate(sizes)
+        ),
+        stage_bytes=tuple(num_bytes for num_bytes, _ in needs),
+        device_bytes=costs[0].hardware.memory_bytes,
+        largest_capacity=min(most for _, most in needs),
+        keeps_order=not any(job.is_free for job in jobs),
+        tensor_parallel=costs[0].tensor_parallel,
+    )
+
+
+def _stage_needs(
+    jobs: Sequence[JobOutline],
+    homes: Mapping[str, int],
+    program: Program,
+    timeline: Timeline,
+    costs: Sequence[AnalyticCost],
+    times: Sequence[AnalyticCost | ShardCost],
+) -> list[tuple[int, int]]:
+    """Of every stage: the most that it takes, and the largest microbatch that it has room for."""
+    found = []
+    for replica, stages in enumerate(program.replicas):
+        cost, memory = costs[replica], times[replica].memory
+        there = [job for job in jobs if homes.get(job.queue.job, replica) == replica]
+        ranks = [job.rank for job in there]
+        run = [program.microbatches[i.microbatch] for i in program.stages[stages.start] if isinstance(i, Forward)]
+        rows = max((cost.rows([s.length for s in m.segments]) for m in run), default=0)
+        for stage, place in enumerate(stages):
+            held, more = most_held(timeline, place), unusual_bytes(there, cost, stage)
+            needed = memory.total_bytes(rows, ranks, stage=stage, num_held=held) + more
+            room = cost.hardware.memory_bytes - more
+            found.append((needed, memory.most_rows(room, ranks, ROW_TILE, stage, held)))
+    return found
