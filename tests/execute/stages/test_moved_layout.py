@@ -151,6 +151,7 @@ def test_run_when_it_moves_then_its_directory_names_all_layouts(tmp_path, monkey
     moving, _ = engine_in("spread:2", Says({2: "spread:2", 1: ONE}), own)
     with RunDirectory.open(path, resume=False) as directory:
         execute_run(PreparedRun(spec, moving), directory, on_event=lambda _: None)
+    assert RunDirectory.record_of(path).layouts == ("spread:2", ONE)
     for layout in (ONE, "stages:2"):
         engine, _ = engine_in(layout, Says({}), own)
         with RunDirectory.open(path, resume=True) as directory:

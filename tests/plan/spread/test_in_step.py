@@ -53,13 +53,13 @@ def test_device_without_jobs_then_runs_as_many_microbatches_as_the_others():
 
 
 def test_simulation_when_devices_are_in_step_then_a_round_takes_as_long_as_its_slowest():
-    program = plan([job("a", 40, 30, home=0), job("b", 20, home=1, steps=1)], 2)
-    cost = LinearCost()
-    timeline = simulate(program, cost)
-    slowest = [max(own) for own in rounds(program)]
-    assert timeline.makespan_s == 2 * sum(slowest) * cost.token_s
-    begun = [[s.start_s for s in timeline.spans if s.stage == k and s.name == "forward"] for k in range(2)]
-    assert {*begun[1]} <= {*begun[0]} | {0.0}
+    """Alone, each device would be done sooner."""
+    own = [job(name, length, home=home, steps=1) for name, length, home in (("a", 40, 0), ("b", 30, 0), ("c", 30, 1))]
+    program = plan([*own, job("d", 40, home=1, steps=1)], 2)
+    assert rounds(program) == [[40, 30], [30, 40]]
+    assert simulate(program, LinearCost()).makespan_s == 2 * (40 + 40)
+    apart = dataclasses.replace(program, is_in_step=False)
+    assert simulate(apart, LinearCost()).makespan_s == 2 * (40 + 30)
 
 
 def test_checker_when_a_device_is_out_of_step_then_says_so():
