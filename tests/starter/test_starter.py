@@ -137,7 +137,7 @@ def test_process_when_killed_before_it_runs_then_it_never_does(start, starter, t
     os.kill(starter._process.pid, signal.SIGSTOP)
     process = start("stay")
     process.kill()
-    assert process.wait() == process.returncode == -signal.SIGKILL
+    assert process.wait() == process.returncode == -signal.SIGKILL and process.pid == 0
     os.kill(starter._process.pid, signal.SIGCONT)
     assert start("done").wait(60) == 0
     assert (tmp_path / "done").exists() and not (tmp_path / "stay").exists()
