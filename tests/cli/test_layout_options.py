@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from weft.cli.layout_options import LayoutOptions
 from weft.cost.hardware import find_hardware
 from weft.errors import WeftError
 from weft.plan.pipeline.build import Schedule
-from weft.spec import AdapterSpec, JobSpec, RunSpec, load_run
+from weft.spec import AdapterSpec, JobSpec, RunSpec
 
 JOBS = (JobSpec("job", ("data.jsonl",)),)
 
@@ -79,22 +78,6 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
     assert LayoutOptions("tensor:1").stages is None
 
 
-def test_layout_when_it_is_auto_and_the_data_are_pairs_then_is_one_device_that_stays(tmp_path):
-    """Only the data says that they are compared with a reference, which stages do not run."""
-    rows = [{"prompt": f"Add {i}.", "chosen": "yes", "rejected": "no"} for i in range(4)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    jobs = tmp_path / "jobs.yaml"
-    jobs.write_text("base_model: tiny\ndevice: cpu\njobs: [{name: a, train_data: pairs.jsonl, max_steps: 1}]\n")
-    options, reasons, may_change, _ = with_layout(load_run(jobs), LayoutOptions("auto"), tmp_path)
-    assert options.layout is None and reasons[0].startswith("one device, because job a compares with a reference")
-    assert not may_change
-    # A layout that was named is refused by the first rows, before any weight is read.
-    with pytest.raises(WeftError) as found:
-        LayoutOptions("stages:2").check_data(load_run(jobs), tmp_path)
-    assert str(found.value).startswith("jobs.0.objective: what its data asks for compares with a reference")
-    LayoutOptions("stages:1").check_data(load_run(jobs), tmp_path)
-
-
 def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():
     """Whatever the machine has; nobody but `weft train` chooses."""
     spec = RunSpec(base_model="tiny", device="cpu", jobs=(JobSpec("job", ("data.jsonl",), sums="free"),))
@@ -154,9 +137,6 @@ def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
     assert "leave --replicas out" in refusal("stages:2", flags=("--replicas", "2"))
     assert "set kernels=fused too" in refusal("stages:2", recompute="mlp")
     assert refusal("stages:2", jobs=(JobSpec("job", ("data.jsonl",), optim="adamw_8bit"),)).startswith("jobs.0.optim:")
-    for objective in ("dpo", "kto", "distillation"):
-        job = JobSpec("job", ("data.jsonl",), objective=objective)
-        assert refusal("stages:2", jobs=(job,)).startswith(f"jobs.0.objective: {objective} compares with a reference")
     assert refusal(None, "gpipe") == "--schedule: is for stages; give --layout stages:N too."
     assert refusal("spread:2", "gpipe").startswith("--schedule: is for one replica in stages; leave it out")
     assert refusal("stages:2", "gpip").endswith("Did you mean gpipe?")

@@ -157,15 +157,19 @@ def stored_student(name: str, backbone: Any, top_k: int, **settings: Any) -> Job
     return spec, JobData(told(data.train), None)
 
 
-def test_student_when_its_data_holds_what_a_teacher_said_then_learns_as_from_the_teacher_itself():
+def test_student_when_its_data_holds_what_a_teacher_said_then_learns_as_from_the_teacher_itself(caplog):
     backbone = random_backbone("llama")
     live = train(backbone, [student("mine", 0, teacher="base", max_steps=6, distillation_top_k=5)])["mine"]
     stored = stored_student("mine", backbone, 8, max_steps=6, distillation_top_k=5)
     found = train(backbone, [stored])["mine"]
     assert found.losses == pytest.approx(live.losses, rel=1e-4)
     assert_same_bits(found, train(backbone, [small_job("n0"), stored], capacity=90)["mine"])
-    every = train(backbone, [stored_student("mine", backbone, 8, max_steps=6)])["mine"]
+    stored = stored_student("mine", backbone, 8, max_steps=6)
+    every = train(backbone, [stored])["mine"]
     assert every.losses != found.losses
+    beside = student("live", 0, teacher="base", max_steps=6)
+    assert_same_bits(every, train(backbone, [beside, stored], capacity=200)["mine"])
+    assert not caplog.records, "they share microbatches, though one teacher says more than the other"
 
 
 def test_student_when_it_has_no_teacher_or_two_then_is_refused():

@@ -27,7 +27,7 @@ from weft.engine.engine import Engine
 from weft.errors import ConfigError
 from weft.execute import eva as execute_eva
 from weft.execute.eva import MOST_PASSES, PASS_TOKENS, passes, principal_inputs
-from weft.execute.stages.stage import refuse_settings
+from weft.execute.stages.refusals import refuse_settings
 from weft.inference.attach import attach_adapter, read_named
 from weft.spec import AdapterSpec, JobSpec
 from weft.spec.eva import EvaSpec

@@ -252,17 +252,17 @@ def _labelled_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[Lab
 
 
 def _taught_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[TaughtRows, ...]:
-    """The rows that learn from teachers, objective by objective."""
-    of_objectives: dict[Distillation, list[int]] = {}
+    """The rows that learn from teachers, objective by objective, and apart where teachers say more or less of a row."""
+    of_objectives: dict[tuple[Distillation, int | None], list[int]] = {}
     for segment, item in enumerate(placed):
         if item.distillation is not None:
-            of_objectives.setdefault(item.distillation, []).append(segment)
+            assert item.reference is not None, "a teacher speaks of every sample"
+            of_objectives.setdefault((item.distillation, item.reference.num_told), []).append(segment)
     found = []
-    for objective, segments in of_objectives.items():
+    for (objective, _), segments in of_objectives.items():
         own = [_predicted(placed[s].sample) for s in segments]
         counts = [len(tokens) for tokens in own]
         teacher = tuple(each for s in segments if (each := placed[s].reference) is not None)
-        assert len(teacher) == len(segments), "a teacher speaks of every sample"
         found.append(
             TaughtRows(
                 objective=objective,

@@ -14,9 +14,13 @@ class ReferenceRows:
     numbers are the same.
     """
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Sample, num_told: int | None = None) -> None:
+        """`num_told`: where the data holds what is said, the tokens that are named in the place of each."""
+        self.num_told = num_told
         self._sample: Sample | None = sample
         self._values: tuple[torch.Tensor, ...] = ()
+        self.is_coming = False
+        """Whether the sample is about to run, so that nobody else need ask."""
 
     @property
     def sample(self) -> Sample:
@@ -26,8 +30,13 @@ class ReferenceRows:
 
     @property
     def is_known(self) -> bool:
-        """Whether the reference has spoken."""
-        return bool(self._values)
+        """Whether the reference has spoken; what it said, only the last of several stages hears."""
+        return self._sample is None
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether somebody has yet to run the sample through the reference."""
+        return not (self.is_known or self.is_coming)
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
@@ -44,3 +53,7 @@ class ReferenceRows:
     def learn(self, *values: torch.Tensor) -> None:
         """Takes what the reference says."""
         self._values, self._sample = values, None
+
+    def let_go(self) -> None:
+        """Drops what was said: who had to know it has read it, and it is not kept."""
+        self._values = ()

@@ -71,6 +71,12 @@ class ReferenceStageRunner:
         left_TD = self._path.hidden(batch, row_tile, entering_TD=entering_TD)
         return left_TD, self._path.judge(left_TD, batch, begun) if self.part.is_last else None
 
+    @torch.no_grad()
+    def read(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
+        """The same without scores: what leaves, or the last stage's hidden states of supervised rows (N, D)."""
+        left_TD = self._path.hidden(batch, row_tile, entering_TD=entering_TD)
+        return left_TD[batch.supervised_N] if self.part.is_last else left_TD
+
     def forget(self) -> None:
         """Lets go of all microbatches that wait for their backward."""
         self._in_flight.clear()

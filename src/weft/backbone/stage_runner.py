@@ -46,6 +46,10 @@ class StageRunner(Protocol):
         """Runs a microbatch forward only: what leaves, and the last stage's scores."""
         ...
 
+    def read(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
+        """The same without scores: what leaves, or the last stage's hidden states of supervised rows (N, D)."""
+        ...
+
     def forget(self) -> None:
         """Lets go of all microbatches that wait for their backward."""
         ...

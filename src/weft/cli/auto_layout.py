@@ -113,12 +113,7 @@ def machine_of(spec: RunSpec, device: str, num_devices: int | None) -> Machine:
 def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path, machine: Machine | None = None) -> AutoLayout:
     """What was asked for with a layout in the place of auto: the choice among the devices of a machine, or of this."""
     machine = machine or machine_here(spec)
-    data = _train_data(spec, base_dir)
-    for job, own in zip(spec.jobs, data, strict=True):
-        if own is not None and own.reads_reference:
-            why = f"one device, because job {job.name} compares with a reference, which stages do not run"
-            return AutoLayout(LayoutOptions(), (why,), may_change=False)
-    choice = _choice(spec, _jobs(spec, data), machine)
+    choice = _choice(spec, _jobs(spec, _train_data(spec, base_dir)), machine)
     # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried; and a schedule is for
     # stages, which others might not have.
     may_change = machine.is_cpu and asked.schedule is None

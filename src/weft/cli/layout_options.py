@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -110,13 +109,6 @@ class LayoutOptions:
             from weft.execute.stages.load_stages import check_layout
 
             check_layout(spec, self.stages, elsewhere)
-
-    def check_data(self, spec: RunSpec, base_dir: Path) -> None:
-        """ConfigError for jobs whose data asks for what no such layout does; of the data the first rows are read."""
-        if self.stages is not None:
-            from weft.execute.stages.load_stages import check_data
-
-            check_data(spec, base_dir)
 
     def check_alone(self, replica_flags: Sequence[str]) -> None:
         """ConfigError if other options say which replicas there are, or one of these says nothing that is known."""

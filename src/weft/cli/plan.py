@@ -120,7 +120,6 @@ def _layout(spec: RunSpec, layout: str, device: str, gpus: int | None, base_dir:
         options, lines, *_ = with_layout(spec, options, base_dir, machine)
     else:
         options.check(spec, (), machine.elsewhere)
-        options.check_data(spec, base_dir)
         _, memory, lines = predicted_on(spec, layout, base_dir, machine)
         hardware = replace(hardware, memory_bytes=memory)
     return _PlannedLayout(options, hardware, (*lines, *options.notes(spec, machine.elsewhere)))

@@ -95,7 +95,6 @@ def train(
         starter.begin()
     try:
         stages.check(spec, options.flags)
-        stages.check_data(spec, jobs_file.parent)
     except ConfigError as error:
         if error.where is None or not error.where.startswith("jobs."):
             raise

@@ -245,7 +245,7 @@ class StagedRun:
                 scores.setdefault((segment.job, segment.step), []).append((segment, score))
             if microbatch.segments:
                 jobs, tokens = tuple(microbatch.job_tokens), microbatch.num_tokens
-                done.append(MicrobatchDone(jobs, tokens, found.num_rows, found.seconds))
+                done.append(MicrobatchDone(jobs, tokens, found.num_rows, found.seconds, found.num_heard))
             for step in completes.get(k, []):
                 job = self._jobs[step[0]]
                 if not (job.progress.diverged or step[0] in lost):

@@ -66,12 +66,12 @@ class TimelineRecorder:
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "adapter": 4, "plan": 5, "prepare": 6}
-        lanes |= {"write": 7, "compile": 8, "move": 9, "forward": 1, "backward": 1}
+        lanes |= {"write": 7, "compile": 8, "move": 9, "forward": 1, "backward": 1, "reference": 1}
         return trace_json([span_event(span, lanes.get(span.name, 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:
         """What has been recorded, in the form that the simulator predicts."""
-        computes = ("forward_backward", "forward", "backward", "step")
+        computes = ("forward_backward", "reference", "forward", "backward", "step")
         lanes = [timeline.COMPUTE if span.name in computes else span.name for span in self.spans]
         return timeline.Timeline(
             tuple(dataclasses.replace(span, lane=lane) for span, lane in zip(self.spans, lanes, strict=True)),

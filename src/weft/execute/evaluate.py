@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.backbone.backbone import Backbone
-from weft.backbone.packed import Placed, pack_samples
+from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.scores import PendingScores
 from weft.data.dataset import Dataset
 from weft.execute.protocol import EvaluationOutcome
@@ -44,12 +44,7 @@ class EvaluationInFlight:
         ]
         for owners, placed in evaluation_microbatches(backbone, requests, capacity, row_tile):
             batch = pack_samples(placed, row_tile, backbone.device)
-            asked = [
-                Asked(reference, slot, rows)
-                for (slot, _, reference), rows in zip((requests[o] for o in owners), batch.references, strict=True)
-                if reference is not None and rows is not None
-            ]
-            hear_references(backbone, asked, row_tile, capacity)
+            hear_references(backbone, evaluation_asked(requests, owners, batch), row_tile, capacity)
             self._running.append((owners, backbone.look(batch, row_tile)))
         self._ended = DeviceEvent(backbone.device)
 
@@ -57,6 +52,15 @@ class EvaluationInFlight:
         """Waits for them. The means are summed sample by sample in the given order; NaN if nothing is supervised."""
         means = mean_of(self._running, self._num_requests)
         return EvaluationOutcome(means, self._ended.seconds_since(self._begun), self._ended.wait())
+
+
+def evaluation_asked(requests: Sequence[ScoreRequest], owners: Sequence[int], batch: PackedBatch) -> list[Asked]:
+    """What a microbatch has to know of references; given: the request of each sample."""
+    return [
+        Asked(reference, slot, rows)
+        for (slot, _, reference), rows in zip((requests[o] for o in owners), batch.references, strict=True)
+        if reference is not None and rows is not None
+    ]
 
 
 def mean_of(running: Sequence[tuple[list[int], PendingScores]], num_requests: int) -> list[MeanScores]:

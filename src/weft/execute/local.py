@@ -152,7 +152,7 @@ class LocalExecutor:
         weights, reference = self.jobs[job].weights, self.jobs[job].reference
         has_place = False
         try:
-            with _told_of_device():
+            with told_of_device():
                 if job in self._unseen:
                     given = self.jobs[job].given
                     start_from_inputs(self.backbone, weights.adapter, given.batches, given.spec.seed)
@@ -192,7 +192,7 @@ class LocalExecutor:
 
     def keep_best(self, job: str) -> None:
         """Keeps a copy of a job's weights as the best so far."""
-        with _told_of_device():
+        with told_of_device():
             self.jobs[job].weights.keep_best()
 
     def use_best(self, job: str) -> None:
@@ -243,14 +243,14 @@ class LocalExecutor:
 
     def prepare(self, work: MicrobatchWork) -> None:
         """Packs a microbatch; it is used if the very same is started before a job comes or goes."""
-        with _told_of_device():
+        with told_of_device():
             self._ready = (work, pack_microbatch(self.backbone, self.jobs, work))
 
     def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
         """Starts work on the device; on a CPU most of it is done when this returns."""
         self._num_started += 1
         number = self._num_started
-        with _told_of_device():
+        with told_of_device():
             if isinstance(work, CheckpointWork | AdapterWork):
                 job, names = self.jobs[work.job], self.target_names(work.job)
                 write = writing(work, job, self.facts.base_model, names, self.backbone.embeddings)
@@ -264,7 +264,7 @@ class LocalExecutor:
         if ticket.number in self._writing:
             written: Any = self._writing.pop(ticket.number).result()
             return written  # type: ignore[no-any-return]
-        with _told_of_device():
+        with told_of_device():
             outcome: OutcomeT = self._started.pop(ticket.number)()
         return outcome
 
@@ -280,7 +280,7 @@ class LocalExecutor:
             MicrobatchInFlight(self.backbone, twins, work, pack_microbatch(self.backbone, twins, work)).outcome()
 
         try:
-            with _told_of_device():
+            with told_of_device():
                 return measure(self.backbone, run)
         finally:
             for twin in twins.values():
@@ -387,7 +387,7 @@ def environment(backbone: Backbone) -> dict[str, Any]:
 
 
 @contextmanager
-def _told_of_device() -> Iterator[None]:
+def told_of_device() -> Iterator[None]:
     """Whoever runs out of memory inside or meets a failed device, the engine hears it in its own words."""
     try:
         with memory_errors():

@@ -10,7 +10,7 @@ steps              → each job alone is checked, clipped, stepped
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -19,7 +19,7 @@ from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.scores import PendingScores
 from weft.execute.optimizers.step_together import step_together
 from weft.execute.protocol import MicrobatchOutcome, MicrobatchWork, NewJob, StepOrder
-from weft.execute.references import Asked, JobReference, hear_references
+from weft.execute.references import Asker, JobReference, asked_for, hear_references
 from weft.execute.weights import JobWeights
 from weft.kernels.adamw import Updated
 from weft.kernels.device_event import DeviceEvent
@@ -36,20 +36,25 @@ class ExecutedJob:
     reference: JobReference | None = None
     """What its objective compares with, where it does."""
 
+    @property
+    def asker(self) -> Asker | None:
+        """It, where it compares."""
+        return None if self.reference is None else Asker(self.reference, self.weights.slot, self.given.batches)
+
     def place(self, segment: Segment, row_tile: int) -> Placed:
         """The sample of a segment with all the backbone needs to know of it; changes nothing."""
-        reference, slot = self.reference, self.weights.slot
-        member = self.given.batches[segment.step].members[segment.index]
-        placed = place_segment(self.given, slot, segment)
-        return placed if reference is None else replace(placed, reference=reference.rows(member.own, slot, row_tile))
+        return place_segment(self.given, self.weights.slot, segment, self.reference, row_tile)
 
 
-def place_segment(job: NewJob, slot: int | None, segment: Segment) -> Placed:
-    """The sample of a segment whose job sits on a slot, and compares with nobody."""
+def place_segment(
+    job: NewJob, slot: int | None, segment: Segment, reference: JobReference | None, row_tile: int
+) -> Placed:
+    """The sample of a segment whose job sits on a slot, and compares with this reference or with nobody."""
     batches, seed, step = job.batches, job.spec.seed, segment.step
     batch = batches[step]
+    member = batch.members[segment.index]
     return Placed(
-        sample=batch.members[segment.index].sample,
+        sample=member.sample,
         slot=slot,
         weight=1.0 / batch.divisor,
         dropout_key=mix(seed, step, segment.index),
@@ -57,6 +62,7 @@ def place_segment(job: NewJob, slot: int | None, segment: Segment) -> Placed:
         is_apart=job.spec.sums == "free",
         objective=batches.data.judge,
         head=batches.data.head,
+        reference=None if reference is None else reference.rows(member.own, slot, row_tile),
         distillation=batches.data.distillation,
     )
 
@@ -76,7 +82,8 @@ class MicrobatchInFlight:
     def __init__(self, backbone: Backbone, jobs: Jobs, work: MicrobatchWork, batch: PackedBatch) -> None:
         self._owners = [segment.job for segment in work.microbatch.segments]
         self._begun = DeviceEvent(backbone.device)
-        asked = _asked(jobs, work, batch)
+        askers = {name: jobs[name].asker for name in work.microbatch.job_tokens}
+        asked = asked_for(work.microbatch, batch, work.row_tile, askers)
         self._num_heard = hear_references(backbone, asked, work.row_tile, batch.num_rows)
         self._num_rows = batch.num_rows + self._num_heard
         self._running: PendingScores = backbone.launch(batch, work.row_tile)
@@ -92,35 +99,6 @@ class MicrobatchInFlight:
         places = {order.job: place for place, order in enumerate(orders)}
         owners = [places.get(owner, -1) for owner in self._owners]
         return take_steps(jobs, orders, self._running.finite(owners, len(orders)))
-
-
-def _asked(jobs: Jobs, work: MicrobatchWork, batch: PackedBatch) -> list[Asked]:
-    """What a microbatch has to know of references; where somebody has to speak anyway, also what its jobs will have to,
-    as far as there is room for it in one pass as large as the microbatch."""
-    asked: list[Asked] = []
-    steps: dict[str, int] = {}
-    for segment, rows in zip(work.microbatch.segments, batch.references, strict=True):
-        if rows is not None:
-            job = jobs[segment.job]
-            assert job.reference is not None
-            asked.append(Asked(job.reference, job.weights.slot, rows))
-            if not rows.is_known and job.reference.keeps:
-                steps.setdefault(segment.job, segment.step)
-    known = {each.rows for each in asked}
-    room = batch.num_rows - sum(each.num_tokens for each in asked)
-    for name, step in steps.items():
-        job = jobs[name]
-        assert job.reference is not None
-        for sample in job.given.batches.samples_from(step):
-            rows = job.reference.rows(sample, job.weights.slot, work.row_tile)
-            if rows not in known:
-                later = Asked(job.reference, job.weights.slot, rows)
-                room -= later.num_tokens
-                if room < 0:
-                    return asked
-                known.add(rows)
-                asked.append(later)
-    return asked
 
 
 def take_steps(

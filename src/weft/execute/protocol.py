@@ -232,6 +232,8 @@ class StagedWork(Work[StagedOutcome]):
     kept: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """Jobs and steps behind which a copy of the job's state is kept for a checkpoint, each with the first step of which
     such a copy may still be wanted."""
+    hears: bool = False
+    """Whether a job of it compares with a reference: devices in step then ask each other who has one to hear."""
 
 
 @dataclass(frozen=True)

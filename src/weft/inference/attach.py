@@ -132,6 +132,19 @@ def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_mod
             )
 
 
+def own_part(backbone: Backbone, stored: StoredAdapter) -> StoredAdapter | None:
+    """What of an adapter sits in the part of a model that a backbone is, and what fits nowhere; None if nothing does.
+
+    Of a whole model it is the adapter itself.
+    """
+    if backbone.part is None:
+        return stored
+    method = method_of(stored.spec)
+    elsewhere = {*backbone.paths_for(method)} - backbone.shapes_for(method).keys()
+    tensors = {path: own for path, own in stored.tensors.items() if path not in elsewhere}
+    return replace(stored, tensors=tensors) if tensors else None
+
+
 def attach_adapter(backbone: Backbone, stored: StoredAdapter, *, with_head: bool = False) -> int:
     """Puts an adapter that answers, and does not train, on a free slot and returns the slot; AdapterFileError says why
     it does not fit the backbone. One with a head does not answer: only `with_head` it is attached."""

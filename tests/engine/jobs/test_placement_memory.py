@@ -54,7 +54,8 @@ class FakeGpu:
         executor.backbone = SimpleNamespace(  # type: ignore[assignment]
             device=torch.device("cuda"), path=path, activation_bytes=self.activations
         )
-        executor.facts = SimpleNamespace(weight_bytes=weight_bytes(executor.backbone))  # type: ignore[assignment]
+        facts = SimpleNamespace(weight_bytes=weight_bytes(executor.backbone), replica_sizes=(1,))
+        executor.facts = facts  # type: ignore[assignment]
         named: Any = {job.spec.name: job for job in jobs}
         self.places = Placement(executor, named, max_jobs=None, job_memory=None, weights={})
         self.places._seated = {job.name for job in jobs if job.allocated}

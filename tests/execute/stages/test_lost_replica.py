@@ -7,6 +7,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from tiny_models import flat, job_spec, random_data, submit, train
 
 from weft.backbone.load import load_backbone
 from weft.cost.types import LinearCost
+from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobWarning, StepDone
 from weft.execute.stages.load_stages import find_parts
 from weft.execute.stages.stage_pool import StageLostError, StageProcesses
 from weft.execute.stages.staged import StagedExecutor
+from weft.objectives.preference.dpo import Dpo
 from weft.plan.spread.planner import SpreadPlanner
 from weft.spec import BackboneSpec
 
@@ -28,10 +31,14 @@ SETTINGS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "max_grad_norm": 0.
 
 
 def some_jobs(sums: dict[str, str]) -> list[Any]:
-    return [
-        (job_spec(name, sums=kind, **SETTINGS), random_data(seed, num_samples=9))
-        for seed, (name, kind) in enumerate(sums.items())
-    ]
+    """Every other one learns from pairs, beside the bare backbone."""
+    found = []
+    for seed, (name, kind) in enumerate(sums.items()):
+        data = random_data(seed, num_samples=9 + seed % 2, lengths=(3, 16))
+        if seed % 2:
+            data = JobData(replace(data.train, objective=Dpo(0.3)), None)
+        found.append((job_spec(name, sums=kind, **SETTINGS), data))
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from staged_models import part_backbones, train_until
 from test_spread import jobs
+from test_stage_pool import paired
 from tiny_models import assert_same_bits, finish, random_backbone, small_job, submit, train
 from tiny_shards import Late, spread
 
@@ -116,12 +117,14 @@ def processes() -> Iterator[StageProcesses]:
 
 
 def test_jobs_when_shards_are_processes_then_have_the_bits_of_one_device(processes):
-    """One of them evaluates, and the other goes through the layers with it; each holds a part of the backbone."""
+    """One of them evaluates or hears references, and the other goes through the layers with it; each holds a part of
+    the backbone."""
     whole = load_backbone(SPEC)
-    expected = train(whole, jobs(), capacity=48)
+    own = [*jobs(), paired()]
+    expected = train(whole, own, capacity=48)
     tokenizer: Any = None
     engine = Engine(StagedExecutor(processes, tokenizer, in_step=True), capacity=48, planner=planner(2))
-    submit(engine, *jobs())
+    submit(engine, *own)
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
     assert all(facts.backbone_bytes < 0.9 * whole.num_bytes for facts in processes.ask("facts"))

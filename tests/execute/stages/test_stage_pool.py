@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from tiny_models import assert_same_bits, finish, job_spec, random_data, submit,
 
 from weft.backbone.load import load_backbone
 from weft.cost.types import LinearCost
+from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.execute.stages.load_stages import StageLayout, find_parts, load_stages
 from weft.execute.stages.stage_pool import StageLostError, StageProcesses
 from weft.execute.stages.staged import StagedExecutor
+from weft.objectives.preference.dpo import Dpo
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.spread.planner import SpreadPlanner
@@ -40,6 +43,13 @@ def jobs(optim: str = "adamw") -> list[Any]:
     return [(spec, random_data(1, num_samples=6, num_eval=2))]
 
 
+def paired() -> Any:
+    """A job that compares with the bare backbone."""
+    data = random_data(2, num_samples=6, num_eval=2, lengths=(3, 12))
+    parts = [replace(part, objective=Dpo(0.3)) for part in (data.train, data.eval) if part is not None]
+    return job_spec("paired", max_steps=2, global_batch_size=2, eval_steps=1, eval_data=1), JobData(*parts)
+
+
 def engine_on(stages: StageProcesses) -> Engine:
     tokenizer: Any = None
     planner = PipelinePlanner(Schedule.ONE_F_ONE_B, *stages.replica_sizes)
@@ -48,11 +58,13 @@ def engine_on(stages: StageProcesses) -> Engine:
 
 def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stages):
     """Any thread may ask them. When one of them is killed, all end, and whoever asks hears it in a sentence, always."""
-    expected = train(load_backbone(SPEC), jobs(), capacity=32)
+    own = [*jobs(), paired()]
+    expected = train(load_backbone(SPEC), own, capacity=32)
     assert all(isinstance(process.wait_begun(), ForkedProcess) for process in stages.processes)
     engine = engine_on(stages)
-    submit(engine, *jobs())
-    assert_same_bits(finish(engine)["job"], expected["job"])
+    submit(engine, *own)
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
     asked = [64 * n for n in range(1, 41)]
     alone = [stages.ask("activation_bytes", rows, []) for rows in asked]
     with ThreadPoolExecutor(4) as threads:

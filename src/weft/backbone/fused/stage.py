@@ -78,13 +78,23 @@ class FusedStageRunner:
     ) -> tuple[torch.Tensor, PendingScores | None]:
         """Runs a microbatch forward only: what leaves, and the last stage's scores."""
         begun = DeviceEvent(self._device)
+        left_TD = self._look(batch, row_tile, entering_TD)
+        if self.part.is_last:
+            return left_TD, self._path.judge(left_TD, batch, begun)
+        return self._own(left_TD, batch), None
+
+    def read(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
+        """The same without scores: what leaves, or the last stage's hidden states of supervised rows (N, D)."""
+        left_TD = self._look(batch, row_tile, entering_TD)
+        return left_TD[batch.supervised_N] if self.part.is_last else self._own(left_TD, batch)
+
+    def _look(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
+        """What leaves; the next microbatch in its place may overwrite it."""
         place = self._take_place()
         self._path.follow(batch)
         left_TD = place.forward(batch, self._shape(batch), row_tile, entering_TD, needs_grad=False)
         self._free.append(place)
-        if self.part.is_last:
-            return left_TD, self._path.judge(left_TD, batch, begun)
-        return self._own(left_TD, batch), None
+        return left_TD
 
     def forget(self) -> None:
         """Lets go of all microbatches that wait for their backward."""

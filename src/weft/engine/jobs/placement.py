@@ -159,14 +159,20 @@ class Placement:
         """Memory a job takes while it has a place."""
         weight_bytes = self._executor.facts.weight_bytes
         own = job.num_parameters * (weight_bytes + job_state_bytes(job.spec))
-        return math.ceil(own + job.num_reference_parameters * weight_bytes) + job.reference_bytes + job.kernel_bytes
+        own += job.num_reference_parameters * weight_bytes
+        return math.ceil(own) + self._reference_bytes(job) + job.kernel_bytes
+
+    def _reference_bytes(self, job: LiveJob) -> int:
+        """What references say of a job's samples; all of it is on the last of several stages, which jobs are taken to
+        fill evenly."""
+        return job.reference_bytes * max(self._executor.facts.replica_sizes)
 
     def _allocated_bytes(self) -> int:
         # A best that is yet to come is no part of what there is, nor what steps hold for a moment.
         placed = self._placed()
         best = sum(job.num_parameters * best_bytes(job.spec) for job in placed if not job.progress.has_best)
         # What references say of samples comes bit by bit, too.
-        coming = sum(job.num_parameters * passing_bytes(job.spec) + job.reference_bytes for job in placed)
+        coming = sum(job.num_parameters * passing_bytes(job.spec) + self._reference_bytes(job) for job in placed)
         return self.held_bytes() - best - coming
 
     def _placed(self) -> list[LiveJob]:

@@ -34,6 +34,10 @@ class JobShare:
     """Frozen tensors that all modules read."""
     summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Where sums are free: numbers of each tensor that is summed by itself, by group that is trained."""
+    num_compared: int = 0
+    """Numbers of the adapter that the job compares with."""
+    compared: Mapping[str, torch.Size] | None = None
+    """Shapes of the frozen tensors that all modules of that one read; None where it has no module."""
 
     @property
     def num_trained(self) -> int:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from weft.backbone.packed import PackedBatch
+from weft.backbone.reference_rows import ReferenceRows
 from weft.backbone.scores import PendingScores
 from weft.execute.optimizers.optimizer import PartOfStep
 from weft.execute.optimizers.rate_pattern import scaling_changes
 from weft.execute.protocol import MicrobatchOutcome, StagedWork
 from weft.execute.stages.gradient import part_of_step
+from weft.execute.stages.hearing import Hearing, hear_for
 from weft.execute.stages.routes import StepOf, routes_of
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.step_exchange import StepExchange
@@ -53,6 +55,8 @@ class _Begun:
     exchange: StepExchange
     left: int
     """Of its instructions, those that have not run."""
+    left_behind: list[set[ReferenceRows]]
+    """What references have said for jobs that left before it, until its first microbatch."""
     outcome: StageOutcome = field(default_factory=StageOutcome)
     timed: list[tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]] = field(default_factory=list)
 
@@ -70,6 +74,8 @@ class StageProgram:
         self.ended: list[tuple[int, StageOutcome]] = []
         """Programs of which nothing is left, by number; for whoever asks to take away."""
         self._batches: dict[int, PackedBatch] = {}
+        self._hearing: dict[int, Hearing] = {}
+        """What each microbatch has to know of references."""
         self._entering: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
@@ -85,7 +91,8 @@ class StageProgram:
     def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction]) -> None:
         """The stage is to run these next: the rest of the program before, and this one or its beginning."""
         own = work.program.stages[self._stage.device]
-        begun = _Begun(number, work, StepExchange(self._stage, work.program), len(own))
+        exchange, left_behind = StepExchange(self._stage, work.program), self._stage.references.take_left_behind()
+        begun = _Begun(number, work, exchange, len(own), left_behind)
         self._begun.append(begun)
         self._stage.transport.open(routes_of(work.program))
         self._owners |= {(i.job, i.step): begun for i in own if isinstance(i, Measure | Step)}
@@ -144,8 +151,10 @@ class StageProgram:
             first, outcome = begun.work.first, begun.outcome
             for k in range(first, first + len(begun.work.program.microbatches)):
                 batch, scores = self._batches.pop(k, None), self._scores.pop(k, None)
-                if batch is not None and scores is not None:
-                    found = MicrobatchOutcome(scores.scores(), batch.num_rows, scores.seconds(), scores.wait())
+                hearing = self._hearing.pop(k, None)
+                if batch is not None and scores is not None and hearing is not None:
+                    rows, heard = batch.num_rows + hearing.num_rows, hearing.num_rows
+                    found = MicrobatchOutcome(scores.scores(), rows, scores.seconds(), scores.wait(), heard)
                     outcome.microbatches[k - first] = found
             outcome.spans += [self._span(*timed) for timed in begun.timed]
             self._owners = {step: owner for step, owner in self._owners.items() if owner is not begun}
@@ -165,38 +174,74 @@ class StageProgram:
         if not self._microbatch(k).segments:
             ring = self._stage.backbone.ring
             if ring is not None and isinstance(instruction, Forward):
+                self._go_empty(self._num_more(k, 0))
                 ring.go_empty(back=True)
             return
         match instruction:
             case Receive():
                 yield from self._receive(k, instruction)
             case Send(is_gradient=is_gradient, to_stage=to_stage):
+                if not is_gradient:
+                    self._hearing[k].send()
                 tensor = (self._going_back if is_gradient else self._leaving).pop(k)
                 self._stage.transport.send(tensor, to_stage, Channel.GRADIENT if is_gradient else Channel.ACTIVATION)
             case Forward():
+                self._hear(k)
                 self._time_pass("forward", k, lambda: self._forward(k))
             case Backward():
                 self._time_pass("backward", k, lambda: self._backward(k))
 
     def _receive(self, k: int, receive: Receive) -> Generator[None, None, None]:
-        stage, channel = self._stage, Channel.GRADIENT if receive.is_gradient else Channel.ACTIVATION
-        shape, dtype = stage.border(self._batch(k).num_rows), stage.backbone.dtype
-        while (tensor := stage.transport.receive(shape, dtype, receive.from_stage, channel)) is None:
+        stage, batch = self._stage, self._batch(k)
+        if not receive.is_gradient:
+            yield from self._hearing[k].receive()
+            self._entering[k] = yield from stage.receive_activation(batch)
+            return
+        shape, dtype = stage.border(batch.num_rows), stage.backbone.dtype
+        while (tensor := stage.transport.receive(shape, dtype, receive.from_stage, Channel.GRADIENT)) is None:
             yield
-        (self._gradients if receive.is_gradient else self._entering)[k] = tensor
+        self._gradients[k] = tensor
 
     def _microbatch(self, k: int) -> Microbatch:
         work = self._of_microbatch(k).work
         return work.program.microbatches[k - work.first]
 
     def _batch(self, k: int) -> PackedBatch:
+        """A microbatch; when it is first asked for, it is also settled what references run in front of it."""
         if k not in self._batches:
-            self._batches[k] = self._stage.packed(self._microbatch(k), self._of_microbatch(k).work.row_tile)
+            begun, microbatch = self._of_microbatch(k), self._microbatch(k)
+            begun.left_behind.clear()
+            self._batches[k] = self._stage.packed(microbatch, begun.work.row_tile)
+            self._hearing[k] = hear_for(self._stage, microbatch, self._batches[k], begun.work.row_tile)
         return self._batches[k]
+
+    def _hear(self, k: int) -> None:
+        """Runs the references in front of a microbatch."""
+        self._batch(k)
+        hearing = self._hearing[k]
+        num_empty = self._num_more(k, hearing.num_passes)
+        if hearing.num_passes:
+            self._time_pass("reference", k, hearing.run, hearing.num_rows)
+        self._go_empty(num_empty)
+
+    def _num_more(self, k: int, num_passes: int) -> int:
+        """Where devices share the frozen weights, how many passes more any of them runs in front of a microbatch.
+
+        All ask before any of them runs one.
+        """
+        ring = self._stage.backbone.ring
+        return ring.most(num_passes) - num_passes if ring is not None and self._of_microbatch(k).work.hears else 0
+
+    def _go_empty(self, num_passes: int) -> None:
+        ring = self._stage.backbone.ring
+        for _ in range(num_passes):
+            assert ring is not None
+            ring.go_empty(back=False)
 
     def _forward(self, k: int) -> None:
         entering_TD = self._entering.pop(k, None)
         left_TD = self._stage.runner.forward(k, self._batch(k), self._of_microbatch(k).work.row_tile, entering_TD)
+        self._hearing[k].end()
         if not self._stage.is_last:
             self._leaving[k] = left_TD
 
@@ -242,11 +287,13 @@ class StageProgram:
             step, wait = self._stepping.pop(job)
             self._owners[step].outcome.steps[step] = wait()
 
-    def _time_pass(self, name: str, k: int, run: Callable[[], None]) -> None:
+    def _time_pass(self, name: str, k: int, run: Callable[[], None], num_rows: int | None = None) -> None:
+        """`num_rows`: that run; None: those of the microbatch."""
         started = DeviceEvent(self._stage.backbone.device)
         run()
         begun = self._of_microbatch(k)
-        args = {"microbatch": k - begun.work.first, "chunk": 0, "rows": self._batch(k).num_rows}
+        rows = self._batch(k).num_rows if num_rows is None else num_rows
+        args = {"microbatch": k - begun.work.first, "chunk": 0, "rows": rows}
         begun.timed.append(self._timed(name, started, {**args, **describe(self._microbatch(k))}))
 
     def _timed(

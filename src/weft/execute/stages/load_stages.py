@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from weft.backbone.load import choose_device, load_config
@@ -16,10 +15,9 @@ from weft.cost.gather import GatherCost
 from weft.cost.hardware import DEVICES, Hardware, find_hardware
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
-from weft.data.first_rows import first_objective
 from weft.errors import ConfigError, ModelError
 from weft.execute.memory import ExpectedJobs
-from weft.execute.stages.stage import compares, refuse_settings, refuse_undivided
+from weft.execute.stages.refusals import refuse_settings, refuse_undivided
 from weft.execute.stages.stage_devices import find_gpus
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
@@ -140,14 +138,6 @@ def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
                 refuse_undivided(job)
         except ConfigError as error:
             raise error.at(f"jobs.{place}.{error.where}") from None
-
-
-def check_data(spec: RunSpec, base_dir: Path) -> None:
-    """ConfigError for a job whose data asks for what stages do not run, as far as its first rows tell."""
-    for place, job in enumerate(spec.jobs):
-        if first_objective(job, base_dir).reads_reference:
-            error = compares(job.objective)
-            raise error.at(f"jobs.{place}.{error.where}")
 
 
 def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[ModelPart]:

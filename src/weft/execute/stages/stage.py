@@ -5,83 +5,35 @@ A job without a module here, because of `layers_to_transform`, has no share: its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from weft.adapters.method import ModuleTensors
-from weft.adapters.methods import METHODS, method_of
+from weft.adapters.methods import method_of
 from weft.adapters.targets import leaf_names
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, pack_samples
-from weft.backbone.scores import PendingScores
 from weft.backbone.stage_runner import stage_runner
 from weft.errors import ConfigError
-from weft.execute.evaluate import ScoreRequest, evaluation_microbatches, mean_of
-from weft.execute.local import LocalExecutor, replica_facts
+from weft.execute.evaluate import ScoreRequest
+from weft.execute.local import LocalExecutor, replica_facts, told_of_device
 from weft.execute.microbatch import ExecutedJob, place_segment
 from weft.execute.optimizers.optimizer import Optimizer
 from weft.execute.optimizers.rate_pattern import refuse_idle_rates
 from weft.execute.optimizers.registry import OPTIMIZER_KINDS
-from weft.execute.protocol import EvaluationWork, NewJob, ReplicaFacts, ReplicaMemory
+from weft.execute.protocol import NewJob, ReplicaFacts, ReplicaMemory
+from weft.execute.references import Asker
 from weft.execute.stages.gradient import JobShare
+from weft.execute.stages.refusals import refuse_method, refuse_settings, refuse_undivided
+from weft.execute.stages.stage_references import StageReferences
 from weft.execute.stages.transport import Channel, Transport
 from weft.execute.weights import JobWeights
 from weft.kernels.device import CPU, Stream, current_stream, has_streams, on_stream
-from weft.objectives.metrics import MeanScores
-from weft.objectives.registry import OBJECTIVES
 from weft.plan.types import Microbatch
-from weft.spec import AdapterSpec, JobSpec
-
-MOST_AHEAD = 8
-"""Microbatches of an evaluation that a stage sends before it waits for the next one to take them."""
-UNDIVIDED = ("diff_pruning",)
-"""Methods that are not linear in the part of a weight that a device has."""
-WHOLE_STATES = ("adamw_8bit",)
-"""Optimizers that remember blocks of numbers, which a border between two stages may cut."""
-
-
-def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
-    """ConfigError for settings of a job that need a backbone in one piece; `start`: of the adapter it goes on from."""
-    if spec.optim in WHOLE_STATES:
-        raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
-    if spec.adapter.eva is not None:
-        found = "eva looks at the data with a backbone in one piece; use another start, or train without --layout."
-        raise ConfigError(found, where="adapter.init_lora_weights")
-    named = OBJECTIVES.get(spec.objective)
-    if named is not None and named.reads_reference:
-        raise compares(spec.objective)
-    if spec.adapter.trains_rows or (start is not None and start.trains_rows):
-        found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
-        raise ConfigError(found, where="adapter")
-
-
-def refuse_undivided(spec: JobSpec) -> None:
-    """ConfigError for settings of a job that need every layer in one piece."""
-    if spec.adapter.method in UNDIVIDED:
-        known = ", ".join(method for method in METHODS if method not in UNDIVIDED)
-        found = f"{spec.adapter.method} chooses among the numbers of whole weights; with tensor:N use {known}."
-        raise ConfigError(found, where="adapter.method")
-    if spec.sums == "free":
-        raise ConfigError("devices that share layers add up in their order; with tensor:N use ordered.", where="sums")
-
-
-def refuse_whole(job: NewJob) -> None:
-    """ConfigError for a job that needs a backbone in one piece."""
-    spec = job.spec
-    refuse_settings(spec, job.start_spec)
-    if any(data is not None and data.reads_reference for data in (job.batches.data, job.eval_data)):
-        # What `auto` stands for is known by now.
-        raise compares(spec.objective)
-
-
-def compares(objective: str) -> ConfigError:
-    """What is said of a job that compares with a reference; its objective may be auto."""
-    named = "what its data asks for" if objective == "auto" else objective
-    found = f"{named} compares with a reference, which stages do not run; train it without --layout."
-    return ConfigError(found, where="objective")
+from weft.spec import AdapterSpec
 
 
 @dataclass(frozen=True)
@@ -119,6 +71,7 @@ class Stage:
             self._stream.wait_stream(current_stream(backbone.device))
         self.local = LocalExecutor(backbone)
         self._given: dict[str, NewJob] = {}
+        self.references = StageReferences(backbone)
         self.shares: dict[str, Mapping[int, Sequence[JobShare]]] = {}
         """What every stage holds of a job, by the replicas that have it."""
         self._kept: dict[str, dict[int, Callable[[], dict[str, torch.Tensor]]]] = {}
@@ -173,8 +126,8 @@ class Stage:
     def add(self, job: NewJob) -> JobShare:
         """Makes a job's share; ConfigError if the job does not fit a backbone in parts."""
         spec, method = job.spec, method_of(job.spec.adapter)
-        refuse_whole(job)
-        self._refuse_without_kernels(spec)
+        refuse_settings(spec, job.start_spec)
+        refuse_method(spec.adapter, self.backbone, "adapter.method")
         if self.backbone.devices is not None:
             refuse_undivided(spec)
         targets = self.backbone.targets(spec.adapter)
@@ -182,28 +135,24 @@ class Stage:
         names = tuple(leaf_names(targets, self.backbone.paths_for(method)) or targets)
         own = [path for path in targets if path in self.backbone.shapes_for(method)]
         self._given[spec.name] = job
+        num_compared, compared = self.references.add(job)
         if not own:
             if self.is_last and job.batches.data.head is not None:
                 raise ConfigError(
                     "its head is on the last stage, where its adapter has no module; use fewer stages.",
                     where="adapter.layers_to_transform",
                 )
-            return JobShare({}, (), (), names, {})
+            return JobShare({}, (), (), names, {}, num_compared=num_compared, compared=compared)
         head = job.batches.data.head if self.is_last else None
         adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
         if job.start is not None:
             adapter.load(self._own_start(job.start, own, targets), job.start_name)
-        self.local.jobs[spec.name] = ExecutedJob(job, JobWeights(spec, adapter))
+        self.local.jobs[spec.name] = ExecutedJob(job, JobWeights(spec, adapter), self.references.of(spec.name))
         sizes = {name: params.numel() for name, params in adapter.flat().items()}
         free = adapter.free_sums() if spec.sums == "free" else {}
         summed = {group: words.sizes for group, words in free.items()}
-        return JobShare(sizes, tuple(adapter.groups), tuple(own), names, adapter.shared, summed)
-
-    def _refuse_without_kernels(self, spec: JobSpec) -> None:
-        """ConfigError for a method that the path of the stages cannot run."""
-        if self.backbone.lane(spec.adapter):
-            found = f"{spec.adapter.method} has no kernels, and stages run one path; use kernels reference."
-            raise ConfigError(found, where="adapter.method")
+        groups = tuple(adapter.groups)
+        return JobShare(sizes, groups, tuple(own), names, adapter.shared, summed, num_compared, compared)
 
     def _own_start(
         self, start: Mapping[str, ModuleTensors], own: Sequence[str], targets: Sequence[str]
@@ -228,19 +177,28 @@ class Stage:
     def drop(self, job: str) -> None:
         """Forgets a job, if it is known."""
         self._given.pop(job, None)
+        self.references.drop(job)
         self.shares.pop(job, None)
         self._kept.pop(job, None)
         self.local.jobs.pop(job, None)
 
     def seat(self, job: str) -> None:
-        """Takes a slot for a job's share."""
+        """Takes a slot for a job's share, and one for what it compares with."""
+        reference = self.references.of(job)
         if job in self.local.jobs:
             self.local.seat(job)
+        elif reference is not None:
+            with told_of_device():
+                reference.take_slot()
 
     def unseat(self, job: str) -> None:
-        """Frees a job's slot."""
+        """Frees a job's slots."""
+        reference = self.references.of(job)
+        self.references.leave(job)
         if job in self.local.jobs:
             self.local.unseat(job)
+        elif reference is not None:
+            reference.free_slot()
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives a job's share the state that `tensors` once brought."""
@@ -297,58 +255,47 @@ class Stage:
         for segment in microbatch.segments:
             weights = self.weights_of(segment.job)
             slot = None if weights is None else weights.slot
-            placed.append(place_segment(self._given[segment.job], slot, segment))
+            reference = self.references.of(segment.job)
+            placed.append(place_segment(self._given[segment.job], slot, segment, reference, row_tile))
         return pack_samples(placed, row_tile, self.backbone.device)
 
     def border(self, num_rows: int) -> tuple[int, int]:
         """The shape of what crosses a border."""
         return num_rows, int(self.backbone.model.config.get_text_config().hidden_size)
 
-    def evaluate(self, work: EvaluationWork) -> Generator[None, None, list[MeanScores]]:
-        """Evaluates jobs; only the last stage knows the means. It yields where another stage must have its turn."""
-        running: list[tuple[list[int], PendingScores]] = []
-        num_sent = 0
-        with ExitStack() as slots:
-            requests: list[ScoreRequest] = []
-            for name in work.jobs:
-                data = self._given[name].eval_data
-                assert data is not None, "only jobs with evaluation data are asked for"
-                slot = slots.enter_context(self.local.slot_of(name)) if name in self.local.jobs else None
-                requests.append(ScoreRequest(slot, data))
-            ring = self.backbone.ring
-            batches = evaluation_microbatches(self.backbone, requests, work.capacity, work.row_tile)
-            num_empty = 0
-            if ring is not None:
-                known = list(batches) if requests else []
-                batches, num_empty = iter(known), ring.most(len(known)) - len(known)
-            for owners, placed in batches:
-                batch = pack_samples(placed, work.row_tile, self.backbone.device)
-                entering_TD: torch.Tensor | None = None
-                while not self.is_first and entering_TD is None:
-                    entering_TD = self._next_activation(batch)
-                    if entering_TD is None:
-                        yield
-                left_TD, scores = self.runner.look(batch, work.row_tile, entering_TD)
-                if scores is not None:
-                    running.append((owners, scores))
-                    continue
-                self.transport.send(left_TD, self.device + 1, Channel.ACTIVATION)
-                num_sent += 1
-                if num_sent % MOST_AHEAD == 0:
-                    self.transport.finish()
-            self.transport.finish()
-            for _ in range(num_empty):
-                assert ring is not None
-                ring.go_empty(back=False)
-        return mean_of(running, len(requests)) if self.is_last else []
+    def receive_activation(self, batch: PackedBatch) -> Generator[None, None, torch.Tensor]:
+        """Waits for what the stage before has made of a microbatch; it yields where that must have its turn first."""
+        shape, dtype = self.border(batch.num_rows), self.backbone.dtype
+        while (tensor := self.transport.receive(shape, dtype, self.device - 1, Channel.ACTIVATION)) is None:
+            yield
+        return tensor
 
-    def _next_activation(self, batch: PackedBatch) -> torch.Tensor | None:
-        return self.transport.receive(
-            self.border(batch.num_rows), self.backbone.dtype, self.device - 1, Channel.ACTIVATION
-        )
+    def asker(self, job: str) -> Asker | None:
+        """A job, where it compares."""
+        reference, weights = self.references.of(job), self.weights_of(job)
+        if reference is None:
+            return None
+        slot = None if weights is None else weights.slot
+        # Of a job that is spread, other replicas run samples too.
+        return Asker(reference, slot, self._given[job].batches, looks_ahead=len(self.shares[job]) == 1)
+
+    @contextmanager
+    def evaluated(self, job: str) -> Iterator[ScoreRequest]:
+        """A job's evaluation, while it and what it compares with have slots, as far as they have modules here."""
+        data, reference = self._given[job].eval_data, self.references.of(job)
+        assert data is not None, "only jobs with evaluation data are asked for"
+        is_passing = reference is not None and not reference.has_place
+        if reference is not None and is_passing:
+            reference.take_slot()
+        try:
+            with self.local.slot_of(job) if job in self.local.jobs else nullcontext() as slot:
+                yield ScoreRequest(slot, data, reference)
+        finally:
+            if reference is not None and is_passing:
+                reference.free_slot()
 
     def forget(self) -> None:
-        """Lets go of what was under way when another stage failed."""
+        """Lets go of what is under way."""
         self.runner.forget()
         if self.backbone.ring is not None:
             self.backbone.ring.forget()

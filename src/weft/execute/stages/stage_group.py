@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from weft.backbone.backbone import Backbone
 from weft.execute.protocol import StagedWork
 from weft.execute.stages.interpreter import StageOutcome, StageProgram
 from weft.execute.stages.stage import Stage, stage_places
+from weft.execute.stages.stage_evaluation import evaluate_jobs
 from weft.execute.stages.transport import Boxes, LocalTransport
 from weft.plan.pipeline.append import Lists
 from weft.plan.program import Instruction
@@ -22,7 +23,10 @@ class StageGroup(Protocol):
     """Stages of each replica; those of the first come first."""
 
     def ask(self, what: str, *given: Any) -> list[Any]:
-        """What every stage answers to the same question, a method of `Stage` or `run`; raises what one raised."""
+        """What every stage answers to the same question: a method of `Stage`, or one of `TOGETHER`.
+
+        Raises what one raised.
+        """
         ...
 
     def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
@@ -52,11 +56,13 @@ class StageGroup(Protocol):
 
 def answer(stage: Stage, what: str, given: tuple[Any, ...]) -> Generator[None, None, Any]:
     """What a stage answers; it yields where another stage must have its turn first."""
-    if what == "run":
-        (work,) = given
-        return (yield from run_program(stage, work))
-    found = getattr(stage, what)(*given)
-    return (yield from found) if isinstance(found, Generator) else found
+    if what in TOGETHER:
+        try:
+            return (yield from TOGETHER[what](stage, *given))
+        except BaseException:
+            stage.references.forget()
+            raise
+    return getattr(stage, what)(*given)
 
 
 def run_program(stage: Stage, work: StagedWork) -> Generator[None, None, StageOutcome]:
@@ -69,6 +75,10 @@ def run_program(stage: Stage, work: StagedWork) -> Generator[None, None, StageOu
         stage.forget()
     ((_, outcome),) = program.ended
     return outcome
+
+
+TOGETHER: dict[str, Callable[..., Generator[None, None, Any]]] = {"run": run_program, "evaluate": evaluate_jobs}
+"""What stages do by waiting for each other."""
 
 
 class GoingStage:
@@ -106,7 +116,7 @@ class GoingStage:
         except StopIteration:
             self._running = None
         except BaseException:
-            self.forget()
+            self.fail()
             raise
         ended, self._program.ended = self._program.ended, []
         if ended and self._program.is_over:
@@ -117,6 +127,11 @@ class GoingStage:
         """Lets go of all that is left; microbatches are counted from 0 again."""
         self._program, self._running = StageProgram(self.stage), None
         self.stage.forget()
+
+    def fail(self) -> None:
+        """The same where it did not come to its end."""
+        self.forget()
+        self.stage.references.forget()
 
 
 class LocalStages:
@@ -188,5 +203,5 @@ class LocalStages:
                         self._ended[number][stage] = outcome
         except BaseException:
             for going in self._going:
-                going.forget()
+                going.fail()
             raise

@@ -161,7 +161,8 @@ class StagedExecutor:
         where = range(len(self._replicas)) if job.spec.sums == "free" else [self._emptiest()]
         shares = self._place(job, where)
         self._jobs[name] = _StagedJob(job, shares)
-        return AddedJob(sum(share.num_trained for share in shares[min(shares)]), "")
+        own = shares[min(shares)]
+        return AddedJob(sum(s.num_trained for s in own), "", sum(s.num_compared for s in own))
 
     def drop(self, job: str) -> None:
         """Forgets a job."""
@@ -271,7 +272,7 @@ class StagedExecutor:
                 done = None
             case StagedWork():
                 self._bring_home(work.program)
-                done = self._run_program(work)
+                done = self._run_program(dataclasses.replace(work, hears=self._hears(work.program)))
             case EvaluationWork():
                 done = self._evaluate(work)
             case StateWork(name):
@@ -281,6 +282,11 @@ class StagedExecutor:
             case _:
                 raise ConfigError(f"stages have no {type(work).__name__}; train without --layout.", where="--layout")
         return lambda: done
+
+    def _hears(self, program: Program) -> bool:
+        """Whether a job of a program compares with a reference."""
+        jobs = {job for microbatch in program.microbatches for job in microbatch.job_tokens}
+        return any(self._jobs[job].given.batches.data.reads_reference for job in jobs)
 
     def _run_program(self, work: StagedWork) -> StagedOutcome:
         """Runs a program; where a replica is lost, what the others made of theirs, which then wait for `recover`."""
@@ -416,13 +422,15 @@ def _in_words(replicas: Sequence[range], word: str, tensor: int) -> str:
 
 def _refuse_unlike(shares: list[JobShare]) -> None:
     """ConfigError where what all modules of an adapter share would depend on where the model is cut."""
+    found = "share matrices that are as wide as the widest of them, which is not on every stage"
     shapes = [{name: x.shape for name, x in share.shared.items()} for share in shares if share.modules]
     if any(own != shapes[0] for own in shapes):
-        raise ConfigError(
-            "its modules share matrices that are as wide as the widest of them, which is not on every stage; "
-            "adapt all layers alike, or use one device.",
-            where="adapter.target_modules",
-        )
+        what = f"its modules {found}; adapt all layers alike, or use one device."
+        raise ConfigError(what, where="adapter.target_modules")
+    compared = [share.compared for share in shares if share.compared is not None]
+    if any(own != compared[0] for own in compared):
+        what = f"the modules of the adapter that it compares with {found}; use one device."
+        raise ConfigError(what, where="objective")
 
 
 def _merged(parts: list[Mapping[str, ModuleTensors]]) -> dict[str, ModuleTensors]:
