@@ -18,7 +18,7 @@ demo-smollm2: $(VENV)/.installed
 	$(BIN)/weft demo --model smollm2 --out runs/demo-smollm2
 
 # What the tests of a file share is made once, by one of two workers.
-ON_TWO_CORES := -n 2 --dist loadscope
+ON_TWO_CORES := -n 2 --dist loadscope --no-loadscope-reorder
 
 test: setup
 	$(BIN)/python -m pytest $(ON_TWO_CORES)

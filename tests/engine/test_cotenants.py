@@ -82,6 +82,7 @@ def test_job_when_capacity_differs_then_same_bits(name, options, rank):
         assert_same_bits(train(backbone, [job, *neighbours(3)], capacity=capacity)["me"], alone)
 
 
+@pytest.mark.slow
 def test_job_when_the_model_is_wide_enough_for_row_counts_to_matter_then_same_bits():
     """From about 500 features on, a bfloat16 product over 128 rows and one over 384 differ in their last bits, if the
     processor has such products. One that has none takes 30 ms for a million multiplications: the rest is narrow."""

@@ -52,6 +52,7 @@ def test_tokenise_when_a_text_is_longer_than_the_model_allows_then_transformers_
     tokenizer = make_tokenizer()
     tokenizer.model_max_length = 4
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
     assert len(tokenise_prompt(bare("far too long", ""), tokenizer)) == 12
     assert one(bare("far too", " long"), tokenizer).length == 13
     assert one(bare("far too", " long"), SlowTokenizer(tokenizer)).length == 13

@@ -135,7 +135,7 @@ def test_run_when_memory_is_short_then_only_as_many_train_as_fit(backbone, undis
 
 def test_submit_when_a_job_can_never_fit_then_refused_with_the_arithmetic(backbone):
     engine = Engine(backbone, capacity=48, job_memory=1000)
-    with pytest.raises(JobError, match=r"a: can never fit: it needs .* KiB, and of 1000 bytes only 1000 bytes are for"):
+    with pytest.raises(JobError, match=r"a: can never fit: it needs .* KiB, and of 1,000 bytes only 1,000 bytes are"):
         submit(engine, small_job("a"))
     assert not engine.jobs
 

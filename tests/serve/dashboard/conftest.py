@@ -41,8 +41,9 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
     stage.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """For as long as pages are tested: meanwhile its event loop is the only one that this thread can have."""
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
