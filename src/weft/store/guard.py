@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from weft.errors import StorageError
+
 _lock = threading.Lock()
 _guards: list[tuple[Path, Callable[[], None]]] = []
 
@@ -35,6 +37,14 @@ def ask_guards(path: Path) -> None:
     with _lock:
         known = list(_guards)
     place = path.absolute()
-    for root, check in known:
-        if place.is_relative_to(root):
+    for entry in known:
+        root, check = entry
+        if not place.is_relative_to(root):
+            continue
+        try:
             check()
+        except StorageError:
+            with _lock:
+                if entry in _guards:
+                    raise
+            # Whoever set it left while it was asked, and what it said is not about whoever writes here.
