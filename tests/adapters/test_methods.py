@@ -155,10 +155,13 @@ def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(case):
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
 @pytest.mark.parametrize("case", [*CASE_NAMES, *VARIANTS])
 def test_job_when_others_train_beside_it_then_both_have_the_bits_they_have_alone(case, kernels):
-    """On a fused backbone too, where a method without kernels has microbatches of its own."""
+    """On a fused backbone too, where a method without kernels has microbatches of its own; beside one of each kind of
+    place. All methods beside each other are in the next tests."""
     backbone = random_backbone("llama_bias", kernels=kernels)
-    alone, lora = train(backbone, [me(case)])["me"], train(backbone, neighbours()[:1])["lora"]
-    together = train(backbone, [me(case), *neighbours()])
+    others = [job for job in neighbours() if job[0].name in ("lora", "other-bottleneck", "other-prefix_tuning")]
+    assert len(others) == 3
+    alone, lora = train(backbone, [me(case)])["me"], train(backbone, others[:1])["lora"]
+    together = train(backbone, [me(case), *others])
     assert alone.state == "succeeded" and len(alone.eval_losses) == 3
     assert_same_bits(together["me"], alone)
     assert_same_bits(together["lora"], lora)

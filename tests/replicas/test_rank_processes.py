@@ -25,7 +25,7 @@ from weft.replicas.rank_group import RankGroup
 from weft.replicas.rank_pool import RankPool
 from weft.store.run_dir import RunDirectory
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 NAMES = [job.name for job in run_spec().jobs]
 
 
@@ -121,7 +121,6 @@ class Controller:
         return child_processes(self.process.pid, ["weft-rank", "weft.__main__"])
 
 
-@pytest.mark.slow
 def test_controller_when_it_and_its_ranks_are_killed_then_a_resumed_run_ends_with_the_same_bytes(data, tmp_path):
     """A second controller is refused while the first one is alive."""
     (tmp_path / "jobs.yaml").write_text(JOBS.replace("upper.jsonl", str(data / "upper.jsonl")))
@@ -145,7 +144,6 @@ def test_controller_when_it_and_its_ranks_are_killed_then_a_resumed_run_ends_wit
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "alone")).read_bytes()
 
 
-@pytest.mark.slow
 def test_controller_when_it_is_asked_to_stop_then_saves_and_says_how_to_go_on(data, tmp_path):
     (tmp_path / "jobs.yaml").write_text(JOBS.replace("upper.jsonl", str(data / "upper.jsonl")))
     run = Controller(tmp_path, "out", "--replicas", "2")
