@@ -214,3 +214,18 @@ def test_dry_run_when_capacity_is_auto_then_it_holds_the_longest_sample_there_ma
     on_a_gpu(True)
     assert "of up to 8,192 tokens" in weft("train", "jobs.yaml", "--dry-run").out
     assert "of up to 500 tokens" in weft("train", "jobs.yaml", "capacity=500", "--dry-run").out
+
+
+@pytest.mark.parametrize(
+    ("layout", "begins"), [(None, False), ("stages:1", False), ("spread:1", False), ("spread:2", True)]
+)
+def test_train_when_a_layout_is_one_device_then_nothing_is_begun_for_others(
+    weft, tmp_path, monkeypatch, layout, begins
+):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    begun: list[None] = []
+    monkeypatch.setattr("weft.starter.begin", lambda: begun.append(None))
+    monkeypatch.setattr("weft.cli.train.train_order", lambda *given, **named: None)
+    assert weft("train", "jobs.yaml", *(() if layout is None else ("--layout", layout))).code == 0
+    assert bool(begun) == begins

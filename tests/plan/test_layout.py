@@ -48,6 +48,7 @@ def test_layout_when_printed_then_comes_back(replicas):
         ("stages:\u0662", "Did you mean stages:2?"),
         ("stages:2,", "in which '' is no part of a layout"),
         ("stages:1+rows:2", "in which 'rows:2' is no part of a layout"),
+        ("stages:2,stages:4", "in which stages is said twice of a replica"),
         ("stages:2,stages:4", "Say stages once for a replica."),
         ("stages:1++stages:2", "in which '' is no part"),
     ],

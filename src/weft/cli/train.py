@@ -90,7 +90,7 @@ def train(
         stages.check_alone(options.flags)
         stages, reasons, may_change, predicted = with_layout(spec, stages, jobs_file.parent)
         forecast = forecaster_here(spec) if may_change else None
-    elif layout is not None and not dry_run:
+    elif not dry_run and not stages.chosen.is_one_device:
         # Beside what this process imports itself, from the next line on.
         starter.begin()
     try:

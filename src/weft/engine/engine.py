@@ -130,6 +130,11 @@ class Engine:
         return 1
 
     @property
+    def layout(self) -> str:
+        """How its replicas lie over devices now."""
+        return str(self.executor.facts.layout)
+
+    @property
     def limits(self) -> Limits:
         """What a microbatch may hold now."""
         return self._room.limits

@@ -83,6 +83,11 @@ class RunEngine(Protocol):
         ...
 
     @property
+    def layout(self) -> str:
+        """How it lies over devices, as `--layout` says it; `replicas:N` where each replica has an engine of its own."""
+        ...
+
+    @property
     def timeline(self) -> TimelineRecorder:
         """What ran when, and where the time went."""
         ...

@@ -181,9 +181,7 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
     record = run_record(run.spec, run.engine.executor, name, run.clock)
     if RunDirectory.holds_run(directory.path):
         record = dataclasses.replace(record, layouts=directory.read_run().layouts)
-    if isinstance(run.engine, Engine):
-        record = record.in_layout(str(run.engine.executor.facts.layout))
-    directory.write_run(record)
+    directory.write_run(record.in_layout(run.engine.layout))
 
 
 def run_record(spec: RunSpec, executor: ReplicaSide, name: str, clock: datetime.datetime) -> RunRecord:

@@ -123,7 +123,8 @@ def _refusal(text: str, part: str, known: dict[str, int], where: str | None, *, 
         hint = f"Did you mean {meant}:{number if _is_count(number) else 2}?"
     elif hint is None and or_auto and closest(text, [AUTO]):
         hint = f"Did you mean {AUTO}?"
-    named = "" if part == text else f", in which {part!r} is no part of a layout"
+    wrong = f"{kind} is said twice of a replica" if kind in known else f"{part!r} is no part of a layout"
+    named = "" if part == text else f", in which {wrong}"
     accepted = ", ".join(f"{kind}:N" for kind in KINDS)
     return ConfigError(
         f"got {text!r}{named}; accepted are {accepted}, joined by commas (tensor:2,stages:2), and unlike replicas "

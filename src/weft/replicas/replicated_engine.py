@@ -123,6 +123,11 @@ class ReplicatedEngine:
         return len(self._ranks)
 
     @property
+    def layout(self) -> str:
+        """So many whole replicas, of which no two share a job."""
+        return f"replicas:{self.num_replicas}" if self.num_replicas > 1 else str(self.executor.facts.layout)
+
+    @property
     def process_ids(self) -> dict[int, int]:
         """The process of each rank, by the rank's number."""
         known = {rank.index: rank.process for rank in self._ranks}

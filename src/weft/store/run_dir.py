@@ -70,7 +70,8 @@ class RunRecord:
     quantize: str | None = None
     capacity: Capacity | None = None
     layouts: tuple[str, ...] = ()
-    """Those it was trained in under one engine, in their order, as `--layout` says them; stages:1 is one device."""
+    """Those it was trained in, in their order, as `--layout` says them; stages:1 is one device, and replicas:N are N
+    replicas with an engine each."""
     jobs: tuple[str, ...] = ()
     """The jobs of a jobs file; empty where jobs come and go."""
     started_at: str | None = None
