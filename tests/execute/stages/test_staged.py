@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,10 +29,11 @@ from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
 from weft.engine.events import JobsGrouped
 from weft.errors import ConfigError
+from weft.execute.stages.stage_group import LocalStages
 from weft.plan.check import violations
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
-from weft.plan.program import Program
+from weft.plan.program import Program, Send
 from weft.plan.types import JobQueue, Limits
 from weft.simulate.choose import FastestPipeline
 from weft.simulate.interpret import simulate
@@ -212,3 +214,24 @@ def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bit
             assert_same_bits(outcome, expected[name])
             engine.forget(name)
     assert min(counts[True], counts[False]) > 4
+
+
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.EAGER])
+def test_stages_when_one_never_sends_what_another_waits_for_then_it_is_said_who_waits(monkeypatch, schedule):
+    """A list that nobody checked: stages of one process end with an error and not never."""
+
+    def without_gradients(lists: Any) -> Any:
+        return tuple(tuple(i for i in own if not (isinstance(i, Send) and i.is_gradient)) for own in lists)
+
+    def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
+        program = PipelinePlanner(schedule, 2)(queues, limits)
+        return replace(program, stages=without_gradients(program.stages))
+
+    append = LocalStages.append
+    monkeypatch.setattr(LocalStages, "append", lambda own, work, lists: append(own, work, without_gradients(lists)))
+    monkeypatch.setattr("weft.engine.lookahead.violations", lambda *given: [])
+    planner = PipelinePlanner(schedule, 2) if schedule is Schedule.EAGER else plan
+    engine = Engine(staged_executor("llama", (1, 1)), capacity=48, planner=planner)
+    submit(engine, small_job("a", max_steps=2))
+    with pytest.raises(RuntimeError, match="wait for each other for ever: 0 for gradient of 1"):
+        engine.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from weft.backbone.backbone import Backbone
@@ -142,9 +142,10 @@ class LocalStages:
         boxes: Boxes = defaultdict(deque)
         self.replica_sizes = [len(parts) for parts in replicas]
         parts = [part for own in replicas for part in own]
+        self._transports = [LocalTransport(device, boxes) for device in range(len(parts))]
         self.stages = [
-            Stage(place, part, LocalTransport(place.device, boxes))
-            for place, part in zip(stage_places(self.replica_sizes), parts, strict=True)
+            Stage(place, part, transport)
+            for place, part, transport in zip(stage_places(self.replica_sizes), parts, self._transports, strict=True)
         ]
         self._going = [GoingStage(stage) for stage in self.stages]
         self._ended: dict[int, dict[int, StageOutcome]] = defaultdict(dict)
@@ -161,12 +162,14 @@ class LocalStages:
         found: dict[int, Any] = {}
         while waiting:
             for index, running in list(waiting.items()):
+                self._transports[index].begin_turn()
                 try:
                     with self.stages[index].at_work():
                         next(running)
                 except StopIteration as end:
                     found[index] = end.value
                     del waiting[index]
+            self._check_not_stuck(waiting)
         return [found[device] for device in given]
 
     def recover(self) -> list[int]:
@@ -197,11 +200,21 @@ class LocalStages:
 
     def _run(self) -> None:
         try:
-            while any(going.has_work for going in self._going):
-                for stage, going in enumerate(self._going):
-                    for number, outcome in going.turn() if going.has_work else ():
+            while working := [stage for stage, going in enumerate(self._going) if going.has_work]:
+                for stage in working:
+                    self._transports[stage].begin_turn()
+                    for number, outcome in self._going[stage].turn():
                         self._ended[number][stage] = outcome
+                self._check_not_stuck([stage for stage in working if self._going[stage].has_work])
         except BaseException:
             for going in self._going:
                 going.fail()
             raise
+
+    def _check_not_stuck(self, working: Collection[int]) -> None:
+        """RuntimeError where all that have work left wait for what nobody is going to send: they would for ever."""
+        awaited = [self._transports[stage].awaited for stage in working]
+        routes = [route for route in awaited if route is not None]
+        if routes and len(routes) == len(working):
+            waits = ", ".join(f"{r.target} for {r.channel.name.lower()} of {r.source}" for r in routes)
+            raise RuntimeError(f"stages wait for each other for ever: {waits}")

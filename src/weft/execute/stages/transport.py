@@ -97,6 +97,16 @@ class LocalTransport:
         """`boxes` are shared by all stages."""
         self._stage = stage
         self._boxes = boxes
+        self._missed: Route | None = None
+
+    @property
+    def awaited(self) -> Route | None:
+        """On which way something was looked for in vain in this turn, and still is not there; None: it may go on."""
+        return self._missed if self._missed is not None and not self._boxes[self._missed] else None
+
+    def begin_turn(self) -> None:
+        """Its stage runs now, until it must wait."""
+        self._missed = None
 
     def open(self, routes: Collection[Route]) -> None:
         """Has nothing to make ready; says no to ways that processes would not have."""
@@ -110,8 +120,10 @@ class LocalTransport:
         self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel
     ) -> torch.Tensor | None:
         """What lies there, or None: the other stage must have its turn first."""
-        box = self._boxes[Route(channel, from_stage, self._stage)]
+        route = Route(channel, from_stage, self._stage)
+        box = self._boxes[route]
         if not box:
+            self._missed = route
             return None
         tensor, ready = box.popleft()
         assert tensor.shape == torch.Size(shape) and tensor.dtype == dtype, "stages disagree about what is sent"
