@@ -38,6 +38,22 @@ def test_layout_when_one_job_has_ordered_sums_then_stages_that_its_microbatches_
     assert chosen([LayoutJob(400_000, 16)]).startswith("stages:")
 
 
+def test_layout_when_batches_are_short_then_no_stages_that_they_cannot_fill():
+    """A step of one microbatch goes through all stages before the job's next one begins."""
+    short = [LayoutJob(500, 16)] * 2
+    assert price_layout(COST, short, 8192, parse_layout("stages:4")).speed < 2
+    assert chosen(short) == "spread:4"
+    assert price_layout(COST, [ORDERED] * 8, 8192, parse_layout("stages:4")).speed > 3
+
+
+@pytest.mark.parametrize("layout", ["spread:2", "shards:2"])
+def test_price_when_a_microbatch_takes_as_long_half_full_then_halving_it_gains_little(layout):
+    """Launches, and reading the weights, take as long for a few tokens."""
+    few = [LayoutJob(20, 16, is_free=True)]
+    assert price_layout(COST, few, 8192, parse_layout(layout)).speed < 1.2
+    assert price_layout(COST, [FREE], 8192, parse_layout(layout)).speed > 1.9
+
+
 def test_layout_when_there_is_one_device_then_that():
     assert chosen([FREE], num_devices=1) == "stages:1"
 

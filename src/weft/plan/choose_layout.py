@@ -1,11 +1,12 @@
 """Which layout a run gets when it does not say: what fits, and of that what is predicted to be fastest.
 
-Predicted for a global batch of every job, W tokens in microbatches of at most c, against one device that needs t for a
-full one. N devices as
+Predicted for a global batch of every job, W tokens in microbatches of at most c, against one device. Where W is less
+than c, a microbatch has what there is, which takes longer for each token. N devices as
     whole replicas   max(W / N, tokens of the largest job whose sums are ordered): such a job has one home
     shards           the same, slowed down where weights take longer to gather than a microbatch to compute
     stages           (microbatches + N − 1) times the slowest stage with its transfer; where jobs fill each other's
-                     gaps, the pipeline is filled once in 32 N microbatches
+                     gaps, the pipeline is filled once in 32 N microbatches, and no job's step takes less than its own
+                     microbatches + N − 1
 All of them keep every bit. Tensor parallelism does not and is not chosen. Where two are within 2 %, the simpler one is.
 """
 
@@ -104,9 +105,7 @@ def price_layout(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, l
     """What a layout needs and how fast it is; `cost` is that of the backbone on one device."""
     parts = [_replica(cost, jobs, capacity, replica) for replica in layout.replicas]
     speeds = [speed for _, speed in parts]
-    total, alone = sum(job.tokens for job in jobs), max((job.tokens for job in jobs if not job.is_free), default=0)
-    # A job whose sums are ordered has one home.
-    speed = speeds[0] if len(parts) == 1 else total / max(total / sum(speeds), alone / max(speeds))
+    speed = max(speeds) * _gain(cost, jobs, capacity, max(speeds) / sum(speeds))
     return LayoutOption(layout, max(needs for needs, _ in parts), speed)
 
 
@@ -116,24 +115,47 @@ def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, repli
         return _shards(cost, jobs, capacity, replica.shards)
     number = replica.stages
     piped = replace(cost, num_stages=number, tensor_parallel=replica.tensor, split=None)
-    slowest_s = max(_pass_s(piped, capacity, stage) for stage in range(number))
-    slowest_s += 2 * cost.transfer_s(capacity) if number > 1 else 0.0
-    num_microbatches = _num_microbatches(jobs, capacity)
+
+    def slot_s(num_tokens: int) -> float:
+        """Of the slowest stage for a microbatch."""
+        slowest_s = max(_pass_s(piped, num_tokens, stage) for stage in range(number))
+        return slowest_s + (2 * cost.transfer_s(num_tokens) if number > 1 else 0.0)
+
+    num_microbatches, num_tokens = _microbatches(jobs, capacity)
     filling = (number - 1) * (1.0 if len(jobs) == 1 else num_microbatches / (PROGRAM_MICROBATCHES * number))
-    speed = num_microbatches * _pass_s(cost, capacity, 0) / ((num_microbatches + filling) * slowest_s)
+    round_s = (num_microbatches + filling) * slot_s(num_tokens)
+    for job in jobs:
+        # Its next global batch waits for its step, whoever trains beside it.
+        num_own, own_tokens = _microbatches([job], capacity)
+        round_s = max(round_s, (num_own + number - 1) * slot_s(own_tokens))
+    speed = num_microbatches * _pass_s(cost, num_tokens, 0) / round_s
     return max(_needs(piped, jobs, capacity, stage, number - stage) for stage in range(number)), speed
 
 
 def _shards(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, number: int) -> tuple[int, float]:
     sharing = ShardCost(cost, number)
-    gather_s, compute_s = 2 * sharing.gather_s, _pass_s(cost, capacity, 0)
-    total, alone = sum(job.tokens for job in jobs), max((job.tokens for job in jobs if not job.is_free), default=0)
-    speed = total / max(total / number, alone) * compute_s / max(compute_s, gather_s)
+    speed = _gain(cost, jobs, capacity, 1 / number, 2 * sharing.gather_s)
     return sharing.memory.total_bytes(cost.rows([capacity]), [job.rank for job in jobs]), speed
 
 
-def _num_microbatches(jobs: Sequence[LayoutJob], capacity: int) -> int:
-    return max(1, -(-sum(job.tokens for job in jobs) // capacity))
+def _gain(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, part: float, least_s: float = 0.0) -> float:
+    """How much sooner a device is done that has a part of all tokens, with at least `least_s` for a microbatch."""
+    total = max(1, sum(job.tokens for job in jobs))
+    # A job whose sums are ordered has one home.
+    share = max(1.0, part * total, *(job.tokens for job in jobs if not job.is_free))
+
+    def round_s(tokens: float, least_s: float = 0.0) -> float:
+        each = min(tokens, capacity)
+        return tokens / each * max(_pass_s(cost, round(each), 0), least_s)
+
+    # A microbatch counts as one sample, whose attention would gain from being cut.
+    return min(total / share, round_s(total) / round_s(share, least_s))
+
+
+def _microbatches(jobs: Sequence[LayoutJob], capacity: int) -> tuple[int, int]:
+    """How many a global batch of every job is, and the tokens of a full one."""
+    tokens = sum(job.tokens for job in jobs)
+    return max(1, -(-tokens // capacity)), min(capacity, max(1, tokens))
 
 
 def _pass_s(cost: AnalyticCost, capacity: int, stage: int) -> float:
