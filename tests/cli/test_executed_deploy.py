@@ -15,6 +15,8 @@ SUMS = {"long": "ordered", "short": "ordered", "free": "free", "dropped": "free"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three CPUs, of which one alone cannot hold the samples of one job; machines here, and all else with the jobs."""
     monkeypatch.chdir(tmp_path)
+    # As many threads in the replicas' processes as here: bits depend on it.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rows = {
         "short": [{"prompt": f"Add {i}.", "completion": f"{2 * i}"} for i in range(16)],
         "long": [{"prompt": f"Repeat {i}: " + "word " * 80, "completion": "word " * 100} for i in range(4)],

@@ -57,6 +57,8 @@ def move_for_nothing(set_attribute: Set) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two CPUs of which one alone cannot hold the samples of the job that ends first, and jobs of unlike lengths."""
     monkeypatch.chdir(tmp_path)
+    # As many threads in all processes as here: bits depend on it.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     short = [{"prompt": f"Add {i}.", "completion": f"{2 * i}"} for i in range(16)]
     long = [{"prompt": f"Repeat {i}: " + "word " * 80, "completion": "word " * 100} for i in range(4)]
     for name, rows in (("short", short), ("long", long)):
