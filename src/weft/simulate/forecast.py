@@ -65,15 +65,6 @@ class Forecast:
     program: Program
     timeline: Timeline
     """Of the planned part, simulated."""
-    num_microbatches: int
-    fewest_microbatches: int
-    """Lower bound: what the tokens and the steps between global batches need."""
-    fill: float
-    """Of the microbatches' capacity."""
-    planned_tokens: int
-    num_rounds: int
-    """Planned global batches of the job that has most."""
-    total_tokens: int
     eval_s: float
     """Of all evaluations of the whole run, and of what its references are asked."""
     stage_bytes: tuple[int, ...]
@@ -92,6 +83,36 @@ class Forecast:
     def num_devices(self) -> int:
         """Of all stages."""
         return self.num_stages * self.tensor_parallel
+
+    @property
+    def num_microbatches(self) -> int:
+        """Planned ones; those that only keep devices in step are none."""
+        return sum(bool(m.segments) for m in self.program.microbatches)
+
+    @property
+    def planned_tokens(self) -> int:
+        """Of the planned part."""
+        return sum(m.num_tokens for m in self.program.microbatches)
+
+    @property
+    def total_tokens(self) -> int:
+        """Of all jobs from their first step to their last."""
+        return sum(job.num_tokens for job in self.jobs)
+
+    @property
+    def num_rounds(self) -> int:
+        """Planned global batches of the job that has most."""
+        return max(len(job.queue.batches) for job in self.jobs)
+
+    @property
+    def fewest_microbatches(self) -> int:
+        """Lower bound: what the tokens need, and a job's global batches, each of which waits for the step before."""
+        return max(self.num_rounds, -(-self.planned_tokens // self.capacity))
+
+    @property
+    def fill(self) -> float:
+        """Of the microbatches' capacity."""
+        return self.planned_tokens / (self.num_microbatches * self.capacity)
 
     @property
     def stage_names(self) -> list[str]:
@@ -137,7 +158,10 @@ class Forecast:
         """Everything, as plain values: the figures, the program, and when each of its parts would run."""
         hidden = ("jobs", "program", "timeline")
         figures = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
-        derived = ("num_devices", "planned_s", "round_s", "bubble_ratio", "total_s", "tokens_per_s", "fits")
+        derived = (
+            *("num_microbatches", "fewest_microbatches", "fill", "planned_tokens", "num_rounds", "total_tokens"),
+            *("num_devices", "planned_s", "round_s", "bubble_ratio", "total_s", "tokens_per_s", "fits"),
+        )
         jobs = [
             {
                 "name": job.queue.job,
@@ -182,9 +206,6 @@ def forecast(
         microbatches = [m for m in best.rounds.stream if m.segments]
         keeps_order = best.rounds.keeps_order
         num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
-    tokens = sum(m.num_tokens for m in microbatches)
-    # A job's next global batch waits for its step, so each needs a microbatch of its own.
-    num_rounds = max(len(queue.batches) for queue in queues)
     return Forecast(
         jobs=tuple(jobs),
         groups=groups_of([queue.job for queue in queues], microbatches),
@@ -195,12 +216,6 @@ def forecast(
         schedule=schedule,
         program=program,
         timeline=timeline,
-        num_microbatches=len(microbatches),
-        fewest_microbatches=max(num_rounds, -(-tokens // capacity)),
-        fill=tokens / (len(microbatches) * capacity),
-        planned_tokens=tokens,
-        num_rounds=num_rounds,
-        total_tokens=sum(job.num_tokens for job in jobs),
         eval_s=sum(forward_s(job, capacity, times, cost.num_stages) for job in jobs),
         stage_bytes=_stage_bytes(jobs, microbatches, cost, measured, num_held),
         device_bytes=cost.hardware.memory_bytes,

@@ -35,7 +35,6 @@ def forecast_replicas(
     program = in_step(program) if are_shards else program
     timeline = simulate(program, times)
     microbatches = [m for m in program.microbatches if m.segments]
-    tokens, num_rounds = sum(m.num_tokens for m in microbatches), max(len(queue.batches) for queue in queues)
     needs = _stage_needs(jobs, homes, program, timeline, costs, times)
     return Forecast(
         jobs=tuple(jobs),
@@ -47,12 +46,6 @@ def forecast_replicas(
         schedule="in step" if are_shards else f"{len(sizes)} replicas",
         program=program,
         timeline=timeline,
-        num_microbatches=len(microbatches),
-        fewest_microbatches=max(num_rounds, -(-tokens // capacity)),
-        fill=tokens / (len(microbatches) * capacity),
-        planned_tokens=tokens,
-        num_rounds=num_rounds,
-        total_tokens=sum(job.num_tokens for job in jobs),
         # A job is evaluated where it is at home, one that all have on the first.
         eval_s=max(
             sum(forward_s(job, capacity, times[place], size) for job in jobs if homes.get(job.queue.job, 0) == place)
