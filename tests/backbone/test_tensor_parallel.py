@@ -15,6 +15,8 @@ from weft.adapters.adapter import Adapter
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.tensor_parallel import divide, why_undivided
+from weft.cost.memory import MemoryModel
+from weft.cost.shape import ModelShape
 from weft.spec import AdapterSpec
 
 T = TypeVar("T")
@@ -153,3 +155,17 @@ def test_model_when_devices_cannot_share_it_evenly_then_a_sentence_says_what_fit
 def test_model_when_its_linears_are_others_then_a_sentence_says_which_families_fit(kind):
     why = why_undivided({"model_type": kind, **SETTINGS}, 2)
     assert why is not None and kind in why and why.endswith("llama, mistral, qwen2, qwen3, gemma3_text")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3"])
+def test_device_when_it_has_its_part_then_holds_what_the_memory_model_says(name):
+    def held(backbone: Backbone, devices: ThreadDevices) -> tuple[int, int]:
+        adapter = backbone.new_adapter(AdapterSpec(r=3, target_modules="all-linear"), 3)
+        frozen = sum(x.numel() * x.element_size() for x in backbone.model.parameters())
+        return frozen, sum(x.numel() for x in adapter.trained().values())
+
+    shape = ModelShape.from_config(random_backbone(name).model.config.to_dict())
+    model = MemoryModel(shape, activation_bytes=4, tensor_parallel=2)
+    for frozen, num_trained in on_divided(name, 2, held):
+        assert frozen == model.weight_bytes()
+        assert num_trained * model.adapter_bytes_each == model.adapter_bytes(3)

@@ -77,7 +77,7 @@ def test_deploy_when_given_a_jobs_file_and_unlike_gpus_then_plans_with_its_data(
         (
             "base_model: llama-3.1-8b\nmachines:\n  - {gpu: a100-40, gpus: 8}",
             "base_model: llama-3.1-70b\nmachines:\n  - {gpu: a100-40, gpus: 2}",
-            ("base_model llama-3.1-70b: fits on no layout of 2 a100-40: with tensor:2 each GPU needs", "has 39.4 GiB;"),
+            ("base_model llama-3.1-70b: fits on no layout of 2 a100-40: with stages:2 each GPU needs", "has 39.4 GiB;"),
         ),
         (
             "longest: 8192",

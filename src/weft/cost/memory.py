@@ -1,9 +1,10 @@
 """How much memory training takes, from shapes alone: weights, adapters, what is kept of a microbatch, working space.
 
 Per device of stage s with tensor-parallel degree t, for one microbatch of T rows in the fused step:
-    weights       linears by their storage / t, norms and biases; embedding on the first stage, head on the last;
-                  with shards of N devices a layer's linears / N, and two layers that are gathered
-    adapters      18 bytes per parameter: fp32 master, gradient and two moments, 16-bit copy
+    weights       linears by their storage / t, norms and biases; embedding on the first stage, head on the last,
+                  whole on each of t devices; with shards of N devices a layer's linears / N, and two layers that are
+                  gathered
+    adapters      18 bytes per parameter: fp32 master, gradient and two moments, 16-bit copy; whole on each of t
     kept          per row and layer what `families/kept` lists; with `offload` the large ones are elsewhere, but for
                   two layers
     workspace     the widest moment of one layer's way back, and what surrounds the layers
@@ -87,7 +88,7 @@ class MemoryModel:
         extras = self.layers(stage) * shape.layer_extras * size
         is_first, is_last = stage == 0, stage == self.num_stages - 1
         num_tables = is_first + (is_last and not (shape.tied and is_first))
-        tables = num_tables * shape.head_weights * size / self.tensor_parallel
+        tables = num_tables * shape.head_weights * size
         return round(linears + extras + tables + is_last * shape.hidden * size)
 
     @property
@@ -98,7 +99,7 @@ class MemoryModel:
     def adapter_bytes(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR, stage: int = 0) -> int:
         """One job's adapter with its optimizer on a stage."""
         per_layer = self.shape.adapter_parameters(rank, targets) // self.shape.num_layers
-        return round(self.adapter_bytes_each * per_layer * self.layers(stage) / self.tensor_parallel)
+        return self.adapter_bytes_each * per_layer * self.layers(stage)
 
     def row_bytes(self, widest_rank: int = MIN_RANK_CLASS, recompute: str | None = None) -> float:
         """Kept of one row in one layer between forward and backward."""
@@ -140,7 +141,7 @@ class MemoryModel:
         """One block of logits, on the last stage."""
         if stage != self.num_stages - 1:
             return 0
-        return LOSS_ROWS * self.shape.vocabulary * self.activation_bytes // self.tensor_parallel
+        return LOSS_ROWS * self.shape.vocabulary * self.activation_bytes
 
     def total_bytes(
         self,
