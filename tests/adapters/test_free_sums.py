@@ -125,13 +125,57 @@ def test_job_when_sums_are_free_then_capacities_and_neighbours_change_no_bit():
     assert_same_bits(together["lora"], train(backbone, others[:1])["lora"])
 
 
+def seated(backbone: Backbone, job: Job) -> tuple[LocalExecutor, MicrobatchWork]:
+    """A job that may train, and its first global batch."""
+    spec, data = job
+    executor = LocalExecutor(backbone)
+    executor.add(NewJob(spec, LiveJob(spec, data).progress.batches, None))
+    executor.seat(spec.name)
+    lengths = executor.jobs[spec.name].given.batches.lengths(0)
+    segments = tuple(Segment(spec.name, 0, i, int(length)) for i, length in enumerate(lengths))
+    return executor, MicrobatchWork(Microbatch(segments), executor.row_tile(64))
+
+
+@pytest.mark.parametrize(
+    ("model", "kernels", "sums", "adapter"),
+    [
+        ("llama_bias", "reference", "free", {"r": 4}),
+        ("llama_bias", "fused", "free", {"r": 4}),
+        ("gemma2", "reference", "ordered", {"r": 4, "trainable_token_indices": (9, 4, 30, 5)}),
+    ],
+    ids=["reference", "fused", "tied rows"],
+)
+def test_gradient_when_the_step_empties_only_its_buffers_then_has_nothing_of_the_batch_before(
+    model, kernels, sums, adapter
+):
+    """As those of 8 bits do, and all of a GPU."""
+    spec = job_spec("me", adapter=adapter, global_batch_size=6, optim="adamw_8bit", sums=sums)
+    executor, work = seated(random_backbone(model, kernels=kernels), (spec, random_data(3)))
+    own, found = executor.jobs["me"].weights.adapter, []
+    for _ in range(2):
+        executor.wait(executor.start(work))
+        own.complete_gradients()
+        found.append([group.grad.clone() for group in own.groups.values()])
+        executor.wait(executor.start(StepsWork((StepOrder("me", 0.0, True),), None)))
+    assert same(*found) and any(grad.any() for grad in found[0])
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+def test_sums_when_the_gradient_of_all_replicas_has_come_then_begin_again(kernels):
+    executor, work = seated(random_backbone("llama_bias", kernels=kernels), free(me("lora", global_batch_size=3)))
+    adapter = executor.jobs["me"].weights.adapter
+    executor.wait(executor.start(work))
+    assert any(words.fine_P.any() for words in adapter.free_sums().values())
+    adapter.put_gradients({name: torch.ones_like(group.grad) for name, group in adapter.groups.items()})
+    assert not any(words.fine_P.any() for words in adapter.free_sums().values())
+    adapter.complete_gradients()
+    assert all((group.grad == 1).all() for group in adapter.groups.values())
+
+
 @pytest.mark.parametrize("place", [0, 4, 6])
 def test_step_when_one_samples_gradient_is_not_finite_then_is_left_out_and_the_next_is_taken(place, monkeypatch):
     """Wherever it stands: whole numbers know no NaN."""
-    backbone, (spec, data) = random_backbone("llama_bias"), me("lora", global_batch_size=7)
-    executor = LocalExecutor(backbone)
-    executor.add(NewJob(replace(spec, sums="free"), LiveJob(spec, data).progress.batches, None))
-    executor.seat("me")
+    executor, work = seated(random_backbone("llama_bias"), free(me("lora", global_batch_size=7)))
     adapter = executor.jobs["me"].weights.adapter
     module = next(iter(adapter.modules.values()))
     take, taken = module.free_sums.take_sample, []
@@ -144,9 +188,6 @@ def test_step_when_one_samples_gradient_is_not_finite_then_is_left_out_and_the_n
 
     monkeypatch.setattr(module.free_sums, "take_sample", spoilt)
     before = flat(executor.adapter_of("me"))
-    lengths = executor.jobs["me"].given.batches.lengths(0)
-    segments = tuple(Segment("me", 0, i, int(length)) for i, length in enumerate(lengths))
-    work = MicrobatchWork(Microbatch(segments), executor.row_tile(64))
     order = StepsWork((StepOrder("me", 1e-2, True),), None)
     executor.wait(executor.start(work))
     (updated,) = executor.wait(executor.start(order))

@@ -104,13 +104,17 @@ class Adapter:
         """Forget the gradients."""
         for group in self.groups.values():
             group.grad.zero_()
-        if self._tied_grad is not None:
-            self._tied_grad.zero_()
-        for sums in self._free_sums:
-            sums.forget()
+        self._forget_sums()
         if self.kernel_copy is not None:
             self.kernel_copy.forget_gradients()
         self._penalised_at = None
+
+    def _forget_sums(self) -> None:
+        """What is summed elsewhere begins again: those who step on a GPU empty the gradients' buffers alone."""
+        for sums in self._free_sums:
+            sums.forget()
+        if self._tied_grad is not None:
+            self._tied_grad.zero_()
 
     def add_up_gradients(self, devices: Devices) -> None:
         """Makes the gradients of a whole global batch whole where the layers are divided over devices, on all of them.
@@ -139,6 +143,7 @@ class Adapter:
         self._add_penalties()
         if self._tied_grad is not None:
             self.token_rows[INPUT_ROWS].grad_KD.add_(self._tied_grad)
+        self._forget_sums()
         self._penalised_at = self.version
 
     def free_sums(self) -> dict[str, SumWords]:
@@ -164,9 +169,12 @@ class Adapter:
         return found
 
     def put_gradients(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Takes the gradients of a whole global batch, complete, from buffers by group."""
+        """Takes the gradients of a whole global batch, complete, from buffers by group: its own sums are in them."""
         for name, grad in flat.items():
             self.groups[name].grad.copy_(grad)
+        self._forget_sums()
+        if self.kernel_copy is not None:
+            self.kernel_copy.forget_gradients()
         self._penalised_at = self.version
 
     def _add_penalties(self) -> None:
