@@ -406,12 +406,24 @@ class Backbone:
 
     @torch.no_grad()
     def logits(
-        self, batch: PackedBatch, rows: Sequence[int] | None = None, caches: list[Any] | None = None
+        self,
+        batch: PackedBatch,
+        rows: Sequence[int] | None = None,
+        caches: list[Any] | None = None,
+        entering_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating."""
-        hidden_TD = self.reference.hidden(batch, None, caches)
+        """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating.
+
+        `entering_TD`: what the layers before have made, where this is the last part of a model.
+        """
+        hidden_TD = self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
         chosen = range(len(hidden_TD)) if rows is None else rows
         return logits_of(self.head, batch, self._output_rows, hidden_TD, chosen)
+
+    @torch.no_grad()
+    def pass_on(self, batch: PackedBatch, caches: list[Any], entering_TD: torch.Tensor | None) -> torch.Tensor:
+        """What leaves a part of a model that is not the last one, while generating."""
+        return self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
 
     @property
     def head(self) -> Head:

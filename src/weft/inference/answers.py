@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weft.backbone.backbone import Backbone
 from weft.data.prompts import Prompt
@@ -31,19 +32,33 @@ def answers(
 
     A prompt's place among its own name's prompts is its seed, so nobody's draws depend on who else is asked.
     """
-    flat = [(name, slot, i, prompt) for name, (slot, prompts) in asked.items() for i, prompt in enumerate(prompts)]
-    for _, _, _, prompt in flat:
-        if len(prompt.tokens) >= backbone.max_positions:
+    refuse_long([prompt for _, prompts in asked.values() for prompt in prompts], backbone.max_positions)
+    requests = [request for slot, prompts in asked.values() for request in requests_of(prompts, slot)]
+    written = iter(generate(backbone, requests, decoding))
+    return {
+        name: [worded(prompt, next(written), backbone.tokenizer_of(slot)) for prompt in prompts]
+        for name, (slot, prompts) in asked.items()
+    }
+
+
+def refuse_long(prompts: Sequence[Prompt], longest: int) -> None:
+    """DataError for a prompt that leaves no position for an answer."""
+    for prompt in prompts:
+        if len(prompt.tokens) >= longest:
             raise DataError(
-                f"the prompt has {len(prompt.tokens):,} tokens; the backbone has {backbone.max_positions:,} positions.",
+                f"the prompt has {len(prompt.tokens):,} tokens; the backbone has {longest:,} positions.",
                 where=prompt.where,
             )
-    written = generate(backbone, [Request(prompt.tokens.tolist(), slot, i) for _, slot, i, prompt in flat], decoding)
-    results: dict[str, list[Answer]] = {name: [] for name in asked}
-    for (name, slot, _, prompt), tokens in zip(flat, written, strict=True):
-        text = backbone.tokenizer_of(slot).decode(tokens, skip_special_tokens=True)
-        results[name].append(Answer(prompt, str(text)))
-    return results
+
+
+def requests_of(prompts: Sequence[Prompt], slot: int | None) -> list[Request]:
+    """What a slot's adapter is asked."""
+    return [Request(prompt.tokens.tolist(), slot, place) for place, prompt in enumerate(prompts)]
+
+
+def worded(prompt: Prompt, tokens: Sequence[int], tokenizer: Any) -> Answer:
+    """The answer that was written in tokens."""
+    return Answer(prompt, str(tokenizer.decode(tokens, skip_special_tokens=True)))
 
 
 def exact_match(given: Sequence[Answer]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from weft.backbone.backbone import Backbone
-from weft.backbone.packed import Placed, pack_samples
+from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.data.sample import Sample
 from weft.kernels.dropout import mix
 
@@ -52,9 +52,31 @@ class Continuation:
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(mix(self.decoding.seed, self.request.seed))
-        self._cache: dict[int, Any] = {}
+        self.cache: dict[int, Any] = {}
+        """Keys and values by layer."""
         self.new: list[int] = list(self.request.tokens)
         """Tokens the model has not read yet: the whole request at first, then the last one written."""
+        self.num_read = 0
+        """Tokens before those."""
+
+    def choose(self, logits_V: torch.Tensor) -> int:
+        """The next token; to be asked once for each."""
+        return _choose(logits_V, self.decoding, self._generator)
+
+    def write(self, token: int, ends: Collection[int], longest: int, num_leading: int) -> int | None:
+        """Adds the token that was chosen; None if it ends the answer instead.
+
+        `longest`: positions that the model has; `num_leading`: rows in front of the request that an adapter fills.
+        """
+        if token in ends:
+            self.is_over = True
+            return None
+        self.tokens.append(token)
+        self.num_read += len(self.new)
+        self.new = [token]
+        length = num_leading + len(self.request.tokens) + len(self.tokens)
+        self.is_over = len(self.tokens) >= self.decoding.max_new_tokens or length >= longest
+        return token
 
 
 def generate(
@@ -86,11 +108,12 @@ def advance(backbone: Backbone, going: Sequence[Continuation], ends: Collection[
 
     What is written depends on a continuation alone, not on the others in the pass.
     """
-    known = [len(item.request.tokens) + len(item.tokens) - len(item.new) for item in going]
-    logits = _logits(backbone, going, known)
+    leading = [backbone.leading_rows(item.request.slot) for item in going]
+    batch = pack_new(going, leading, backbone.device)
+    logits = backbone.logits(batch, last_rows(batch), [item.cache for item in going])
     return [
-        _write(item, row, ends, backbone.max_positions, backbone.leading_rows(item.request.slot))
-        for item, row in zip(going, logits, strict=True)
+        item.write(item.choose(row), ends, backbone.max_positions, num_leading)
+        for item, row, num_leading in zip(going, logits, leading, strict=True)
     ]
 
 
@@ -100,11 +123,10 @@ def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
     At least one must be left for `advance`.
     """
     assert 0 < num_tokens < len(item.new)
-    rest = item.new[num_tokens:]
-    item.new = item.new[:num_tokens]
-    known = len(item.request.tokens) + len(item.tokens) - num_tokens - len(rest)
-    _logits(backbone, [item], [known])
-    item.new = rest
+    rest, item.new = item.new[num_tokens:], item.new[:num_tokens]
+    batch = pack_new([item], [backbone.leading_rows(item.request.slot)], backbone.device)
+    backbone.logits(batch, last_rows(batch), [item.cache])
+    item.new, item.num_read = rest, item.num_read + num_tokens
 
 
 def end_tokens(backbone: Backbone) -> set[int]:
@@ -114,33 +136,21 @@ def end_tokens(backbone: Backbone) -> set[int]:
     return {int(t) for t in [*listed, backbone.tokenizer.eos_token_id] if t is not None}
 
 
-def _write(
-    item: Continuation, logits_V: torch.Tensor, ends: Collection[int], longest: int, num_leading: int
-) -> int | None:
-    token = _choose(logits_V, item.decoding, item._generator)
-    if token in ends:
-        item.is_over = True
-        return None
-    item.tokens.append(token)
-    item.new = [token]
-    length = num_leading + len(item.request.tokens) + len(item.tokens)
-    item.is_over = len(item.tokens) >= item.decoding.max_new_tokens or length >= longest
-    return token
-
-
-def _logits(backbone: Backbone, going: Sequence[Continuation], known: Sequence[int]) -> torch.Tensor:
-    """Feeds new tokens to their continuations, after those `known` to each; the logits after each one's last."""
+def pack_new(going: Sequence[Continuation], leading: Sequence[int], device: torch.device) -> PackedBatch:
+    """The new tokens of continuations, each after what the model has read of it; `leading`: rows in front of each."""
     placed = []
-    for item, position in zip(going, known, strict=True):
+    for item, num_leading in zip(going, leading, strict=True):
         sample = Sample(np.array(item.new, dtype=np.int32), np.zeros(len(item.new), dtype=bool))
-        num_leading = backbone.leading_rows(item.request.slot)
-        if position:
-            placed.append(Placed(sample, item.request.slot, position=num_leading + position))
+        if item.num_read:
+            placed.append(Placed(sample, item.request.slot, position=num_leading + item.num_read))
         else:
             placed.append(Placed(sample.led_by(num_leading), item.request.slot))
-    batch = pack_samples(placed, None, backbone.device)
-    rows = [segment.end - 1 for segment in batch.segments]
-    return backbone.logits(batch, rows, [item._cache for item in going])
+    return pack_samples(placed, None, device)
+
+
+def last_rows(batch: PackedBatch) -> list[int]:
+    """The last row of each continuation, behind which its next token is chosen."""
+    return [segment.end - 1 for segment in batch.segments]
 
 
 def _choose(logits_V: torch.Tensor, decoding: Decoding, generator: torch.Generator) -> int:

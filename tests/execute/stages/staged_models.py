@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from tiny_models import Job, job_spec, random_data, random_model, submit
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.model_part import ModelPart, keep_part
 from weft.backbone.path import Memory
 from weft.data.dataset import JobData
+from weft.data.prompts import Prompt
 from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.execute.stages.stage_group import LocalStages
 from weft.execute.stages.staged import StagedExecutor
+from weft.inference.generate import Decoding
 from weft.objectives.heads.classes import Classification
 from weft.objectives.preference.cpo import SimPo
 from weft.plan.program import Program
@@ -98,6 +102,20 @@ def train_until(engine: Engine, place: Path, step: int, jobs: list[Job]) -> None
         engine.run()
         engine.stop()
         engine.run()
+
+
+def prompts(number: int = 6) -> list[Prompt]:
+    """Of unlike lengths."""
+    tokens = [[5, 9, 14], [33], [7, 8, 9, 10, 11, 12, 13, 14, 15], [40, 41], [3], [60, 22, 9, 1]]
+    return [Prompt(np.array(ids, dtype=np.int32), "", None, f"prompt {ids}") for ids in tokens[:number]]
+
+
+def assert_same_answers(mine: Engine, other: Engine, jobs: Sequence[str]) -> None:
+    """Both write the same to the same prompts."""
+    decoding = Decoding(max_new_tokens=7, temperature=0.7, top_p=0.9, seed=3)
+    for name in jobs:
+        texts = [[answer.text for answer in engine.answer(name, prompts(), decoding)] for engine in (mine, other)]
+        assert texts[0] == texts[1] and any(texts[0]), name
 
 
 def shuffled(program: Program, rng: random.Random) -> Program:

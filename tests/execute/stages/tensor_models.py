@@ -46,7 +46,7 @@ class ThreadStages:
         try:
             return column.ask_each(what, given)
         except Exception:
-            if what in ("run", "evaluate"):
+            if what in ("run", "evaluate", "answer"):
                 self._leave(self._teams)
             raise
 

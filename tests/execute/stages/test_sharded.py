@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from staged_models import part_backbones, train_until
+from staged_models import assert_same_answers, part_backbones, train_until
 from test_spread import jobs
 from test_stage_pool import paired
 from tiny_models import assert_same_bits, finish, random_backbone, small_job, submit, train
@@ -117,16 +117,19 @@ def processes() -> Iterator[StageProcesses]:
 
 
 def test_jobs_when_shards_are_processes_then_have_the_bits_of_one_device(processes):
-    """One of them evaluates or hears references, and the other goes through the layers with it; each holds a part of
-    the backbone."""
+    """One of them evaluates, hears references or answers, and the other goes through the layers with it; each holds a
+    part of the backbone."""
     whole = load_backbone(SPEC)
     own = [*jobs(), paired()]
-    expected = train(whole, own, capacity=48)
-    tokenizer: Any = None
+    one = Engine(whole, capacity=48)
+    submit(one, *own)
+    expected = finish(one)
+    tokenizer: Any = whole.tokenizer
     engine = Engine(StagedExecutor(processes, tokenizer, in_step=True), capacity=48, planner=planner(2))
     submit(engine, *own)
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
+    assert_same_answers(engine, one, ["a", "b"])
     assert all(facts.backbone_bytes < 0.9 * whole.num_bytes for facts in processes.ask("facts"))
     os.kill(processes.processes[1].pid, signal.SIGKILL)
     with pytest.raises(StageLostError, match="shard 1: was ended by signal 9, so all shards were ended"):

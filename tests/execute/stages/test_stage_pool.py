@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from staged_models import assert_same_answers
 from tiny_models import assert_same_bits, finish, job_spec, random_data, submit, train
 
 from weft.backbone.load import load_backbone
+from weft.backbone.source import load_tokenizer
 from weft.cost.types import LinearCost
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
@@ -51,7 +53,7 @@ def paired() -> Any:
 
 
 def engine_on(stages: StageProcesses) -> Engine:
-    tokenizer: Any = None
+    tokenizer: Any = load_tokenizer(SPEC.base_model)
     planner = PipelinePlanner(Schedule.ONE_F_ONE_B, *stages.replica_sizes)
     return Engine(StagedExecutor(stages, tokenizer), capacity=32, planner=planner)
 
@@ -59,12 +61,15 @@ def engine_on(stages: StageProcesses) -> Engine:
 def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stages):
     """Any thread may ask them. When one of them is killed, all end, and whoever asks hears it in a sentence, always."""
     own = [*jobs(), paired()]
-    expected = train(load_backbone(SPEC), own, capacity=32)
+    one = Engine(load_backbone(SPEC), capacity=32)
+    submit(one, *own)
+    expected = finish(one)
     assert all(isinstance(process.wait_begun(), ForkedProcess) for process in stages.processes)
     engine = engine_on(stages)
     submit(engine, *own)
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
+    assert_same_answers(engine, one, ["job"])
     asked = [64 * n for n in range(1, 41)]
     alone = [stages.ask("activation_bytes", rows, []) for rows in asked]
     with ThreadPoolExecutor(4) as threads:

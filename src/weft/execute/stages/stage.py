@@ -279,6 +279,14 @@ class Stage:
         # Of a job that is spread, other replicas run samples too.
         return Asker(reference, slot, self._given[job].batches, looks_ahead=len(self.shares[job]) == 1)
 
+    def slot_of(self, job: str) -> AbstractContextManager[int | None]:
+        """The slot of a job's share, or one for the moment; None where it has no share."""
+        return self.local.slot_of(job) if job in self.local.jobs else nullcontext()
+
+    def leading_rows(self, job: str) -> int:
+        """Rows in front of each sample that a job's adapter fills, whether it has a share here or not."""
+        return self._given[job].spec.adapter.num_leading_rows
+
     @contextmanager
     def evaluated(self, job: str) -> Iterator[ScoreRequest]:
         """A job's evaluation, while it and what it compares with have slots, as far as they have modules here."""
@@ -288,7 +296,7 @@ class Stage:
         if reference is not None and is_passing:
             reference.take_slot()
         try:
-            with self.local.slot_of(job) if job in self.local.jobs else nullcontext() as slot:
+            with self.slot_of(job) as slot:
                 yield ScoreRequest(slot, data, reference)
         finally:
             if reference is not None and is_passing:

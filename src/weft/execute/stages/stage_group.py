@@ -10,6 +10,7 @@ from weft.backbone.backbone import Backbone
 from weft.execute.protocol import StagedWork
 from weft.execute.stages.interpreter import StageOutcome, StageProgram
 from weft.execute.stages.stage import Stage, stage_places
+from weft.execute.stages.stage_answers import answer_prompts
 from weft.execute.stages.stage_evaluation import evaluate_jobs
 from weft.execute.stages.transport import Boxes, LocalTransport
 from weft.plan.pipeline.append import Lists
@@ -77,7 +78,11 @@ def run_program(stage: Stage, work: StagedWork) -> Generator[None, None, StageOu
     return outcome
 
 
-TOGETHER: dict[str, Callable[..., Generator[None, None, Any]]] = {"run": run_program, "evaluate": evaluate_jobs}
+TOGETHER: dict[str, Callable[..., Generator[None, None, Any]]] = {
+    "run": run_program,
+    "evaluate": evaluate_jobs,
+    "answer": answer_prompts,
+}
 """What stages do by waiting for each other."""
 
 

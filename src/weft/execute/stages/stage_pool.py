@@ -35,7 +35,7 @@ SILENT_S = 30.0
 """A stage that gives no sign of life for so long is taken for hung, and its replica is ended."""
 JOIN_S = 300.0
 """The same before its first one: it imports libraries, perhaps over a network."""
-TOGETHER = ("run", "evaluate", JOIN)
+TOGETHER = ("run", "evaluate", "answer", JOIN)
 """What stages do by waiting for each other: where one cannot go on, none can."""
 LOADED = 0
 """The number of the answer that a stage gives without being asked: its layers are loaded."""

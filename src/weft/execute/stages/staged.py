@@ -24,6 +24,7 @@ from weft.errors import ConfigError, JobError, StorageError
 from weft.execute.protocol import (
     AdapterWork,
     AddedJob,
+    AnswersWork,
     CheckpointWork,
     EvaluationOutcome,
     EvaluationWork,
@@ -49,6 +50,7 @@ from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.routes import StepOf
 from weft.execute.stages.stage_group import StageGroup
 from weft.execute.stages.state_parts import cut_state, join_state
+from weft.inference.answers import Answer, refuse_long, worded
 from weft.kernels.adamw import Updated
 from weft.plan.program import Program, Step
 from weft.spec import AdapterSpec
@@ -275,12 +277,14 @@ class StagedExecutor:
                 done = self._run_program(dataclasses.replace(work, hears=self._hears(work.program)))
             case EvaluationWork():
                 done = self._evaluate(work)
+            case AnswersWork():
+                done = self._answer(work)
             case StateWork(name):
                 done = join_state(self._ask_home("tensors", name))
             case CheckpointWork() | AdapterWork():
                 return _kept(lambda: self._write(work))
             case _:
-                raise ConfigError(f"stages have no {type(work).__name__}; train without --layout.", where="--layout")
+                raise AssertionError(f"no stage knows {work}")
         return lambda: done
 
     def _hears(self, program: Program) -> bool:
@@ -357,26 +361,42 @@ class StagedExecutor:
         return self.stages.ask_each(what, dict.fromkeys(self._replicas[self._jobs[job].home], (job, *given)))
 
     def _evaluate(self, work: EvaluationWork) -> EvaluationOutcome:
-        """Evaluates every job on a replica that has it, on all of them at once."""
+        """Evaluates every job on a replica that has it."""
         begun_s = time.perf_counter()
+        found = self._ask_of("evaluate", work.jobs, lambda jobs: dataclasses.replace(work, jobs=jobs))
+        means = {job: mean for jobs, told in found for job, mean in zip(jobs, told, strict=True)}
+        ended_s = time.perf_counter()
+        return EvaluationOutcome([means[job] for job in work.jobs], ended_s - begun_s, ended_s)
+
+    def _answer(self, work: AnswersWork) -> dict[str, list[Answer]]:
+        """Has every job answer on a replica that has it."""
+        refuse_long([prompt for prompts in work.prompts.values() for prompt in prompts], self.facts.max_positions)
+        found = self._ask_of(
+            "answer", work.prompts, lambda jobs: dataclasses.replace(work, prompts={j: work.prompts[j] for j in jobs})
+        )
+        written = {job: tokens for jobs, told in found for job, tokens in zip(jobs, told, strict=True)}
+        return {
+            job: [worded(*pair, self.tokenizer) for pair in zip(prompts, written[job], strict=True)]
+            for job, prompts in work.prompts.items()
+        }
+
+    def _ask_of(
+        self, what: str, jobs: Iterable[str], order: Callable[[tuple[str, ...]], Work[Any]]
+    ) -> list[tuple[tuple[str, ...], Any]]:
+        """Asks all replicas at once of jobs that they have: the jobs of each, and what its last stage tells of them."""
         own: list[list[str]] = [[] for _ in self._replicas]
-        for job in sorted(work.jobs, key=lambda job: len(self._jobs[job].shares)):
+        for job in sorted(jobs, key=lambda job: len(self._jobs[job].shares)):
             # Those that are everywhere go where the fewest are.
             min((own[replica] for replica in self._jobs[job].shares), key=len).append(job)
         given = {
-            device: (dataclasses.replace(work, jobs=tuple(own[replica])),)
+            device: (order(tuple(own[replica])),)
             for replica, devices in enumerate(self._replicas)
             for device in devices
             if own[replica] or self._is_in_step
         }
-        found = dict(zip(given, self.stages.ask_each("evaluate", given), strict=True))
-        means = {
-            job: mean
-            for jobs, devices in zip(own, self._replicas, strict=True)
-            for job, mean in zip(jobs, found[devices[-1]] if jobs else (), strict=True)
-        }
-        ended_s = time.perf_counter()
-        return EvaluationOutcome([means[job] for job in work.jobs], ended_s - begun_s, ended_s)
+        found = dict(zip(given, self.stages.ask_each(what, given), strict=True))
+        last = [found.get(devices[-1]) for devices in self._replicas]
+        return [(tuple(named), told) for named, told in zip(own, last, strict=True) if named]
 
     def _write(self, work: CheckpointWork | AdapterWork) -> None:
         if isinstance(work, CheckpointWork):

@@ -32,6 +32,8 @@ class Channel(IntEnum):
     """Of a job's gradient, to its judge: the first stage that has one."""
     VERDICT = 3
     """Of the judge, to every stage that steps."""
+    CHOICE = 4
+    """The next tokens of answers, from the last stage to all before it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -54,6 +56,7 @@ DIRECTIONS = (
     (Channel.PART, False),
     (Channel.VERDICT, True),
     (Channel.VERDICT, False),
+    (Channel.CHOICE, False),
 )
 """All there are: a job's judge need not be on the first replica, if that had no sample of it."""
 
