@@ -146,6 +146,17 @@ def test_timeline_when_the_replica_is_in_stages_then_each_stage_has_a_band(run: 
         assert (figure.layout.yaxis.title.text, figure.layout.yaxis3.title.text) == names
 
 
+def test_timeline_when_all_of_a_run_is_drawn_then_its_last_evaluation_is_too(run: RunData) -> None:
+    trained, last = run.microbatches[0], run.microbatches[-1]
+    after = ReportSpan("eval", last.start_s + last.duration_s + 1, 4.0, 0, 0, {})
+    for passes, end_s in (((trained,), trained.start_s + trained.duration_s), ((trained, after), after.start_s + 4)):
+        figure = draw_charts(dataclasses.replace(run, spans=passes))["timeline"]
+        assert figure.layout.xaxis.range[1] == pytest.approx(end_s, rel=1e-5)
+    assert [trace.name for trace in figure.data if trace.yaxis == "y2"] == ["eval"]
+    beginning = draw_charts(dataclasses.replace(run, spans=(*run.spans, after)))["timeline"].layout.xaxis.range
+    assert beginning[1] < last.start_s
+
+
 def test_timeline_when_the_run_is_long_then_the_bars_are_capped(run: RunData) -> None:
     assert len(drawn_microbatches(run)) == MAX_MICROBATCHES
     shares = {f"job-{i}": 1.0 for i in range(100)}

@@ -76,10 +76,14 @@ def timeline(run: RunData) -> PlotlyFigure | None:
         for band, replica in enumerate(replicas)
         for index in range(len(run.jobs))
     ]
-    lanes = [lane for name in SIDE_LANES if (lane := _lane(run, name, shown[0].start_s, _end(shown[-1]))) is not None]
+    start_s, end_s = shown[0].start_s, _end(shown[-1])
+    if len(shown) == len(run.microbatches):
+        # The last evaluations come behind the last microbatch.
+        end_s = max([end_s, *(_end(span) for span in run.spans if span.name in SIDE_LANES)])
+    lanes = [lane for name in SIDE_LANES if (lane := _lane(run, name, start_s, end_s)) is not None]
     figure = bare_figure(run, [c for c in columns if c is not None] + lanes, x_title="seconds")
     figure.update_layout(barmode="stack", bargap=0, hovermode="closest")
-    figure.update_xaxes(range=rounded([shown[0].start_s, _end(shown[-1])], 6))
+    figure.update_xaxes(range=rounded([start_s, end_s], 6))
     top = LANE_HEIGHT * len(lanes)
     figure.update_layout(_bands([run.band_name(place) for place in replicas], top + 0.05 if lanes else 0.0))
     if not lanes:
