@@ -27,7 +27,7 @@ from weft.engine.engine import Engine
 from weft.errors import ConfigError
 from weft.execute import eva as execute_eva
 from weft.execute.eva import MOST_PASSES, PASS_TOKENS, passes, principal_inputs
-from weft.execute.stages.refusals import refuse_settings
+from weft.execute.stages.refusals import refuse_undivided
 from weft.inference.attach import attach_adapter, read_named
 from weft.spec import AdapterSpec, JobSpec
 from weft.spec.eva import EvaSpec
@@ -191,8 +191,8 @@ def test_spec_when_peft_would_move_no_rank_then_its_words_are_accepted():
     assert spec.eva == EvaSpec(tau=0.9)
 
 
-def test_job_when_stages_or_another_adapter_are_asked_for_then_is_refused():
-    with pytest.raises(ConfigError, match="eva looks at the data with a backbone in one piece"):
-        refuse_settings(me()[0])
+def test_job_when_shared_layers_or_another_adapter_are_asked_for_then_is_refused():
+    with pytest.raises(ConfigError, match="eva looks at whole inputs, of which devices that share layers have parts"):
+        refuse_undivided(me()[0])
     with pytest.raises(ConfigError, match="an adapter that goes on from another has no eva start"):
         JobSpec("a", ("rows",), adapter=AdapterSpec(**EVA), init_adapter="before")

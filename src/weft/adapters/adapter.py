@@ -6,7 +6,7 @@ each group can have a learning rate of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from weft.adapters.method import KernelCopy, ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import method_of
 from weft.adapters.part import PartShape
 from weft.adapters.sample_sums import FreeSums
-from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape, TokenRows
+from weft.adapters.token_rows import INPUT_ROWS, RowsShape, TokenRows
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
 from weft.kernels.fixed_point import SumWords
@@ -68,7 +68,7 @@ class Adapter:
         self.head: HeadWeights | None = None
         """What makes logits of hidden states, for objectives that have a head."""
         self.token_rows: dict[str, TokenRows] = {}
-        """Rows of the embedding and of the output head that are its own, by their names."""
+        """Rows of the embedding and of the output head that are its own, by where they stand."""
         self._tied_grad: torch.Tensor | None = None
         """What tied rows get from the output head, until the global batch is whole."""
         self.has_free_sums = has_free_sums
@@ -94,6 +94,11 @@ class Adapter:
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(iter(self.groups.values())).params.device
+
+    @property
+    def parts(self) -> Collection[str]:
+        """The groups that sit on none of its method's modules."""
+        return self._parts.keys()
 
     @property
     def num_parameters(self) -> int:
@@ -272,11 +277,12 @@ class Adapter:
         for name, shape in self._parts.items():
             if isinstance(shape, RowsShape):
                 ((rows_KD,), (grad_KD,)) = self._views[name], grads[name]
-                self.token_rows[name] = TokenRows(shape.ids, rows_KD, grad_KD, self._sums_of([name], [grad_KD]))
-                if shape.is_tied:
+                first, *tied = shape.ends
+                self.token_rows[first] = TokenRows(shape.ids, rows_KD, grad_KD, self._sums_of([name], [grad_KD]))
+                for end in tied:
                     self._tied_grad = torch.zeros_like(grad_KD)
-                    tied = self._sums_of([name], [self._tied_grad])
-                    self.token_rows[OUTPUT_ROWS] = TokenRows(shape.ids, rows_KD, self._tied_grad, tied)
+                    sums = self._sums_of([name], [self._tied_grad])
+                    self.token_rows[end] = TokenRows(shape.ids, rows_KD, self._tied_grad, sums)
 
     def _sums_of(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> FreeSums | None:
         """What takes the gradients of a place over, if their sums are free; each is of a group."""

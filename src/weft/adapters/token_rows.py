@@ -6,7 +6,7 @@ what PEFT trains for `trainable_token_indices` and, if they are all rows, for `m
 Input: y[t] = s · rows[k] where token t is the k-th of its own; drows[k] += s · Σ dy[t] over those t of a sample, from
 the first to the last, sample by sample in the job's order. Output: backbone/own_head.py. Where head and embedding are
 tied, both are made of the same rows; their gradients are kept apart until a global batch is whole, because its cut into
-microbatches would otherwise decide the order of the sum.
+microbatches would otherwise decide the order of the sum. A part of a model may have one end of tied rows only.
 
 Shape suffixes: T rows of the microbatch, K tokens, U different ones of a sample, D width, V vocabulary.
 """
@@ -39,8 +39,8 @@ class RowsShape(PartShape):
     """The frozen rows, which they start as."""
     num_known: int
     """Tokens that the backbone knows: the rows of those behind them start as the mean of theirs."""
-    is_tied: bool = False
-    """Whether rows of the embedding are those of the output head too."""
+    ends: tuple[str, ...]
+    """Where they stand, by the names of the rows there: at both ends if head and embedding are tied."""
 
     @property
     def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -80,7 +80,7 @@ class Backbone:
         """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
         self._heads: dict[int, HeadWeights] = {}
         """The heads of jobs that have one, by slot; both paths read them."""
-        self.embeddings = Embeddings(model, tokenizer)
+        self.embeddings = Embeddings(model, tokenizer, part)
         """The input embedding and the output head, of which adapters may have rows of their own."""
         self._output_rows: dict[int, TokenRows] = {}
         """Rows of the output head that jobs have of their own, by slot."""
@@ -235,7 +235,7 @@ class Backbone:
 
     def _parts(self, spec: AdapterSpec, head: HeadShape | None) -> dict[str, PartShape]:
         """What an adapter has besides its method's tensors, by name."""
-        return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes(spec)}
+        return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes_here(spec)}
 
     def check_adapter(self, spec: AdapterSpec) -> None:
         """ConfigError if an adapter does not fit this backbone; makes none."""
@@ -314,7 +314,7 @@ class Backbone:
 
     def _rows_bytes(self, spec: AdapterSpec) -> int:
         """What a microbatch holds of rows of tokens: a copy as the activations are, and a sum of gradients."""
-        num = sum(sum(shape.sizes) for shape in self.embeddings.shapes(spec).values())
+        num = sum(sum(shape.sizes) for shape in self.embeddings.shapes_here(spec).values())
         return num * (self.dtype.itemsize + 4)
 
     def _path_for(self, spec: AdapterSpec) -> Path:

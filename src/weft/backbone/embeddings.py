@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape
+from weft.backbone.model_part import TIED, ModelPart
 from weft.data.tokens.new_tokens import new_token_ids, with_new_tokens
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class Embeddings:
     """Where both are, and which of their rows an adapter has of its own."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, part: ModelPart | None = None) -> None:
+        """`part`: what of a whole model it is, if not all."""
         self._tokenizer = tokenizer
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
@@ -29,8 +31,10 @@ class Embeddings:
         self.paths = {INPUT_ROWS: named[inputs], OUTPUT_ROWS: named[outputs]}
         """Of the two modules, by the name of their rows."""
         self._modules = {INPUT_ROWS: inputs, OUTPUT_ROWS: outputs}
-        self.is_tied = inputs.weight is outputs.weight
-        """Whether both have the same rows."""
+        self.is_tied: bool = getattr(model, TIED, inputs.weight is outputs.weight)
+        """Whether both have the same rows, here or in the whole model."""
+        is_here = {INPUT_ROWS: part is None or part.is_first, OUTPUT_ROWS: part is None or part.is_last}
+        self._here = {name for name, here in is_here.items() if here}
 
     @property
     def input_scale(self) -> float:
@@ -40,7 +44,10 @@ class Embeddings:
         return 1.0 if scale is None else float(torch.as_tensor(scale).to(inputs.weight.dtype))
 
     def shapes(self, spec: AdapterSpec) -> dict[str, RowsShape]:
-        """The rows that an adapter has of its own, by their names; ConfigError if the model has no such rows."""
+        """The rows that an adapter has of its own, by their names; ConfigError if the model has no such rows.
+
+        Of a part of a model they are those of the whole.
+        """
         own = self._resolved(spec)
         self._check(own, spec)
         found = {}
@@ -53,7 +60,17 @@ class Embeddings:
                 num_known = len(self._tokenizer) if spec.new_tokens else weight_VD.shape[0]
                 is_tied = self.is_tied and name == INPUT_ROWS and not is_whole and not own.all_outputs
                 array = None if ids is None else np.array(ids, dtype=np.int64)
-                found[name] = RowsShape(array, weight_VD, num_known, is_tied)
+                ends = (INPUT_ROWS, OUTPUT_ROWS) if is_tied else (name,)
+                found[name] = RowsShape(array, weight_VD, num_known, ends)
+        return found
+
+    def shapes_here(self, spec: AdapterSpec) -> dict[str, RowsShape]:
+        """The same as far as they stand in this part of the model; the ends of tied rows may be in two."""
+        found = {}
+        for name, shape in self.shapes(spec).items():
+            ends = tuple(end for end in shape.ends if end in self._here)
+            if ends:
+                found[name] = dataclasses.replace(shape, ends=ends)
         return found
 
     def _resolved(self, spec: AdapterSpec) -> OwnRows:

@@ -19,6 +19,8 @@ from weft.families.registry import FAMILIES, describe
 
 WHOLE = "weft_linears"
 """Where a part of a model keeps the paths of all linears of the whole."""
+TIED = "weft_is_tied"
+"""Where it keeps whether embedding and output head of the whole have the same rows."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def keep_part(model: Any, part: ModelPart) -> None:
         if not part.first <= layer < part.end:
             decoder.layers[layer] = AbsentLayer()
     is_tied = bool(model.config.tie_word_embeddings)
+    setattr(model, TIED, is_tied)
     if not part.is_first and not (part.is_last and is_tied):
         model.set_input_embeddings(AbsentWeight(model.get_input_embeddings()))
     if not part.is_last:

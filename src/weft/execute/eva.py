@@ -2,7 +2,8 @@
 
 The job's first samples, in its own order, run through the bare backbone, forward only and with nobody beside them. So
 what is found is a function of the job and the backbone: neighbours, other capacities and when the job gets its place
-change no bit. It takes the reference path, whose modules can be listened to, also on a fused backbone.
+change no bit. It takes the reference path, whose modules can be listened to, also on a fused backbone. Where the model
+is divided, each part hears its own modules (`stages/stage_start.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def start_from_inputs(backbone: Backbone, adapter: Adapter, batches: GlobalBatch
     """Gives A its start; rows for which the data has no direction, and B, stay as they are."""
     assert adapter.spec.eva is not None
     ranks = {path: adapter.spec.rank_for(path) for path in adapter.modules}
-    found = principal_inputs(backbone, passes(batches.samples_from(0)), ranks, adapter.spec.eva, seed)
+    give_start(adapter, principal_inputs(backbone, passes(batches.samples_from(0)), ranks, adapter.spec.eva, seed))
+
+
+def give_start(adapter: Adapter, found: Mapping[str, torch.Tensor]) -> None:
+    """Puts directions, by path, into A."""
     tensors = adapter.tensors()
     for path, directions_RD in found.items():
         tensors[path][0][: len(directions_RD)] = directions_RD
@@ -56,25 +61,48 @@ def passes(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield own
 
 
-@torch.no_grad()
 def principal_inputs(
     backbone: Backbone, passes: Iterable[list[Sample]], ranks: Mapping[str, int], eva: EvaSpec, seed: int
 ) -> dict[str, torch.Tensor]:
     """The leading directions (R, D) of the inputs of some linears, by path; R is at most what `ranks` says."""
-    listener = _Listener(ranks, eva, seed)
-    row_tile = backbone.reference.row_tile(PASS_TOKENS)
-    with ExitStack() as hooks:
-        for path in ranks:
-            hook = backbone.linears[path].register_forward_pre_hook(partial(listener.hear, path))
-            hooks.callback(hook.remove)
-        for samples in passes:
-            batch = pack_samples([Placed(sample) for sample in samples], row_tile, backbone.device)
-            listener.rows_N = _rows(batch, samples, eva)
-            backbone.reference.hidden(batch, row_tile)
-            listener.take_in()
-            if listener.has_heard_enough:
-                break
-    return listener.directions()
+    inputs = HeardInputs(backbone, ranks, eva, seed)
+    for samples in passes:
+        inputs.run(samples)
+        if inputs.are_enough:
+            break
+    return inputs.directions()
+
+
+class HeardInputs:
+    """What has entered some linears of a backbone, or of a part of one, pass by pass."""
+
+    def __init__(self, backbone: Backbone, ranks: Mapping[str, int], eva: EvaSpec, seed: int) -> None:
+        self._backbone, self._eva = backbone, eva
+        self._paths, self._listener = list(ranks), _Listener(ranks, eva, seed)
+        self._row_tile = backbone.reference.row_tile(PASS_TOKENS)
+
+    @torch.no_grad()
+    def run(self, samples: list[Sample], entering_TD: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs a pass forward, which leaves as what is returned; it enters a later part of a model as the one before
+        has left it."""
+        batch = pack_samples([Placed(sample) for sample in samples], self._row_tile, self._backbone.device)
+        self._listener.rows_N = _rows(batch, samples, self._eva)
+        with ExitStack() as hooks:
+            for path in self._paths:
+                heard = partial(self._listener.hear, path)
+                hooks.callback(self._backbone.linears[path].register_forward_pre_hook(heard).remove)
+            left_TD = self._backbone.reference.hidden(batch, self._row_tile, entering_TD=entering_TD)
+        self._listener.take_in()
+        return left_TD
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether more would change nothing that matters."""
+        return self._listener.has_heard_enough
+
+    def directions(self) -> dict[str, torch.Tensor]:
+        """The leading ones of each linear, by path."""
+        return self._listener.directions()
 
 
 def _rows(batch: PackedBatch, samples: list[Sample], eva: EvaSpec) -> torch.Tensor:

@@ -116,7 +116,7 @@ class LocalExecutor:
         adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
         refuse_idle_rates(job.spec.learning_rate_pattern, list(adapter.modules))
         if job.start is not None:
-            self._check_rows(job)
+            self.check_rows(job)
             adapter.load(job.start, job.start_name)
         elif adapter.spec.eva is not None:
             self._unseen.add(job.spec.name)
@@ -131,7 +131,7 @@ class LocalExecutor:
         data = job.batches.data
         return JobReference(self._known, data, job.reference) if data.reads_reference else None
 
-    def _check_rows(self, job: NewJob) -> None:
+    def check_rows(self, job: NewJob) -> None:
         """ConfigError if a job has other rows of tokens than the adapter it goes on from."""
         assert job.start_spec is not None
         mine, theirs = (self.backbone.embeddings.named(spec) for spec in (job.spec.adapter, job.start_spec))

@@ -49,6 +49,8 @@ class MovableExecutor:
         self._open_now = open_replicas
         self._jobs: dict[str, NewJob] = {}
         self._seated: set[str] = set()
+        self._begun: set[str] = set()
+        """Jobs that have had a seat or a state: what others have is made anew wherever they are added."""
         self._gone: set[str] = set()
         """Jobs that had ended when their replica was lost: there is nothing to move."""
         self._load_s = 0.0
@@ -79,7 +81,8 @@ class MovableExecutor:
         with self._lock:
             begun_s = time.perf_counter()
             moving = [name for name in self._jobs if name not in self._gone]
-            states = {name: self._now.wait(self._now.start(StateWork(name))) for name in moving}
+            states = {name: self._now.wait(self._now.start(StateWork(name))) for name in moving if name in self._begun}
+            states |= {name: {} for name in moving if name not in self._begun}
             read_s = time.perf_counter() - begun_s
             self._now.close()
             self._replicas = None
@@ -101,7 +104,8 @@ class MovableExecutor:
             for name, tensors in states.items():
                 point("replicas.move")
                 added[name] = replicas.add(self._jobs[name])
-                replicas.restore(name, tensors)
+                if tensors:
+                    replicas.restore(name, tensors)
                 if name in self._seated:
                     replicas.seat(name)
         except BaseException:
@@ -171,11 +175,13 @@ class MovableExecutor:
             if job in self._jobs:
                 self._now.drop(job)
                 del self._jobs[job]
+            self._begun.discard(job)
             self._gone.discard(job)
 
     def seat(self, job: str) -> None:
         """Takes a job's state beside the backbone."""
         self._now.seat(job)
+        self._begun.add(job)
         self._seated.add(job)
 
     def unseat(self, job: str) -> None:
@@ -186,6 +192,7 @@ class MovableExecutor:
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives a job the state that `StateWork` once brought."""
         self._now.restore(job, tensors)
+        self._begun.add(job)
 
     def rewind(self, job: str) -> None:
         """Forgets the gradients of a job's current global batch."""
@@ -231,6 +238,7 @@ class MovableExecutor:
         """Has a lost replica made anew; what has ended and is gone with it does not move any more."""
         lost = self._now.recover(ended)
         self._seated.difference_update(lost)
+        self._begun.difference_update(lost)
         self._gone.update(name for name in lost if name in ended)
         return lost
 

@@ -20,6 +20,7 @@ from weft.errors import AdapterFileError, ConfigError, ModelError
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.spec import AdapterSpec, BackboneSpec
 from weft.store.peft_files import CONFIG_FILE, PARTS, TEMPLATE_FILE, read_adapter, read_chat_template, read_head
+from weft.store.row_files import ROWS
 
 T = TypeVar("T")
 BASE = "base"
@@ -140,8 +141,12 @@ def own_part(backbone: Backbone, stored: StoredAdapter) -> StoredAdapter | None:
     if backbone.part is None:
         return stored
     method = method_of(stored.spec)
-    elsewhere = {*backbone.paths_for(method)} - backbone.shapes_for(method).keys()
+    rows = backbone.embeddings.shapes_here(stored.spec).keys()
+    elsewhere = {*backbone.paths_for(method), *ROWS} - backbone.shapes_for(method).keys() - rows
     tensors = {path: own for path, own in stored.tensors.items() if path not in elsewhere}
+    if rows and tensors.keys() <= rows:
+        found = "its rows of tokens are on a stage where it has no module; use fewer stages."
+        raise AdapterFileError(found, where=str(stored.path))
     return replace(stored, tensors=tensors) if tensors else None
 
 

@@ -56,12 +56,12 @@ class AnyDispatch:
             spread.deal = deal
 
 
-def engine_of(*replicas: tuple[int, ...], seed: int | None = None, **options: Any) -> Engine:
+def engine_of(*replicas: tuple[int, ...], seed: int | None = None, name: str = "llama", **options: Any) -> Engine:
     costs = tuple(LinearCost(fixed_s=4.0, token_s=1 / len(own)) for own in replicas)
     planner: Any = SpreadPlanner(tuple(len(own) for own in replicas), costs)
     if seed is not None:
         planner = AnyDispatch(planner, random.Random(seed))
-    return Engine(staged_executor("llama", *replicas, **options), capacity=48, planner=planner)
+    return Engine(staged_executor(name, *replicas, **options), capacity=48, planner=planner)
 
 
 def test_jobs_when_spread_over_replicas_of_fused_kernels_then_have_the_bits_of_one_device():

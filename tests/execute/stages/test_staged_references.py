@@ -280,8 +280,8 @@ WIDE = ("layers.0.self_attn.q_proj", "layers.2.mlp.down_proj")
     ("spec", "said"),
     [
         (
-            AdapterSpec(r=2, trainable_token_indices=(3,)),
-            "reference: has rows of tokens, which are on the first",
+            AdapterSpec(r=2, trainable_token_indices=(3,), layers_to_transform=(2,)),
+            "its rows of tokens are on a stage where it has no module",
         ),
         (
             AdapterSpec(method="vera", target_modules=WIDE),

@@ -13,30 +13,20 @@ WHOLE_STATES = ("adamw_8bit",)
 """Optimizers that remember blocks of numbers, which a border between two stages may cut."""
 
 
-def refuse_settings(spec: JobSpec, start: AdapterSpec | None = None) -> None:
-    """ConfigError for settings of a job that need a backbone in one piece; `start`: of the adapter it goes on from."""
+def refuse_settings(spec: JobSpec) -> None:
+    """ConfigError for settings of a job that need a backbone in one piece."""
     if spec.optim in WHOLE_STATES:
         raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
-    if spec.adapter.eva is not None:
-        found = "eva looks at the data with a backbone in one piece; use another start, or train without --layout."
-        raise ConfigError(found, where="adapter.init_lora_weights")
-    if spec.adapter.trains_rows or (start is not None and start.trains_rows):
-        found = "rows of tokens are on the first and on the last stage at once; train them without --layout."
-        raise ConfigError(found, where="adapter")
 
 
 def refuse_undivided(spec: JobSpec) -> None:
     """ConfigError for settings of a job that need every layer in one piece."""
     _refuse_undivided_method(spec.adapter, "adapter.method")
+    if spec.adapter.eva is not None:
+        found = "eva looks at whole inputs, of which devices that share layers have parts; use another start."
+        raise ConfigError(found, where="adapter.init_lora_weights")
     if spec.sums == "free":
         raise ConfigError("devices that share layers add up in their order; with tensor:N use ordered.", where="sums")
-
-
-def refuse_reference(adapter: AdapterSpec, where: str) -> None:
-    """ConfigError for an adapter that a job cannot compare with, since it needs a backbone in one piece."""
-    if adapter.trains_rows:
-        found = "has rows of tokens, which are on the first and on the last stage at once; name another."
-        raise ConfigError(found, where=where)
 
 
 def refuse_method(adapter: AdapterSpec, backbone: Backbone, where: str) -> None:

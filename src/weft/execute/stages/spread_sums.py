@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.execute.stages.gradient import JobShare, Verdict
+from weft.execute.stages.gradient import JobShare, Verdict, by_group, in_order
 from weft.execute.weights import JobWeights
 from weft.kernels.fixed_point import SumWords, total_of_all
 
@@ -65,10 +65,11 @@ def receive_part(receive: Receive, share: JobShare) -> Generator[None, None, Spr
     units = iter([each + (more << LOW_BITS) for each, more in zip(low, high, strict=True)])
     sums: dict[str, SumWords] = {}
     if share.summed:
-        fine = by_group((yield from receive((share.num_trained,), torch.int64)), share)
+        lengths = {group: sum(sizes) for group, sizes in share.summed.items()}
+        fine = _words((yield from receive((sum(lengths.values()),), torch.int64)), lengths)
         coarse: Mapping[str, torch.Tensor] = {}
         if has_coarse:
-            coarse = by_group((yield from receive((share.num_trained,), torch.int64)), share)
+            coarse = _words((yield from receive((sum(lengths.values()),), torch.int64)), lengths)
         for group, sizes in share.summed.items():
             sums[group] = SumWords(fine[group], coarse.get(group), sizes, tuple(next(units) for _ in sizes))
     penalties = None
@@ -85,12 +86,18 @@ def judge_sums(
 
     The first is the judge's own; `norm_of` the groups of the gradient.
     """
-    groups = dict.fromkeys(group for share in replicas[0][1] for group in share.trained)
+    first, shares = replicas[0]
     gradient: dict[str, torch.Tensor] = {}
-    for group in groups:
+    for group in in_order(group for share in shares for group in share.trained):
         whole = [SumWords.joined([part.sums[group] for part in parts if group in part.sums]) for parts, _ in replicas]
-        gradient[group] = total_of_all(whole)
-        own = [part.penalties[group] for part in replicas[0][0] if part.penalties is not None and group in part.sums]
+        # Of rows at both ends of a model there are two sums, one behind the other however it is cut.
+        total, *twin = total_of_all(whole).split(sum(share.run_of(group) for share in shares))
+        gradient[group] = total + twin[0] if twin else total
+        own = [
+            part.penalties[group]
+            for part, share in zip(first, shares, strict=True)
+            if part.penalties is not None and share.run_of(group)
+        ]
         if own:
             gradient[group] += torch.cat(own)
     is_finite = all(part.is_finite for parts, _ in replicas for part in parts)
@@ -101,13 +108,17 @@ def judge_sums(
 def slices(gradient: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -> list[torch.Tensor]:
     """What of a whole gradient belongs to each device of a replica, in the order of its buffers."""
     cut = {
-        group: whole.split([share.sizes[group] if group in share.trained else 0 for share in shares])
+        group: whole.split([share.run_of(group) if group in share.trained else 0 for share in shares])
         for group, whole in gradient.items()
     }
     nothing = next(iter(gradient.values()))[:0]
-    return [torch.cat([nothing, *(cut[group][place] for group in share.trained)]) for place, share in enumerate(shares)]
+    found = []
+    for place, share in enumerate(shares):
+        own = [gradient[group] if group in share.twins else cut[group][place] for group in share.trained]
+        found.append(torch.cat([nothing, *own]))
+    return found
 
 
-def by_group(flat: torch.Tensor, share: JobShare) -> dict[str, torch.Tensor]:
-    """A tensor over all trained numbers of a share as views by group."""
-    return dict(zip(share.trained, flat.split([share.sizes[group] for group in share.trained]), strict=True))
+def _words(flat: torch.Tensor, lengths: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Words one behind the other as views by group."""
+    return dict(zip(lengths, flat.split([*lengths.values()]), strict=True))

@@ -14,6 +14,7 @@ import torch
 from weft.adapters.method import ModuleTensors
 from weft.adapters.methods import method_of
 from weft.adapters.targets import leaf_names
+from weft.adapters.token_rows import INPUT_ROWS
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, pack_samples
 from weft.backbone.stage_runner import stage_runner
@@ -29,11 +30,14 @@ from weft.execute.references import Asker
 from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.refusals import refuse_method, refuse_settings, refuse_undivided
 from weft.execute.stages.stage_references import StageReferences
+from weft.execute.stages.stage_start import PassHeard, StageStart
+from weft.execute.stages.state_parts import without_twins
 from weft.execute.stages.transport import Channel, Transport
 from weft.execute.weights import JobWeights
 from weft.kernels.device import CPU, Stream, current_stream, has_streams, on_stream
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec
+from weft.store.row_files import ROWS
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Stage:
         """What every stage holds of a job, by the replicas that have it."""
         self._kept: dict[str, dict[int, Callable[[], dict[str, torch.Tensor]]]] = {}
         """Copies of jobs' tensors as they were at a step, by step."""
+        self._starts: dict[str, StageStart] = {}
+        """Jobs whose data is being looked at for their start."""
 
     def at_work(self) -> AbstractContextManager[object]:
         """In this context launches go to the stage's own stream; all that it does on a GPU is launched in there."""
@@ -126,7 +132,7 @@ class Stage:
     def add(self, job: NewJob) -> JobShare:
         """Makes a job's share; ConfigError if the job does not fit a backbone in parts."""
         spec, method = job.spec, method_of(job.spec.adapter)
-        refuse_settings(spec, job.start_spec)
+        refuse_settings(spec)
         refuse_method(spec.adapter, self.backbone, "adapter.method")
         if self.backbone.devices is not None:
             refuse_undivided(spec)
@@ -137,28 +143,35 @@ class Stage:
         self._given[spec.name] = job
         num_compared, compared = self.references.add(job)
         if not own:
-            if self.is_last and job.batches.data.head is not None:
-                raise ConfigError(
-                    "its head is on the last stage, where its adapter has no module; use fewer stages.",
-                    where="adapter.layers_to_transform",
-                )
+            self._refuse_parts(job)
             return JobShare({}, (), (), names, {}, num_compared=num_compared, compared=compared)
         head = job.batches.data.head if self.is_last else None
         adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
         if job.start is not None:
-            adapter.load(self._own_start(job.start, own, targets), job.start_name)
+            self.local.check_rows(job)
+            adapter.load(self._own_start(job.start, [*own, *adapter.parts], targets), job.start_name)
         self.local.jobs[spec.name] = ExecutedJob(job, JobWeights(spec, adapter), self.references.of(spec.name))
         sizes = {name: params.numel() for name, params in adapter.flat().items()}
         free = adapter.free_sums() if spec.sums == "free" else {}
         summed = {group: words.sizes for group, words in free.items()}
         groups = tuple(adapter.groups)
-        return JobShare(sizes, groups, tuple(own), names, adapter.shared, summed, num_compared, compared)
+        twins = () if self.is_first else tuple({INPUT_ROWS} & adapter.groups.keys())
+        return JobShare(sizes, groups, tuple(own), names, adapter.shared, summed, num_compared, compared, twins)
+
+    def _refuse_parts(self, job: NewJob) -> None:
+        """ConfigError if a job without a module here has something else here."""
+        what = "head is on the last" if self.is_last and job.batches.data.head is not None else ""
+        if self.backbone.embeddings.shapes_here(job.spec.adapter):
+            what = f"rows of tokens are on the {'first' if self.is_first else 'last'}"
+        if what:
+            found = f"its {what} stage, where its adapter has no module; use fewer stages."
+            raise ConfigError(found, where="adapter.layers_to_transform")
 
     def _own_start(
         self, start: Mapping[str, ModuleTensors], own: Sequence[str], targets: Sequence[str]
     ) -> dict[str, ModuleTensors]:
         """What of an adapter file concerns this stage; what concerns none is left for the last to refuse."""
-        elsewhere = {*targets} - {*own} if self.is_last else start.keys() - {*own}
+        elsewhere = {*targets, *ROWS} - {*own} if self.is_last else start.keys() - {*own}
         return {path: tensors for path, tensors in start.items() if path not in elsewhere}
 
     def know_shares(self, job: str, shares: Mapping[int, Sequence[JobShare]]) -> None:
@@ -181,6 +194,29 @@ class Stage:
         self.shares.pop(job, None)
         self._kept.pop(job, None)
         self.local.jobs.pop(job, None)
+
+    def hear_pass(self, job: str, entering_TD: torch.Tensor | None) -> PassHeard | None:
+        """Runs the next of a job's first samples for its start; None if there are no more, or if others have the job.
+
+        Where devices share the frozen weights, they all come by nevertheless.
+        """
+        found, ring = None, self.backbone.ring
+        with told_of_device():
+            if job in self._given:
+                weights = self.weights_of(job)
+                adapter = None if weights is None else weights.adapter
+                if job not in self._starts:
+                    self._starts[job] = StageStart(self.backbone, self._given[job], adapter)
+                found = self._starts[job].hear(entering_TD)
+            if found is None and ring is not None:
+                ring.go_empty(back=False)
+        return found
+
+    def end_passes(self, job: str, is_given: bool) -> None:
+        """Lets a job begin with what has been heard, or forgets it."""
+        start = self._starts.pop(job, None)
+        if start is not None and is_given:
+            start.give()
 
     def seat(self, job: str) -> None:
         """Takes a slot for a job's share, and one for what it compares with."""
@@ -229,9 +265,14 @@ class Stage:
             self._kept[job] = {**kept, step: weights.snapshot(moments=True)}
 
     def tensors(self, job: str, step: int | None = None) -> dict[str, torch.Tensor]:
-        """All tensors of a job's share by name, on the CPU: as they are, or of a step of which a copy is kept."""
+        """All tensors of a job's share by name, on the CPU: as they are, or of a step of which a copy is kept.
+
+        Those that the first stage has as well are left out.
+        """
         weights = self.weights_of(job)
-        return {} if weights is None else self._copy(job, weights, step, moments=True)
+        if weights is None:
+            return {}
+        return without_twins(self._copy(job, weights, step, moments=True), self.own_shares(job)[self.index])
 
     def modules(self, job: str, best: bool, step: int | None = None) -> dict[str, ModuleTensors]:
         """The adapter's tensors of a job's share by module path, as files hold them."""
@@ -244,6 +285,11 @@ class Stage:
             return kept[step]()
         assert step is None or all(other < step for other in kept), "the job is ahead of what is wanted of it"
         return weights.snapshot(moments=moments)()
+
+    def named(self, job: str) -> tuple[AdapterSpec, Mapping[str, str]]:
+        """A job's adapter in the words of the model, and the paths of the modules that it may have rows of."""
+        embeddings = self.backbone.embeddings
+        return embeddings.named(self._given[job].spec.adapter), embeddings.paths
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
         """The same as they are now."""

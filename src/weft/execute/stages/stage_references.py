@@ -15,7 +15,7 @@ from weft.backbone.backbone import Backbone
 from weft.backbone.reference_rows import ReferenceRows
 from weft.execute.protocol import NewJob
 from weft.execute.references import JobReference, KnownRows
-from weft.execute.stages.refusals import refuse_method, refuse_reference
+from weft.execute.stages.refusals import refuse_method
 from weft.inference.attach import adapter_on, own_part
 
 
@@ -39,7 +39,6 @@ class StageReferences:
         if adapter is None:
             return 0, None
         where = "reference" if data.distillation is None else "teacher"
-        refuse_reference(adapter.spec, where)
         refuse_method(adapter.spec, self._backbone, where)
         own = own_part(self._backbone, adapter)
         if own is None:

@@ -20,6 +20,7 @@ import torch
 from weft.adapters.method import ModuleTensors
 from weft.backbone.ahead.compile_ahead import CompileAhead
 from weft.data.chat.chat_template import Tokenizer
+from weft.data.tokens.new_tokens import with_new_tokens
 from weft.errors import ConfigError, JobError, StorageError
 from weft.execute.protocol import (
     AdapterWork,
@@ -49,6 +50,7 @@ from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.routes import StepOf
 from weft.execute.stages.stage_group import StageGroup
+from weft.execute.stages.stage_start import PassHeard
 from weft.execute.stages.state_parts import cut_state, join_state
 from weft.inference.answers import Answer, refuse_long, worded
 from weft.kernels.adamw import Updated
@@ -66,6 +68,8 @@ class _StagedJob:
     shares: dict[int, list[JobShare]]
     """By the replicas that have it."""
     has_seat: bool = False
+    is_unseen: bool = False
+    """Its start is to be found in its data, which nobody has looked at."""
 
     @property
     def home(self) -> int:
@@ -162,9 +166,10 @@ class StagedExecutor:
         name = job.spec.name
         where = range(len(self._replicas)) if job.spec.sums == "free" else [self._emptiest()]
         shares = self._place(job, where)
-        self._jobs[name] = _StagedJob(job, shares)
+        self._jobs[name] = _StagedJob(job, shares, is_unseen=job.spec.adapter.eva is not None)
         own = shares[min(shares)]
-        return AddedJob(sum(s.num_trained for s in own), "", sum(s.num_compared for s in own))
+        num_trained = sum(share.run_of(group) for share in own for group in share.trained)
+        return AddedJob(num_trained, "", sum(s.num_compared for s in own))
 
     def drop(self, job: str) -> None:
         """Forgets a job."""
@@ -174,11 +179,45 @@ class StagedExecutor:
     def seat(self, job: str) -> None:
         """Takes a slot for a job on every stage that has a share, or on none."""
         try:
+            if self._jobs[job].is_unseen:
+                self._start_from_inputs(job)
             self._ask("seat", job)
         except ReplicaMemoryError:
             self._ask("unseat", job)
             raise
         self._jobs[job].has_seat = True
+
+    def _start_from_inputs(self, job: str) -> None:
+        """Has a job's first samples run through the replicas that have it, until all stages have heard enough."""
+        is_done = False
+        try:
+            while not is_done:
+                is_done = not self._hear_pass(job)
+        finally:
+            self._ask("end_passes", job, is_done)
+        self._jobs[job].is_unseen = False
+
+    def _hear_pass(self, job: str) -> bool:
+        """One pass through the replicas that have a job; whether another has to follow."""
+        heard: list[PassHeard | None] = []
+        if self._is_in_step:
+            # No device gathers weights alone.
+            told = self.stages.ask("hear_pass", job, None)
+            heard = [told[replica] for replica in self._jobs[job].shares]
+        else:
+            for replica in self._jobs[job].shares:
+                heard += self._heard(job, replica)
+        return None not in heard and not all(each.is_enough for each in heard if each is not None)
+
+    def _heard(self, job: str, replica: int) -> list[PassHeard | None]:
+        """What the stages of a replica tell of a pass, each of what the one before has made."""
+        heard: list[PassHeard | None] = []
+        for device in self._replicas[replica]:
+            entering_TD = heard[-1].left_TD if heard and heard[-1] is not None else None
+            heard += self.stages.ask_each("hear_pass", {device: (job, entering_TD)})
+            if heard[-1] is None:
+                break
+        return heard
 
     def unseat(self, job: str) -> None:
         """Frees a job's slots."""
@@ -187,6 +226,7 @@ class StagedExecutor:
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives every stage its part of a job's state."""
+        self._jobs[job].is_unseen = False
         given: dict[int, tuple[Any, ...]] = {}
         for replica, shares in self._jobs[job].shares.items():
             parts = cut_state(tensors, shares)
@@ -249,6 +289,7 @@ class StagedExecutor:
             self.stages.ask_each("remove", dict.fromkeys(kept, (name,)))
             job.has_seat = False
             job.shares = {} if name in ended else self._place(job.given, sorted(job.shares))
+            job.is_unseen = job.given.spec.adapter.eva is not None
         return lost
 
     def close(self) -> None:
@@ -405,15 +446,19 @@ class StagedExecutor:
             save_checkpoint(work.directory, checkpoint, keep=work.keep)
             return
         job = self._jobs[work.job]
+        named, row_modules = self._ask_home("named", work.job)[0]
+        new_tokens = named.new_tokens
         write_adapter(
             work.directory,
-            job.given.spec.adapter,
+            named,
             _merged(self._ask_home("modules", work.job, work.best, work.step)),
             base_model=self.facts.base_model,
             target_names=self.target_names(work.job),
             chat_template=job.given.spec.chat_template,
             shared=next(share.shared for share in job.shares[job.home] if share.modules),
             head=job.given.batches.data.head,
+            row_modules=row_modules,
+            tokenizer=with_new_tokens(self.tokenizer, new_tokens) if new_tokens else None,
         )
 
 

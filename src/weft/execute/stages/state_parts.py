@@ -2,7 +2,7 @@
 
 Put together they are what one device would have, so a checkpoint does not tell how many stages wrote it. Flat buffers
 follow the order of the layers: a stage's is a run of the whole one's numbers. What an optimizer remembers of single
-modules is on the stage that has the module; counters are on all of them.
+modules is on the stage that has the module; counters are on all of them. Of twins the first stage's are joined.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from weft.adapters.head import HEAD
 from weft.execute.optimizers.optimizer import PREFIX
 from weft.execute.stages.gradient import JobShare
 
 Tensors = dict[str, torch.Tensor]
+
+
+def without_twins(tensors: Mapping[str, torch.Tensor], share: JobShare) -> Tensors:
+    """The tensors of a stage, but for those of groups that the first stage has as well."""
+    return {name: tensor for name, tensor in tensors.items() if _owner(name)[0] not in share.twins}
 
 
 def join_state(parts: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
@@ -36,7 +40,8 @@ def cut_state(tensors: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -
         if module or not tensor.ndim:
             pieces = [tensor] * len(holders)
         else:
-            pieces = list(tensor.split([shares[place].sizes[group] for place in holders]))
+            runs = tensor.split([shares[place].run_of(group) for place in holders])
+            pieces = [tensor if group in shares[place].twins else run for place, run in zip(holders, runs, strict=True)]
         for place, piece in zip(holders, pieces, strict=True):
             parts[place][name] = piece
     return parts
@@ -52,5 +57,6 @@ def _owner(name: str) -> tuple[str, str]:
 
 def _holds(share: JobShare, group: str, module: str) -> bool:
     if module:
-        return module in share.modules or (module.startswith(HEAD) and HEAD in share.sizes)
+        # A part of an adapter is a module and a group of the same name.
+        return module in share.modules or (module.partition(".")[0] == group and group in share.sizes)
     return group in share.sizes if group else bool(share.sizes)

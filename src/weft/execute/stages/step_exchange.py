@@ -2,22 +2,23 @@
 
 A job's step needs the norm of its whole gradient. Whoever has a part of it sends it to the first of them, the judge,
 which tells all stages that step the norm and whether the losses are finite. Parts of one replica are put together
-(`gradient.py`). Where several replicas have samples of the job, the judge adds their sums (`spread_sums.py`), and each
-stage gets what it steps by. When a replica is lost meanwhile, no gradient of a spread job is whole any more: its steps
-are left out and nobody waits for what does not come, so that all other jobs of the program go on.
+(`gradient.py`), and twins get their sum. Where several replicas have samples of the job, the judge adds their sums
+(`spread_sums.py`), and each stage gets what it steps by. When a replica is lost meanwhile, no gradient of a spread job
+is whole any more: its steps are left out and nobody waits for what does not come, so that all other jobs of the program
+go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from weft.execute.stages.gradient import JobShare, Verdict, gradient_part, judge_gradient, part_size
+from weft.execute.stages.gradient import JobShare, Verdict, by_group, gradient_part, judge_gradient, part_size
 from weft.execute.stages.routes import StepOf, steps_due
-from weft.execute.stages.spread_sums import SpreadPart, by_group, judge_sums, receive_part, slices
+from weft.execute.stages.spread_sums import SpreadPart, judge_sums, receive_part, slices
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.transport import Channel, Route, StageGoneError
 from weft.plan.program import Measure, Program
@@ -31,8 +32,8 @@ class Judged:
     """What a stage steps a job by."""
 
     verdict: Verdict
-    gradient: torch.Tensor | None = None
-    """Its part of the sum of all replicas, where there are several."""
+    gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """By group, what was summed elsewhere: its part of the sum of all replicas, if there are several, or of twins."""
 
 
 class StepExchange:
@@ -79,8 +80,8 @@ class StepExchange:
                 self._is_cut_off = True
                 return self._left_out()
         found = self._judged.pop(step)
-        if found.gradient is not None and weights is not None:
-            weights.adapter.put_gradients(by_group(found.gradient, self._share(stage.device, step[0])))
+        if found.gradient and weights is not None:
+            weights.adapter.put_gradients(found.gradient)
         return found.verdict
 
     def _is_spread(self, job: str) -> bool:
@@ -107,10 +108,12 @@ class StepExchange:
             part = yield from self._part(device, step)
             assert isinstance(part, torch.Tensor)
             parts.append(part)
-        verdict = judge_gradient(parts, shares, stage.optimizer_kind(step[0]).norm_of)
-        self._judged[step] = Judged(verdict)
-        for device in others:
+        verdict, twins = judge_gradient(parts, shares, stage.optimizer_kind(step[0]).norm_of)
+        self._judged[step] = Judged(verdict, twins)
+        for device, share in zip(others, shares[1:], strict=True):
             stage.transport.send(verdict.told, device, Channel.VERDICT)
+            for group in share.twins:
+                stage.transport.send(twins[group], device, Channel.VERDICT)
 
     def _judge_spread(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges the sum of what several replicas have, and gives every stage its part of it."""
@@ -124,7 +127,7 @@ class StepExchange:
                 verdict, parts = found[0], slices(found[1], shares)
             for device, own in zip(self._replicas[replica], parts, strict=True):
                 if device == stage.device:
-                    self._judged[step] = Judged(verdict, own)
+                    self._judged[step] = Judged(verdict, by_group(own, self._share(device, step[0])))
                     continue
                 stage.transport.send(verdict.told, device, Channel.VERDICT)
                 if len(own):
@@ -175,9 +178,14 @@ class StepExchange:
 
     def _hear_verdict(self, judge: int, step: StepOf) -> Generator[None, None, Judged]:
         told = yield from self._received(judge, Channel.VERDICT, (2,), torch.float32)
-        share, gradient = self._share(self._stage.device, step[0]), None
-        if self._is_spread(step[0]) and share.num_trained:
-            gradient = yield from self._received(judge, Channel.VERDICT, (share.num_trained,), torch.float32)
+        share, gradient = self._share(self._stage.device, step[0]), dict[str, torch.Tensor]()
+        if not self._is_spread(step[0]):
+            for group in share.twins:
+                size = (share.sizes[group],)
+                gradient[group] = yield from self._received(judge, Channel.VERDICT, size, torch.float32)
+        elif share.num_trained:
+            size = (share.num_trained,)
+            gradient = by_group((yield from self._received(judge, Channel.VERDICT, size, torch.float32)), share)
         return Judged(Verdict(*told.unbind()), gradient)
 
     def _share(self, device: int, job: str) -> JobShare:
