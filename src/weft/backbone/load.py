@@ -27,6 +27,7 @@ from weft.families.obstacles import OBSTACLES
 from weft.families.registry import FAMILIES, REFERENCE_FAMILIES
 from weft.kernels.device import has_gpu, is_cpu, is_gpu, total_bytes
 from weft.kernels.storage.fp8 import has_fp8
+from weft.quick_import import importing_quickly
 from weft.spec import BackboneSpec
 
 
@@ -85,7 +86,8 @@ def _check_untested(backbone: Backbone, source: Source) -> None:
 
 def load_skeleton(base_model: str) -> Backbone:
     """The backbone with its modules and their shapes but no weights: enough to check adapters, whatever its size."""
-    from transformers import AutoModelForCausalLM
+    with importing_quickly():
+        from transformers import AutoModelForCausalLM
 
     source = find_source(base_model)
     config = _read_config(source)
@@ -200,7 +202,8 @@ def load_config(source: Source) -> dict[str, Any]:
 
 
 def _read_config(source: Source) -> Any:
-    from transformers import AutoConfig
+    with importing_quickly():
+        from transformers import AutoConfig
 
     with quiet(), readable(source, "config.json cannot be loaded", _cause):
         config = AutoConfig.from_pretrained(source.path, **gguf(source))

@@ -313,18 +313,22 @@ def _prepare(
 
 def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> OpenEngine:
     """What loads the engine of a run: here, over stages, in a layout that follows the jobs, or over ranks."""
-    from weft.engine.load_staged import FollowedLayout, load_following, load_staged
     from weft.engine.train import load_engine
-    from weft.replicas.load import load_replicated
 
     if order.forecast is not None:
+        from weft.engine.load_staged import FollowedLayout, load_following
+
         follow = FollowedLayout(order.layout.chosen, order.forecast, LayoutOptions.stages_in(order.spec))
         return lambda spec, jobs, wall: load_following(spec, jobs, follow, wall)
     stages = order.layout.stages
     if stages is not None:
+        from weft.engine.load_staged import load_staged
+
         return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
     if ranks is None:
         return load_engine
+    from weft.replicas.load import load_replicated
+
     return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall)
 
 
