@@ -51,9 +51,9 @@ def stored(folder, seed: int = 9, spec: AdapterSpec = STORED, backbone: Backbone
     return folder
 
 
-def pair_job(name: str = "pairs", seed: int = 0, **settings):
-    """Six pairs to train on in two steps an epoch, and two to evaluate on."""
-    data = random_data(5, num_samples=12, num_eval=4, lengths=(3, 9))
+def pair_job(name: str = "pairs", seed: int = 0, num_samples: int = 12, of_data: int = 5, **settings):
+    """Six pairs to train on in two steps an epoch, unless there are more, and two to evaluate on."""
+    data = random_data(of_data, num_samples=num_samples, num_eval=4, lengths=(3, 9))
     assert data.eval is not None
     settings = {"global_batch_size": 3, "max_steps": 6, "eval_steps": 2, "seed": seed} | settings
     return job_spec(name, **settings), JobData(*(replace(d, objective=Dpo(0.3)) for d in (data.train, data.eval)))
@@ -109,6 +109,12 @@ def test_pass_when_it_looks_ahead_then_no_sample_takes_room_twice(monkeypatch):
     monkeypatch.setattr(microbatch, "hear_references", hear)
     train(random_backbone("llama"), [pair_job()])
     assert len(seen[0]) == len(set(seen[0])) == 12, "all six pairs, of which three are ahead"
+
+
+def test_pass_when_it_has_room_then_is_filled_with_what_neighbours_will_have_to_know():
+    """Each of them by itself would ask for a pass of its own behind the first."""
+    few, many = pair_job("few", num_samples=18, max_steps=3), pair_job("many", of_data=6, num_samples=24, max_steps=4)
+    assert extra_rows(few, many, capacity=128) == [1, 1, 0, 0]
 
 
 def test_reference_when_adapters_are_there_then_takes_their_kernels(monkeypatch):

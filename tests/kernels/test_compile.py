@@ -116,7 +116,16 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
 def launch_others() -> None:
     """Calls every kernel function that serves other methods than LoRA."""
     from weft.kernels.lora.tables import OUTPUTS, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
-    from weft.kernels.methods import column_sums, columns, inner, leading_rows, row_norms, sparse, sparse_grad
+    from weft.kernels.methods import (
+        column_sums,
+        columns,
+        inner,
+        leading_rows,
+        row_norms,
+        sparse,
+        sparse_grad,
+        two_scales,
+    )
 
     gate_up, end = Site(0, (INNER, INNER), HIDDEN), Site(2, (HIDDEN,), HIDDEN)
     table = SlotTable((gate_up, end), torch.device("cpu"))
@@ -137,6 +146,9 @@ def launch_others() -> None:
     for width in (16, 256):
         module = row_norms.NormedRows(zeros(64, HIDDEN), zeros(width, HIDDEN), zeros(64, width), zeros(64).float())
         row_norms.RowNorms([module]).launch()
+    shared, vectors = zeros(HIDDEN, 256).float(), (zeros(2, HIDDEN).float(), zeros(2, 256).float())
+    two_scales.scale_kernel(shared, *vectors, zeros(2, HIDDEN, 256))
+    two_scales.scales_grad_kernel(zeros(2, HIDDEN, 256).float(), shared, *vectors)
     sparse.sparse_kernel(x, gu, gate_up, rows, table)
     sparse.sparse_input_kernel(gu, x, gate_up, rows, table)
     sparse_grad.sparse_grad_kernel(x, gu, gate_up, rows, table)

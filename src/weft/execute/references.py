@@ -186,28 +186,39 @@ def asked_for(
     """What a microbatch has to know of references; where somebody has to speak anyway, also what its jobs will have to,
     as far as there is room for it in one pass as large as the microbatch. `askers`: its jobs."""
     asked: list[Asked] = []
-    steps: dict[str, int] = {}
+    at_once: dict[str, int] = {}
+    """Jobs of which something is missing now, and the steps that they are in."""
+    later_on: dict[str, int] = {}
+    """The same of all others."""
     for segment, rows in zip(microbatch.segments, batch.references, strict=True):
         asker = askers[segment.job]
         if rows is not None:
             assert asker is not None
             asked.append(asker.asked(rows))
-            if rows.is_missing and asker.reference.keeps and asker.looks_ahead:
-                steps.setdefault(segment.job, segment.step)
+            if asker.reference.keeps and asker.looks_ahead:
+                (at_once if rows.is_missing else later_on).setdefault(segment.job, segment.step)
+    if not at_once:
+        return asked
     known = {each.rows for each in asked}
     room = batch.num_rows - sum(each.num_tokens for each in asked)
-    for name, step in steps.items():
+    for name, step in (at_once | later_on).items():
         asker = askers[name]
         assert asker is not None
+        to_pass_over = batch.num_rows
         for sample in asker.batches.samples_from(step):
             rows = asker.reference.rows(sample, asker.slot, row_tile)
-            if rows not in known:
-                later = asker.asked(rows)
-                room -= later.num_tokens
-                if room < 0:
-                    return asked
-                known.add(rows)
-                asked.append(later)
+            if rows in known:
+                continue
+            later = asker.asked(rows)
+            room -= later.num_tokens
+            to_pass_over -= 0 if rows.is_missing else sample.length
+            if room < 0:
+                return asked
+            if to_pass_over < 0:
+                # What is missing of it will be asked for late enough.
+                break
+            known.add(rows)
+            asked.append(later)
     return asked
 
 

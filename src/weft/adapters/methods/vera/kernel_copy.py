@@ -1,8 +1,8 @@
 """A VeRA as kernels read it: a LoRA with the frozen A of all modules and with b ⊙ B ⊙ d in B's place.
 
-Kernels leave the gradient G that this B would have, and once a step it becomes, with H = G ⊙ B,
-    db += H d,    dd += Hᵀ b
-So on this path an adapter holds its B in two types. Modules with as many outputs are taken together.
+Kernels leave the gradient that this B would have, and once a step it becomes those of b and d
+(`kernels/methods/two_scales.py`). So on this path an adapter holds its B in two types. Modules with as many outputs are
+taken together.
 
 Shape suffixes: M modules, D in, O out, R rank, P rank padded.
 """
@@ -10,7 +10,7 @@ Shape suffixes: M modules, D in, O out, R rank, P rank padded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +18,10 @@ import torch
 from weft.adapters.method import KernelCopy
 from weft.adapters.methods.vera.weights import VeraWeights
 from weft.kernels.lora.tables import Entry, padded
+from weft.kernels.methods.two_scales import scale, scales_grad
 
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
-
-_AT_A_TIME = 2**24
-"""Numbers that are made together: fewer launches, and no more memory than one large module takes."""
 
 
 class VeraCopy(KernelCopy):
@@ -50,28 +48,25 @@ class VeraCopy(KernelCopy):
 
     def copy_weights(self) -> None:
         """Makes b ⊙ B ⊙ d."""
-        for own, b_MOP, grad_MOR in self._alike:
-            rank, number = grad_MOR.shape[2], max(1, _AT_A_TIME // grad_MOR[0].numel())
-            for first in range(0, len(own), number):
-                some = own[first : first + number]
-                b_MO, d_MR = torch.stack([w.b_O for w in some]), torch.stack([w.d_R for w in some])
-                made_MOR = b_MO[:, :, None] * own[0].b_OR
-                torch.mul(made_MOR, d_MR[:, None], out=b_MOP[first : first + number, :, :rank])
+        for own, b_MOP, _ in self._alike:
+            scale(own[0].b_OR, *_vectors(own), b_MOP)
 
     def collect(self) -> None:
         """Makes gradients of b and d out of those that B has got."""
         for own, _, grad_MOR in self._alike:
-            b_MO, d_MR = torch.stack([w.b_O for w in own]), torch.stack([w.d_R for w in own])
-            h_MOR = grad_MOR.mul_(own[0].b_OR)
-            of_b, of_d = h_MOR.bmm(d_MR[:, :, None])[:, :, 0], b_MO[:, None].bmm(h_MOR)[:, 0]
+            of_b, of_d = scales_grad(grad_MOR, own[0].b_OR, *_vectors(own))
             torch._foreach_add_([w.grad_b_O for w in own], list(of_b))
             torch._foreach_add_([w.grad_d_R for w in own], list(of_d))
-            grad_MOR.zero_()
 
     def forget_gradients(self) -> None:
         """Those of B."""
         for *_, grad_MOR in self._alike:
             grad_MOR.zero_()
+
+
+def _vectors(own: Sequence[VeraWeights]) -> tuple[torch.Tensor, torch.Tensor]:
+    """b (M, O) and d (M, R) of some modules."""
+    return torch.stack([w.b_O for w in own]), torch.stack([w.d_R for w in own])
 
 
 def _frozen_a(modules: Mapping[str, VeraWeights], dtype: torch.dtype) -> dict[str, torch.Tensor]:
