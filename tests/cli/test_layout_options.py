@@ -184,7 +184,7 @@ def test_machine_when_devices_are_named_then_all_figures_are_theirs():
     spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
     _, reasons, may_change, _ = with_layout(spec, LayoutOptions("auto"), Path(), GPUS)
     assert all("of 139.8 GiB a device" in line for line in reasons) and not may_change
-    assert LayoutOptions("stages:2").notes(spec, GPUS.elsewhere)[0].startswith("layouts on GPUs are new")
+    assert LayoutOptions("stages:2").notes(spec, GPUS.elsewhere)[0].startswith("nobody has seen a layout")
     assert "(h200, links assumed)" in LayoutOptions("shards:2").notes(spec, GPUS.elsewhere)[2]
     for text, said in (("tensor:2", "tensor:N runs on CPUs only"), ("stages:99", "got 99 stages")):
         with pytest.raises(WeftError, match=said):

@@ -1,7 +1,7 @@
 """Layouts on one GPU: as processes that share it, as streams of one process, and what of NCCL one process can run.
 
 Every phase prints a line with its seconds, and a layout that takes too long is ended after its processes have said
-where they are. Not one of these has been seen on a machine with several GPUs.
+where they are; one that starts in a new machine takes half a minute. Nobody has seen several GPUs.
 """
 
 from __future__ import annotations

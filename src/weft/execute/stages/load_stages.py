@@ -92,7 +92,7 @@ def untried_notes(spec: BackboneSpec, elsewhere: Hardware | None = None) -> tupl
     """What whoever has a layout trained on GPUs should know."""
     if _is_on_cpu(spec, elsewhere):
         return ()
-    return ("layouts on GPUs are new, and nobody has seen one train yet: compare an adapter with one device's.",)
+    return ("nobody has seen a layout train on several GPUs yet: compare an adapter with one device's.",)
 
 
 def _is_on_cpu(spec: BackboneSpec, elsewhere: Hardware | None) -> bool:
