@@ -1,8 +1,8 @@
 """Starts a job by EVA on one stage: the job's first samples go from stage to stage, and each hears its own modules.
 
 Jobs get their seats while programs run, which have the ways between the stages to themselves. So here the coordinator
-carries what crosses a border. It also hears from all stages when they know enough, which one device would ask of all
-its modules.
+carries what crosses a border (`find_start.py`). It also hears from all stages when they know enough, which one device
+would ask of all its modules.
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ from weft.execute.protocol import (
     TrialRun,
     Work,
 )
+from weft.execute.stages.find_start import find_start
 from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.routes import StepOf
 from weft.execute.stages.stage_group import StageGroup
-from weft.execute.stages.stage_start import PassHeard
 from weft.execute.stages.state_parts import cut_state, join_state
 from weft.inference.answers import Answer, refuse_long, worded
 from weft.kernels.adamw import Updated
@@ -180,44 +180,14 @@ class StagedExecutor:
         """Takes a slot for a job on every stage that has a share, or on none."""
         try:
             if self._jobs[job].is_unseen:
-                self._start_from_inputs(job)
+                homes = [self._replicas[replica] for replica in self._jobs[job].shares]
+                find_start(self.stages, homes, job, in_step=self._is_in_step)
+                self._jobs[job].is_unseen = False
             self._ask("seat", job)
         except ReplicaMemoryError:
             self._ask("unseat", job)
             raise
         self._jobs[job].has_seat = True
-
-    def _start_from_inputs(self, job: str) -> None:
-        """Has a job's first samples run through the replicas that have it, until all stages have heard enough."""
-        is_done = False
-        try:
-            while not is_done:
-                is_done = not self._hear_pass(job)
-        finally:
-            self._ask("end_passes", job, is_done)
-        self._jobs[job].is_unseen = False
-
-    def _hear_pass(self, job: str) -> bool:
-        """One pass through the replicas that have a job; whether another has to follow."""
-        heard: list[PassHeard | None] = []
-        if self._is_in_step:
-            # No device gathers weights alone.
-            told = self.stages.ask("hear_pass", job, None)
-            heard = [told[replica] for replica in self._jobs[job].shares]
-        else:
-            for replica in self._jobs[job].shares:
-                heard += self._heard(job, replica)
-        return None not in heard and not all(each.is_enough for each in heard if each is not None)
-
-    def _heard(self, job: str, replica: int) -> list[PassHeard | None]:
-        """What the stages of a replica tell of a pass, each of what the one before has made."""
-        heard: list[PassHeard | None] = []
-        for device in self._replicas[replica]:
-            entering_TD = heard[-1].left_TD if heard and heard[-1] is not None else None
-            heard += self.stages.ask_each("hear_pass", {device: (job, entering_TD)})
-            if heard[-1] is None:
-                break
-        return heard
 
     def unseat(self, job: str) -> None:
         """Frees a job's slots."""
