@@ -124,6 +124,16 @@ def test_layout_when_several_replicas_have_stages_then_a_note_says_that_jobs_are
     assert LayoutOptions("stages:1+stages:2").notes(replace(two, planner="greedy")) == ()
 
 
+def test_jobs_when_they_compare_with_a_reference_then_what_it_is_asked_counts_for_the_layout(tmp_path):
+    """Each sample runs through it once, forward alone."""
+    row = '{"prompt": "Say a.", "chosen": "a", "rejected": "b"}\n'
+    (tmp_path / "pairs.jsonl").write_text(row * 8)
+    jobs = [JobSpec(n, ("pairs.jsonl",), objective=n, global_batch_size=4, max_steps=2) for n in ("dpo", "orpo")]
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=tuple(jobs))
+    asked, alone = auto_layout._jobs(spec, auto_layout._train_data(spec, tmp_path))
+    assert asked.tokens == pytest.approx(1.5 * alone.tokens, abs=1)
+
+
 def test_layout_when_the_model_has_fewer_layers_then_refused():
     assert refusal("stages:99").startswith("--layout: got 99 stages; the model has ")
 

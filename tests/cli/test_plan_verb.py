@@ -92,6 +92,16 @@ def test_plan_when_the_layout_is_auto_then_all_are_said_and_lengths_are_those_of
     assert json.loads(longer.out)["layout"] == options
 
 
+def test_plan_when_a_layout_has_stages_then_jobs_keep_the_order_that_the_run_keeps(weft, here):
+    """Unlike a pipeline that nobody trains, which may reorder samples."""
+    planned = json.loads(weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "stages:2", "--json").out)
+    assert planned["keeps_order"] and planned["schedule"] == "eager"
+    order = [tuple(s[:3]) for m in planned["program"]["microbatches"] for s in m]
+    for job in planned["jobs"]:
+        own = [place for place in order if place[0] == job["name"]]
+        assert own == sorted(own) and own
+
+
 def test_plan_when_a_layout_cannot_be_then_one_sentence(refused, here):
     assert "leave --stages out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--stages", "2")
     assert "leave --profile out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--profile", "none.json")

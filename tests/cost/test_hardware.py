@@ -31,9 +31,12 @@ def test_find_hardware_when_unknown_then_says_what_there_is():
         find_hardware("tpu-v5")
 
 
-def test_find_hardware_when_almost_right_then_asks_instead_of_taking_another():
-    with pytest.raises(ConfigError, match=r"no device 'a100-41' in the table.*Did you mean a100-40"):
-        find_hardware("a100-41")
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("a100-41", "a100-40"), ("h2000", "h200"), ("h100x", "h100"), ("l40sx", "l40s")]
+)
+def test_find_hardware_when_almost_right_then_asks_instead_of_taking_another(asked, meant):
+    with pytest.raises(ConfigError, match=rf"no device '{asked}' in the table; it has h200.*Did you mean {meant}"):
+        find_hardware(asked)
 
 
 def test_h200_when_read_then_has_the_measured_rates():

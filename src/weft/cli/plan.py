@@ -130,13 +130,16 @@ def _forecast_layout(
 ) -> Forecast:
     """The forecast of a run in a layout; `cost`: of one device."""
     from weft.plan.pack import planner_named
+    from weft.simulate.choose import pipeline_planner
     from weft.simulate.forecast import forecast
     from weft.simulate.replica_forecast import forecast_replicas
 
     sizes, tensor = ((1,), 1) if layout is None else (layout.replica_sizes, layout.tensor)
     costs = [_balanced(replace(cost, num_stages=n, tensor_parallel=tensor), None, capacity)[0] for n in sizes]
-    if layout is None or len(sizes) == 1:
+    if layout is None or sizes == (1,):
         return forecast(jobs, capacity, costs[0], planner_named(spec.planner))
+    if len(sizes) == 1:
+        return forecast(jobs, capacity, costs[0], pipeline_planner(spec.planner, costs[0]))
     return forecast_replicas(jobs, capacity, costs, are_shards=layout.are_shards)
 
 

@@ -70,15 +70,15 @@ DEVICES = {
     )
 }
 _MARKS = (
-    (r"h200", "h200"),
-    (r"h100|h800", "h100"),
-    (r"a(100|800).*80|80.*a(100|800)", "a100-80"),
-    (r"a(100|800)(.*\b40|(?!.*\d\d))", "a100-40"),
-    (r"l40s?", "l40s"),
-    (r"4090", "rtx-4090"),
+    (r"\bg?h200\b", "h200"),
+    (r"\b(h100|h800)\b", "h100"),
+    (r"\ba(100|800)\b.*\b80|\b80.*\ba(100|800)\b", "a100-80"),
+    (r"\ba(100|800)\b(.*\b40|(?!.*\d\d))", "a100-40"),
+    (r"\bl40s?\b", "l40s"),
+    (r"\b4090\b", "rtx-4090"),
     (r"\bcpu\b", "cpu"),
 )
-"""What a device calls itself, and its row; the first that is found counts."""
+"""What a device calls itself, in whole words, and its row; the first that is found counts."""
 
 
 def find_hardware(name: str) -> Hardware:

@@ -16,7 +16,7 @@ from weft.data.load import find_sources, load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, LayoutDecided
 from weft.engine.resume import Locate, job_settings
-from weft.engine.run_engine import ReplicaSide, RunEngine
+from weft.engine.run_engine import RunEngine
 from weft.errors import ConfigError, DataError, StorageError, WeftError
 from weft.execute.data_ahead import DataAhead
 from weft.execute.memory import ExpectedJobs, load_within
@@ -178,16 +178,15 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
     for job in run.spec.jobs:
         directory.write_job(job.name, job_settings(job))
     name = run.spec.run_name or directory.path.resolve().name
-    record = run_record(run.spec, run.engine.executor, name, run.clock)
-    if RunDirectory.holds_run(directory.path):
-        record = dataclasses.replace(record, layouts=directory.read_run().layouts)
-    directory.write_run(record.in_layout(run.engine.layout))
+    write_record(directory, run.spec, run.engine, name, run.clock)
 
 
-def run_record(spec: RunSpec, executor: ReplicaSide, name: str, clock: datetime.datetime) -> RunRecord:
-    """What run.json tells of a run that starts now, or goes on; `clock` is when it began."""
-    facts = executor.facts
-    return RunRecord(
+def write_record(
+    directory: RunDirectory, spec: RunSpec, engine: RunEngine, name: str, clock: datetime.datetime
+) -> None:
+    """Writes what run.json tells of a run that starts now, or goes on; `clock` is when it began."""
+    facts = engine.executor.facts
+    record = RunRecord(
         run_name=name,
         base_model=spec.base_model,
         device=facts.device,
@@ -197,8 +196,11 @@ def run_record(spec: RunSpec, executor: ReplicaSide, name: str, clock: datetime.
         jobs=tuple(job.name for job in spec.jobs),
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         template_clock=clock.isoformat(timespec="seconds"),
-        template_digest=template_digest(executor.tokenizer),
+        template_digest=template_digest(engine.executor.tokenizer),
     )
+    if RunDirectory.holds_run(directory.path):
+        record = dataclasses.replace(record, layouts=directory.read_run().layouts)
+    directory.write_run(record.in_layout(engine.layout))
 
 
 def clock_of(record: RunRecord) -> datetime.datetime | None:

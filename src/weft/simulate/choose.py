@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weft.cost.adapter_times import AdapterTimes
+from weft.cost.analytic import AnalyticCost
 from weft.cost.types import CostModel
 from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds
@@ -181,6 +182,13 @@ class FastestPipeline:
             return simulate(program, self.cost, adapters=self.adapters).makespan_s
         whole = joined([self.behind, program.microbatches], self.num_stages, self.cost, adapters=self.adapters)
         return simulate(whole, self.cost, adapters=self.adapters).makespan_s
+
+
+def pipeline_planner(named: str, cost: AnalyticCost) -> FastestPipeline | PipelinePlanner:
+    """What plans a replica of several stages that costs so much, by the planner that a run names."""
+    if named == "greedy":
+        return PipelinePlanner(Schedule.EAGER, cost.num_stages)
+    return FastestPipeline(cost.num_stages, cost, row_tile=cost.row_tile)
 
 
 @dataclass(frozen=True)

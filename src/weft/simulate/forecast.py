@@ -1,15 +1,16 @@
 """What a run will do, before it runs: its next global batches planned, simulated, and drawn out to its end.
 
-One stage is planned by the engine's own planner; several by the fastest pipeline found (`simulate/choose.py`) that fits
-the stages' memory, if any does. Time comes from the cost model, memory from the memory model, or both from a profile;
-what follows the planned global batches is taken to go on at the same rate, and evaluations come on top.
+One stage is planned by the engine's own planner, and so are several that a run is to have; other pipelines by the
+fastest one found (`simulate/choose.py`) that fits the stages' memory, if any does, which may reorder samples. Time
+comes from the cost model, memory from the memory model, or both from a profile; what follows the planned global batches
+is taken to go on at the same rate, and evaluations come on top.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from weft.cost.analytic import AnalyticCost
@@ -18,10 +19,12 @@ from weft.cost.profiled import ProfiledCost
 from weft.cost.types import CostModel
 from weft.plan.layout import stage_names
 from weft.plan.pack.types import RoundLimits
+from weft.plan.pipeline.build import Schedule
+from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
 from weft.plan.types import JobQueue, Limits, Microbatch
-from weft.simulate.choose import best_pipeline
-from weft.simulate.interpret import simulate_turns
+from weft.simulate.choose import FastestPipeline, best_pipeline
+from weft.simulate.interpret import simulate, simulate_turns
 from weft.simulate.timeline import Timeline
 
 ALL = 10**9
@@ -188,7 +191,7 @@ def forecast(
     planner: Planner,
     measured: ProfiledCost | None = None,
 ) -> Forecast:
-    """The forecast of a run on `cost.num_stages` stages.
+    """The forecast of a run on `cost.num_stages` stages, by the planner of such a run or else by the best pipeline.
 
     Time comes from `measured` where it is given, and so does the memory of one stage; otherwise both come from `cost`.
     """
@@ -199,6 +202,13 @@ def forecast(
         timeline = simulate_turns(program, times)
         microbatches: Sequence[Microbatch] = program.microbatches
         schedule, keeps_order, num_held = "one stage", True, [1]
+    elif isinstance(planner, FastestPipeline | PipelinePlanner):
+        own = [replace(job.queue, home=None if job.is_free else 0) for job in jobs]
+        program = planner(own, Limits(capacity, max_microbatches=ALL))
+        timeline = simulate(program, times)
+        microbatches = [m for m in program.microbatches if m.segments]
+        schedule, keeps_order = str(Schedule.EAGER), not all(job.is_free for job in jobs)
+        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
     else:
         free = _free_bytes(cost, capacity, jobs)
         best = best_pipeline(queues, RoundLimits(capacity, cost.num_stages), times, memory_bytes=free)

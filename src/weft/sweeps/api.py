@@ -16,7 +16,7 @@ import yaml
 
 from weft.data.load import find_sources
 from weft.engine.resume import HARMLESS
-from weft.engine.train import clock_of, load_engine, run_record
+from weft.engine.train import clock_of, load_engine, write_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.execute.data_ahead import DataAhead
 from weft.report.sweep.page import write_sweep_report
@@ -223,7 +223,7 @@ def open_run(
         write_file(
             folder / SETTINGS, yaml.safe_dump(resolved_sweep(spec), sort_keys=False, allow_unicode=True, width=120)
         )
-        directory.write_run(run_record(spec, engine.executor, name, prepared.configurations.clock))
+        write_record(directory, spec, engine, name, prepared.configurations.clock)
         engine.keep_in(directory)
         context = SweepContext(
             spec=spec,
