@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -135,10 +136,26 @@ def executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_deploy_when_executed_then_the_planned_replicas_train_the_jobs(weft, executable):
-    result = weft("plan", "deploy", "cluster.yaml", "--jobs", "jobs.yaml", "--execute", "--out", "runs/a")
+    """Every job that has one home where the plan has it, and the others on all replicas."""
+    (executable / "long.jsonl").write_text('{"prompt": "a", "completion": "words and words"}\n' * 4)
+    jobs = (executable / "jobs.yaml").read_text()
+    own = "max_steps: 1, global_batch_size: 4, max_length: 64"
+    longer = f"{{name: longer, train_data: long.jsonl, {own}}}"
+    others = ", ".join(f"{{name: {name}, train_data: rows.jsonl, {own}}}" for name in ("c", "b"))
+    (executable / "jobs.yaml").write_text(jobs.replace("}]", f"}}, {others}, {longer}]"))
+    asked = ("plan", "deploy", "cluster.yaml", "--jobs", "jobs.yaml")
+    result = weft(*asked, "--execute", "--out", "runs/a")
     assert result.code == 0, result
     assert "layout  spread:2" in result.out and "2 replicas" in result.out and "nothing was run" not in result.out
+    told = dict(re.findall(r"replica (\d) \(stages:1\): ([\w, ]+)", result.out))
+    homes = {job: int(place) for place, jobs in told.items() for job in jobs.split(", ")}
+    assert homes.keys() == {"b", "c", "longer"} and {*homes.values()} == {0, 1}
     assert (executable / "runs/a/a/adapter/adapter_model.safetensors").is_file()
+    ran: dict[str, set[int]] = {}
+    for event in json.loads((executable / "runs/a/timeline.json").read_text())["traceEvents"]:
+        for job in event["args"]["jobs"] if event["name"] == "forward" else ():
+            ran.setdefault(job, set()).add(event["pid"] - 1)
+    assert {job: own for job, own in ran.items() if job != "a"} == {job: {home} for job, home in homes.items()}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_forecast_when_weights_are_shared_then_slow_links_show():
     whole, quick = forecast_replicas(JOBS, 1000, [fast] * 2), forecast_replicas(JOBS, 1000, [fast] * 2, are_shards=True)
     assert quick.planned_s == pytest.approx(whole.planned_s, rel=0.05)
     assert quick.stage_names == ["shard 0", "shard 1"] and quick.program.is_in_step
-    queues = [replace(job.queue, home=home) for home, job in zip((1, 0), JOBS, strict=True)]
+    queues = [replace(job.queue, home=home) for home, job in zip((0, 1), JOBS, strict=True)]
     assert violations(quick.program, queues, Limits(1000)) == []
     # Of four layers, four devices have one each, and two that are gathered.
     quarter = forecast_replicas(JOBS, 1000, [fast] * 4, are_shards=True)

@@ -14,14 +14,15 @@ from weft.cli.deploy_inputs import PlannedRun, measured_kind, read_pools, replic
 from weft.cli.user_path import run_place, user_path
 from weft.errors import ConfigError
 from weft.report.console import output_console
+from weft.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from weft.cli.layout_options import LayoutOptions
     from weft.cli.train import Said
     from weft.plan.deploy import ReplicaKind
     from weft.plan.deploy.kinds import GpuPool
-    from weft.plan.layout import Layout
     from weft.plan.replan import RemainingJob
     from weft.simulate.deploy_forecast import DeployForecast
     from weft.spec import RunSpec
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 BAR = 16
 """Characters of the longest bar: the table fits into 80 columns."""
+MOST_NAMES = 6
+"""Jobs of a replica that are named; of more, `--json` has the names."""
 
 
 def deploy(
@@ -91,6 +94,7 @@ def deploy(
         return
     _show(found, len(jobs), output_console(), source, is_executed=execute)
     if ordered is not None:
+        from weft.cli.layout_options import LayoutOptions
         from weft.cli.train import Said
 
         layout = found.deployment.layout
@@ -104,12 +108,13 @@ def deploy(
             wanted = [job.to_deploy for job in left]
             return replica_kinds(spec.mode, own, pools, wanted, profiles, cluster_file, is_executed=True)
 
-        _train(ordered, layout, pools, kinds_for, out, Said(tuple(words)), resume=resume)
+        options = LayoutOptions(None if layout.is_one_device else str(layout), planned=found.replicas)
+        _train(ordered, options, pools, kinds_for, out, Said(tuple(words)), resume=resume)
 
 
 def _train(
     ordered: tuple[Path, RunSpec],
-    layout: Layout,
+    options: LayoutOptions,
     pools: Sequence[GpuPool],
     kinds_for: Callable[[Sequence[RemainingJob]], list[ReplicaKind]],
     out: Path | RunUrl | None,
@@ -119,14 +124,12 @@ def _train(
 ) -> NoReturn:
     """Trains the jobs of a file in a layout, which is planned anew when they come and go."""
     from weft.backbone.load import choose_device
-    from weft.cli.layout_options import LayoutOptions
     from weft.cli.replica_options import ReplicaOptions
     from weft.cli.train import Order, train_order
     from weft.kernels.device import is_cpu
     from weft.plan.replan.cluster import ClusterForecaster
 
     jobs_file, run = ordered
-    options = LayoutOptions(None if layout.is_one_device else str(layout))
     options.check(run, ())
     forecast = ClusterForecaster({pool.name: pool.num_gpus for pool in pools}, kinds_for)
     # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried.
@@ -145,11 +148,25 @@ def _show(found: DeployForecast, num_jobs: int, console: Console, source: str, *
         f"step  about {planned.step_s:,.3g} s, {planned.gpu_seconds:,.4g} GPU-seconds, for a global batch of every job",
         f"      predicted {source}" + ("" if is_executed else "; nothing was run"),
     ]
-    homes = len(found.shared.homes)
+    if any(kind.layout.tensor > 1 for kind in plan.replicas):
+        lines.append("      --execute plans without tensor parallelism, so with other replicas than these")
+    homes = found.replicas.homes
     if homes:
-        lines.insert(1, f"jobs  {homes} of {num_jobs} with ordered sums, each at home on one replica")
+        lines.insert(1, f"jobs  {len(homes)} of {num_jobs} with ordered sums, each at home on one replica")
+        lines.insert(2, f"homes {_told_homes(found, homes)}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     console.print(_choice_table(found))
+
+
+def _told_homes(found: DeployForecast, homes: Mapping[str, int]) -> str:
+    """Who is at home where, replicas by their place in the layout; of many jobs how many."""
+    parts = []
+    for place, kind in enumerate(found.deployment.replicas):
+        own = [job for job, home in homes.items() if home == place]
+        if own:
+            told = ", ".join(own) if len(own) <= MOST_NAMES else counted(len(own), "job")
+            parts.append(f"replica {place} ({kind.layout}): {told}")
+    return "; ".join(parts)
 
 
 def _replica_table(found: DeployForecast) -> Table:

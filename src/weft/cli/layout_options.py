@@ -16,6 +16,7 @@ from weft.plan.pipeline.build import Schedule
 if TYPE_CHECKING:
     from weft.cost.hardware import Hardware
     from weft.execute.stages.load_stages import StageLayout
+    from weft.plan.homes import PlannedReplicas
     from weft.spec import RunSpec
 
 Layout = Annotated[
@@ -44,6 +45,8 @@ class LayoutOptions:
     schedule: str | None = None
     devices: str | None = None
     """The GPUs of its devices; None: the first ones."""
+    planned: PlannedReplicas | None = None
+    """What the plan says that the layout comes from; None: there is none."""
     may_be_auto: bool = True
     """Whether the verb can choose a layout."""
 
@@ -60,7 +63,8 @@ class LayoutOptions:
             return None
         from weft.execute.stages.load_stages import StageLayout
 
-        return StageLayout(self._sizes, self._read_schedule(), self._are_shards, self._tensor, self.devices)
+        schedule = self._read_schedule()
+        return StageLayout(self._sizes, schedule, self._are_shards, self._tensor, self.devices, self.planned)
 
     @property
     def chosen(self) -> ReplicaLayouts:

@@ -318,7 +318,8 @@ def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> 
     if order.forecast is not None:
         from weft.engine.load_staged import FollowedLayout, load_following
 
-        follow = FollowedLayout(order.layout.chosen, order.forecast, LayoutOptions.stages_in(order.spec))
+        stages_in = LayoutOptions.stages_in(order.spec)
+        follow = FollowedLayout(order.layout.chosen, order.forecast, stages_in, order.layout.planned)
         return lambda spec, jobs, wall: load_following(spec, jobs, follow, wall)
     stages = order.layout.stages
     if stages is not None:

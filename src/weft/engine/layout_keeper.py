@@ -32,8 +32,8 @@ from weft.wall_clock import Activity
 
 MOST_LENGTHS = 4096
 """Samples of a job whose lengths are looked at, the longest among them."""
-LayoutOpener = Callable[[Layout], tuple[OpenReplicas, Planner]]
-"""What opens the replicas of a layout, and what plans their programs; opens nothing yet."""
+LayoutOpener = Callable[[Prediction], tuple[OpenReplicas, Planner]]
+"""What opens the replicas of a layout that was planned, and what plans their programs; opens nothing yet."""
 
 
 class LayoutKeeper:
@@ -138,7 +138,7 @@ class LayoutKeeper:
         before, begun_s = self.layout, time.perf_counter()
         with timeline.span("move", before=str(before), layout=str(found.planned), reason=found.reason) as span:
             try:
-                open_replicas, planner = self._opener(found.planned)
+                open_replicas, planner = self._opener(found.forecast.planned)
                 added = self._executor.move(open_replicas)
             except (WeftError, NotMovedError) as error:
                 if isinstance(error, ReplicaFaultError):
@@ -150,7 +150,7 @@ class LayoutKeeper:
             return self._kept(f"{found.planned} could not be had: {span['failed']}", seconds), None
         for job, own in ((jobs[name], own) for name, own in added.items() if name in jobs):
             job.lane, job.kernel_bytes = own.lane, own.kernel_bytes
-            job.home = None if job.home is None else 0
+            job.home, job.has_home = None if job.home is None else 0, False
         self.layout = found.planned
         seconds = time.perf_counter() - begun_s
         return LayoutDecided(str(self.layout), str(before), found.reason, seconds), planner

@@ -16,15 +16,15 @@ from weft.execute.memory import COMPILING, ExpectedJobs
 from weft.execute.movable import MovableExecutor, OpenReplicas
 from weft.execute.protocol import Executor
 from weft.execute.stages.load_stages import StageLayout, gather_cost, load_stages, stage_cost, untried_notes
+from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import Layout
 from weft.plan.pack import planner_named
-from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner
 from weft.plan.replan import Forecaster
 from weft.plan.spread.in_step import InStepPlanner
 from weft.plan.spread.planner import SpreadPlanner
-from weft.simulate.choose import FastestPipeline
+from weft.simulate.choose import pipeline_planner
 from weft.spec import JobSpec, RunSpec
 from weft.wall_clock import Activity, WallClock
 
@@ -39,6 +39,8 @@ class FollowedLayout:
     forecast: Forecaster
     stages_of: Callable[[Layout], StageLayout | None]
     """How replicas are divided; None for one that is not. Raises what keeps the run from such a layout."""
+    planned: PlannedReplicas | None = None
+    """What the plan of the first one says of its replicas."""
 
 
 def load_staged(
@@ -68,18 +70,20 @@ def load_following(
             return lambda: executor_on(spec.backbone)
         return lambda: load_stages(spec.backbone, stages, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
 
-    def planner_in(wanted: Layout) -> Planner:
+    def planner_in(wanted: Layout, planned: PlannedReplicas | None) -> Planner:
         stages = layout.stages_of(wanted)
-        return planner_named(spec.planner) if stages is None else _stage_planner(spec, stages, row_tile)
+        if stages is None:
+            return planner_named(spec.planner)
+        return _stage_planner(spec, dataclasses.replace(stages, planned=planned), row_tile)
 
     executor = MovableExecutor(open_in(layout.first))
     row_tile = _row_tile(spec, jobs, executor)
-    engine = _engine(spec, jobs, executor, planner_in(layout.first), wall)
+    engine = _engine(spec, jobs, executor, planner_in(layout.first, layout.planned), wall)
     keeper = LayoutKeeper(
         executor,
         layout.first,
         layout.forecast,
-        lambda wanted: (open_in(wanted), planner_in(wanted)),
+        lambda wanted: (open_in(wanted.layout), planner_in(wanted.layout, wanted.replicas)),
         planned_for=[job.name for job in jobs],
     )
     engine.keep_layout(keeper)
@@ -132,10 +136,8 @@ def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner
     sizes = layout.replica_sizes
     if layout.schedule is not None:
         return PipelinePlanner(layout.schedule, *sizes)
-    if spec.planner == "greedy" and len(sizes) == 1:
-        return PipelinePlanner(Schedule.EAGER, *sizes)
     costs = {size: stage_cost(spec.backbone, size, row_tile, layout.tensor) for size in sizes}
     if len(sizes) == 1:
-        return FastestPipeline(*sizes, costs[sizes[0]], row_tile=row_tile)
-    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes))
+        return pipeline_planner(spec.planner, costs[sizes[0]])
+    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned)
     return InStepPlanner(planner) if layout.are_shards else planner

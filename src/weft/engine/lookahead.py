@@ -23,6 +23,8 @@ from weft.plan.pipeline.append import EndlessProgram
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
+from weft.plan.spread.in_step import InStepPlanner
+from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.choose import FastestPipeline, PipelineChoice
 from weft.simulate.timeline import Span
@@ -129,6 +131,11 @@ class LookaheadPlanner:
         if queues:
             asked = _Asked(queues, limits, behind)
             self._ahead = (asked, self._thread.submit(self._make, self._planner, asked))
+
+    def home_seconds(self, jobs: Mapping[str, HomeLoad], limits: Limits) -> Mapping[str, Sequence[float]]:
+        """Of a global batch of each job that has one home, by replica; none where there are no several replicas."""
+        planner = self._planner.planner if isinstance(self._planner, InStepPlanner) else self._planner
+        return planner.home_seconds(jobs, limits.capacity) if isinstance(planner, SpreadPlanner) else {}
 
     def endless(self, limits: Limits) -> EndlessProgram | None:
         """For programs that go on, where those of the planner can: a pipeline whose schedule never flushes it."""

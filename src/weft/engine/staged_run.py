@@ -25,9 +25,10 @@ from weft.engine.program_run import count_step
 from weft.engine.timeline import TimelineRecorder
 from weft.execute.protocol import Executor, ReplicaLostError, RestWork, StagedOutcome, StagedWork, Ticket
 from weft.objectives.metrics import Score
+from weft.plan.homes import choose_homes
 from weft.plan.pipeline.stream import read_stream
 from weft.plan.program import Program, Step, Turn
-from weft.plan.spread.homes import choose_homes
+from weft.plan.spread.planner import HomeLoad
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 from weft.wall_clock import Activity
 
@@ -35,13 +36,13 @@ BEHIND = 4
 """Microbatches for each stage, at the end of a program, that matter to the one behind it."""
 
 
-def find_homes(jobs: Sequence[LiveJob], replica_sizes: Sequence[int]) -> None:
-    """Says of every job that is not on all replicas which one it trains on; the more stages, the more it does."""
+def find_homes(jobs: Sequence[LiveJob], plans: LookaheadPlanner, limits: Limits) -> None:
+    """Says of every job that is not on all of several replicas which one it trains on."""
     own = {job.name: job for job in jobs if job.home is not None}
-    loads = {name: job.progress.tokens_left for name, job in own.items()}
-    before = {name: job.home for name, job in own.items() if job.home is not None}
-    for name, home in choose_homes(loads, replica_sizes, before).items():
-        own[name].home = home
+    before = {name: job.home for name, job in own.items() if job.has_home and job.home is not None}
+    loads = {name: HomeLoad(own[name].step_tokens, own[name].longest) for name in sorted(own)}
+    for name, home in choose_homes(plans.home_seconds(loads, limits), before).items():
+        own[name].home, own[name].has_home = home, True
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class StagedRun:
         self._training: list[LiveJob] = []
         self._begun: deque[_Begun] = deque()
         """The oldest first."""
-        find_homes(running, executor.facts.replica_sizes)
+        find_homes(running, plans, limits)
         self.go_on(running)
         self._rest: Program | None = plans.program([job.queue_until_due() for job in running], limits)
         self._endless = plans.endless(limits)

@@ -18,6 +18,7 @@ from weft.plan.deploy.expected import expected_batch
 from weft.plan.deploy.planner import best_deployments, without_idle
 from weft.plan.deploy.workload import DeployJob, draw_batches, in_buckets
 from weft.plan.dispatch import Dispatch, Fleet, dispatch, dispatch_by_length, dispatch_evenly
+from weft.plan.homes import PlannedReplicas
 from weft.simulate.deployed import in_turn_step_s, mean_step_s
 
 NUM_BATCHES = 8
@@ -49,6 +50,8 @@ class DeployForecast:
     """How the first drawn batch is shared out."""
     bounds: tuple[int, ...]
     """Its buckets."""
+    replicas: PlannedReplicas
+    """What a run that executes the plan is told."""
 
     @property
     def planned(self) -> DeployChoice:
@@ -79,6 +82,7 @@ class DeployForecast:
             "num_plans": plan.num_plans,
             "bounds": list(self.bounds),
             "replicas": replicas,
+            "homes": self.replicas.homes,
             "choices": [vars(choice) for choice in self.choices],
         }
 
@@ -94,7 +98,7 @@ def forecast_deployment(
     num_gpus = problem.num_gpus
 
     def mean_s(plan: Deployment, share: Callable[[Fleet], Dispatch] = dispatch) -> float:
-        return mean_step_s(plan.models, batches, share, jobs=jobs)
+        return mean_step_s(plan.models, batches, share, jobs=jobs, homes=plan.homes)
 
     def choice(name: str, plan: str, step_s: float) -> DeployChoice:
         return DeployChoice(name, plan, step_s, num_gpus * step_s)
@@ -116,8 +120,9 @@ def forecast_deployment(
         step_s = in_turn_step_s(plans, jobs, NUM_BATCHES, seed + 1, share)
         choices.append(choice(name, f"a plan for each of {len(plans)} jobs", step_s))
     buckets = in_buckets(jobs, batches[0])
-    shared = dispatch(Fleet.of(deployment.models, buckets))
-    return DeployForecast(deployment, tuple(choices), shared, buckets.bounds)
+    shared = dispatch(Fleet.of(deployment.models, buckets, deployment.homes))
+    told = deployment.planned_replicas(job.name for job in jobs if not job.is_free)
+    return DeployForecast(deployment, tuple(choices), shared, buckets.bounds, told)
 
 
 def _balanced(plan: Deployment, searched: Deployment) -> Deployment:

@@ -20,12 +20,13 @@ def mean_step_s(
     share: Callable[[Fleet], Dispatch] = dispatch,
     bounds: Sequence[int] | None = None,
     jobs: Sequence[DeployJob] = (),
+    homes: Sequence[int] | None = None,
 ) -> float:
     """Mean seconds of a step over batches of sample lengths; with bounds, buckets are those and not chosen anew.
 
-    `jobs`: whose batches they are; without, all samples may be shared out.
+    `jobs`: whose batches they are; without, all samples may be shared out. `homes`: where those are that have one.
     """
-    steps = [share(Fleet.of(models, in_buckets(jobs, lengths, bounds))).step_s for lengths in batches]
+    steps = [share(Fleet.of(models, in_buckets(jobs, lengths, bounds), homes)).step_s for lengths in batches]
     return statistics.mean(steps)
 
 
@@ -42,6 +43,6 @@ def in_turn_step_s(
     is not what a job takes.
     """
     return sum(
-        mean_step_s(plan.problem.models(plan.counts), draw_batches([job], num_batches, seed), share, jobs=[job])
+        mean_step_s(plan.models, draw_batches([job], num_batches, seed), share, jobs=[job], homes=plan.homes)
         for plan, job in zip(plans, jobs, strict=True)
     )

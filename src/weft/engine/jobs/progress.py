@@ -89,12 +89,6 @@ class JobProgress:
         return self.order.epoch_of(self.step)
 
     @property
-    def tokens_left(self) -> float:
-        """About what it has still to train, by the length of its current global batch."""
-        steps = self.num_steps - self.step
-        return 0.0 if steps <= 0 else steps * float(self.batches[self.step].num_tokens)
-
-    @property
     def has_best(self) -> bool:
         """Whether early stopping keeps the weights of the best evaluation."""
         return self._spec.early_stopping_patience is not None and self.best_eval is not None

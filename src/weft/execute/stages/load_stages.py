@@ -23,6 +23,7 @@ from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.families.registry import FAMILIES
 from weft.kernels.device import device_name, is_cpu
+from weft.plan.homes import PlannedReplicas
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.split import split_layers
 from weft.spec import BackboneSpec, RunSpec
@@ -47,6 +48,8 @@ class StageLayout:
     """Devices that share every layer of a stage."""
     gpus: str | None = None
     """Numbers of GPUs, one for each device; None: the first ones."""
+    planned: PlannedReplicas | None = None
+    """What the plan says of the replicas that they were chosen by; None: there was none."""
 
     @property
     def num_devices(self) -> int:

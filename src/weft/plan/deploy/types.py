@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from weft.errors import PlanError
 from weft.plan.bucket import Buckets
 from weft.plan.dispatch import Dispatch, Fleet, ReplicaModel
 from weft.plan.dispatch.replica_time import FloatArray
+from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import Layout, ReplicaLayout
 
 ONE_POOL = "gpus"
@@ -137,6 +138,15 @@ class Deployment:
     def models(self) -> list[ReplicaModel]:
         """What dispatch asks each replica for, in the same order."""
         return self.problem.models(self.counts)
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The replica of each job that has one, by its place, in every step."""
+        return Fleet.of(self.models, self.problem.buckets).homes
+
+    def planned_replicas(self, jobs: Iterable[str]) -> PlannedReplicas:
+        """What a run that executes the plan has to know of it; `jobs`: the names of those that have one home."""
+        return Fleet.of(self.models, self.problem.buckets).planned(jobs)
 
     @property
     def layout(self) -> Layout:

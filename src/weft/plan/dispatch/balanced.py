@@ -3,8 +3,8 @@
     min max_k T_k(n_k·)    s.t.  Σ_k n_kj = B_j,   n_kj = 0 where replica k cannot hold bucket j,   n whole
 
 This is LobRA's equation 3 for single replicas instead of kinds, with the whole of T: chunks that are not full, and the
-time pipelines take to fill. Samples of a job whose sums are ordered all go to one replica, its home, and are not moved
-one by one; around them the others are shared out, each to where it ends soonest. Where there are none, the linear
+time pipelines take to fill. Samples of a job whose sums are ordered all go to one replica, its home (`plan/homes.py`),
+and stay there; around them the others are shared out, each to where it ends soonest. Where there are none, the linear
 relaxation gives a bound and a start. Its whole samples are dealt out evenly within a kind, the few that it splits go
 where they end soonest; then samples or whole chunks leave the slowest replica, or are exchanged for shorter ones, as
 long as that helps. Tests compare with the integer program and with brute force.
@@ -16,7 +16,6 @@ import numpy as np
 
 from weft.plan.dispatch.baselines import concluded
 from weft.plan.dispatch.fleet import Fleet
-from weft.plan.dispatch.homes import Homes
 from weft.plan.dispatch.linear import Relaxed, relax
 from weft.plan.dispatch.replica_time import FloatArray, IntArray
 from weft.plan.dispatch.types import Dispatch
@@ -28,13 +27,12 @@ MAX_MOVES = 120
 def dispatch(fleet: Fleet, relaxed: Relaxed | None = None) -> Dispatch:
     """Shares out a batch; deterministic, ties to the first replica. `relaxed`, if it is known, saves a solve."""
     found = relax(fleet) if relaxed is None else relaxed
-    homes = Homes.choose(fleet)
-    counts_KR = _dealt(fleet, homes.counts_KR, fleet.shared_R) if len(homes.of_J) else _rounded(fleet, found)
+    home_KR = fleet.at_home_KR
+    counts_KR = _dealt(fleet, home_KR, fleet.shared_R) if fleet.homes else _rounded(fleet, found)
     for _ in range(MAX_MOVES):
-        home_KR = homes.counts_KR
-        if not (_move(fleet, counts_KR, home_KR) or _exchange(fleet, counts_KR, home_KR) or homes.change(counts_KR)):
+        if not (_move(fleet, counts_KR, home_KR) or _exchange(fleet, counts_KR, home_KR)):
             break
-    return concluded(fleet, counts_KR, homes, found.bound_s)
+    return concluded(fleet, counts_KR, found.bound_s)
 
 
 def _rounded(fleet: Fleet, relaxed: Relaxed) -> IntArray:

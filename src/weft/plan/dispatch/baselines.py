@@ -6,7 +6,6 @@ import numpy as np
 
 from weft.errors import PlanError
 from weft.plan.dispatch.fleet import Fleet
-from weft.plan.dispatch.homes import Homes
 from weft.plan.dispatch.linear import relax
 from weft.plan.dispatch.replica_time import FloatArray, IntArray
 from weft.plan.dispatch.types import Dispatch
@@ -30,19 +29,18 @@ def dispatch_evenly(fleet: Fleet) -> Dispatch:
 
 
 def _shared(fleet: Fleet, wanted_KR: np.ndarray) -> Dispatch:
-    """Jobs at home where they end soonest, all other samples evenly over the wanted replicas."""
-    homes = Homes.choose(fleet)
-    return concluded(fleet, homes.counts_KR + _deal_evenly(wanted_KR, fleet.shared_R), homes)
+    """Jobs where they are at home, all other samples evenly over the wanted replicas."""
+    return concluded(fleet, fleet.at_home_KR + _deal_evenly(wanted_KR, fleet.shared_R))
 
 
-def concluded(fleet: Fleet, counts_KR: IntArray, homes: Homes, bound_s: float | None = None) -> Dispatch:
+def concluded(fleet: Fleet, counts_KR: IntArray, bound_s: float | None = None) -> Dispatch:
     """A dispatch with these counts, priced; without a bound, that of the linear relaxation is found."""
     seconds: FloatArray = fleet.seconds(counts_KR)
     return Dispatch(
         counts=tuple(tuple(int(count) for count in own) for own in counts_KR),
         seconds=tuple(float(s) for s in seconds),
         bound_s=relax(fleet).bound_s if bound_s is None else bound_s,
-        homes=tuple(int(home) for home in homes.of_J),
+        homes=fleet.homes,
     )
 
 

@@ -11,14 +11,16 @@ Packed, c = ⌈tokens / most_tokens⌉ even chunks of any buckets:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from weft.errors import PlanError
 from weft.plan.bucket import Buckets
 from weft.plan.dispatch.replica_time import FloatArray, IntArray, ReplicaModel
+from weft.plan.homes import PlannedReplicas, choose_homes
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,11 @@ class Fleet:
     """Replicas of one model have the same number, counted from 0 in the order of the replicas."""
     home_JR: IntArray
     """Samples, by bucket, of each job that has one replica as its home."""
+    given_homes: tuple[int, ...] | None = None
+    """The home of each such job; None: they are chosen for this batch."""
 
     @staticmethod
-    def of(models: Sequence[ReplicaModel], buckets: Buckets) -> Fleet:
+    def of(models: Sequence[ReplicaModel], buckets: Buckets, homes: Sequence[int] | None = None) -> Fleet:
         """Prices all buckets on all replicas; refuses buckets that no replica holds."""
         if not models:
             raise PlanError("there are no replicas; give at least one.", where="dispatch")
@@ -73,6 +77,7 @@ class Fleet:
             most_K=np.array([float(model.most_tokens) for model in models]),
             kind_K=kind_K,
             home_JR=np.array(buckets.at_home, dtype=np.int64).reshape(len(buckets.at_home), len(buckets.bounds)),
+            given_homes=None if homes is None else tuple(homes),
         )
 
     @property
@@ -90,6 +95,33 @@ class Fleet:
         """Samples of jobs that have no home, by bucket."""
         shared_R: IntArray = np.asarray(self.buckets.counts).astype(np.int64) - self.home_JR.sum(axis=0)
         return shared_R
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The replica of each job that has one, by its place."""
+        if self.given_homes is not None:
+            return self.given_homes
+        found = choose_homes({str(place): own for place, own in enumerate(self.home_s)})
+        return tuple(found[str(place)] for place in range(len(found)))
+
+    @property
+    def home_s(self) -> list[tuple[float, ...]]:
+        """Seconds of each such job by replica, in full chunks as beside others; infinite where that cannot hold it."""
+        full_KR = np.where(self.holds_KR, self.sample_s_KR, 0.0)
+        misfit_KJ = (~self.holds_KR).astype(np.int64) @ self.home_JR.T > 0
+        seconds_KJ = np.where(misfit_KJ, np.inf, full_KR @ self.home_JR.T)
+        return [tuple(own) for own in seconds_KJ.T.tolist()]
+
+    def planned(self, jobs: Iterable[str]) -> PlannedReplicas:
+        """What a run on these replicas has to know of them; `jobs`: the names of those that have one home."""
+        return PlannedReplicas(tuple(m.most_tokens for m in self.models), dict(zip(jobs, self.home_s, strict=True)))
+
+    @property
+    def at_home_KR(self) -> IntArray:
+        """Samples of jobs that have one home, where they are."""
+        counts_KR = np.zeros(self.size_KR.shape, dtype=np.int64)
+        np.add.at(counts_KR, list(self.homes), self.home_JR)
+        return counts_KR
 
     @property
     def job_s_KJ(self) -> FloatArray:

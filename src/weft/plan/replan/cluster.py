@@ -15,6 +15,7 @@ from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
 from weft.plan.deploy.candidates import without_dominated
 from weft.plan.deploy.expected import expected_batch
 from weft.plan.dispatch import Fleet, ReplicaModel, dispatch
+from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import Layout, ReplicaLayout
 from weft.plan.replan.types import LayoutForecast, Prediction, RemainingJob, phases
 
@@ -64,12 +65,15 @@ class _PhaseCosts:
     batch: Buckets
     models: Mapping[ReplicaLayout, ReplicaModel]
     num_steps: int
+    at_home: tuple[str, ...]
+    """The jobs that have one home."""
 
     @classmethod
     def of(cls, jobs: Sequence[RemainingJob], num_steps: int, kinds: Iterable[ReplicaKind]) -> _PhaseCosts:
         """The costs of these jobs for so many steps."""
         batch = expected_batch([job.to_deploy for job in jobs])
-        return cls(batch, {kind.layout: kind.model for kind in kinds}, num_steps)
+        at_home = tuple(job.name for job in jobs if not job.is_free)
+        return cls(batch, {kind.layout: kind.model for kind in kinds}, num_steps, at_home)
 
     def step_s(self, layout: Layout) -> float | None:
         """A global batch of every job; None if it cannot be held."""
@@ -80,10 +84,16 @@ class _PhaseCosts:
             return None
         return dispatch(Fleet.of(models, self.batch)).step_s
 
+    def replicas(self, layout: Layout) -> PlannedReplicas:
+        """What a run in a layout that holds the jobs has to know of it."""
+        models = [self.models[replica] for replica in layout.replicas]
+        return Fleet.of(models, self.batch).planned(self.at_home)
+
 
 def _predict(layout: Layout, parts: Sequence[_PhaseCosts]) -> Prediction | None:
     steps = [part.step_s(layout) for part in parts]
     known = [step for step in steps if step is not None]
     if len(known) < len(steps) or not known:
         return None
-    return Prediction(layout, known[0], sum(part.num_steps * step for part, step in zip(parts, known, strict=True)))
+    left_s = sum(part.num_steps * step for part, step in zip(parts, known, strict=True))
+    return Prediction(layout, known[0], left_s, parts[0].replicas(layout))

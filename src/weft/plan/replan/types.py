@@ -8,6 +8,7 @@ from typing import Protocol
 
 from weft.errors import PlanError
 from weft.plan.deploy.workload import DeployJob, KnownLengths
+from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import Layout
 
 MOST_PHASES = 8
@@ -53,6 +54,8 @@ class Prediction:
     """A global batch of every job."""
     left_s: float
     """All that is left."""
+    replicas: PlannedReplicas | None = None
+    """What is known of its replicas, one by one; None: what their cost models say."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Deals the samples of every global batch whose sums are free out over replicas.
 
 Problem: min max_k of the seconds that replica k computes for one global batch of every job, given what those at home
-there have it do; every sample, or group of samples that share a microbatch, goes to one replica.
+there have it do; every sample, or group of samples that share a microbatch, goes to one replica that holds it.
 Method: the longest first, each to where it ends soonest (within 4/3 of the least for alike replicas, Graham 1969).
 O(samples · replicas). `plan/dispatch/` shares out by an integer program what whole deployments are compared by; here
 replicas have work of their own already, and a plan must be there before the next program begins.
@@ -26,6 +26,12 @@ class DealtQueues:
     indices: dict[tuple[str, int], list[int]]
     """Of global batches that were dealt out: the place of each of those samples in the whole one."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, or of the longest group that shares a microbatch."""
+        groups = ((batch, own) for queue in self.queues for batch in queue.batches for own in _groups(batch))
+        return max((_tokens(batch, own) for batch, own in groups), default=0)
+
     def packed(self, limits: Limits) -> list[Microbatch]:
         """The same in microbatches, every sample with its place in the whole global batch."""
         found = pack(self.queues, replace(limits, max_microbatches=sys.maxsize)).microbatches if self.queues else ()
@@ -36,10 +42,10 @@ class DealtQueues:
         return segment if own is None else replace(segment, index=own[segment.index])
 
 
-def deal(queues: Sequence[JobQueue], speeds: Sequence[float]) -> list[DealtQueues]:
+def deal(queues: Sequence[JobQueue], speeds: Sequence[float], holds: Sequence[int]) -> list[DealtQueues]:
     """What each replica is to run of whole global batches; `speeds` are in tokens of a second.
 
-    Of a job that is dealt out, one global batch is given.
+    `holds`: the tokens that fit into a microbatch of each. Of a job that is dealt out, one global batch is given.
     """
     found = [DealtQueues([], {}) for _ in speeds]
     seconds = [0.0] * len(speeds)
@@ -50,9 +56,10 @@ def deal(queues: Sequence[JobQueue], speeds: Sequence[float]) -> list[DealtQueue
     free = {queue.job: queue for queue in queues if queue.home is None}
     shares: dict[str, list[list[range]]] = {job: [[] for _ in speeds] for job in free}
     for num_tokens, job, own in sorted(_waiting(free.values()), key=lambda each: (-each[0], each[1], each[2].start)):
-        ends = [seconds[k] + num_tokens / speed for k, speed in enumerate(speeds)]
-        taker = ends.index(min(ends))
-        seconds[taker] = ends[taker]
+        least = min(num_tokens, max(holds))
+        ends = [(seconds[k] + num_tokens / speed, k) for k, speed in enumerate(speeds) if holds[k] >= least]
+        end, taker = min(ends)
+        seconds[taker] = end
         shares[job][taker].append(own)
     for job, by_replica in shares.items():
         (batch,) = free[job].batches
@@ -68,7 +75,7 @@ def _waiting(queues: Iterable[JobQueue]) -> Iterator[tuple[int, str, range]]:
     for queue in queues:
         (batch,) = queue.batches
         for own in _groups(batch):
-            yield sum(batch.lengths[index - batch.first] for index in own), queue.job, own
+            yield _tokens(batch, own), queue.job, own
 
 
 def _groups(batch: Batch) -> list[range]:
@@ -78,6 +85,10 @@ def _groups(batch: Batch) -> list[range]:
         found.append(range(first, first + size))
         first += size
     return found
+
+
+def _tokens(batch: Batch, own: Iterable[int]) -> int:
+    return sum(batch.lengths[index - batch.first] for index in own)
 
 
 def _part(batch: Batch, groups: Sequence[range]) -> tuple[Batch, list[int]]:

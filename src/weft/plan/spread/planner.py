@@ -10,10 +10,12 @@ due, so that no list waits for another that waits for it. O(samples · replicas 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.cost.types import CostModel
+from weft.plan.homes import PlannedReplicas
 from weft.plan.pipeline.build import with_transfers
 from weft.plan.pipeline.eager import Pass, Pipe, clock_of, play_all
 from weft.plan.pipeline.planner import whole_batches
@@ -24,12 +26,24 @@ from weft.plan.types import JobQueue, Limits, Microbatch
 
 
 @dataclass(frozen=True)
+class HomeLoad:
+    """What is known of a job that has one home."""
+
+    step_tokens: float
+    """Of a global batch, on average."""
+    longest: int
+    """Tokens of its longest sample, or of the longest group that shares a microbatch."""
+
+
+@dataclass(frozen=True)
 class SpreadPlanner:
     """A planner for replicas of so many stages each."""
 
     replica_sizes: tuple[int, ...]
     costs: tuple[CostModel, ...]
     """Of each replica."""
+    planned: PlannedReplicas | None = None
+    """What the plan says of the replicas that they were chosen by; None: there was none."""
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         """The next program: whole global batches, at least one of every job."""
@@ -38,10 +52,28 @@ class SpreadPlanner:
             queue.job: [batch.step for batch in queue.batches if batch.lengths] for queue in whole if queue.home is None
         }
         speeds, streams = self.speeds(limits.capacity), [list[Microbatch]() for _ in self.replica_sizes]
+        holds = self._holds(limits.capacity)
         for together in _rounds(whole) if free else [whole]:
-            for stream, dealt in zip(streams, deal(together, speeds), strict=True):
-                stream += dealt.packed(limits)
+            for stream, dealt, most in zip(streams, deal(together, speeds, holds), holds, strict=True):
+                stream += dealt.packed(replace(limits, capacity=max(most, dealt.longest)))
         return assemble([read_stream(stream) for stream in streams], self.replica_sizes, self.costs, free)
+
+    def home_seconds(self, jobs: Mapping[str, HomeLoad], capacity: int) -> dict[str, tuple[float, ...]]:
+        """Of a global batch of each job that has one home, by replica: as planned, or else by its tokens."""
+        known = {} if self.planned is None else self.planned.home_s
+        speeds, holds = self.speeds(capacity), self._holds(capacity)
+        largest = max(holds)
+        seconds = {job: known[job] for job in known if job in jobs}
+        for job, load in jobs.items():
+            fits = [load.longest <= most or most == largest for most in holds]
+            own = (load.step_tokens / speed if fit else math.inf for speed, fit in zip(speeds, fits, strict=True))
+            seconds.setdefault(job, tuple(own))
+        return seconds
+
+    def _holds(self, capacity: int) -> list[int]:
+        """Tokens of the largest microbatch of each replica."""
+        planned = self.planned
+        return [capacity if planned is None else min(capacity, planned.holds[k]) for k, _ in enumerate(self.costs)]
 
     def speeds(self, capacity: int) -> list[float]:
         """Tokens that each replica is taken to run in a second, its stages full."""
