@@ -23,6 +23,7 @@ from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_
 
 ASHA = {"rule": "asha", "factor": 3, "grace": 3, "unit": "steps", "min_trials": 3}
 NINE = {"lr": [3e-2, 1e-5, 1e-3, 1.6e-2, 1e-4, 8e-3, 5e-4, 4e-3, 2e-3]}
+ASKING = {"objective": "exact_match", "job": {"save_steps": 2, "eval_steps": 3}}
 TIMES = ("seconds", "started_s", "ended_s")
 
 
@@ -109,8 +110,17 @@ def test_asha_when_replicas_die_in_the_middle_then_the_result_is_the_same(settin
     assert found("many") == found_by_one(given)
 
 
-@pytest.mark.parametrize("lives", [(30, 45), (60, 90), (90, 120)])
-@pytest.mark.parametrize("changes", [{}, {"objective": "exact_match", "job": {"save_steps": 2, "eval_steps": 3}}])
+@pytest.mark.parametrize(
+    ("lives", "changes"),
+    [
+        ((30, 45), {}),
+        ((90, 120), {}),
+        ((60, 90), ASKING),
+        pytest.param((60, 90), {}, marks=pytest.mark.slow),
+        pytest.param((30, 45), ASKING, marks=pytest.mark.slow),
+        pytest.param((90, 120), ASKING, marks=pytest.mark.slow),
+    ],
+)
 def test_asha_when_no_replica_is_left_then_no_trial_is_to_blame_and_resuming_finds_the_same(
     settings, found_by_one, lives, changes
 ):
