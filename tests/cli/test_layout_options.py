@@ -147,6 +147,8 @@ def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
     assert "leave --replicas out" in refusal("stages:2", flags=("--replicas", "2"))
     assert "set kernels=fused too" in refusal("stages:2", recompute="mlp")
     assert refusal("stages:2", jobs=(JobSpec("job", ("data.jsonl",), optim="adamw_8bit"),)).startswith("jobs.0.optim:")
+    rows = (JobSpec("job", ("data.jsonl",), adapter=AdapterSpec(trainable_token_indices=(3,))),)
+    assert refusal("stages:2", jobs=rows, kernels="fused").startswith("jobs.0.adapter.method: an adapter with rows of")
     assert refusal(None, "gpipe") == "--schedule: is for stages; give --layout stages:N too."
     assert refusal("spread:2", "gpipe").startswith("--schedule: is for one replica in stages; leave it out")
     assert refusal("stages:2", "gpip").endswith("Did you mean gpipe?")
@@ -187,6 +189,9 @@ def test_layout_when_jobs_keep_all_from_it_then_one_device_and_the_reason_once()
     assert options == LayoutOptions()
     (why,) = [line for line in reasons if "cannot be" in line]
     assert "stages:2" in why and "spread:2" in why and "adamw_8bit keeps blocks" in why
+    rows = tuple(JobSpec(name, ("data.jsonl",), adapter=AdapterSpec(trainable_token_indices=(3,))) for name in "ab")
+    options, reasons, _, _ = with_layout(replace(spec, jobs=rows, device="auto"), LayoutOptions("auto"), Path(), GPUS)
+    assert options == LayoutOptions() and any("rows of tokens has no kernels" in line for line in reasons)
 
 
 def test_machine_when_devices_are_named_then_all_figures_are_theirs():

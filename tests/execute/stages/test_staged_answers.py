@@ -29,14 +29,14 @@ from weft.plan.pipeline.planner import PipelinePlanner
 
 LAYERS = 3
 DRAWN = Decoding(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3)
-ALL = ("lora", "middle", "prompt", "prefix", "average")
+ALL = ("lora", "middle", "prompt", "prefix", "average", "rows")
 FEW = ("lora", "prompt")
 END = 23
 """Comes in some of the answers and not in others."""
 
 
 def jobs() -> list[Job]:
-    """Adapters on all layers, on one, in front of samples and of keys, and one whose average answers."""
+    """Adapters on all layers, on one, in front of samples and of keys, one whose average answers, one with rows."""
     adapters: dict[str, dict[str, Any]] = {
         "lora": {"r": 3, "lora_dropout": 0.1},
         "middle": {"r": 3, "layers_to_transform": (1,)},
@@ -46,6 +46,8 @@ def jobs() -> list[Job]:
     settings: dict[str, Any] = {"max_steps": 2, "learning_rate": 0.3}
     found = [job_spec(name, adapter=adapter, **settings) for name, adapter in adapters.items()]
     found.append(job_spec("average", ema_decay=0.5, **settings))
+    rows = {"embed_tokens": (4, 7), "lm_head": (4, 9)}
+    found.append(job_spec("rows", adapter={"r": 3, "trainable_token_indices": rows}, **settings))
     return [(spec, random_data(place, num_samples=4)) for place, spec in enumerate(found)]
 
 

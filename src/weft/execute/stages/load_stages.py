@@ -17,7 +17,7 @@ from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
 from weft.execute.memory import ExpectedJobs
-from weft.execute.stages.refusals import refuse_settings, refuse_undivided
+from weft.execute.stages.refusals import refuse_settings, refuse_undivided, refuse_without_kernels
 from weft.execute.stages.stage_devices import find_gpus
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
@@ -134,9 +134,14 @@ def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
     source = find_source(spec.backbone.base_model)
     if layout.are_shards and source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
+    # What auto will mean on a GPU is only sure once the weights are there; who wants no kernels can say so.
+    is_auto = spec.backbone.kernels == "auto" and not _is_on_cpu(spec.backbone, elsewhere)
+    has_kernels = is_auto or spec.backbone.kernels == "fused"
     for place, job in enumerate(spec.jobs):
         try:
             refuse_settings(job)
+            if has_kernels:
+                refuse_without_kernels(job.adapter, "adapter.method")
             if layout.tensor > 1:
                 refuse_undivided(job)
         except ConfigError as error:

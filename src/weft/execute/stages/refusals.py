@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.adapters.methods import METHODS
+from weft.adapters.methods import METHODS, has_kernels
 from weft.backbone.backbone import Backbone
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec, JobSpec
@@ -32,10 +32,16 @@ def refuse_undivided(spec: JobSpec) -> None:
 def refuse_method(adapter: AdapterSpec, backbone: Backbone, where: str) -> None:
     """ConfigError for a method that this part of a backbone cannot run."""
     if backbone.lane(adapter):
-        found = f"{adapter.method} has no kernels, and stages run one path; use kernels reference."
-        raise ConfigError(found, where=where)
+        refuse_without_kernels(adapter, where)
     if backbone.devices is not None:
         _refuse_undivided_method(adapter, where)
+
+
+def refuse_without_kernels(adapter: AdapterSpec, where: str) -> None:
+    """ConfigError for an adapter that no kernels run, where a backbone in parts has them."""
+    if not has_kernels(adapter):
+        what = "an adapter with rows of tokens" if adapter.trains_rows else adapter.method
+        raise ConfigError(f"{what} has no kernels, and stages run one path; use kernels reference.", where=where)
 
 
 def _refuse_undivided_method(adapter: AdapterSpec, where: str) -> None:
