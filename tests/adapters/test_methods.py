@@ -38,7 +38,8 @@ from weft.engine.events import Event, StepDone
 from weft.inference.attach import attach_adapter, read_named
 from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter, write_adapter
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in METHODS} | {
     "bottleneck": {"method": "bottleneck", "bottleneck_size": 5},

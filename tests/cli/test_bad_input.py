@@ -21,7 +21,8 @@ from weft.errors import StorageError
 from weft.faults import FaultPlan
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 
 @pytest.fixture(scope="module")

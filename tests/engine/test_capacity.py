@@ -38,7 +38,8 @@ from weft.execute.memory import COMPILING, USUAL_JOBS, load_within, start_capaci
 from weft.execute.protocol import ReplicaFaultError
 from weft.job_state import JobState
 from weft.spec import BackboneSpec
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 
 class SmallGpu(Backbone):

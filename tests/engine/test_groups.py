@@ -15,7 +15,8 @@ from weft.engine.events import EvalDone, StepDone
 from weft.errors import DataError
 from weft.objectives.preference.dpo import Dpo
 from weft.objectives.preference.kto import Kto
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 
 def pair_job(name: str = "pairs", **settings):

@@ -154,7 +154,7 @@ def test_engine_when_its_directory_began_with_another_then_refused(tmp_path: Pat
 
 def _record(spec: RunSpec, directory: RunDirectory, status: Mapping[str, Any]) -> None:
     from weft.engine.resume import job_settings
-    from weft.store.run_dir import RunRecord
+    from weft.store.run_record import RunRecord
 
     for job in spec.jobs:
         directory.write_job(job.name, job_settings(job))

@@ -14,7 +14,8 @@ from weft import faults
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobPaused, JobWarning, StepDone
 from weft.errors import StorageError, WeftError
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 TIMES = ("time", "eval_runtime")
 

@@ -31,7 +31,8 @@ from weft.execute.stages.refusals import refuse_undivided
 from weft.inference.attach import attach_adapter, read_named
 from weft.spec import AdapterSpec, JobSpec
 from weft.spec.eva import EvaSpec
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 EVA: dict[str, Any] = {"r": 4, "init_lora_weights": "eva"}
 

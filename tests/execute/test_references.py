@@ -37,7 +37,8 @@ from weft.objectives.distillation import Distillation
 from weft.objectives.preference.dpo import Dpo
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 TILE = 128
 STORED = AdapterSpec(r=3, lora_alpha=5, target_modules=("q_proj", "down_proj"), init_lora_weights=False)

@@ -21,7 +21,7 @@ from weft.replicas.messages import EndRank, RankAlive, RankFailed, RankJoined, R
 from weft.replicas.rank_link import RankEnded
 from weft.replicas.rank_listener import connect
 from weft.spec import AdapterSpec, BackboneSpec
-from weft.store.run_dir import library_versions
+from weft.store.run_record import library_versions
 
 ORDER = RankOrder(BackboneSpec(base_model="tiny"), 96, 96, "auto", (AdapterSpec(),))
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"

@@ -15,7 +15,8 @@ from weft.errors import StorageError
 from weft.faults import FaultPlan
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.store.atomic import TEMP_PREFIX
-from weft.store.run_dir import RunDirectory, RunRecord, library_versions
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord, library_versions
 
 
 def start(path) -> None:
@@ -167,7 +168,8 @@ def test_open_when_not_writable_then_says_so_and_leaves_nothing(files, in_child)
 OTHER = """
 import sys
 from weft.errors import StorageError
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 assert "torch" not in sys.modules
 try:
     RunDirectory.open(sys.argv[1], resume=sys.argv[2] == "resume")

@@ -47,7 +47,8 @@ from weft.plan.types import Limits
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.fields import describe
 from weft.spec.run import Capacity
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 from weft.wall_clock import Activity, TimeSplit, WallClock
 
 if TYPE_CHECKING:

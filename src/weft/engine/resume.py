@@ -26,7 +26,8 @@ from weft.errors import ConfigError, DataError, WeftError
 from weft.job_state import FINAL_STATES, JobState
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 from weft.wording import counted
 
 if TYPE_CHECKING:

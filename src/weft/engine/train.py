@@ -24,7 +24,8 @@ from weft.execute.protocol import ReplicaFaultError
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 from weft.wall_clock import Activity, WallClock
 
 RunT = TypeVar("RunT", bound=RunSpec)

@@ -58,7 +58,7 @@ from weft.replicas.messages import (
 from weft.replicas.questions import answer_to
 from weft.spec import AdapterSpec
 from weft.store.rank_dir import RankDirectory
-from weft.store.run_dir import library_versions
+from weft.store.run_record import library_versions
 
 
 def run_rank(connection: RankConnection) -> None:

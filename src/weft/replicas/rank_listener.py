@@ -18,7 +18,7 @@ from multiprocessing.connection import Client, Connection, Listener, answer_chal
 from weft.errors import ConfigError
 from weft.replicas.messages import RankFailed, RankJoined, RankOrder, RefuseRank, SetUp
 from weft.replicas.rank_link import Inbox, RankHandle
-from weft.store.run_dir import library_versions
+from weft.store.run_record import library_versions
 
 KEY_VARIABLE = "WEFT_RANK_KEY"
 """Holds the key of the socket, which is not for other users to see in a list of processes."""

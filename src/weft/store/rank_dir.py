@@ -15,7 +15,8 @@ from weft.simulate.timeline import trace_json
 from weft.store.atomic import storage_errors, write_file
 from weft.store.guard import add_guard
 from weft.store.owner import Owner, Ownership
-from weft.store.run_dir import PERMIT, RANKS_LOCK, RunDirectory, lock_file
+from weft.store.run_dir import PERMIT, RunDirectory
+from weft.store.run_lock import RANKS_LOCK, lock_file
 from weft.wall_clock import TimeSplit
 
 

@@ -18,24 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
-import platform
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weft import __version__
 from weft.errors import StorageError
 from weft.job_state import JobState, Reason
 from weft.spec.job import JOB_NAME
-from weft.spec.run import Capacity
 from weft.store import json_text
 from weft.store.atomic import (
     append_line,
@@ -46,57 +38,15 @@ from weft.store.atomic import (
     storage_errors,
     write_file,
 )
-from weft.store.owner import Owner, Ownership, in_use, refuse_owned
+from weft.store.owner import Owner, Ownership
+from weft.store.run_lock import LOCK, take_lock, wait_for_ranks
+from weft.store.run_record import RunRecord, library_versions
 from weft.wall_clock import TimeSplit
 
-_LOCK, _RUN, _TIMELINE, _TIME, _REPORT = ".lock", "run.json", "timeline.json", "time.json", "report.html"
+_RUN, _TIMELINE, _TIME, _REPORT = "run.json", "timeline.json", "time.json", "report.html"
 PERMIT = ".permit-"
 """How the names of files start that let ranks write."""
-RANKS_LOCK = ".ranks"
-"""Every rank of a run holds a share of it while it works in the directory; there is none without ranks."""
-RANKS_GONE_S = 5.0
-"""Seconds that ranks have to notice that their controller is gone."""
 _JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """What run.json tells of a run; what was not known when it was written is left out of the file."""
-
-    run_name: str | None = None
-    base_model: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    quantize: str | None = None
-    capacity: Capacity | None = None
-    layouts: tuple[str, ...] = ()
-    """Those it was trained in, in their order, as `--layout` says them; stages:1 is one device, and replicas:N are N
-    replicas with an engine each."""
-    jobs: tuple[str, ...] = ()
-    """The jobs of a jobs file; empty where jobs come and go."""
-    started_at: str | None = None
-    template_clock: str | None = None
-    """What time it is for the run's chat templates, however often it is resumed: when it began, in local time."""
-    template_digest: str | None = None
-    """SHA-256 of the tokenizer's chat template."""
-    versions: Mapping[str, str] | None = None
-    """Of the libraries, by name; `write_run` fills them in."""
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RunRecord:
-        """The record as any version of Weft wrote it."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        known = {name: value[name] for name in names if name in value}
-        return cls(**{**known, "layouts": tuple(value.get("layouts", ())), "jobs": tuple(value.get("jobs", ()))})
-
-    def in_layout(self, layout: str) -> RunRecord:
-        """The same run, which goes on in a layout."""
-        return self if self.layouts[-1:] == (layout,) else dataclasses.replace(self, layouts=(*self.layouts, layout))
-
-    def to_json(self) -> dict[str, Any]:
-        """What goes into run.json."""
-        known = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return known if self.layouts else {name: value for name, value in known.items() if name != "layouts"}
 
 
 class RunDirectory:
@@ -120,16 +70,16 @@ class RunDirectory:
         root = Path(path)
         with storage_errors(root), contextlib.ExitStack() as undo:
             # An existing lock is tried first: "in use" is the better answer while another process works there.
-            lock = _take_lock(root, undo) if (root / _LOCK).is_file() else None
+            lock = take_lock(root, undo) if (root / LOCK).is_file() else None
             _refuse(root, resume)
             if lock is None:
                 make_directories(root, undo)
-                lock = _take_lock(root, undo)
+                lock = take_lock(root, undo)
                 # Another process may have come and gone since the first look.
                 _refuse(root, resume)
             ownership = Ownership.claim(root)
             undo.callback(ownership.withdraw)
-            _wait_for_ranks(root)
+            wait_for_ranks(root)
             _heal(root)
             return cls(root, lock, ownership, undo.pop_all())
 
@@ -146,8 +96,8 @@ class RunDirectory:
         """
         root = Path(path)
         with storage_errors(root), contextlib.ExitStack() as release:
-            if (root / _LOCK).is_file():
-                _take_lock(root, release)
+            if (root / LOCK).is_file():
+                take_lock(root, release)
             _refuse(root, resume, content)
 
     def close(self) -> None:
@@ -282,15 +232,6 @@ class RunDirectory:
         return self.path / name
 
 
-def library_versions() -> dict[str, str]:
-    """Versions of Python and of what the numbers depend on, as installed, without importing any of it."""
-    versions = {"weft": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "safetensors", "numpy"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
-
-
 def _refuse(root: Path, resume: bool, content: str = "run") -> None:
     """Raises if the directory cannot be taken as asked; changes nothing."""
     if root.exists() and not root.is_dir():
@@ -309,56 +250,6 @@ def _refuse(root: Path, resume: bool, content: str = "run") -> None:
         raise StorageError(f"{existing} is a file; a directory is needed there.", where=str(root))
     if not os.access(existing, os.W_OK | os.X_OK):
         raise StorageError(f"{existing} is not writable.", where=str(root))
-
-
-def _take_lock(root: Path, undo: contextlib.ExitStack) -> int:
-    """Locks the directory against other processes; the lock ends with this process, however it ends.
-
-    What processes of other machines may not see of a lock, the record of the owner tells.
-    """
-    path = root / _LOCK
-    is_new = not path.exists()
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    undo.callback(os.close, lock)
-    try:
-        is_locked = lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise in_use(root) from None
-    if not path.exists() or not os.path.samestat(os.fstat(lock), os.stat(path)):
-        # Its maker gave up and removed it between our open and our lock: we hold a lock nobody else would see.
-        raise StorageError("is in use by another process.", where=str(root))
-    refuse_owned(root, path, is_locked=is_locked)
-    if is_new:
-        undo.callback(forget, path.unlink)
-    return lock
-
-
-def lock_file(descriptor: int, kind: int) -> bool:
-    """Locks an open file until it is closed; False on a file system that has no locks."""
-    try:
-        fcntl.flock(descriptor, kind)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        return False
-    return True
-
-
-def _wait_for_ranks(root: Path) -> None:
-    """Until no rank of an earlier owner works in the directory: they end when they notice that it is gone."""
-    if not (root / RANKS_LOCK).exists():
-        return
-    with open(root / RANKS_LOCK, "ab") as lock:
-        until = time.monotonic() + RANKS_GONE_S
-        while True:
-            try:
-                lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    found = "a rank of an earlier run still works here"
-                    raise StorageError(f"{found}; end it, or wait for its end.", where=str(root)) from None
-                time.sleep(0.05)
 
 
 def _heal(root: Path) -> None:

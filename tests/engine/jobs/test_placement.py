@@ -33,7 +33,8 @@ from weft.engine.jobs.placement import Placement
 from weft.errors import JobError
 from weft.job_state import JobState
 from weft.plan.admit import QUANTUM_TOKENS
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 STATE = (JobWaiting, JobStarted, JobPreempted, JobResumed)
 

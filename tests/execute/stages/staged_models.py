@@ -25,7 +25,8 @@ from weft.inference.generate import Decoding
 from weft.objectives.heads.classes import Classification
 from weft.objectives.preference.cpo import SimPo
 from weft.plan.program import Program
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 
 def staged_executor(

@@ -10,7 +10,8 @@ from weft.store.remote.file_system import RemoteDirectory
 from weft.store.remote.lease import Lease
 from weft.store.remote.local_copy import LocalCopy, whole_names
 from weft.store.remote.mirror import Mirror
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 
 def open_mirror(tmp_path):

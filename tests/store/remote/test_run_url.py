@@ -12,7 +12,8 @@ from weft.store.remote import run_url as run_url_module
 from weft.store.remote.file_system import RemoteDirectory
 from weft.store.remote.mirror import Mirror
 from weft.store.remote.run_url import RunUrl
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 
 def trained(cache, work, *, resume=False):

@@ -41,7 +41,7 @@ from weft.replicas.messages import (
 from weft.replicas.rank_listener import KEY_VARIABLE, connect
 from weft.replicas.rank_pool import RankPool
 from weft.spec import JobSpec
-from weft.store.run_dir import library_versions
+from weft.store.run_record import library_versions
 
 CAPACITY = 8192
 FACTS = ReplicaFacts(

@@ -26,7 +26,8 @@ from weft.serve.records.workers import remove_worker
 from weft.store import json_text
 from weft.store.atomic import storage_errors
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 
 class WorkDirectory:

@@ -27,7 +27,7 @@ from weft.store import json_text
 from weft.store.atomic import storage_errors, write_file
 from weft.store.remote.file_system import RemoteDirectory
 from weft.store.remote.lease import is_lease
-from weft.store.run_dir import lock_file
+from weft.store.run_lock import lock_file
 
 _CHECKPOINT = re.compile(r"(?:^|/)checkpoints/step-\d{8,}/[^/]+$")
 _LOCK, _RECORD, _OUTBOX, _ARRIVING = ".lock", ".mirrored.json", ".outbox", ".arriving"

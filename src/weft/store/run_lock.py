@@ -1,0 +1,71 @@
+"""Locks of run directories: one process at a time has a run, and its ranks a share of another lock."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from weft.errors import StorageError
+from weft.store.atomic import forget
+from weft.store.owner import in_use, refuse_owned
+
+LOCK = ".lock"
+"""Held while a process works in the directory."""
+RANKS_LOCK = ".ranks"
+"""Every rank of a run holds a share of it while it works in the directory; there is none without ranks."""
+RANKS_GONE_S = 5.0
+"""Seconds that ranks have to notice that their controller is gone."""
+
+
+def take_lock(root: Path, undo: contextlib.ExitStack) -> int:
+    """Locks the directory against other processes; the lock ends with this process, however it ends.
+
+    What processes of other machines may not see of a lock, the record of the owner tells.
+    """
+    path = root / LOCK
+    is_new = not path.exists()
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    undo.callback(os.close, lock)
+    try:
+        is_locked = lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise in_use(root) from None
+    if not path.exists() or not os.path.samestat(os.fstat(lock), os.stat(path)):
+        # Its maker gave up and removed it between our open and our lock: we hold a lock nobody else would see.
+        raise StorageError("is in use by another process.", where=str(root))
+    refuse_owned(root, path, is_locked=is_locked)
+    if is_new:
+        undo.callback(forget, path.unlink)
+    return lock
+
+
+def lock_file(descriptor: int, kind: int) -> bool:
+    """Locks an open file until it is closed; False on a file system that has no locks."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
+
+
+def wait_for_ranks(root: Path) -> None:
+    """Until no rank of an earlier owner works in the directory: they end when they notice that it is gone."""
+    if not (root / RANKS_LOCK).exists():
+        return
+    with open(root / RANKS_LOCK, "ab") as lock:
+        until = time.monotonic() + RANKS_GONE_S
+        while True:
+            try:
+                lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    found = "a rank of an earlier run still works here"
+                    raise StorageError(f"{found}; end it, or wait for its end.", where=str(root)) from None
+                time.sleep(0.05)
