@@ -316,6 +316,12 @@ class Method(Protocol):
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """What the fused path's kernels read; asked only of those that say `has_kernels`."""
 
+    def rehearse_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+        """Launches what such a copy of rank `rank` will, on linears of these shapes, besides torch's own operations.
+
+        `like`: a tensor of the activations' type and device.
+        """
+
     def exported(
         self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]
     ) -> tuple[AdapterSpec, Mapping[str, ModuleTensors]]:

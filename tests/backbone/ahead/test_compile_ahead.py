@@ -36,6 +36,7 @@ REQUEST = KernelRequest(
     ranks=(8, 32),
     drops=False,
     others=(("outputs", "qkv"),),
+    copies=(("lora", 8), ("lora", 32)),
     num_jobs=2,
     lanes=(2,),
     gpu=H200,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -44,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "free sums": {"model": LARGE, "sums": "free"},
     "many jobs": {"ranks": (8,) * 33},
     "bottleneck": {"model": LARGE, "method": "bottleneck", "ranks": (64, 64)},
+    "dora": {"model": LARGE, "method": "dora", "ranks": (8, 12)},
+    "vera": {"model": LARGE, "method": "vera", "ranks": (16, 32)},
 }
 """Families by their names; Llama in other ways."""
 
@@ -86,6 +89,7 @@ def test_rehearsal_when_some_jobs_have_ended_then_what_the_others_launch_was_kno
 
 def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, Any]) -> None:
     """Loads a model, trains a microbatch of all jobs, evaluates it, and steps all of them."""
+    from weft.adapters.adapter import Adapter
     from weft.backbone.backbone import Backbone
     from weft.backbone.load import _quantise_linears
     from weft.backbone.packed import Placed, pack_samples
@@ -93,7 +97,7 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     from weft.data.sample import Sample
     from weft.execute.optimizers.adamw import AdamW
     from weft.execute.optimizers.step_together import step_together
-    from weft.spec import AdapterSpec, JobSpec
+    from weft.spec import JobSpec
 
     meta = torch.device("meta")
     backbone = Backbone(model, None, "tiny")  # type: ignore[arg-type]
@@ -105,9 +109,9 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     optimizers, placed, looked_at = [], [], []
     method = case.get("method", "lora")
     for rank, dropout in jobs:
-        width = {"r": rank, "lora_dropout": dropout} if method == "lora" else {f"{method}_size": rank}
-        spec = AdapterSpec(method=method, **width)
-        adapter = backbone.new_adapter(spec, 0, torch.device("cpu"), sums=case.get("sums", "ordered"))
+        spec = adapter_spec(method, rank, dropout)
+        with patch.object(Adapter, "_initialise"):  # of weights without numbers there is nothing to begin with
+            adapter = backbone.new_adapter(spec, 0, torch.device("cpu"), sums=case.get("sums", "ordered"))
         adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
         slot = backbone.attach(adapter)
         optimizers.append(AdamW(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
@@ -124,6 +128,14 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
         optimizer.adapter.complete_gradients()
     for number in (1, len(jobs)):
         step_together(optimizers[:number], [True] * number, finite_J[:number].clone())
+
+
+def adapter_spec(method: str, rank: int, dropout: float = 0.0) -> Any:
+    """Of a method, as wide as said."""
+    from weft.spec import AdapterSpec
+
+    names = {"bottleneck": "bottleneck_size", "vera": "vera_rank"}
+    return AdapterSpec(method=method, lora_dropout=dropout, **{names.get(method, "r"): rank})
 
 
 def meta_model(family: str, changes: dict[str, Any]) -> Any:
@@ -150,11 +162,11 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
     from weft.backbone.ahead.rehearsal import rehearse
     from weft.kernels.lora.tables import FREE
     from weft.kernels.recorded import recorded_launches
-    from weft.spec import AdapterSpec
 
     model = meta_model(name if name in FAMILIES else "llama", case.get("model", {}))
     ranks, dropout = case.get("ranks", (8, 12)), case.get("dropout", 0.0)
-    method = method_of(AdapterSpec(method=case.get("method", "lora")))
+    specs = [adapter_spec(case.get("method", "lora"), rank) for rank in ranks]
+    method = method_of(specs[0])
     free = {FREE} if case.get("sums") == "free" else set()
     request = KernelRequest(
         # As in the model's directory.
@@ -165,6 +177,7 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
         ranks=tuple(sorted(set(ranks))),
         drops=dropout > 0,
         others=tuple(sorted({*method.kernel_changes, *free})),
+        copies=tuple(sorted({(spec.method, method.kernel_rank(spec)) for spec in specs})),
         num_jobs=len(ranks),
         lanes=(len(method.groups),),
         gpu=H200,

@@ -147,6 +147,7 @@ def _request(
         ranks=tuple(sorted({method_of(adapter).kernel_rank(adapter) for adapter in fused} - {0})),
         drops=any(adapter.lora_dropout > 0 for adapter in fused),
         others=tuple(sorted(others | ({FREE} if have_free else set()))),
+        copies=tuple(sorted({(adapter.method, method_of(adapter).kernel_rank(adapter)) for adapter in fused})),
         num_jobs=num_jobs,
         lanes=tuple(sorted({_num_trained(adapter) for adapter in fused})),
         gpu=gpu_kind(device),

@@ -12,11 +12,12 @@ from itertools import chain, combinations, product
 
 import torch
 
+from weft.adapters.methods import METHODS
 from weft.backbone.ahead.request import KernelRequest
 from weft.backbone.ahead.skeleton import META, skeleton, skeleton_head
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.fused.inputs import MIN_LONGEST, MIN_SPANS, Inputs, InputShape
-from weft.backbone.fused.model import FusedModel
+from weft.backbone.fused.model import ROLES, FusedModel
 from weft.backbone.fused.step import run_backward, run_forward
 from weft.backbone.loss import BlockedLoss
 from weft.backbone.path import Memory
@@ -53,6 +54,9 @@ def _run(request: KernelRequest, needs: Sequence[Needs]) -> None:
     for asked in needs:
         for shape in _shapes(asked):
             _step(model, shape, asked, Memory(request.recompute))  # type: ignore[arg-type]
+    linears = [(size, site.num_in) for site in model.sites for size in site.sizes if site.role in ROLES]
+    for method, rank in request.copies:
+        METHODS[method].rehearse_copy(rank, linears, torch.empty(0, dtype=dtype, device=META))
     loss = BlockedLoss(skeleton_head(request.config, dtype), LOSS_ROWS, cross_entropy_rows)
     hidden_ND = torch.empty(LOSS_ROWS, model.hidden, dtype=dtype, device=META)
     targets_N, weights_N = torch.empty(LOSS_ROWS, dtype=torch.int64, device=META), torch.empty(LOSS_ROWS, device=META)

@@ -30,6 +30,8 @@ class KernelRequest:
     """Whether any adapter has dropout."""
     others: tuple[tuple[str, str], ...]
     """What other methods than LoRA change, and where; in order."""
+    copies: tuple[tuple[str, int], ...]
+    """Methods of adapters and the ranks that their kernels see, every pair once; in order."""
     num_jobs: int
     """Most that may step at a time."""
     lanes: tuple[int, ...]
@@ -46,8 +48,8 @@ class KernelRequest:
         fields = json.loads(text)
         gpu = fields.pop("gpu")
         gpu = GpuKind(**{**gpu, "capability": tuple(gpu["capability"])})
-        others = tuple((kind, role) for kind, role in fields["others"])
-        return KernelRequest(**{**fields, **_tuples(fields, "ranks", "lanes"), "others": others, "gpu": gpu})
+        pairs = {name: tuple((first, second) for first, second in fields[name]) for name in ("others", "copies")}
+        return KernelRequest(**{**fields, **_tuples(fields, "ranks", "lanes"), **pairs, "gpu": gpu})
 
 
 def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[int, ...]]:

@@ -8,15 +8,17 @@ Shape suffixes: N outputs of all modules, O out, R rank, P rank padded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from weft.adapters.frozen import Dense
 from weft.adapters.linear import SlotLinear
+from weft.adapters.method import LinearShape
 from weft.adapters.methods.dora.weights import DoraWeights
 from weft.adapters.methods.lora.compute_copy import ComputeCopy
+from weft.kernels.lora.tables import padded
 from weft.kernels.methods.parts import ColumnChange, OtherParts
 from weft.kernels.methods.row_norms import NormedRows, RowNorms
 
@@ -82,3 +84,19 @@ class DoraCopy(ComputeCopy):
 
     def _split(self, flat_N: torch.Tensor) -> list[torch.Tensor]:
         return list(flat_N.split([len(w.m_O) for w in self._own.values()]))
+
+
+def rehearse_norms(rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+    """Launches what finds the lengths of adapters of a rank."""
+    width = padded(rank)
+    RowNorms(
+        [
+            NormedRows(
+                like.new_empty(num_out, num_in),
+                like.new_empty(width, num_in),
+                like.new_empty(num_out, width),
+                like.new_empty(num_out, dtype=torch.float32),
+            )
+            for num_out, num_in in linears
+        ]
+    ).measure()

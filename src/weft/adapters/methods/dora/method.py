@@ -24,7 +24,7 @@ from weft.adapters.method import (
     SlotWeights,
 )
 from weft.adapters.methods.dora.files import DoraFiles
-from weft.adapters.methods.dora.kernel_copy import DoraCopy
+from weft.adapters.methods.dora.kernel_copy import DoraCopy, rehearse_norms
 from weft.adapters.methods.dora.row_norms import squared_norms, updated_norms
 from weft.adapters.methods.dora.weights import DoraWeights, DroppingDoraWeights
 from weft.adapters.methods.lora.method import Lora
@@ -82,6 +82,10 @@ class Dora(Lora):
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """A LoRA's, and what its outputs are multiplied with."""
         return DoraCopy(adapter, dtype, cast(dict[str, DoraWeights], adapter.modules))
+
+    def rehearse_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+        """Measures lengths."""
+        rehearse_norms(rank, linears, like)
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W + scale · B A, with its rows made as long as m says."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.adapters.method import KernelCopy
+from weft.adapters.method import KernelCopy, LinearShape
 from weft.adapters.methods.vera.weights import VeraWeights
 from weft.kernels.lora.tables import Entry, padded
 from weft.kernels.methods.two_scales import scale, scales_grad
@@ -86,3 +86,12 @@ def _frozen_a(modules: Mapping[str, VeraWeights], dtype: torch.dtype) -> dict[st
             made[num_in] = torch.zeros(number, padded(rank), num_in, dtype=dtype, device=w.d_R.device)
             made[num_in][:, :rank] = w.a_RD
     return {path: made[num_in][place] for path, (num_in, place) in found.items()}
+
+
+def rehearse_scales(rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+    """Launches what makes B of adapters of a rank, and what takes its gradient apart."""
+    for num_out in dict.fromkeys(num_out for num_out, _ in linears):
+        wide = like.new_empty(1, num_out, rank, dtype=torch.float32)
+        vectors = wide[0], wide[:, :, 0].contiguous(), wide[:, 0]
+        scale(*vectors, like.new_empty(1, num_out, padded(rank)))
+        scales_grad(wide, *vectors)

@@ -24,7 +24,7 @@ from weft.adapters.method import (
     SlotWeights,
 )
 from weft.adapters.methods.vera.files import VeraFiles
-from weft.adapters.methods.vera.kernel_copy import VeraCopy
+from weft.adapters.methods.vera.kernel_copy import VeraCopy, rehearse_scales
 from weft.adapters.methods.vera.projection import projection_for
 from weft.adapters.methods.vera.weights import VeraWeights
 from weft.kernels.dropout import module_key
@@ -98,6 +98,10 @@ class Vera(Method):
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """A LoRA whose A is frozen."""
         return VeraCopy(adapter, dtype, cast(dict[str, VeraWeights], adapter.modules))
+
+    def rehearse_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+        """Makes B and takes its gradient apart."""
+        rehearse_scales(rank, linears, like)
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W + (b ⊙ B) (d ⊙ A)."""
