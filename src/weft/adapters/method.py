@@ -321,6 +321,7 @@ class Method(Protocol):
 
         `like`: a tensor of the activations' type and device.
         """
+        return
 
     def exported(
         self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]
