@@ -97,7 +97,7 @@ def test_sweep_when_no_trial_has_a_value_then_exits_with_1(weft, folder):
     assert "did not have to be trained" not in result.out and "one by one would take" not in result.out
 
 
-HUGE = "space={r: {min: 1, max: 40}, max_steps: {min: 1, max: 40}}"
+HUGE = "space={r: {min: 1, max: 32}, max_steps: {min: 1, max: 32}}"
 CASES = {
     "empty space": (["space={}"], "space={}: there is nothing to search"),
     "unknown parameter": (["space.learning_rat=[1]"], "space.learning_rat=[1]: is no setting that can be searched."),
@@ -107,7 +107,7 @@ CASES = {
     "metric without data": (["job.eval_data="], "job.eval_data=: eval_loss needs eval_data"),
     "batch": (["space.batch_size=[2, 11]"], "space.batch_size=[2, 11]: a batch of 11 samples is larger than the data"),
     "shared batch": (["job.global_batch_size=64"], "job.global_batch_size=64: a batch"),
-    "huge grid": ([HUGE], "}}: the grid has 1,600 points and there is no budget. --trials N tries N of them, --all"),
+    "huge grid": ([HUGE], "}}: the grid has 1,024 points and there is no budget. --trials N tries N of them, --all"),
     "grid over a range": (["sampler=grid", "space.lr={min: 1, max: 2}"], "max: 2}: a grid needs countable values"),
     "min above max": (["space.lr={min: 2, max: 1}"], "space.lr={min: 2, max: 1}: min 2 is above max 1."),
     "log of zero": (["space.lr={min: 0, max: 1, log: true}"], "log: true}: a logarithmic range needs a min above 0"),
