@@ -172,12 +172,35 @@ def test_sweep_when_over_two_replicas_then_the_best_is_that_of_one_process(weft,
     assert mine == best
 
 
+@pytest.mark.slow
+def test_sweep_when_its_backbone_is_in_stages_then_answers_and_bytes_are_those_of_one_device(weft, folder):
+    """What training one by one would have taken is not measured; it goes on without stages."""
+    rest = ["objective=exact_match", "job.max_steps=8", "job.eval_steps=4", "compare_speed=true"]
+    one = weft("sweep", "sweep.yaml", *rest)
+    two = weft("sweep", "sweep.yaml", *rest, "--layout", "stages:2", "--out", "two")
+    assert (one.code, two.code) == (0, 0), two.err
+    assert "2 stages" in two.out and "one by one would take" not in two.out
+    boards = [json.loads(Path(place, "leaderboard.json").read_text())["trials"] for place in ("out", "two")]
+    values = [[(trial["name"], trial["value"]) for trial in board] for board in boards]
+    assert values[0] == values[1] and len({value for _, value in values[0]}) == 2
+    mine, best = (Path(place, "best/adapter_model.safetensors").read_bytes() for place in ("two", "out"))
+    assert mine == best
+    more = weft("sweep", "sweep.yaml", *rest, "--out", "two", "--resume")
+    assert more.code == 0 and "started" not in more.out
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (("--replicas", "0"), "error: --replicas: got '0'; accepted are auto and numbers from 1."),
         (("--devices", "0"), "error: --devices: are for GPUs, and this run is on a CPU"),
         (("--replicas", "2", "early_stop=halving", "max_tokens=99"), "halving with a budget of tokens or time"),
+        (("--layout", "stages:99"), "error: --layout: got 99 stages; the model has 6 layers, so use 1 to 6."),
+        (("--layout", "auto"), "error: --layout: auto is for weft train and weft plan; say a layout"),
+        (("--layout", "stages:2", "--replicas", "2"), "leave --replicas out, or --layout."),
+        (("--layout", "stages:2", "space.optim=[adamw,adamw_8bit]"), "8bit]: adamw_8bit keeps blocks of numbers that"),
+        (("--layout", "tensor:2", "job.sums=free"), "error: job.sums=free: devices that share layers add up in their"),
+        (("--layout", "stages:2", "--dry-run", "--gpus", "2"), "error: --layout: is for the devices that are here"),
     ],
 )
 def test_sweep_when_replicas_cannot_be_as_asked_then_says_so_before_anything_is_loaded(weft, folder, given, said):

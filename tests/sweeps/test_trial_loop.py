@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 import weft
 from weft.engine.engine import Engine
 from weft.engine.train import execute_run, prepare_run
-from weft.errors import ConfigError, StorageError
+from weft.errors import ConfigError, JobError, StorageError
 from weft.execute.protocol import ReplicaMemoryError
+from weft.execute.stages.stage_pool import StageReplicaLostError
 from weft.spec import load_run
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
@@ -152,6 +153,23 @@ def test_trial_when_memory_ends_while_it_is_judged_then_it_alone_fails_and_says_
     result = weft.sweep(settings(space={"lr": [1e-3, 2e-3]}))
     assert sorted(states(result)) == ["done", "failed"]
     assert "ran out of memory while it was judged" in next(t.reason for t in result.trials if str(t.state) == "failed")
+
+
+def test_sweep_when_a_replica_is_lost_while_a_trial_is_judged_then_ends_in_a_sentence_and_goes_on(
+    settings, monkeypatch
+):
+    """No trial counts as failed for it."""
+    given = settings(space={"lr": [1e-3]}, objective="exact_match")
+    with monkeypatch.context() as patch:
+
+        def lose(*_: Any) -> float:
+            raise StageReplicaLostError("was ended by signal 9.", where="replica 1")
+
+        patch.setattr(Engine, "answer", lose)
+        said = "replica 1: was ended by signal 9. Every trial goes on from its last checkpoint with --resume."
+        with pytest.raises(JobError, match=said):
+            weft.sweep(given)
+    assert states(weft.sweep(given, resume=True)) == ["done"]
 
 
 def test_sweep_when_every_trial_fails_then_there_is_no_best_and_all_is_told(settings):

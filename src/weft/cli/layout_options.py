@@ -19,16 +19,13 @@ if TYPE_CHECKING:
     from weft.plan.homes import PlannedReplicas
     from weft.spec import RunSpec
 
-Layout = Annotated[
-    str | None,
-    typer.Option(
-        metavar="stages:N",
-        help="Divide the layers of one backbone into N stages, each in its own process; or tensor:N: every layer over "
-        "N processes; or spread:N: N backbones that share the samples of jobs with free sums; or stages:1+stages:2: "
-        "unlike ones; or shards:N: N processes that share the frozen weights of one backbone and have jobs of their "
-        "own; or auto: what is predicted fastest.",
-    ),
-]
+_KINDS = (
+    "Divide the layers of one backbone into N stages, each in its own process; or tensor:N: every layer over N "
+    "processes; or spread:N: N backbones that share the samples of jobs with free sums; or stages:1+stages:2: unlike "
+    "ones; or shards:N: N processes that share the frozen weights of one backbone and have jobs of their own"
+)
+Layout = Annotated[str | None, typer.Option(metavar="stages:N", help=f"{_KINDS}; or auto: what is predicted fastest.")]
+NamedLayout = Annotated[str | None, typer.Option("--layout", metavar="stages:N", help=f"{_KINDS}.")]
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)
 PipelineSchedule = Annotated[
     str | None,

@@ -7,6 +7,7 @@ weft sweep sweep.yaml --dry-run --device a100-40 --gpus 8      the plan for GPUs
 weft sweep sweep.yaml job.max_steps=200      another setting for all of them
 weft sweep jobs.yaml --space space.yaml      a jobs file with one job, and Axolotl's kind of sweep file
 weft sweep sweep.yaml --replicas 2           two copies of the backbone, trials placed over them
+weft sweep sweep.yaml --layout stages:2      one backbone whose layers are divided over two processes
 weft sweep sweep.yaml --resume               go on after a stop or a crash
 """
 
@@ -23,13 +24,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from weft.cli.layout_options import LayoutOptions, NamedLayout, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, WeftError
 from weft.keeping import keeping_all
 from weft.report.console import output_console
 from weft.spec.load import parse, place_of
-from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of
+from weft.spec.load_sweep import check_trials, in_its_words, load_sweep, probe_jobs, space_of
 from weft.spec.sweep import SweepSpec
 from weft.wall_clock import WallClock, process_start_s
 from weft.wording import counted
@@ -86,19 +88,25 @@ def sweep(
     cluster: Cluster = None,
     gpu_type: GpuType = None,
     listen: Listen = None,
+    layout: NamedLayout = None,
+    schedule: PipelineSchedule = None,
 ) -> None:
     """Try many configurations together on one backbone and keep the best."""
     short = {"trials": trials, "max_tokens": max_tokens, "max_seconds": max_seconds, "sampler": sampler}
     short |= {"all_points": "true" if every_point else None, "early_stop": "none" if no_early_stop else None}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_sweep(sweep_file, changes, space=space)
-    options = ReplicaOptions(replicas, devices, cluster, gpu_type, listen)
+    options = ReplicaOptions(replicas, devices if layout is None else None, cluster, gpu_type, listen)
+    layouts = LayoutOptions(layout, schedule, None if layout is None else devices, may_be_auto=False)
     if not dry_run and (device is not None or gpus is not None):
         flag = "--gpus" if device is None else "--device"
         raise ConfigError("is what --dry-run plans for; a sweep trains on the device that is here.", where=flag)
+    if layout is not None and (device is not None or gpus is not None):
+        raise ConfigError("is for the devices that are here; leave it out of a plan for others.", where="--layout")
     if device is not None:
         _check_device(device)
     try:
+        _check_layout(spec, layouts, options.flags)
         if device is not None or gpus is not None:
             _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
             return
@@ -106,13 +114,13 @@ def sweep(
             options.check(spec.backbone)
         places = None if dry_run else _places(spec, options)
         place = _place(out or run_place(spec.output_dir))
-        order = Order(spec=spec, file=sweep_file, out=place, resume=resume, dry_run=dry_run, places=places)
+        order = Order(spec, sweep_file, place, resume=resume, dry_run=dry_run, places=places, layout=layouts)
         raise typer.Exit(_sweep(order, output_console()))
     except ConfigError as error:
         raise _placed(error, sweep_file, changes) from None
     except _StoppedError:
         again = ["weft", "sweep", str(sweep_file), *changes, *(["--space", space] if space else [])]
-        again += [*options.flags, "--out", str(place), "--resume"]
+        again += [*options.flags, *layouts.flags, "--out", str(place), "--resume"]
         output_console().print(f"stopped; go on with: {shlex.join(again)}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
 
@@ -154,6 +162,18 @@ class Order:
     dry_run: bool
     places: ReplicaPlaces | None
     """Where the replicas are; None: one in this process."""
+    layout: LayoutOptions
+    """How one lies over devices."""
+
+
+def _check_layout(spec: SweepSpec, layout: LayoutOptions, replica_flags: Sequence[str]) -> None:
+    """Raises what keeps trials from being trained in a layout, as far as that is known before anything is read."""
+    layout.check(spec, replica_flags)
+    stages = layout.stages
+    if stages is not None:
+        from weft.execute.stages.load_stages import check_job
+
+        check_trials(spec, lambda job: check_job(spec.backbone, job, stages))
 
 
 def _places(spec: SweepSpec, options: ReplicaOptions) -> ReplicaPlaces | None:
@@ -168,11 +188,14 @@ def _places(spec: SweepSpec, options: ReplicaOptions) -> ReplicaPlaces | None:
 
 
 def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSweepEngine:
+    from weft.engine.load_staged import load_staged
     from weft.engine.train import load_engine
     from weft.replicas.load import load_steered
     from weft.replicas.places import rank_order
 
-    places = order.places
+    places, stages = order.places, order.layout.stages
+    if stages is not None and not order.dry_run:
+        return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
     if places is None:
         return load_engine
 
@@ -237,6 +260,10 @@ def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console
 
     _introduce(prepared, order.places, console)
     if order.dry_run:
+        for note in order.layout.notes(order.spec):
+            _line(console, f"note      {note}")
+        if order.layout.stages is not None:
+            _line(console, f"note      the plan is of one device; {order.layout.layout} is checked and not planned")
         _show_plan(prepared, console)
         console.print("dry run: nothing was written")
         return 0

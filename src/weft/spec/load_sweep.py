@@ -7,7 +7,7 @@ takes, and a jobs file with one job will do for everything else.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,15 @@ def space_of(spec: SweepSpec) -> Space:
 def probe_jobs(spec: SweepSpec) -> list[JobSpec]:
     """Trials that show every choice and every end of a range at least once."""
     return [trial_job(spec, "trial", params_of(point)) for point in space_of(spec).probes()]
+
+
+def check_trials(spec: SweepSpec, check: Callable[[JobSpec], None]) -> None:
+    """Has the same trials checked; a ConfigError is said of what made it."""
+    for point in space_of(spec).probes():
+        try:
+            check(trial_job(spec, "trial", params_of(point)))
+        except ConfigError as error:
+            raise _traced(error, error.where or "", params_of(point)) from None
 
 
 def longest_of(spec: SweepSpec) -> int:

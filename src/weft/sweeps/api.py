@@ -37,7 +37,7 @@ from weft.sweeps.record.previous_sweep import PreviousSweep, read_previous
 from weft.sweeps.record.trial import Trial
 from weft.sweeps.search.objective import TrialObjective
 from weft.sweeps.search.samplers import make_sampler, sampler_name
-from weft.sweeps.solo_baseline import one_by_one_seconds
+from weft.sweeps.solo_baseline import can_be_alone, one_by_one_seconds
 from weft.sweeps.sweep_engine import SweepEngine
 from weft.sweeps.trial_loop import SweepRun
 from weft.wall_clock import Activity, WallClock
@@ -248,7 +248,7 @@ def conclude(run: SweepRun) -> SweepResult:
     """Measures what one by one would have taken, writes the report, and returns what was found."""
     ledger, wall = run.ledger, run.context.engine.timeline.wall
     ledger.stop_clock()
-    if run.context.spec.compare_speed and not run.is_out_of_time and run.context.engine.num_replicas == 1:
+    if run.context.spec.compare_speed and not run.is_out_of_time and can_be_alone(run.context.engine):
         # A sweep that only had to be looked at again keeps what was measured then.
         with wall.spending(Activity.COMPUTING):
             ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds

@@ -17,6 +17,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.errors import WeftError
 from weft.sweeps.record.trial import Trial
+from weft.sweeps.sweep_engine import SweepEngine
 from weft.sweeps.trial_loop import SweepRun
 
 NUM_MEASURED = 4
@@ -24,6 +25,11 @@ NUM_MEASURED = 4
 WARM_STEPS, SOLO_STEPS = 2, 6
 MOST_OF_THE_TIME, LEAST_S = 0.05, 2.0
 """Measuring stops after this part of the sweep's own time, or this many seconds if that is more."""
+
+
+def can_be_alone(engine: SweepEngine) -> bool:
+    """Whether a trial can be measured beside the sweep: on a whole backbone in this process."""
+    return engine.num_replicas == 1 and not engine.executor.facts.takes_programs
 
 
 def one_by_one_seconds(run: SweepRun) -> float | None:

@@ -26,7 +26,7 @@ from weft.kernels.device import device_name, is_cpu
 from weft.plan.homes import PlannedReplicas
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.split import split_layers
-from weft.spec import BackboneSpec, RunSpec
+from weft.spec import BackboneSpec, JobSpec, RunSpec
 from weft.wording import counted
 
 WHERE = "--layout"
@@ -134,18 +134,22 @@ def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
     source = find_source(spec.backbone.base_model)
     if layout.are_shards and source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
-    # What auto will mean on a GPU is only sure once the weights are there; who wants no kernels can say so.
-    is_auto = spec.backbone.kernels == "auto" and not _is_on_cpu(spec.backbone, elsewhere)
-    has_kernels = is_auto or spec.backbone.kernels == "fused"
     for place, job in enumerate(spec.jobs):
         try:
-            refuse_settings(job)
-            if has_kernels:
-                refuse_without_kernels(job.adapter, "adapter.method")
-            if layout.tensor > 1:
-                refuse_undivided(job)
+            check_job(spec.backbone, job, layout, elsewhere)
         except ConfigError as error:
             raise error.at(f"jobs.{place}.{error.where}") from None
+
+
+def check_job(backbone: BackboneSpec, job: JobSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> None:
+    """ConfigError for settings of a job that keep it from being trained by such replicas."""
+    refuse_settings(job)
+    # What auto will mean on a GPU is only sure once the weights are there; who wants no kernels can say so.
+    is_auto = backbone.kernels == "auto" and not _is_on_cpu(backbone, elsewhere)
+    if is_auto or backbone.kernels == "fused":
+        refuse_without_kernels(job.adapter, "adapter.method")
+    if layout.tensor > 1:
+        refuse_undivided(job)
 
 
 def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[ModelPart]:
