@@ -13,7 +13,7 @@ from tensor_models import tensor_executor
 from test_sharded import sharded
 from test_spread import engine_of
 from test_tensor import MODEL
-from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, submit, train
+from tiny_models import VOCABULARY, Job, assert_same_bits, finish, job_spec, random_backbone, random_data, submit, train
 
 from weft.data.prompts import Prompt
 from weft.engine.engine import Engine
@@ -29,14 +29,14 @@ from weft.plan.pipeline.planner import PipelinePlanner
 
 LAYERS = 3
 DRAWN = Decoding(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3)
-ALL = ("lora", "middle", "prompt", "prefix", "average", "rows")
+ALL = ("lora", "middle", "prompt", "prefix", "average", "rows", "new")
 FEW = ("lora", "prompt")
 END = 23
 """Comes in some of the answers and not in others."""
 
 
 def jobs() -> list[Job]:
-    """Adapters on all layers, on one, in front of samples and of keys, one whose average answers, one with rows."""
+    """Adapters on all layers, on one, in front of samples and of keys, an average, rows, new tokens."""
     adapters: dict[str, dict[str, Any]] = {
         "lora": {"r": 3, "lora_dropout": 0.1},
         "middle": {"r": 3, "layers_to_transform": (1,)},
@@ -48,17 +48,32 @@ def jobs() -> list[Job]:
     found.append(job_spec("average", ema_decay=0.5, **settings))
     rows = {"embed_tokens": (4, 7), "lm_head": (4, 9)}
     found.append(job_spec("rows", adapter={"r": 3, "trainable_token_indices": rows}, **settings))
-    return [(spec, random_data(place, num_samples=4)) for place, spec in enumerate(found)]
+    own: list[Job] = [(spec, random_data(place, num_samples=4)) for place, spec in enumerate(found)]
+    new = job_spec("new", adapter={"r": 3, "new_tokens": ("<a>", "<b>")}, **settings)
+    return [*own, (new, random_data(9, num_samples=4, high=VOCABULARY + 2))]
 
 
 class Words:
-    """A tokenizer that knows its end token, and writes numbers."""
+    """A tokenizer that knows its end token, and writes numbers and what is added to it."""
 
     eos_token_id = END
+    is_fast = True
+
+    def __init__(self) -> None:
+        self._words = list(map(str, range(VOCABULARY)))
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def add_tokens(self, words: list[str]) -> None:
+        self._words += words
+
+    def convert_tokens_to_ids(self, words: list[str]) -> list[int]:
+        return [self._words.index(word) for word in words]
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens
-        return " ".join(map(str, tokens))
+        return " ".join(self._words[token] for token in tokens)
 
 
 def backbones_of(executor: Any) -> list[Any]:
@@ -69,12 +84,18 @@ def backbones_of(executor: Any) -> list[Any]:
     return [stage.backbone for group in groups for stage in group.stages]
 
 
-def answered(engine: Engine, *given: AnswersWork) -> tuple[list[dict[str, list[str]]], list[bytes]]:
-    """What jobs answer, and the bytes of all logits behind it in an order of their own."""
+def worded(engine: Engine) -> Engine:
+    """The engine, with a tokenizer."""
     executor: Any = engine.executor
     executor.tokenizer = Words()
     for backbone in backbones_of(executor):
-        backbone.tokenizer = Words()
+        backbone.tokenizer = backbone.embeddings._tokenizer = Words()
+    return engine
+
+
+def answered(engine: Engine, *given: AnswersWork) -> tuple[list[dict[str, list[str]]], list[bytes]]:
+    """What jobs answer, and the bytes of all logits behind it in an order of their own."""
+    executor: Any = engine.executor
     seen: list[bytes] = []
     choose = Continuation.choose
 
@@ -113,7 +134,7 @@ def staged(*sizes: int, **options: Any) -> Engine:
 
 
 def trained(engine: Engine, names: Collection[str]) -> Engine:
-    submit(engine, *[job for job in jobs() if job[0].name in names])
+    submit(worded(engine), *[job for job in jobs() if job[0].name in names])
     engine.run()
     return engine
 
@@ -133,6 +154,7 @@ def test_jobs_when_stages_answer_then_the_logits_have_the_bits_of_one_device(one
     lengths = {len(text.split()) for own in expected for texts in own.values() for text in texts}
     assert {DRAWN.max_new_tokens} < lengths
     assert expected[0]["prompt"][:3] != expected[1]["prompt"], "the adapter has no effect"
+    assert any("<" in text for text in expected[0]["new"]), "no new token is written"
 
 
 def test_jobs_when_stages_of_the_fused_kernels_answer_then_the_logits_have_the_bits_of_one_device():
@@ -164,7 +186,7 @@ def test_job_when_devices_share_layers_then_answers_what_one_device_does():
     ]
     found = []
     for engine in engines:
-        submit(engine, *own)
+        submit(worded(engine), *own)
         engine.run()
         found.append(answered(engine, work)[0])
         engine.close()
@@ -175,8 +197,7 @@ def test_job_when_it_answers_between_steps_then_no_bit_of_any_job_changes():
     """What stages have begun comes to its end first."""
     own = jobs()[:2]
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
-    engine = staged(1, 2)
-    engine.executor.tokenizer = Words()  # type: ignore[assignment]
+    engine = worded(staged(1, 2))
     given: list[Any] = []
 
     def ask(engine: Engine, event: Event) -> None:

@@ -387,9 +387,15 @@ class StagedExecutor:
         )
         written = {job: tokens for jobs, told in found for job, tokens in zip(jobs, told, strict=True)}
         return {
-            job: [worded(*pair, self.tokenizer) for pair in zip(prompts, written[job], strict=True)]
+            job: [worded(*pair, self._tokenizer_of(job, work)) for pair in zip(prompts, written[job], strict=True)]
             for job, prompts in work.prompts.items()
         }
+
+    def _tokenizer_of(self, job: str, work: AnswersWork) -> Tokenizer:
+        """What a job's answers are written with."""
+        new_tokens = () if work.is_bare else self._jobs[job].given.spec.adapter.new_tokens
+        tokenizer: Tokenizer = with_new_tokens(self.tokenizer, new_tokens)
+        return tokenizer
 
     def _ask_of(
         self, what: str, jobs: Iterable[str], order: Callable[[tuple[str, ...]], Work[Any]]
