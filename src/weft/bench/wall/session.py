@@ -10,7 +10,7 @@
 
 *Cold* is a first run on a machine: nothing compiled, not even Python's modules, nothing prepared. *Warm* is the same
 command again. *Unprepared* is in between: no data is prepared, but modules are compiled, as `pip install` leaves them.
-*Imports* is what torch and transformers' module of the model take alone, compiled: nobody's first step is sooner.
+*Imports* is what torch and transformers' module of the model take alone, compiled; the command imports less of it.
 """
 
 from __future__ import annotations
