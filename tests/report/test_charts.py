@@ -6,7 +6,8 @@ from synthetic_run import write_run
 
 from weft.report.charts import MAX_POINTS, draw_charts
 from weft.report.figure import job_colours
-from weft.report.run_data import ReportSpan, RunData, read_run
+from weft.report.read_run import read_run
+from weft.report.run_data import ReportSpan, RunData
 from weft.report.time_charts import MAX_BARS, MAX_MICROBATCHES, drawn_microbatches
 
 

@@ -18,7 +18,8 @@ from weft.engine.events import (
 )
 from weft.job_state import Reason, ReasonCode
 from weft.report.live import LiveTable, summary_table
-from weft.report.run_data import EvalPoint, JobReport, read_run
+from weft.report.read_run import read_run
+from weft.report.run_data import EvalPoint, JobReport
 
 
 def pipe(encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:

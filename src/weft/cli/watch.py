@@ -17,7 +17,8 @@ from weft.errors import MissingExtraError
 from weft.report import readable
 from weft.report.live import LiveTable, summary_table
 from weft.report.page import ReportExtra, write_report
-from weft.report.run_data import JobReport, read_run
+from weft.report.read_run import read_run
+from weft.report.run_data import JobReport
 from weft.report.trackers import open_trackers
 from weft.wall_clock import WallClock
 

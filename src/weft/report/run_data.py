@@ -1,21 +1,15 @@
-"""Reads a run directory into plain dataclasses; what is missing, torn or odd is left out, never an error.
-
-A report is most wanted after a crash, so every file may be absent and every last line half-written. Only a directory
-that holds no run at all is refused.
-"""
+"""What a run directory tells, as plain dataclasses; what is missing, torn or odd is left out."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.engine.events import own_metrics
-from weft.errors import ConfigError, StorageError
+from weft.errors import ConfigError
 from weft.objectives.metrics import HEADLINES
 from weft.plan.layout import Layout, parse_layout
 from weft.spec import AdapterSpec
@@ -25,7 +19,6 @@ from weft.wall_clock import TimeSplit
 from weft.wording import counted
 
 ONE_DEVICE = str(Layout())
-JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,23 +245,6 @@ class RunData:
         return f"stage {place}" if self.is_staged else f"replica {place}"
 
 
-def read_run(run_dir: Path) -> RunData:
-    """Everything a run directory tells; a StorageError if it is not one."""
-    run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise StorageError("there is no such run directory.", where=str(run_dir))
-    info = _read_mapping(run_dir / "run.json")
-    listed = info.get("jobs")
-    names = [str(name) for name in listed] if isinstance(listed, list) else []
-    # After a crash run.json may be gone or older than the directories beside it.
-    found = sorted(d.name for d in run_dir.iterdir() if d.is_dir() and any((d / file).is_file() for file in JOB_FILES))
-    names += [name for name in found if name not in names]
-    if not names and not info:
-        raise StorageError("is not a run directory: it holds neither run.json nor jobs.", where=str(run_dir))
-    jobs, time = tuple(_read_job(run_dir, name) for name in names), _read_mapping(run_dir / "time.json")
-    return RunData(run_dir, info, jobs, _read_spans(run_dir), TimeSplit.from_json(time))
-
-
 def number(value: Any) -> float | None:
     """The value as a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -277,117 +253,3 @@ def number(value: Any) -> float | None:
         return value if math.isfinite(value) else None
     except OverflowError:  # JSON allows whole numbers no float can hold
         return None
-
-
-def _read_job(run_dir: Path, name: str) -> JobReport:
-    if Path(name).name != name:  # a name that would lead out of the run directory has no files here
-        return JobReport(name, {}, {})
-    job_dir = run_dir / name
-    train, evals = _read_metrics(job_dir / "metrics.jsonl")
-    adapter = next((d for d in (job_dir / "adapter", job_dir) if (d / "adapter_config.json").is_file()), None)
-    return JobReport(
-        name,
-        _read_mapping(job_dir / "job.json"),
-        _read_mapping(job_dir / "status.json"),
-        train,
-        evals,
-        adapter.relative_to(run_dir).as_posix() if adapter else None,
-    )
-
-
-def _read_metrics(path: Path) -> tuple[tuple[TrainPoint, ...], tuple[EvalPoint, ...]]:
-    train: list[TrainPoint] = []
-    evals: list[EvalPoint] = []
-    latest = offset = 0.0
-    for line in _json_lines(path):
-        step = number(line.get("step"))
-        if step is None:
-            continue
-        time = number(line.get("time"))
-        if time is not None:
-            # A resumed run counts its seconds from zero again; here they go on.
-            if time + offset < latest:
-                offset = latest
-            time = latest = time + offset
-        eval_loss = number(line.get("eval_loss"))
-        if eval_loss is not None:
-            _replace_from(evals, int(step))
-            accuracy = number(line.get("eval_mean_token_accuracy"))
-            evals.append(EvalPoint(int(step), time, eval_loss, accuracy, _further(line, "eval_")))
-        elif "loss" in line:
-            _replace_from(train, int(step))
-            train.append(_train_point(line, int(step), time))
-    return tuple(train), tuple(evals)
-
-
-def _train_point(line: Mapping[str, Any], step: int, time: float | None) -> TrainPoint:
-    return TrainPoint(
-        step=step,
-        time=time,
-        loss=number(line.get("loss")),
-        accuracy=number(line.get("mean_token_accuracy")),
-        grad_norm=number(line.get("grad_norm")),
-        learning_rate=number(line.get("learning_rate")),
-        num_tokens=number(line.get("num_tokens")),
-        further=_further(line),
-    )
-
-
-def _further(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The metrics of a line that only its job's objective has, by their names without `prefix`."""
-    own = {name.removeprefix(prefix): number(value) for name, value in own_metrics(line).items()}
-    return {name: value for name, value in own.items() if value is not None}
-
-
-def _replace_from(points: list[TrainPoint] | list[EvalPoint], step: int) -> None:
-    """Drops points at or after `step`: a resumed job repeats steps, and its last word counts."""
-    while points and points[-1].step >= step:
-        points.pop()
-
-
-def _read_spans(run_dir: Path) -> tuple[ReportSpan, ...]:
-    events = _read_mapping(run_dir / "timeline.json").get("traceEvents")
-    spans = [_span(event) for event in events if isinstance(event, Mapping)] if isinstance(events, list) else []
-    return tuple(sorted((span for span in spans if span is not None), key=lambda span: span.start_s))
-
-
-def _span(event: Mapping[str, Any]) -> ReportSpan | None:
-    start, duration = number(event.get("ts")), number(event.get("dur"))
-    if event.get("ph") != "X" or start is None or duration is None:
-        return None
-    args = event.get("args")
-    args = args if isinstance(args, Mapping) else {}
-    jobs = args.get("jobs")
-    shares = {str(job): number(tokens) or 0.0 for job, tokens in jobs.items()} if isinstance(jobs, Mapping) else {}
-    tokens = number(args.get("tokens"))
-    return ReportSpan(
-        str(event.get("name")),
-        start / 1e6,
-        max(duration, 0.0) / 1e6,
-        sum(shares.values()) if tokens is None else tokens,
-        number(args.get("rows")) or 0.0,
-        shares,
-        max(0, int(number(event.get("pid")) or 1) - 1),
-    )
-
-
-def _read_mapping(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.split("\n"):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value

@@ -37,7 +37,7 @@ from weft.plan.pack import pack
 from weft.plan.program import Planner
 from weft.plan.replan import LayoutForecast, MoveCost, Prediction, RemainingJob
 from weft.plan.spread.planner import SpreadPlanner
-from weft.report.run_data import read_run
+from weft.report.read_run import read_run
 from weft.spec import RunSpec
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import Activity

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import StorageError
-from weft.report.run_data import JobReport, number, read_run
+from weft.report.read_run import read_run
+from weft.report.run_data import JobReport, number
 
 
 def write_metrics(run_dir: Path, *lines: str) -> None:
