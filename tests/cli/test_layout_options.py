@@ -114,12 +114,18 @@ def test_layout_when_it_is_shards_then_says_what_a_device_holds_and_when_gatheri
     assert LayoutOptions("shards:1").notes(spec) == LayoutOptions("stages:2").notes(spec) == ()
 
 
-def test_layout_when_several_replicas_have_stages_then_a_note_says_that_jobs_are_not_grouped():
+def test_layout_when_jobs_are_spread_over_replicas_in_stages_then_a_note_says_that_they_are_not_grouped():
     alone = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
-    two = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",))))
+    two = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",), sums="free")))
     (note,) = LayoutOptions("stages:1+stages:2").notes(two)
-    assert note.endswith("groups of jobs are tried for a single replica in stages only")
-    for layout, spec in (("stages:1+stages:2", alone), ("spread:2", two), ("stages:2", two)):
+    assert note.endswith("groups are not tried while jobs with free sums are spread over all")
+    at_home = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",))))
+    for layout, spec in (
+        ("stages:1+stages:2", alone),
+        ("stages:1+stages:2", at_home),
+        ("spread:2", two),
+        ("stages:2", two),
+    ):
         assert LayoutOptions(layout).notes(spec) == ()
     assert LayoutOptions("stages:1+stages:2").notes(replace(two, planner="greedy")) == ()
 

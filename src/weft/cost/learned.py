@@ -85,18 +85,21 @@ class StagePace:
         return min((len(own) for own in self._passes.values()), default=0)
 
     def learn(
-        self, num_stages: int, table: CostModel, ranks: Mapping[str, int]
+        self, num_stages: int, table: CostModel, ranks: Mapping[str, int], first: int = 0
     ) -> tuple[LearnedCost, AdapterTimes] | None:
-        """What the backbone takes, and what adapters add; None before enough has been seen."""
+        """What the backbone takes, and what adapters add; None before enough has been seen.
+
+        `first`: the first stage of the replica, where there are several.
+        """
         wanted = [(name, stage) for name in PASSES for stage in range(num_stages)]
-        if any(len(self._passes.get(key, ())) < FEWEST for key in wanted):
+        if any(len(self._passes.get((name, first + stage), ())) < FEWEST for name, stage in wanted):
             return None
         fits = {}
         for name, stage in wanted:
-            loads, seconds = zip(*self._passes[name, stage], strict=True)
+            loads, seconds = zip(*self._passes[name, first + stage], strict=True)
             fits[name, stage] = fit(loads, seconds, TIME_TERMS, _guess(loads, seconds))
         prices = {term: statistics.mean(found.prices[term] for found in fits.values()) for term in ADAPTER_TERMS}
-        steps = {stage: statistics.median(own) for stage, own in self._steps.items()}
+        steps = {stage - first: statistics.median(own) for stage, own in self._steps.items()}
         adapters = AdapterTimes(prices["jobs"], prices["rank_tokens"], dict(ranks))
         return LearnedCost(fits, steps, self.row_tile, table), adapters
 

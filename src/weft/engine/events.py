@@ -201,20 +201,24 @@ class JobsGrouped(Event):
     against the best of several; None if there were none to compare."""
     num_measured: int
     """Passes of a stage that the prediction rests on; 0: on the hardware table."""
+    num_replicas: int = 1
+    """In stages, each of which has groups of its own."""
 
     @property
     def text(self) -> str:
         """In one line."""
         source = f"from {self.num_measured:,} measured passes" if self.num_measured else "from the hardware table"
-        if len(self.groups) == 1:
+        each = "" if self.num_replicas == 1 else f" on each of {self.num_replicas} replicas in stages"
+        if len(self.groups) == self.num_replicas:
             other = "" if self.gain is None else f"; several groups would take {self.gain:.1%} longer"
-            return f"one group of {counted(len(self.groups[0]), 'job')} is best{other} (predicted {source})"
+            jobs = f" of {counted(len(self.groups[0]), 'job')}" if self.num_replicas == 1 else each
+            return f"one group{jobs} is best{other} (predicted {source})"
         shown = ["; ".join(", ".join(group) for group in self.groups)] if len(self.groups) <= 4 else []
         fills = f"{min(self.fills):,} to {max(self.fills):,}" if len({*self.fills}) > 1 else f"{self.fills[0]:,}"
         told = "".join(f": {names}" for names in shown)
         return (
             f"{len(self.groups)} groups of jobs{told}; microbatches of up to {fills} tokens, {self.gain or 0.0:.1%} "
-            f"faster than one group (predicted {source})"
+            f"faster than one group{each} (predicted {source})"
         )
 
 

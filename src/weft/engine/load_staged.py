@@ -25,6 +25,7 @@ from weft.plan.replan import Forecaster
 from weft.plan.spread.in_step import InStepPlanner
 from weft.plan.spread.planner import SpreadPlanner
 from weft.simulate.choose import pipeline_planner
+from weft.simulate.choose_spread import FastestSpread
 from weft.spec import JobSpec, RunSpec
 from weft.wall_clock import Activity, WallClock
 
@@ -125,11 +126,13 @@ def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
 
 
 def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
-    """Why jobs are not grouped, where a single replica in stages would try it."""
+    """Why jobs are not grouped, where replicas in stages would try it."""
     sizes = layout.replica_sizes
     if len(sizes) == 1 or max(sizes) == 1 or len(spec.jobs) == 1 or spec.planner == "greedy":
         return ()
-    return ("each replica packs its jobs together: groups of jobs are tried for a single replica in stages only",)
+    if not any(job.sums == "free" for job in spec.jobs):
+        return ()
+    return ("each replica packs its jobs together: groups are not tried while jobs with free sums are spread over all",)
 
 
 def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner:
@@ -140,4 +143,6 @@ def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner
     if len(sizes) == 1:
         return pipeline_planner(spec.planner, costs[sizes[0]])
     planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned)
-    return InStepPlanner(planner) if layout.are_shards else planner
+    if layout.are_shards:
+        return InStepPlanner(planner)
+    return planner if max(sizes) == 1 or spec.planner == "greedy" else FastestSpread(planner, row_tile)

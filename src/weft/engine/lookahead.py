@@ -27,6 +27,7 @@ from weft.plan.spread.in_step import InStepPlanner
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.choose import FastestPipeline, PipelineChoice
+from weft.simulate.choose_spread import FastestSpread
 from weft.simulate.timeline import Span
 
 WAITING_SHARE = 0.01
@@ -134,7 +135,8 @@ class LookaheadPlanner:
 
     def home_seconds(self, jobs: Mapping[str, HomeLoad], limits: Limits) -> Mapping[str, Sequence[float]]:
         """Of a global batch of each job that has one home, by replica; none where there are no several replicas."""
-        planner = self._planner.planner if isinstance(self._planner, InStepPlanner) else self._planner
+        planner: Planner = self._planner.planner if isinstance(self._planner, InStepPlanner) else self._planner
+        planner = planner.quick if isinstance(planner, FastestSpread) else planner
         return planner.home_seconds(jobs, limits.capacity) if isinstance(planner, SpreadPlanner) else {}
 
     def endless(self, limits: Limits) -> EndlessProgram | None:
@@ -165,7 +167,7 @@ class LookaheadPlanner:
         planner = self._planner
         if isinstance(planner, ExactPlanner):
             planner = planner.within(WAITING_SHARE * self.pace.seconds(pack(asked.queues, asked.limits)))
-        elif isinstance(planner, FastestPipeline):
+        elif isinstance(planner, FastestPipeline | FastestSpread):
             planner = planner.quick
         return self._make(planner, asked).program
 
@@ -190,12 +192,12 @@ class LookaheadPlanner:
     @property
     def takes_long(self) -> bool:
         """Whether stages would wait for a program that was not made ahead, or get a lesser one."""
-        return isinstance(self._planner, FastestPipeline)
+        return isinstance(self._planner, FastestPipeline | FastestSpread)
 
     @property
     def _quick(self) -> Planner:
         """What plans where nobody can wait."""
-        return self._planner.quick if isinstance(self._planner, FastestPipeline) else pack
+        return self._planner.quick if isinstance(self._planner, FastestPipeline | FastestSpread) else pack
 
     def _collect(self) -> Program:
         """What has been made ahead, its time on record."""
@@ -213,6 +215,9 @@ class LookaheadPlanner:
         if isinstance(planner, FastestPipeline):
             planner, num_measured = self._informed(replace(planner, behind=asked.behind))
             choice = planner.choose(queues, limits)
+        elif isinstance(planner, FastestSpread):
+            planner, num_measured = self._informed_spread(planner)
+            choice = planner.choose(queues, limits)
         program = planner(queues, limits) if choice is None else choice.program
         problems = violations(program, queues, limits)
         assert any(program.stages) and not problems, problems
@@ -225,3 +230,14 @@ class LookaheadPlanner:
             return planner, 0
         cost, adapters = learned
         return replace(planner, cost=cost, adapters=adapters, row_tile=self.stages.row_tile), self.stages.num_seen
+
+    def _informed_spread(self, planner: FastestSpread) -> tuple[FastestSpread, int]:
+        """The same of several replicas, as soon as enough was measured of each."""
+        learned, first = [], 0
+        for size, cost in zip(planner.quick.replica_sizes, planner.quick.costs, strict=True):
+            found = self.stages.learn(size, cost, self.pace.ranks, first)
+            if found is None:
+                return planner, 0
+            learned.append(found)
+            first += size
+        return replace(planner, measured=tuple(learned), row_tile=self.stages.row_tile), self.stages.num_seen

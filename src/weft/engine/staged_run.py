@@ -224,9 +224,9 @@ class StagedRun:
         if made is None or made.choice is None or len(self._jobs) < 2:
             return []
         choice = made.choice
-        against_s = choice.one_group_s if len(choice.groups) > 1 else choice.several_groups_s
+        against_s = choice.one_group_s if len(choice.groups) > choice.num_replicas else choice.several_groups_s
         gain = None if against_s is None else abs(against_s - choice.seconds) / choice.one_group_s
-        return [JobsGrouped(choice.groups, choice.fills, gain, made.num_measured)]
+        return [JobsGrouped(choice.groups, choice.fills, gain, made.num_measured, choice.num_replicas)]
 
     def _counted(self, program: Program, outcome: StagedOutcome, rates: Mapping[tuple[str, int], float]) -> list[Event]:
         """Counts every sample and step; a job that cannot go on counts nothing after the step that showed it.

@@ -87,6 +87,8 @@ class PipelineChoice:
     """Of the fastest program found in which all jobs may share microbatches."""
     several_groups_s: float | None
     """Of the fastest found for several groups; None if there was none to try."""
+    num_replicas: int = 1
+    """On which jobs were grouped: each of them has groups of its own."""
 
 
 @dataclass(frozen=True)

@@ -15,26 +15,34 @@ from weft.plan.program import Forward, Program
 from weft.plan.spread.in_step import in_step
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import Limits
+from weft.simulate.choose_spread import FastestSpread
 from weft.simulate.forecast import ALL, ROW_TILE, Forecast, JobOutline, forward_s, groups_of, most_held, unusual_bytes
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import Timeline
 
 
 def forecast_replicas(
-    jobs: Sequence[JobOutline], capacity: int, costs: Sequence[AnalyticCost], *, are_shards: bool = False
+    jobs: Sequence[JobOutline],
+    capacity: int,
+    costs: Sequence[AnalyticCost],
+    *,
+    are_shards: bool = False,
+    planner: str = "auto",
 ) -> Forecast:
     """The forecast of a run on replicas that cost so much each.
 
-    `are_shards`: they are the devices of one; the cost is that of a device with all weights of its own.
+    `planner`: the one that the run names. `are_shards`: they are the devices of one; the cost is that of a device with
+    all weights of its own.
     """
     sizes = tuple(cost.num_stages for cost in costs)
     times = [ShardCost(cost, len(costs)) if are_shards else cost for cost in costs]
-    planner = SpreadPlanner(sizes, tuple(times))
+    spread = SpreadPlanner(sizes, tuple(times))
     at_home = sorted((job for job in jobs if not job.is_free), key=lambda job: job.queue.job)
     loads = {job.queue.job: HomeLoad(job.num_tokens / job.num_steps, _longest(job)) for job in at_home}
-    homes = choose_homes(planner.home_seconds(loads, capacity))
+    homes = choose_homes(spread.home_seconds(loads, capacity))
     queues = [replace(job.queue, home=homes.get(job.queue.job)) for job in jobs]
-    program = planner(queues, Limits(capacity, max_microbatches=ALL))
+    chosen = FastestSpread(spread, costs[0].row_tile) if max(sizes) > 1 and planner != "greedy" else spread
+    program = chosen(queues, Limits(capacity, max_microbatches=ALL))
     program = in_step(program) if are_shards else program
     timeline = simulate(program, times)
     microbatches = [m for m in program.microbatches if m.segments]

@@ -18,11 +18,14 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
 from weft.engine.events import Event
+from weft.engine.lookahead import LookaheadPlanner
 from weft.plan.check import violations
 from weft.plan.program import Measure, Program
 from weft.plan.spread import planner as spread
 from weft.plan.spread.planner import SpreadPlanner
 from weft.plan.types import JobQueue, Limits
+from weft.simulate.choose import PipelineChoice
+from weft.simulate.choose_spread import FastestSpread
 
 LAYERS = 2
 
@@ -83,6 +86,28 @@ def test_jobs_when_spread_over_any_replicas_then_have_the_bits_of_one_device(dty
         submit(engine, *jobs())
         for name, outcome in finish(engine).items():
             assert_same_bits(outcome, expected[name])
+
+
+def test_jobs_when_replicas_in_stages_group_their_own_then_have_the_bits_of_one_device(monkeypatch):
+    """Who shares microbatches is chosen on each replica, and told; here also for the first program."""
+    monkeypatch.setattr(LookaheadPlanner, "_at_once", lambda self, asked: self._make(self._planner, asked).program)
+    own = [small_job(name, seed, max_steps=2) for seed, name in enumerate("abcd")]
+    expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
+    chosen: list[PipelineChoice] = []
+
+    class Watched(FastestSpread):
+        def choose(self, queues: Sequence[JobQueue], limits: Limits) -> PipelineChoice | None:
+            choice = super().choose(queues, limits)
+            chosen.extend([] if choice is None else [choice])
+            return choice
+
+    planner = Watched(SpreadPlanner((2, 2), (LinearCost(fixed_s=4.0),) * 2))
+    engine = Engine(staged_executor("llama", (1, 1), (1, 1)), capacity=48, planner=planner)
+    submit(engine, *own)
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+    assert chosen and sorted(job for group in chosen[0].groups for job in group) == [*"abcd"]
+    assert chosen[0].num_replicas == 2
 
 
 def test_samples_when_a_job_is_spread_then_run_on_all_replicas_and_others_at_home_on_one():

@@ -52,7 +52,7 @@ class SpreadPlanner:
             queue.job: [batch.step for batch in queue.batches if batch.lengths] for queue in whole if queue.home is None
         }
         speeds, streams = self.speeds(limits.capacity), [list[Microbatch]() for _ in self.replica_sizes]
-        holds = self._holds(limits.capacity)
+        holds = self.holds(limits.capacity)
         for together in _rounds(whole) if free else [whole]:
             for stream, dealt, most in zip(streams, deal(together, speeds, holds), holds, strict=True):
                 stream += dealt.packed(replace(limits, capacity=max(most, dealt.longest)))
@@ -61,7 +61,7 @@ class SpreadPlanner:
     def home_seconds(self, jobs: Mapping[str, HomeLoad], capacity: int) -> dict[str, tuple[float, ...]]:
         """Of a global batch of each job that has one home, by replica: as planned, or else by its tokens."""
         known = {} if self.planned is None else self.planned.home_s
-        speeds, holds = self.speeds(capacity), self._holds(capacity)
+        speeds, holds = self.speeds(capacity), self.holds(capacity)
         largest = max(holds)
         seconds = {job: known[job] for job in known if job in jobs}
         for job, load in jobs.items():
@@ -70,7 +70,7 @@ class SpreadPlanner:
             seconds.setdefault(job, tuple(own))
         return seconds
 
-    def _holds(self, capacity: int) -> list[int]:
+    def holds(self, capacity: int) -> list[int]:
         """Tokens of the largest microbatch of each replica."""
         planned = self.planned
         return [capacity if planned is None else min(capacity, planned.holds[k]) for k, _ in enumerate(self.costs)]
