@@ -2,8 +2,8 @@
 
 | regime | run | figures |
 |---|---|---|
-| tiny | TinyLlama shape, 6 jobs of 40 steps | wall_tiny_cold_s, wall_tiny_warm_s, wall_tiny_vs_trainer |
-| 8b | Llama-3.1-8B shape, 8 jobs of 20 steps | wall_8b_cold_s, wall_8b_warm_s, wall_8b_vs_trainer |
+| tiny | TinyLlama shape, 6 jobs of 40 steps | wall_tiny_cold_s, wall_tiny_warm_s, wall_tiny_vs_trainer, …_vs_trl |
+| 8b | Llama-3.1-8B shape, 8 jobs of 20 steps | wall_8b_cold_s, wall_8b_warm_s, wall_8b_vs_trainer, …_vs_trl |
 | share | as tiny, 8 jobs of 200 steps, 16 rows evaluated every 50, saved every 25 | wall_share, write_stall_share |
 | cpu | the embedded model on the CPU, 2 jobs, 7,473 rows | first_step_cpu_s, …_unprepared_s, …_again_s, …_imports_s |
 | prepare | no run: a million rows on 2 cores | prepare_vs_datasets, prepare_1m_s, prepare_again_s, prepare_peak_gb |
@@ -132,7 +132,9 @@ class WallSession:
         if name == "cpu":
             found.append(self._measure_imports(kept))
         if self.peers and name in ("tiny", "8b"):
-            found.append(self._peer(name, jobs_file, warm))
+            found.append(self._peer(name, jobs_file, warm, "trainer", "Trainer with PEFT"))
+            if importlib.util.find_spec("trl") is not None:
+                found.append(self._peer(name, jobs_file, warm, "trl", "TRL's SFTTrainer"))
         return found
 
     def train(self, title: str, jobs_file: Path, kept: Path) -> WallTime:
@@ -198,14 +200,12 @@ class WallSession:
         write_jobs(jobs_file, model, case.jobs, self.data)
         return jobs_file
 
-    def _peer(self, name: str, jobs_file: Path, ours: WallTime) -> Figure:
-        """The same jobs one after another with transformers' Trainer and PEFT."""
-        out = self.folder / f"{name}-trainer"
-        seconds = timed(["weft.bench.wall.trainer", str(jobs_file), str(out)], {}, out.with_suffix(".log"))
-        self.say(f"{name}, Trainer with PEFT: {seconds:.1f} s")
-        return Figure(
-            f"wall_{name}_vs_trainer", seconds / ours.wall_s, Kind.SPEEDUP, detail=f"Trainer with PEFT {seconds:.1f} s"
-        )
+    def _peer(self, name: str, jobs_file: Path, ours: WallTime, peer: str, called: str) -> Figure:
+        """The same jobs one after another with a peer, and PEFT."""
+        out = self.folder / f"{name}-{peer}"
+        seconds = timed(["weft.bench.wall.trainer", str(jobs_file), str(out), peer], {}, out.with_suffix(".log"))
+        self.say(f"{name}, {called}: {seconds:.1f} s")
+        return Figure(f"wall_{name}_vs_{peer}", seconds / ours.wall_s, Kind.SPEEDUP, detail=f"{called} {seconds:.1f} s")
 
 
 def prepare_figures(
