@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_streams import streams
 
@@ -30,7 +30,21 @@ def several(drawn: list[list[Microbatch]]) -> list[list[Microbatch]]:
     return [later(stream, 10 * place) for place, stream in enumerate(drawn)]
 
 
+def singles(*named: str) -> list[Microbatch]:
+    """A microbatch for each sample, which is called by its job, its step, its number and its length: a501."""
+    return [Microbatch((Segment(name[0], *map(int, name[1:])),)) for name in named]
+
+
+OLDER_STEP_ASKED_FOR_WITH_A_NEWER = [
+    singles("a501"),
+    singles("a501", "a511", "a521", "b501", "c501", "b511", "b521", "b601", "b611", "b622"),
+    [*singles("a501"), Microbatch((Segment("a", 6, 0, 1), Segment("b", 5, 0, 1)))],
+]
+"""The last microbatch is behind a step of its own program and one of the program before."""
+
+
 @settings(max_examples=25, deadline=None)
+@example(OLDER_STEP_ASKED_FOR_WITH_A_NEWER, 2)
 @given(st.lists(streams(), min_size=1, max_size=3), st.integers(2, 4))
 def test_streams_when_joined_then_are_one_valid_program(drawn: list[list[Microbatch]], num_stages: int) -> None:
     """And the simulator runs it to its end."""

@@ -123,16 +123,25 @@ class EndlessProgram:
         for each in passes[self._num_told[stage] :]:
             visited = own.visited(Backward(each.clock) if each.is_backward else Forward(each.clock))
             asked = [i for i in visited if isinstance(i, Step)]
-            found += own.due(self._overdue(own, each, asked))
-            found += visited
+            overdue = own.due(self._overdue(own, each, asked))
+            oldest = min(map(self._program_of, asked), default=self.num_programs)
+            found += [step for step in overdue if self._program_of(step) <= oldest]
+            # Those of newer programs come among those that the pass asks for.
+            late = [step for step in overdue if self._program_of(step) > oldest]
+            before = visited[: visited.index(asked[0])] if asked else []
+            found += [*before, *sorted([*asked, *late], key=self._program_of)]
+            found += [i for i in visited[len(before) :] if not isinstance(i, Step)]
         self._num_told[stage] = len(passes)
         self._note_told(found)
         return found
 
+    def _program_of(self, step: Step) -> int:
+        return self._programs[step.job, step.step]
+
     def _note_told(self, instructions: Iterable[Instruction]) -> None:
         for i in instructions:
             if isinstance(i, Step):
-                self._num_untold[self._programs[i.job, i.step]] -= 1
+                self._num_untold[self._program_of(i)] -= 1
 
     def _in_order(self, own: StageList) -> list[str]:
         """Jobs whose steps are due on a stage, those of older programs first."""
@@ -140,7 +149,7 @@ class EndlessProgram:
 
     def _overdue(self, own: StageList, each: Pass, asked: Sequence[Step]) -> list[str]:
         """Jobs whose steps of programs before are taken before a pass."""
-        newest = max((self._programs[step.job, step.step] for step in asked), default=-1)
+        newest = max(map(self._program_of, asked), default=-1)
         found = []
         for job in self._in_order(own):
             step = own.measured[job]
