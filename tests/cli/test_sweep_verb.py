@@ -198,7 +198,7 @@ def test_sweep_when_its_backbone_is_in_stages_then_answers_and_bytes_are_those_o
         (("--layout", "stages:99"), "error: --layout: got 99 stages; the model has 6 layers, so use 1 to 6."),
         (("--layout", "auto"), "error: --layout: auto is for weft train and weft plan; say a layout"),
         (("--layout", "stages:2", "--replicas", "2"), "leave --replicas out, or --layout."),
-        (("--layout", "stages:2", "space.optim=[adamw,adamw_8bit]"), "8bit]: adamw_8bit keeps blocks of numbers that"),
+        (("--layout", "stages:2", "space.optim=[adamw,adamw_8bit]"), "8bit]: adamw_8bit keeps blocks of numbers"),
         (("--layout", "tensor:2", "job.sums=free"), "error: job.sums=free: devices that share layers add up in their"),
         (("--layout", "stages:2", "--dry-run", "--gpus", "2"), "error: --layout: is for the devices that are here"),
     ],

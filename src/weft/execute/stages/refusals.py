@@ -16,7 +16,7 @@ WHOLE_STATES = ("adamw_8bit",)
 def refuse_settings(spec: JobSpec) -> None:
     """ConfigError for settings of a job that need a backbone in one piece."""
     if spec.optim in WHOLE_STATES:
-        raise ConfigError(f"{spec.optim} keeps blocks of numbers that stages would cut; use adamw.", where="optim")
+        raise ConfigError(f"{spec.optim} keeps blocks of numbers, which a layout may cut; use adamw.", where="optim")
 
 
 def refuse_undivided(spec: JobSpec) -> None:
