@@ -24,8 +24,9 @@ test: setup
 	$(BIN)/python -m pytest $(ON_TWO_CORES)
 
 # The slow ones as well: hundreds of kills, clusters, every kernel compiled for every GPU.
-test-all: setup
+test-all: setup $(VENV)/.installed-trl
 	$(BIN)/python -m pytest $(ON_TWO_CORES) -m 'not gpu'
+	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/engine/test_trl.py
 
 # On a machine with a CUDA device, in the Python that has torch and Triton for it: `make test-gpu GPU_PYTHON=python3`.
 GPU_PYTHON ?= $(BIN)/python
@@ -60,6 +61,12 @@ $(VENV)/.installed-sdks: $(VENV)/.installed-dev Makefile
 	rm -rf $(VENV)/sdk
 	set -e; for version in $(SDKS); do $(BIN)/python -m pip install --quiet --no-deps \
 		--target $(VENV)/sdk/$${version%%.*} openai==$$version distro==1.9.0; done
+	touch $@
+
+# TRL's trainers are what losses are compared with. It stays beside the suite, whose other tests do without `datasets`.
+TRL := trl==1.16.0 datasets dill multiprocess xxhash pandas
+$(VENV)/.installed-trl: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/trl $(TRL)
 	touch $@
 
 # The dashboard is tested in a browser: the system's own, else Debian's where we may install it, else Playwright's.

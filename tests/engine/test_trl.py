@@ -4,8 +4,8 @@ TRL's part of a loss that is of the chosen answers' tokens alone (CPO, ORPO) is 
 that a pair counts by its length; here it is one over pairs. With one pair a batch both are the same. In ORPO TRL lets
 prompts count there too: both are the same where all is answer.
 
-TRL brings much that nothing else here needs, so it is looked for and not asked for: `pip install --target DIR trl`,
-then `PYTHONPATH=DIR pytest -m slow tests/engine/test_trl.py`.
+TRL brings much that no other test should find installed, so it lies beside the suite: `make test-all` puts it there and
+runs this file with it.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.adapters.block_output import BlockOutput
 from weft.adapters.devices import Devices
 from weft.adapters.frozen import Fp8, quantisation
 from weft.adapters.head import HEAD, HeadShape, HeadWeights
-from weft.adapters.leading_rows import InputRows, KeyValueRows
 from weft.adapters.linear import SlotLinear
 from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment, LinearShape, Method
@@ -30,6 +28,7 @@ from weft.backbone.fused.model import FusedModel, fuse, why_not
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.loss import Head, head_of
 from weft.backbone.model_part import WHOLE, ModelPart
+from weft.backbone.other_places import block_paths_of, blocks_of, inputs_of, keys_and_values_of
 from weft.backbone.own_head import logits_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.packing import experts, own_attention
@@ -41,7 +40,6 @@ from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.data.tokens.new_tokens import with_new_tokens
 from weft.errors import ConfigError, ModelError
-from weft.families.registry import FAMILIES, describe
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
@@ -75,8 +73,8 @@ class Backbone:
         self.kernels = "reference: as loaded"
         """Which path runs, and why."""
         self._install(torch.zeros((), device=model.device, requires_grad=True))
-        blocks = _block_paths(model)
-        self.blocks = _blocks(model, blocks, self.routing)
+        blocks = block_paths_of(model)
+        self.blocks = blocks_of(model, blocks, self.routing)
         """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
         self._heads: dict[int, HeadWeights] = {}
         """The heads of jobs that have one, by slot; both paths read them."""
@@ -84,7 +82,7 @@ class Backbone:
         """The input embedding and the output head, of which adapters may have rows of their own."""
         self._output_rows: dict[int, TokenRows] = {}
         """Rows of the output head that jobs have of their own, by slot."""
-        inputs = _inputs(model, tokenizer, self.routing)
+        inputs = inputs_of(model, tokenizer, self.routing)
         self._inputs = inputs
         self.reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
         """Transformers' own modules: the way of adapters whose method has no kernels."""
@@ -94,7 +92,7 @@ class Backbone:
             Attachment.LINEAR: self.linears,
             Attachment.BLOCK_OUTPUT: self.blocks,
             Attachment.INPUT: {INPUT_PATH: inputs} if part is None or part.is_first else {},
-            Attachment.KEYS_AND_VALUES: _keys_and_values(model, part, self.routing),
+            Attachment.KEYS_AND_VALUES: keys_and_values_of(model, part, self.routing),
         }
         self._paths = {kind: list(places) for kind, places in self._places.items()}
         """Of the whole model."""
@@ -454,46 +452,6 @@ def _named(spec: AdapterSpec) -> str:
 
 def _shapes(places: Mapping[str, SlotLinear | RowPlace]) -> dict[str, LinearShape]:
     return {path: (place.out_features, place.in_features) for path, place in places.items()}
-
-
-def _inputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routing: Routing) -> InputRows:
-    """What the first layer sees."""
-    embeddings: Any = model.get_input_embeddings()
-    width = int(embeddings.weight.shape[1])
-
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = embeddings(ids.to(model.device))
-        return embedded
-
-    inputs = InputRows(width, routing, embed, lambda text: list(tokenizer.encode(text)))
-    inputs.weight = embeddings.weight
-    return inputs
-
-
-def _keys_and_values(model: PreTrainedModel, part: ModelPart | None, routing: Routing) -> dict[str, KeyValueRows]:
-    """What each layer's attention sees; nothing where the family has no description."""
-    config = model.config.to_dict()
-    if config.get("model_type") not in FAMILIES:
-        return {}
-    sizes = describe(config).sizes
-    width = 2 * sizes.num_kv_heads * sizes.head_size
-    layers = range(sizes.num_layers) if part is None else range(part.first, part.end)
-    return {layer_path(layer): KeyValueRows(layer, width, routing) for layer in layers}
-
-
-def _block_paths(model: PreTrainedModel) -> list[str]:
-    """The blocks of a decoder, as its family's description names them."""
-    config = model.config
-    if config.model_type not in FAMILIES:
-        return []
-    sizes, decoder = describe(config.to_dict()).sizes, model.base_model_prefix
-    return [f"{decoder}.layers.{layer}.{name}" for layer in range(sizes.num_layers) for name in sizes.form.blocks]
-
-
-def _blocks(model: PreTrainedModel, paths: Sequence[str], routing: Routing) -> dict[str, BlockOutput]:
-    """The outputs of those blocks that are there."""
-    modules, config = dict(model.named_modules()), model.config.to_dict()
-    return {path: BlockOutput(modules[path], config["hidden_size"], routing) for path in paths if path in modules}
 
 
 def why_slow(device: torch.device, dtype: torch.dtype) -> str | None:

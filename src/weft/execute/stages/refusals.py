@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.adapters.methods import METHODS, has_kernels
 from weft.backbone.backbone import Backbone
 from weft.errors import ConfigError
+from weft.execute.stages.gradient import JobShare
 from weft.spec import AdapterSpec, JobSpec
 
 UNDIVIDED = ("diff_pruning",)
@@ -49,3 +52,16 @@ def _refuse_undivided_method(adapter: AdapterSpec, where: str) -> None:
         known = ", ".join(method for method in METHODS if method not in UNDIVIDED)
         found = f"{adapter.method} chooses among the numbers of whole weights; with tensor:N use {known}."
         raise ConfigError(found, where=where)
+
+
+def refuse_unlike(shares: Sequence[JobShare]) -> None:
+    """ConfigError where what all modules of an adapter share would depend on where the model is cut."""
+    found = "share matrices that are as wide as the widest of them, which is not on every stage"
+    shapes = [{name: x.shape for name, x in share.shared.items()} for share in shares if share.modules]
+    if any(own != shapes[0] for own in shapes):
+        what = f"its modules {found}; adapt all layers alike, or use one device."
+        raise ConfigError(what, where="adapter.target_modules")
+    compared = [share.compared for share in shares if share.compared is not None]
+    if any(own != compared[0] for own in compared):
+        what = f"the modules of the adapter that it compares with {found}; use one device."
+        raise ConfigError(what, where="objective")

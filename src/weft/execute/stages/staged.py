@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +29,9 @@ from weft.execute.protocol import (
     EvaluationOutcome,
     EvaluationWork,
     Executor,
-    MicrobatchOutcome,
     MicrobatchWork,
     NewJob,
     OutcomeT,
-    ReplicaFacts,
     ReplicaLostError,
     ReplicaMemory,
     ReplicaMemoryError,
@@ -49,11 +46,11 @@ from weft.execute.protocol import (
 from weft.execute.stages.find_start import find_start
 from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.interpreter import StageOutcome
-from weft.execute.stages.routes import StepOf
+from weft.execute.stages.refusals import refuse_unlike
 from weft.execute.stages.stage_group import StageGroup
+from weft.execute.stages.stages_together import facts_of, program_outcome
 from weft.execute.stages.state_parts import cut_state, join_state
 from weft.inference.answers import Answer, refuse_long, worded
-from weft.kernels.adamw import Updated
 from weft.plan.program import Program, Step
 from weft.spec import AdapterSpec
 from weft.store.checkpoint import Checkpoint, save_checkpoint
@@ -100,7 +97,7 @@ class StagedExecutor:
         self.tokenizer = tokenizer
         ends = [*itertools.accumulate(stages.replica_sizes)]
         self._replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
-        self.facts = _facts_of(stages.ask("facts"), self._replicas, are_shards=in_step)
+        self.facts = facts_of(stages.ask("facts"), self._replicas, are_shards=in_step)
         self._jobs: dict[str, _StagedJob] = {}
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
@@ -279,7 +276,7 @@ class StagedExecutor:
         match work:
             case StagedWork() if work.lists is not None:
                 number = self.stages.append(dataclasses.replace(work, lists=None), work.lists)
-                return lambda: _program_outcome(work, self.stages.outcomes(number))
+                return lambda: program_outcome(work, self.stages.outcomes(number))
             case RestWork(lists):
                 self.stages.go_on(lists)
                 done = None
@@ -306,14 +303,14 @@ class StagedExecutor:
     def _run_program(self, work: StagedWork) -> StagedOutcome:
         """Runs a program; where a replica is lost, what the others made of theirs, which then wait for `recover`."""
         try:
-            return _program_outcome(work, self.stages.ask("run", work))
+            return program_outcome(work, self.stages.ask("run", work))
         except ReplicaLostError as error:
             loss = error
         answers: Mapping[int, StageOutcome] = loss.answers
         self._unsure = {k for k, devices in enumerate(self._replicas) if not answers.keys() >= {*devices}}
         loss.jobs = {name for name, job in self._jobs.items() if job.shares.keys() & self._unsure}
         whole = [answers[device] for k, own in enumerate(self._replicas) if k not in self._unsure for device in own]
-        return dataclasses.replace(_program_outcome(work, whole), loss=loss)
+        return dataclasses.replace(program_outcome(work, whole), loss=loss)
 
     def _place(self, job: NewJob, replicas: Iterable[int]) -> dict[int, list[JobShare]]:
         """Makes a job's shares on some replicas; what cannot be leaves nothing behind."""
@@ -323,7 +320,7 @@ class StagedExecutor:
             found = dict(zip(devices, self.stages.ask_each("add", dict.fromkeys(devices, (job,))), strict=True))
             shares = {replica: [found[device] for device in self._replicas[replica]] for replica in where}
             for own in shares.values():
-                _refuse_unlike(own)
+                refuse_unlike(own)
         except Exception:
             self.stages.ask_each("drop", dict.fromkeys(devices, (name,)))
             raise
@@ -438,60 +435,8 @@ class StagedExecutor:
         )
 
 
-def _facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], *, are_shards: bool) -> ReplicaFacts:
-    """The facts of all replicas from those of their stages; the last one has the model's own configuration."""
-    word = "shards" if are_shards else "replicas"
-    return dataclasses.replace(
-        stages[-1],
-        modules=tuple(path for device in replicas[0] for path in stages[device].modules),
-        backbone_bytes=sum(facts.backbone_bytes * facts.tensor for facts in stages),
-        kernels=f"{stages[-1].kernels}; {_in_words(replicas, word, stages[-1].tensor)}",
-        replica_sizes=tuple(len(devices) for devices in replicas),
-        are_shards=are_shards,
-    )
-
-
-def _in_words(replicas: Sequence[range], word: str, tensor: int) -> str:
-    sizes = [len(devices) for devices in replicas]
-    found = [] if len(sizes) == 1 else [f"{len(sizes)} {word}"]
-    if max(sizes) > 1:
-        found.append(f"{', '.join(map(str, sizes))} stages")
-    if tensor > 1:
-        found.append(f"{tensor} devices that share every layer")
-    return " of ".join(found)
-
-
-def _refuse_unlike(shares: list[JobShare]) -> None:
-    """ConfigError where what all modules of an adapter share would depend on where the model is cut."""
-    found = "share matrices that are as wide as the widest of them, which is not on every stage"
-    shapes = [{name: x.shape for name, x in share.shared.items()} for share in shares if share.modules]
-    if any(own != shapes[0] for own in shapes):
-        what = f"its modules {found}; adapt all layers alike, or use one device."
-        raise ConfigError(what, where="adapter.target_modules")
-    compared = [share.compared for share in shares if share.compared is not None]
-    if any(own != compared[0] for own in compared):
-        what = f"the modules of the adapter that it compares with {found}; use one device."
-        raise ConfigError(what, where="objective")
-
-
 def _merged(parts: list[Mapping[str, ModuleTensors]]) -> dict[str, ModuleTensors]:
     return {path: tensors for part in parts for path, tensors in part.items()}
-
-
-def _program_outcome(work: StagedWork, stages: list[StageOutcome]) -> StagedOutcome:
-    """What became of a program, from what each stage tells."""
-    nothing = MicrobatchOutcome((), 0, 0.0, 0.0)
-    found = {k: outcome for stage in stages for k, outcome in stage.microbatches.items()}
-    microbatches = [found.get(k, nothing) for k in range(len(work.program.microbatches))]
-    spans = sorted((span for stage in stages for span in stage.spans), key=lambda span: (span.start_s, span.stage))
-    steps: dict[StepOf, Updated] = {}
-    for stage in stages:
-        for step, updated in stage.steps.items():
-            known = steps.get(step, updated)
-            # What is no number counts as the largest.
-            largest = max(known.largest, updated.largest, key=lambda size: (math.isnan(size), size))
-            steps[step] = dataclasses.replace(known, largest=largest)
-    return StagedOutcome(microbatches, steps, spans)
 
 
 def _kept(write: Callable[[], None]) -> Callable[[], None]:

@@ -1,0 +1,51 @@
+"""What all stages together are and have done, from what each of them tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from weft.execute.protocol import MicrobatchOutcome, ReplicaFacts, StagedOutcome, StagedWork
+from weft.execute.stages.interpreter import StageOutcome
+from weft.execute.stages.routes import StepOf
+from weft.kernels.adamw import Updated
+
+
+def facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], *, are_shards: bool) -> ReplicaFacts:
+    """The facts of all replicas from those of their stages; the last one has the model's own configuration."""
+    word = "shards" if are_shards else "replicas"
+    return dataclasses.replace(
+        stages[-1],
+        modules=tuple(path for device in replicas[0] for path in stages[device].modules),
+        backbone_bytes=sum(facts.backbone_bytes * facts.tensor for facts in stages),
+        kernels=f"{stages[-1].kernels}; {_in_words(replicas, word, stages[-1].tensor)}",
+        replica_sizes=tuple(len(devices) for devices in replicas),
+        are_shards=are_shards,
+    )
+
+
+def _in_words(replicas: Sequence[range], word: str, tensor: int) -> str:
+    sizes = [len(devices) for devices in replicas]
+    found = [] if len(sizes) == 1 else [f"{len(sizes)} {word}"]
+    if max(sizes) > 1:
+        found.append(f"{', '.join(map(str, sizes))} stages")
+    if tensor > 1:
+        found.append(f"{tensor} devices that share every layer")
+    return " of ".join(found)
+
+
+def program_outcome(work: StagedWork, stages: list[StageOutcome]) -> StagedOutcome:
+    """What became of a program, from what each stage tells."""
+    nothing = MicrobatchOutcome((), 0, 0.0, 0.0)
+    found = {k: outcome for stage in stages for k, outcome in stage.microbatches.items()}
+    microbatches = [found.get(k, nothing) for k in range(len(work.program.microbatches))]
+    spans = sorted((span for stage in stages for span in stage.spans), key=lambda span: (span.start_s, span.stage))
+    steps: dict[StepOf, Updated] = {}
+    for stage in stages:
+        for step, updated in stage.steps.items():
+            known = steps.get(step, updated)
+            # What is no number counts as the largest.
+            largest = max(known.largest, updated.largest, key=lambda size: (math.isnan(size), size))
+            steps[step] = dataclasses.replace(known, largest=largest)
+    return StagedOutcome(microbatches, steps, spans)
