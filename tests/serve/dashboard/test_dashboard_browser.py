@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dashboard_stage import ANSWER, Busy, House, Stage
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
 
 from weft.serve.records.keys import key_id, revoke_key
 
@@ -224,6 +224,34 @@ def test_compose_with_chats_of_a_wrong_role_shows_the_refusal_at_the_file(page: 
     page.get_by_role("button", name="Start training").click()
     expect(page.locator(".problems li")).to_contain_text("line 2")
     expect(page.locator(".problems li")).to_contain_text("teacher")
+
+
+def test_compose_when_started_before_the_models_are_listed_waits_for_them(page: Page, stage: Stage) -> None:
+    """Whoever is quicker than the service's list starts from the model shown first, not from none."""
+    held: list[Route] = []
+    page.route("**/v1/models", lambda route: held.append(route))
+    enter(page, stage.key, "#/new")
+    attach(page, GOOD)
+    expect(page.locator(".ok")).to_be_visible()
+    page.get_by_role("button", name="Start training").click()
+    expect(page.get_by_role("button", name="Checking the examples")).to_be_disabled()
+    held[0].continue_()
+    expect(page.locator("h1 .badge")).to_have_text("queued")
+
+
+def test_compose_when_the_models_could_not_be_listed_asks_again(page: Page, stage: Stage) -> None:
+    """A list that failed once is said above the button and does not keep a job from starting."""
+    page.route(
+        "**/v1/models",
+        lambda route: route.fulfill(status=503, json={"error": {"message": "Away for a moment."}}),
+        times=1,
+    )
+    enter(page, stage.key, "#/new")
+    expect(page.get_by_role("alert")).to_contain_text("Away for a moment.")
+    attach(page, GOOD)
+    expect(page.locator(".ok")).to_be_visible()
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("h1 .badge")).to_have_text("queued")
 
 
 def test_compose_with_a_wrong_setting_marks_its_field(page: Page, stage: Stage) -> None:

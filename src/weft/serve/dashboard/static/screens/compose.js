@@ -34,18 +34,17 @@ export function composeScreen(root, { signal, go }) {
     said, h("div", { class: "submit" }, button));
   show(root, h("header", { class: "head" }, h("h1", null, "New job")), form);
 
-  (async () => {
-    try {
-      const [models, files] = await Promise.all([get("/v1/models", signal), get(path("/v1/files", { purpose: "fine-tune", limit: 100 }), signal)]);
-      const options = (wanted) => models.data.filter(wanted).map((each) => h("option", { value: each.id }, each.id));
-      const own = options(isFineTuned).reverse();
-      show(model, options((each) => !isFineTuned(each)), own.length ? h("optgroup", { label: "Your models" }, own) : null);
-      training.offer(files.data);
-      validation.offer(files.data);
-    } catch (error) {
-      if (error.name !== "AbortError") show(said, notice(error.message, { bad: true }));
-    }
-  })();
+  const listed = list();
+  listed.catch((error) => { if (error.name !== "AbortError") show(said, notice(error.message, { bad: true })); });
+
+  async function list() {
+    const [models, files] = await Promise.all([get("/v1/models", signal), get(path("/v1/files", { purpose: "fine-tune", limit: 100 }), signal)]);
+    const options = (wanted) => models.data.filter(wanted).map((each) => h("option", { value: each.id }, each.id));
+    const own = options(isFineTuned).reverse();
+    show(model, options((each) => !isFineTuned(each)), own.length ? h("optgroup", { label: "Your models" }, own) : null);
+    training.offer(files.data);
+    validation.offer(files.data);
+  }
 
   async function start() {
     show(said);
@@ -54,6 +53,8 @@ export function composeScreen(root, { signal, go }) {
     button.disabled = true;
     button.textContent = "Checking the examples…";
     try {
+      // Whoever is quicker than the list of models waits for it; where it failed, it is asked for again.
+      await listed.catch(list);
       const job = await post("/v1/fine_tuning/jobs", bodyOf(form, training.file(), validation.file()), { "Idempotency-Key": crypto.randomUUID?.() ?? String(Math.random()) });
       go(`#/jobs/${encodeURIComponent(job.id)}`);
     } catch (error) {
