@@ -9,10 +9,12 @@ from typing import TypeVar
 
 import torch
 
+from weft.adapters.devices import Devices
+
 T = TypeVar("T")
 
 
-class ThreadDevices:
+class ThreadDevices(Devices):
     """One of several threads that hand each other their tensors."""
 
     def __init__(self, index: int, parts: list[torch.Tensor | None], meeting: threading.Barrier) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.adapters.devices import Devices, summed
+from weft.adapters.devices import Devices
 from weft.adapters.head import HEAD, HeadWeights
 from weft.adapters.method import KernelCopy, ModuleTensors, Place, SlotWeights
 from weft.adapters.methods import method_of
@@ -132,7 +132,7 @@ class Adapter:
                     for grad in own:
                         grad.zero_()
         for group in self.groups.values():
-            group.grad.copy_(summed(group.grad, devices))
+            group.grad.copy_(devices.add_up(group.grad))
 
     def complete_gradients(self) -> None:
         """Adds to the gradients of a whole global batch what kernels left elsewhere and what is not the loss's.

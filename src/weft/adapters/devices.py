@@ -7,36 +7,31 @@ devices and in fp32, so that all devices have the same bits, every time; another
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
 
-class Devices(Protocol):
+class Devices(ABC):
     """One of several devices that run the same operations on parts of the same layers."""
 
-    @property
-    def index(self) -> int:
-        """Its own place among them."""
-        ...
+    index: int
+    """Its own place among them."""
+    count: int
+    """How many there are."""
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
+    @abstractmethod
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """What all devices give, in their order; all ask at once, with tensors of one shape."""
-        ...
 
-
-def summed(tensor: torch.Tensor, devices: Devices) -> torch.Tensor:
-    """The sum of what all devices give, in a tensor of its own."""
-    first, *others = devices.gather(tensor)
-    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-    for other in others:
-        total += other
-    return total.to(tensor.dtype)
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of what all devices give, in a tensor of its own; layers meet nowhere else."""
+        first, *others = self.gather(tensor)
+        total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+        for other in others:
+            total += other
+        return total.to(tensor.dtype)
 
 
 def sum_forward(y: torch.Tensor, devices: Devices) -> torch.Tensor:
@@ -54,7 +49,7 @@ def sum_backward(x: torch.Tensor, devices: Devices) -> torch.Tensor:
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, devices: Devices) -> torch.Tensor:
-        return summed(y, devices)
+        return devices.add_up(y)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -69,4 +64,4 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return summed(dx, ctx.devices), None
+        return ctx.devices.add_up(dx), None

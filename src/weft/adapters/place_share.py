@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from weft.adapters.devices import Devices, summed
+from weft.adapters.devices import Devices
 
 Side = Literal["outputs", "inputs"]
 """By what the linears of a model are divided over devices."""
@@ -66,7 +66,7 @@ class PlaceShare:
 
     def over_inputs(self, part: torch.Tensor) -> torch.Tensor:
         """What is found from all inputs, given what is found from those here and adds up."""
-        return part if self.has_all_inputs or self.devices is None else summed(part, self.devices)
+        return part if self.has_all_inputs or self.devices is None else self.devices.add_up(part)
 
     def joined(self, weight_OD: torch.Tensor) -> torch.Tensor:
         """The frozen weight of the whole place; all devices ask at once."""

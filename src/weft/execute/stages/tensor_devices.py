@@ -11,8 +11,10 @@ import datetime
 import torch
 import torch.distributed as dist
 
+from weft.adapters.devices import Devices
 
-class TorchDevices:
+
+class TorchDevices(Devices):
     """One of them, by a group of torch.distributed; gloo or NCCL."""
 
     def __init__(self, index: int, group: dist.ProcessGroup) -> None:
