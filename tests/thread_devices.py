@@ -14,37 +14,68 @@ from weft.adapters.devices import Devices
 T = TypeVar("T")
 
 
+class Meeting:
+    """Where threads leave their tensors for each other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.told: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """By pass and number of the exchange, what each has given."""
+        self.changed = threading.Condition()
+        self.is_broken = False
+
+
 class ThreadDevices(Devices):
     """One of several threads that hand each other their tensors."""
 
-    def __init__(self, index: int, parts: list[torch.Tensor | None], meeting: threading.Barrier) -> None:
-        """`parts` and `meeting` are shared by all."""
+    def __init__(self, index: int, meeting: Meeting) -> None:
+        """`meeting` is shared by all."""
         self.index = index
-        self.count = len(parts)
+        self.count = meeting.count
         self.num_met = 0
-        self._parts = parts
+        self.events: list[tuple[str, int]] = []
+        """What was started and waited for, each with its pass."""
+        self._num_started = [0, 0]
         self._meeting = meeting
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Waits for the others."""
+    def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
+        """Leaves it for the others."""
         self.num_met += 1
-        self._parts[self.index] = tensor.clone()
-        self._meeting.wait(20)
-        found = [part for part in self._parts if part is not None]
-        self._meeting.wait(20)
-        assert all(part.shape == tensor.shape and part.dtype == tensor.dtype for part in found)
-        return found
+        self.events.append(("start", pass_number))
+        place = pass_number, self._num_started[pass_number]
+        self._num_started[pass_number] += 1
+        with self._meeting.changed:
+            self._meeting.told.setdefault(place, {})[self.index] = tensor.clone()
+            # This device has heard the one before, which all have started: they have heard the one before that.
+            self._meeting.told.pop((pass_number, place[1] - 2), None)
+            self._meeting.changed.notify_all()
+
+        def wait() -> list[torch.Tensor]:
+            self.events.append(("wait", pass_number))
+            meeting = self._meeting
+            with meeting.changed:
+                is_there = meeting.changed.wait_for(
+                    lambda: meeting.is_broken or len(meeting.told[place]) == self.count, timeout=20
+                )
+                if meeting.is_broken or not is_there:
+                    raise threading.BrokenBarrierError("a device is gone")
+                found = [part for _, part in sorted(meeting.told[place].items())]
+            assert all(part.shape == tensor.shape and part.dtype == tensor.dtype for part in found)
+            return found
+
+        return wait
 
     def leave(self) -> None:
         """Lets nobody wait for this one any longer."""
-        self._meeting.abort()
+        with self._meeting.changed:
+            self._meeting.is_broken = True
+            self._meeting.changed.notify_all()
 
 
 def thread_devices(count: int) -> list[ThreadDevices]:
     """So many that belong together."""
-    parts: list[torch.Tensor | None] = [None] * count
-    meeting = threading.Barrier(count)
-    return [ThreadDevices(index, parts, meeting) for index in range(count)]
+    meeting = Meeting(count)
+    return [ThreadDevices(index, meeting) for index in range(count)]
 
 
 def on_devices(count: int, run: Callable[[ThreadDevices], T]) -> list[T]:

@@ -8,9 +8,13 @@ devices and in fp32, so that all devices have the same bits, every time; another
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from weft.adapters.side_by_side import Turns
 
 
 class Devices(ABC):
@@ -20,10 +24,23 @@ class Devices(ABC):
     """Its own place among them."""
     count: int
     """How many there are."""
+    turns: Turns | None = None
+    """While two passes run side by side: whose turn it is."""
 
     @abstractmethod
+    def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
+        """Starts to exchange tensors of one shape; what is returned waits for those of all devices, in their order.
+
+        All start at once. Passes that run side by side, 0 and 1, do not hear each other's.
+        """
+
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What all devices give, in their order; all ask at once, with tensors of one shape."""
+        """What all devices give, in their order; the pass beside this one, if any, computes meanwhile."""
+        if self.turns is None:
+            return self.start(tensor, 0)()
+        wait = self.start(tensor, self.turns.pass_number)
+        self.turns.hand_over()
+        return wait()
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of what all devices give, in a tensor of its own; layers meet nowhere else."""

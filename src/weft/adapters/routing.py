@@ -7,7 +7,7 @@ jobs come and go by changing this table and the slots, never the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -107,3 +107,8 @@ class Routing:
     """By layer, while adapters hold keys and values there: what puts these in the place of computed ones."""
     caches: list[dict[int, Any]] = field(default_factory=list)
     """While generating: per segment, what attention keeps of earlier tokens, by layer; empty while training."""
+
+    def kept(self) -> Callable[[], None]:
+        """Puts back all that the table says now, once another microbatch has been in its place."""
+        now = {each.name: getattr(self, each.name) for each in fields(self)}
+        return lambda: vars(self).update(now)

@@ -171,12 +171,12 @@ class StageMember:
             # What is gathered and what is sent do not wait for each other.
             self._peers.group = dist.new_group(timeout=LONGEST_WAIT)
         if order.num_tensor > 1:
-            team = join_devices(order.place.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
+            teams = join_devices(order.place.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
             if backbone.devices is None:
-                divide(backbone, TorchDevices(order.tensor, team))
+                divide(backbone, TorchDevices(order.tensor, teams))
             else:
                 assert isinstance(backbone.devices, TorchDevices)
-                backbone.devices.group = team
+                backbone.devices.groups = teams
         transport = self._transport()
         if self._stage is None:
             self._stage = Stage(order.place, backbone, transport)
