@@ -20,8 +20,13 @@ from weft.cost.rows import capacities, choose_capacity, gpu_row_tile
 )
 def test_gpu_row_tile_when_capacity_is_no_multiple_then_whole_tiles_hardly_pass_it(capacity, tile, rows):
     """A full microbatch must not run half a tile of nothing: 12,800 tokens take 12,992 rows, not 14,336."""
-    assert gpu_row_tile(capacity) == tile
+    assert gpu_row_tile(capacity, 4096) == tile
     assert -(-capacity // tile) * tile == rows
+
+
+def test_gpu_row_tile_when_the_backbone_is_wide_then_half_as_many_rows_fill_the_device():
+    assert [gpu_row_tile(8192, hidden) for hidden in (2048, 5120, 8192, 16384)] == [2048, 2048, 1024, 1024]
+    assert gpu_row_tile(2049, 8192) == 704
 
 
 @pytest.mark.parametrize(
@@ -49,4 +54,4 @@ def test_capacities_when_memory_is_short_then_only_auto_gives_way_and_not_below_
     assert capacities("auto", "cpu", 1024) == [2048]
     assert capacities(8192, "h200", 1024) == [8192]
     # Whatever is taken, rows run in the same tiles: what a job learns does not depend on it.
-    assert {gpu_row_tile(capacity) for capacity in capacities("auto", "h200")} == {2048}
+    assert {gpu_row_tile(capacity, 4096) for capacity in capacities("auto", "h200")} == {2048}

@@ -227,12 +227,13 @@ def forecaster_here(spec: RunSpec) -> DeviceForecaster | None:
 
 def _cost(spec: RunSpec, ranks: Sequence[int], hardware: Hardware, capacity: int) -> AnalyticCost:
     """What one device is taken to cost, with adapters of these ranks."""
+    shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
     return AnalyticCost(
-        ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model),
+        shape,
         hardware,
         quantize=spec.quantize,
         recompute=spec.recompute,
         rank=max(ranks),
         num_jobs=len(ranks),
-        row_tile=CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(capacity),
+        row_tile=CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(capacity, shape.hidden),
     )

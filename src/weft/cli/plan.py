@@ -216,7 +216,7 @@ def _cost(spec: RunSpec, hardware: Hardware, capacity: int, stages: int, jobs: l
     shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
     if stages > shape.num_layers:
         raise ConfigError(f"got {stages}; {spec.base_model} has {shape.num_layers} layers.", where="--stages")
-    tile = CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(capacity)
+    tile = CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(capacity, shape.hidden)
     return AnalyticCost(
         shape,
         hardware,

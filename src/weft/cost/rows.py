@@ -9,6 +9,8 @@ CPU_ROW_TILE = 128
 `benchmarks/cpu_blocks.py` measures what blocks cost."""
 GPU_ROW_TILE = 2048
 """At most so many on a GPU: enough to fill it, few enough that half a microbatch costs half."""
+WIDE = 8192
+"""From this hidden size on, half as many rows fill it, and leave fewer of them empty."""
 GRAIN = 64
 """Tiles on a GPU are multiples of it."""
 CPU_CAPACITY = 2048
@@ -39,7 +41,8 @@ def capacities(asked: Capacity, device: str, longest: int = 0) -> list[int]:
     return found
 
 
-def gpu_row_tile(capacity: int) -> int:
+def gpu_row_tile(capacity: int, hidden: int) -> int:
     """The tile of which whole ones make up a capacity, so that a full microbatch leaves hardly a row empty."""
-    num_tiles = -(-capacity // GPU_ROW_TILE)
+    most = GPU_ROW_TILE if hidden < WIDE else GPU_ROW_TILE // 2
+    num_tiles = -(-capacity // most)
     return -(-capacity // (num_tiles * GRAIN)) * GRAIN

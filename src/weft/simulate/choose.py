@@ -32,6 +32,10 @@ from weft.simulate.timeline import Timeline
 SLACKS = (0, 2, 4)
 """Places to spare, tried in this order."""
 SCHEDULES = (Schedule.MULTI_ADAPTER, Schedule.EAGER)
+UNLIKE = (1.0, 0.25)
+"""How much alike the rows of microbatches are kept: more evenness, or fewer empty rows."""
+FEW_TILES = 8
+"""Up to so many tiles in a microbatch, an empty one weighs enough that both are tried."""
 WORTH = 0.01
 """Part of the time that several groups must be predicted to save: a cost model tells no finer than that."""
 
@@ -160,9 +164,13 @@ class FastestPipeline:
         """All jobs packed together, evenly, their global batches ever further apart."""
         even = _AverageStage(self.cost, self.num_stages)
         keeping = [True] if any(queue.home is not None for queue in whole) else [True, False]
+        has_few_tiles = self.row_tile > 1 and capacity <= FEW_TILES * self.row_tile
         for slack, keep_order in itertools.product((0, self.num_stages // 2, self.num_stages), keeping):
-            apart = RoundLimits(capacity, self.num_stages + slack, row_tile=self.row_tile)
-            yield pack_rounds(whole, apart, cost=even, budget_s=0.0, keep_order=keep_order, behind=self.behind).stream
+            for unlike in UNLIKE if keep_order and has_few_tiles else UNLIKE[:1]:
+                apart = RoundLimits(capacity, self.num_stages + slack, row_tile=self.row_tile, unlike=unlike)
+                yield pack_rounds(
+                    whole, apart, cost=even, budget_s=0.0, keep_order=keep_order, behind=self.behind
+                ).stream
 
     def _build(self, stream: Sequence[Microbatch], capacity: int) -> Program:
         """In the order of a stream, with memory for twice as many full microbatches as there are stages."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weft.plan.pack.balance import Items, balance
 from weft.plan.pack.ordered import fill_in_order
+from weft.plan.pack.types import RoundLimits
 
 
 @st.composite
@@ -55,7 +56,11 @@ def is_ordered(items: Items, slot: tuple[int, ...]) -> bool:
 @given(case=cases())
 def test_fill_when_it_finds_slots_then_windows_room_and_order_hold(keep_order, case):
     items, num_slots, room, multiple = case
-    slot = fill_in_order(*case) if keep_order else balance(*case, 0.0)
+    slot = (
+        fill_in_order(items, num_slots, RoundLimits(room, padding_multiple=multiple))
+        if keep_order
+        else balance(*case, 0.0)
+    )
     if slot is None:
         return
     assert ((items.first <= slot) & (slot <= items.last)).all()
@@ -96,5 +101,23 @@ def test_balance_when_the_room_is_filled_to_the_last_token_then_it_still_fits():
 def test_fill_in_order_when_equal_samples_of_two_jobs_then_slots_are_even():
     job = np.repeat([0, 1], 8)
     lengths = np.full(16, 3)
-    slot = fill_in_order(Items(lengths, lengths.astype(float), job, job * 1, 3 + job * 0 - (1 - job)), 4, 24, 1)
+    slot = fill_in_order(
+        Items(lengths, lengths.astype(float), job, job * 1, 3 + job * 0 - (1 - job)), 4, RoundLimits(24)
+    )
     assert np.bincount(slot).tolist() == [4, 4, 4, 4]
+
+
+def test_fill_in_order_when_rows_need_not_be_alike_then_fewer_stay_empty():
+    """A slot may end a tile early or late where its last samples fill that one better."""
+    tile, rng = 1024, np.random.default_rng(0)
+    empty = {1.0: 0, 0.25: 0}
+    for _ in range(10):
+        lengths = np.rint(rng.lognormal(6.0, 0.9, 48)).clip(1, 4096).astype(np.int64)
+        job = np.repeat([0, 1], 24)
+        items = Items(lengths, lengths.astype(float), job, job * 0, job * 0 + 7)
+        for unlike in empty:
+            slot = fill_in_order(items, 8, RoundLimits(8192, row_tile=tile, unlike=unlike))
+            tokens = np.bincount(slot, weights=lengths, minlength=8).astype(np.int64)
+            assert (tokens <= 8192).all()
+            empty[unlike] += int((-tokens % tile).sum())
+    assert empty[0.25] < 0.9 * empty[1.0], empty

@@ -15,7 +15,7 @@ from weft.backbone.fused.graph import Captured
 from weft.backbone.fused.inputs import InputShape
 from weft.kernels.lora.tables import Needs
 
-MAX_GRAPHS = 8
+MAX_GRAPHS = 16
 """Graphs kept; they share their memory, so each costs little beyond the time to capture it."""
 CAPTURE_COST = 4
 """A capture takes about as long as so many of the microbatches it is for."""

@@ -171,7 +171,7 @@ class FusedPath:
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in: whole tiles make up a capacity."""
-        return gpu_row_tile(capacity) if is_gpu(self._device) else CPU_ROW_TILE
+        return gpu_row_tile(capacity, self._model.hidden) if is_gpu(self._device) else CPU_ROW_TILE
 
     def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
         """What a microbatch may hold between forward and backward, by the memory model."""

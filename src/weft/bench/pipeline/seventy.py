@@ -60,7 +60,7 @@ WEFT_LORA = 0.09751
 def measure_seventy(profile: Profile | None = None, num_samples: int = NUM_SAMPLES) -> dict[str, float]:
     """Keys as in `weft bench pipeline --json`."""
     jobs = queues(MIXES[-1], num_samples, BATCH)
-    ours, single_rows = (_ours(jobs, profile, tile) for tile in (gpu_row_tile(CAPACITY), 1))
+    ours, single_rows = (_ours(jobs, profile, tile) for tile in (gpu_row_tile(CAPACITY, _shape().hidden), 1))
     bound_s = single_rows.busy_s / NUM_STAGES
     found = {}
     for name, schedule in (("1f1b", Schedule.ONE_F_ONE_B), ("mlora", Schedule.LORAPP)):
@@ -77,9 +77,12 @@ def torch_lora() -> float:
 
     Adapters were measured on the 8B shape; beside the wider products of a 70B layer they weigh less.
     """
-    large, small = (ModelShape.from_config(find_shape(name).config().to_dict(), name) for name in (MODEL, MEASURED))
-    weighs = _adapter_share(large) / _adapter_share(small)
+    weighs = _adapter_share(_shape()) / _adapter_share(_shape(MEASURED))
     return (1 + weighs * TORCH_LORA) / (1 + weighs * WEFT_LORA)
+
+
+def _shape(name: str = MODEL) -> ModelShape:
+    return ModelShape.from_config(find_shape(name).config().to_dict(), name)
 
 
 def _adapter_share(shape: ModelShape) -> float:
@@ -104,7 +107,7 @@ def _peer_s(schedule: Schedule, jobs: Sequence[JobQueue], profile: Profile | Non
 def _cost(
     profile: Profile | None, num_stages: int, *, row_tile: int, split: tuple[int, ...] | None = None
 ) -> CostModel:
-    shape = ModelShape.from_config(find_shape(MODEL).config().to_dict(), MODEL)
+    shape = _shape()
     if profile is None:
         hardware = find_hardware(DEVICE)
         return AnalyticCost(

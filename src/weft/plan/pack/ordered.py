@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.plan.pack.balance import Items, Real, Whole
+from weft.plan.pack.types import RoundLimits
 
 MAX_COMBINATIONS = 4096
 """Choices weighed for one slot; with four jobs that is seven or eight cut points of each."""
@@ -24,8 +25,9 @@ OVERFULL = 4.0
 """What needing more than that counts against as many empty rows."""
 
 
-def fill_in_order(items: Items, num_slots: int, room: int, multiple: int, row_tile: int = 1) -> Whole | None:
+def fill_in_order(items: Items, num_slots: int, limits: RoundLimits) -> Whole | None:
     """The slot of every sample, items of a job being in its order; None if they were not made to fit."""
+    room = limits.room
     jobs = [np.flatnonzero(items.job == j) for j in range(int(items.job.max()) + 1)]
     first = [int(items.first[own[0]]) for own in jobs]
     last = [int(items.last[own[0]]) for own in jobs]
@@ -43,7 +45,7 @@ def fill_in_order(items: Items, num_slots: int, room: int, multiple: int, row_ti
         cuts = _cut_points(here, done, work, last, q, level)
         grid = np.stack([c.ravel() for c in np.meshgrid(*cuts, indexing="ij")], axis=1)
         given = np.stack([work[j][grid[:, i]] - work[j][done[j]] for i, j in enumerate(here)], axis=1)
-        own = [_padded(tokens[j][grid[:, i]] - tokens[j][done[j]], multiple) for i, j in enumerate(here)]
+        own = [_padded(tokens[j][grid[:, i]] - tokens[j][done[j]], limits.padding_multiple) for i, j in enumerate(here)]
         taken: Whole = np.sum(own, axis=0)
         after = np.repeat(left[None, :], len(grid), axis=0)
         after[:, here] -= given
@@ -51,8 +53,8 @@ def fill_in_order(items: Items, num_slots: int, room: int, multiple: int, row_ti
         needed = _levels(after, last, q + 1, num_slots)
         score = (
             np.maximum(load, needed)
-            if row_tile == 1
-            else token_s * _empty_rows(taken, min(room, level / token_s), needed / token_s - SAFE_FILL * room, row_tile)
+            if limits.row_tile == 1
+            else token_s * _empty_rows(taken, min(room, level / token_s), needed / token_s - SAFE_FILL * room, limits)
         )
         # Of equal ones the one nearest to the level.
         score = np.where(taken <= room, score + 1e-6 * np.abs(load - level), np.inf)
@@ -65,11 +67,11 @@ def fill_in_order(items: Items, num_slots: int, room: int, multiple: int, row_ti
     return slot if (slot >= 0).all() else None
 
 
-def _empty_rows(tokens: Whole, level: float, beyond: Real, row_tile: int) -> Real:
+def _empty_rows(tokens: Whole, level: float, beyond: Real, limits: RoundLimits) -> Real:
     """What choices cost, in rows: those left empty, those away from the level's tiles, and tokens beyond the room."""
-    rows = _padded(tokens, row_tile)
-    usual = np.ceil(level / row_tile) * row_tile
-    cost: Real = (rows - tokens) + np.abs(rows - usual) + OVERFULL * np.maximum(beyond, 0.0)
+    rows = _padded(tokens, limits.row_tile)
+    usual = np.ceil(level / limits.row_tile) * limits.row_tile
+    cost: Real = (rows - tokens) + limits.unlike * np.abs(rows - usual) + OVERFULL * np.maximum(beyond, 0.0)
     return cost
 
 

@@ -180,7 +180,7 @@ class Packer:
         """An even filling of so many slots; no slot can be brought below the level."""
         limits = self.limits
         if self.keep_order:
-            return fill_in_order(items, num_slots, limits.room, limits.padding_multiple, limits.row_tile)
+            return fill_in_order(items, num_slots, limits)
         return balance(items, num_slots, limits.room, limits.padding_multiple, level)
 
     def without_windows(self, segments: Sequence[Segment]) -> tuple[list[int], int]:

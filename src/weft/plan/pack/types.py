@@ -28,6 +28,8 @@ class RoundLimits:
     """In each microbatch the tokens of one job are padded to a multiple of this."""
     row_tile: int = 1
     """Rows of a microbatch are computed in whole tiles of so many."""
+    unlike: float = 1.0
+    """With tiles: what a row more or less than other microbatches have counts against an empty one."""
 
     def __post_init__(self) -> None:
         if min(self.padding_multiple, self.num_stages, self.row_tile) < 1:
