@@ -65,8 +65,8 @@ def enter(page: Page, key: str, place: str = "#/jobs") -> None:
     expect(page.locator(".screen")).to_be_visible()
 
 
-def attach(page: Page, content: bytes, name: str = "train.jsonl") -> None:
-    page.set_input_files("#training-file", files=[{"name": name, "mimeType": "application/json", "buffer": content}])
+def attach(page: Page, content: bytes, name: str = "train.jsonl", kind: str = "training") -> None:
+    page.set_input_files(f"#{kind}-file", files=[{"name": name, "mimeType": "application/json", "buffer": content}])
 
 
 def test_sign_in_when_the_key_is_wrong_says_so_and_keeps_nothing(page: Page, stage: Stage) -> None:
@@ -237,6 +237,35 @@ def test_compose_when_started_before_the_models_are_listed_waits_for_them(page: 
     expect(page.get_by_role("button", name="Checking the examples")).to_be_disabled()
     held[0].continue_()
     expect(page.locator("h1 .badge")).to_have_text("queued")
+
+
+def test_compose_when_started_while_a_file_is_sent_waits_for_it(page: Page, stage: Stage) -> None:
+    """Neither is the training file asked for again, nor does a job begin without the examples it is to be judged by."""
+    held: list[Route] = []
+    enter(page, stage.key, "#/new")
+    attach(page, GOOD)
+    expect(page.locator(".ok")).to_be_visible()
+    page.route("**/v1/files", lambda route: held.append(route))
+    attach(page, GOOD, kind="validation")
+    page.get_by_role("button", name="Start training").click()
+    expect(page.get_by_role("button", name="Checking the examples")).to_be_disabled()
+    with page.expect_request("**/v1/fine_tuning/jobs") as asked:
+        held[0].continue_()
+    assert asked.value.post_data_json["validation_file"].startswith("file-")
+    expect(page.locator("h1 .badge")).to_have_text("queued")
+
+
+def test_compose_when_a_file_was_refused_then_it_is_not_left_out(page: Page, stage: Stage) -> None:
+    """A job does not begin without a file that its owner chose; what is wrong with it stays on the screen."""
+    enter(page, stage.key, "#/new")
+    attach(page, GOOD)
+    expect(page.locator(".ok")).to_be_visible()
+    attach(page, b"no json", kind="validation")
+    expect(page.locator(".problems li")).to_have_count(1)
+    page.get_by_role("button", name="Start training").click()
+    expect(page.get_by_role("alert").filter(has_text="was not taken")).to_be_visible()
+    expect(page.locator(".problems li")).to_have_count(1)
+    expect(page.get_by_role("button", name="Start training")).to_be_enabled()
 
 
 def test_compose_when_the_models_could_not_be_listed_asks_again(page: Page, stage: Stage) -> None:

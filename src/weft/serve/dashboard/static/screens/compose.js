@@ -49,19 +49,21 @@ export function composeScreen(root, { signal, go }) {
   async function start() {
     show(said);
     clearMarks(form);
-    if (!training.file()) { training.refuse("Choose a training file first."); return; }
     button.disabled = true;
     button.textContent = "Checking the examples…";
     try {
+      const [examples, checks] = await Promise.all([training.file(), validation.file()]);
+      if (!examples) { training.refuse("Choose a training file first."); return; }
       // Whoever is quicker than the list of models waits for it; where it failed, it is asked for again.
       await listed.catch(list);
-      const job = await post("/v1/fine_tuning/jobs", bodyOf(form, training.file(), validation.file()), { "Idempotency-Key": crypto.randomUUID?.() ?? String(Math.random()) });
+      const job = await post("/v1/fine_tuning/jobs", bodyOf(form, examples, checks), { "Idempotency-Key": crypto.randomUUID?.() ?? String(Math.random()) });
       go(`#/jobs/${encodeURIComponent(job.id)}`);
     } catch (error) {
-      refuse(error);
+      if (error.name !== "AbortError") refuse(error);
+    } finally {
+      button.disabled = false;
+      button.textContent = "Start training";
     }
-    button.disabled = false;
-    button.textContent = "Start training";
   }
 
   // A problem is shown where it can be fixed: at the file, at the field, or above the button.
@@ -124,17 +126,18 @@ function targets() {
   return h("div", { class: "field wide" }, h("label", { htmlFor: "target_modules" }, "Target modules"), control, list, h("p", { class: "hint", id: "target_modules-hint" }, "all-linear, or names with commas."));
 }
 
-/** A place to drop or pick a file, or to take one that is there; `file()` is its id once the service has it. */
+/** A place to drop or pick a file, or to take one that is there; `file()` waits until the service has it. */
 function filePicker(kind, title, hint, signal) {
   let id = "";
   let local = null;
-  const picker = h("input", { type: "file", id: `${kind}-file`, accept: ".jsonl", class: "unseen", onchange: () => picker.files[0] && take(picker.files[0]) });
+  let sent = Promise.resolve();
+  const picker = h("input", { type: "file", id: `${kind}-file`, accept: ".jsonl", class: "unseen", onchange: () => { if (picker.files[0]) sent = take(picker.files[0]); } });
   const known = h("select", { "aria-label": `${title}: a file uploaded before`, hidden: true, onchange: () => { id = known.value; local = null; show(state, id ? h("p", { class: "ok" }, "Uploaded before and ready.") : null); } });
   const state = h("div", { class: "file-state", "aria-live": "polite" });
   const drop = h("label", { class: "drop", htmlFor: picker.id }, h("strong", null, title), h("span", null, hint), h("span", { class: "soft" }, "Drop it here or choose a file"));
   for (const name of ["dragenter", "dragover"]) drop.addEventListener(name, (event) => { event.preventDefault(); drop.classList.add("over"); });
   for (const name of ["dragleave", "drop"]) drop.addEventListener(name, () => drop.classList.remove("over"));
-  drop.addEventListener("drop", (event) => { event.preventDefault(); if (event.dataTransfer.files[0]) take(event.dataTransfer.files[0]); });
+  drop.addEventListener("drop", (event) => { event.preventDefault(); if (event.dataTransfer.files[0]) sent = take(event.dataTransfer.files[0]); });
 
   async function take(file) {
     id = "";
@@ -148,11 +151,19 @@ function filePicker(kind, title, hint, signal) {
     progress(0);
     try {
       const stored = await upload(file, progress, signal);
+      if (local !== file) return; // Another one was chosen meanwhile.
       id = stored.id;
       show(state, h("p", { class: "ok" }, `${stored.filename} is uploaded (${bytes(stored.bytes)}).`));
     } catch (error) {
-      if (error.name !== "AbortError") refuse(error.message, error);
+      if (error.name !== "AbortError" && local === file) refuse(error.message, error);
     }
+  }
+
+  /** Its id, or "" where none is chosen; one that was refused has said why. */
+  async function file() {
+    await sent;
+    if (local && !id) throw new Error(`${local.name} was not taken; choose another file.`);
+    return id;
   }
 
   async function refuse(message, error = null) {
@@ -167,7 +178,7 @@ function filePicker(kind, title, hint, signal) {
 
   return {
     node: h("div", { class: "picker" }, picker, drop, known, state),
-    file: () => id,
+    file,
     refuse,
     offer(files) {
       known.hidden = !files.length;
