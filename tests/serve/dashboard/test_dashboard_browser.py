@@ -14,7 +14,9 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
 
 from weft.serve.records.keys import key_id, revoke_key
 
-expect.set_options(timeout=120_000)
+PATIENCE_MS = 120_000
+"""Of a browser on a machine with other work."""
+expect.set_options(timeout=PATIENCE_MS)
 GOOD = b"".join(json.dumps({"prompt": f"a{i}", "completion": "b"}).encode() + b"\n" for i in range(4))
 QUICK = "const later = setTimeout; window.setTimeout = (work, ms, ...more) => later(work, ms / 8, ...more)"
 """The page asks again every few seconds; a test has no time to wait for that."""
@@ -43,6 +45,7 @@ def look(browser: Browser, busy: Busy) -> Iterator[Page]:
 def tab_on(browser: Browser, url: str) -> Iterator[Page]:
     """A tab whose errors fail the test: no script may break, and nothing may be forbidden by the page's own policy."""
     context = browser.new_context(base_url=url, viewport={"width": 1280, "height": 860})
+    context.set_default_timeout(PATIENCE_MS)
     context.add_init_script(QUICK)
     tab = context.new_page()
     broken: list[str] = []
