@@ -90,6 +90,13 @@ def assert_same_weights(mine: Outcome, other: Outcome) -> None:
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("wrong", [{"capacity": -3}, {"capacity": 1}, {"max_jobs": 0}])
+def test_engine_when_a_limit_holds_nothing_then_refuses_before_the_backbone_is_looked_for(wrong: dict[str, int]):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"Engine {name}: got {value}"):
+        Engine("no-such-model", **wrong)
+
+
 def test_run_when_memory_runs_out_then_goes_on_with_half_the_capacity_and_says_so():
     """Every job ends where it would have ended, and the user hears what to set."""
     expected, _, _ = run(SmallGpu(10**6), jobs(), 100)

@@ -84,6 +84,10 @@ class Engine:
         as there is room for on a GPU; all of them on a CPU. When not all fit, tenants get tokens by weight.
         `wall` counts where the time goes, from when the command was given; default: from now.
         """
+        if capacity != "auto" and capacity < 2:
+            raise ConfigError(f"got {capacity}; accepted is auto or at least 2 tokens.", where="Engine capacity")
+        if max_jobs is not None and max_jobs < 1:
+            raise ConfigError(f"got {max_jobs}; accepted is at least 1.", where="Engine max_jobs")
         self.timeline = TimelineRecorder(wall)
         wall = self.timeline.wall
         with wall.spending(Activity.LOADING):
