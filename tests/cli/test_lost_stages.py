@@ -18,7 +18,9 @@ from rich.console import Console
 
 from weft.bench.pipeline.killed_layouts import STAGE
 from weft.bench.train_command import child_processes
+from weft.cli import sweep
 from weft.cli import train as verb
+from weft.cli.restart import RESTARTS
 from weft.execute.stages.stage_pool import StageLostError
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import WallClock
@@ -55,7 +57,28 @@ def test_run_when_stages_are_lost_then_it_resumes_as_soon_as_there_is_a_run(monk
 
 def test_run_when_stages_are_lost_too_often_then_the_last_loss_is_told(monkeypatch):
     with pytest.raises(StageLostError, match="stage 1: was ended by signal 9"):
-        train_through(monkeypatch, num_lost=verb.RESTARTS + 1)
+        train_through(monkeypatch, num_lost=RESTARTS + 1)
+
+
+def test_sweep_when_stages_are_lost_then_its_trials_go_on_as_soon_as_there_are_any(weft, tmp_path, monkeypatch):
+    tries: list[bool] = []
+
+    def one_try(_: Path, order: sweep.Order, *__: Any) -> int:
+        tries.append(order.resume)
+        if len(tries) < 3:
+            raise LOST
+        return 0
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    job = "{train_data: rows.jsonl, eval_data: 1}"
+    (tmp_path / "sweep.yaml").write_text(f"{{base_model: tiny, job: {job}, space: {{r: [2, 4]}}}}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "_sweep_in", one_try)
+    monkeypatch.setattr(RunDirectory, "holds_run", lambda _: len(tries) > 1)
+    result = weft("sweep", "sweep.yaml", "--layout", "stages:2", "--out", "out")
+    assert result.code == 0, result.err
+    assert tries == [False, False, True]
+    assert "They start again, at most 3 times." in result.out and "at most 2 times." in result.out
 
 
 @pytest.fixture(scope="module")

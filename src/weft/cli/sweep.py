@@ -26,6 +26,7 @@ from rich.console import Console
 
 from weft.cli.layout_options import LayoutOptions, NamedLayout, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
+from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, WeftError
 from weft.keeping import keeping_all
@@ -217,10 +218,25 @@ def _sweep(order: Order, console: Console) -> int:
 
     place, resume = order.out, order.resume
     with looked_at(place) if order.dry_run else trained_in(place, resume=resume, tell=tell) as folder:
-        code = _sweep_in(folder, order, console, begun_s, wall)
+
+        def attempt(is_later: bool) -> int | None:
+            if not is_later:
+                return _sweep_in(folder, order, console, begun_s, wall)
+            return _sweep_again(folder, order, console)
+
+        code = attempt(False) if order.layout.stages is None else through_losses(attempt, tell)
     if code is None:
         raise _StoppedError
     return code
+
+
+def _sweep_again(folder: Path, order: Order, console: Console) -> int | None:
+    """The same once a stage was lost: trials go on from their checkpoints as soon as there are any."""
+    from weft.store.run_dir import RunDirectory
+    from weft.sweeps.api import TRIALS
+
+    order = replace(order, resume=RunDirectory.holds_run(folder / TRIALS))
+    return _sweep_in(folder, order, console, time.perf_counter(), WallClock())
 
 
 def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall: WallClock) -> int | None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from weft import starter
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
+from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, StorageError
 from weft.keeping import keeping_all
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from weft.replicas.rank_group import RankGroup
     from weft.store.remote.run_url import RunUrl
     from weft.store.run_dir import RunDirectory
-
-
-RESTARTS = 3
-"""How often the stages of a run are started again when one was lost."""
 
 
 def train(
@@ -178,19 +175,14 @@ def _train_through(
     order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl, wall: WallClock
 ) -> int:
     """The same where a stage may be lost: all stages are started again then, and jobs go on from their checkpoints."""
-    from weft.execute.stages.stage_pool import StageLostError
     from weft.store.run_dir import RunDirectory
 
-    for num_left in reversed(range(RESTARTS + 1)):
-        try:
+    def attempt(is_later: bool) -> int:
+        if not is_later:
             return _train(order, out, console, resume=resume, place=place, wall=wall)
-        except StageLostError as error:
-            if num_left == 0:
-                raise
-            times = "once more" if num_left == 1 else f"{num_left} times"
-            _note(console, f"{error.where}: {error.message} They start again, at most {times}.")
-        resume, wall = RunDirectory.holds_run(out), WallClock()
-    raise AssertionError("the last try returns or raises")
+        return _train(order, out, console, resume=RunDirectory.holds_run(out), place=place, wall=WallClock())
+
+    return through_losses(attempt, lambda text: _note(console, text))
 
 
 def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl, wall: WallClock) -> int:

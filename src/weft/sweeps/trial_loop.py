@@ -26,8 +26,8 @@ from weft.engine.events import (
     StepDone,
 )
 from weft.engine.resume import job_settings
-from weft.errors import JobError, StorageError, WeftError
-from weft.execute.protocol import ReplicaFaultError, ReplicaLostError, ReplicaMemoryError
+from weft.errors import StorageError, WeftError
+from weft.execute.protocol import ReplicaFaultError, ReplicaMemoryError
 from weft.objectives.metrics import MeanScores
 from weft.sweeps.configure import configuration_error
 from weft.sweeps.context import SweepContext
@@ -76,9 +76,6 @@ class SweepRun:
         """Trains until the space or the budget is used up, or until asked to stop; then every trial is saved."""
         try:
             self._train(should_stop)
-        except ReplicaLostError as error:
-            # The engine goes on without a replica that is lost while it trains, not while a trial is judged.
-            raise JobError(f"{error} Every trial goes on from its last checkpoint with --resume.") from None
         finally:
             self.context.engine.finish_files()
         self.ledger.write(at_once=True)
