@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         JobWarning,
         LayoutDecided,
         MicrobatchDone,
+        MicrobatchesPaired,
         StepDone,
     )
     from weft.errors import WeftError
@@ -64,6 +65,7 @@ __all__ = [
     "JobsGrouped",
     "LayoutDecided",
     "MicrobatchDone",
+    "MicrobatchesPaired",
     "Reason",
     "ReasonCode",
     "StepDone",

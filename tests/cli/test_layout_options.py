@@ -73,8 +73,14 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
     options.check(spec, ())
     assert options.stages is not None
     assert (options.stages.replica_sizes, options.stages.tensor) == ((2,), 2)
-    (note,) = options.notes(spec)
+    note, alone = options.notes(spec)
     assert note.startswith("tensor:2 splits sums, so bits belong to this layout")
+    assert alone == "every microbatch runs alone: pairs are for one stage; in a pipeline, passes follow one another."
+    assert [*LayoutOptions("tensor:2").notes(spec)] == [note]
+    _, alone = LayoutOptions("tensor:2").notes(replace(spec, planner="greedy"))
+    assert alone.endswith("the greedy planner knows no pairs.")
+    _, alone = LayoutOptions("tensor:2").notes(spec, find_hardware("h100"))
+    assert alone.endswith("pairs are for the reference path on CPUs.")
     assert LayoutOptions("tensor:1").stages is None
 
 

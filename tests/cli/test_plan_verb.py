@@ -102,6 +102,16 @@ def test_plan_when_a_layout_has_stages_then_jobs_keep_the_order_that_the_run_kee
         assert own == sorted(own) and own
 
 
+def test_plan_when_devices_share_layers_then_says_whether_microbatches_run_side_by_side_and_why(weft, here):
+    asked = ("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout")
+    (line,) = [line for line in weft(*asked, "tensor:2").out.splitlines() if line.startswith("pairs ")]
+    assert "every microbatch runs alone" in line
+    found = json.loads(weft(*asked, "tensor:2", "--json").out)
+    assert found["pairs"]["num_pairs"] == len(found["program"]["pairs"]) == 0
+    staged = weft(*asked, "tensor:2,stages:2").out
+    assert "every microbatch runs alone: pairs are for one stage" in staged and "\npairs " not in staged
+
+
 def test_plan_when_a_layout_cannot_be_then_one_sentence(refused, here):
     assert "leave --stages out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--stages", "2")
     assert "leave --profile out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--profile", "none.json")

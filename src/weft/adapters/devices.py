@@ -7,6 +7,7 @@ devices and in fp32, so that all devices have the same bits, every time; another
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ class Devices(ABC):
     """How many there are."""
     turns: Turns | None = None
     """While two passes run side by side: whose turn it is."""
+    waited_s: float = 0.0
+    """Seconds in which a host has waited for others, so far, while one pass ran alone."""
 
     @abstractmethod
     def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
@@ -37,7 +40,10 @@ class Devices(ABC):
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """What all devices give, in their order; the pass beside this one, if any, computes meanwhile."""
         if self.turns is None:
-            return self.start(tensor, 0)()
+            begun_s = time.perf_counter()
+            found = self.start(tensor, 0)()
+            self.waited_s += time.perf_counter() - begun_s
+            return found
         wait = self.start(tensor, self.turns.pass_number)
         self.turns.hand_over()
         return wait()

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from weft.adapters.devices import Devices
 from weft.adapters.routing import Routing
 
@@ -62,8 +64,10 @@ class SideBySide:
 
     def __init__(self, devices: Devices, routing: Routing) -> None:
         self._devices, self._routing = devices, routing
-        # It stays: threads of torch that belong to a thread are started with it.
-        self._thread = ThreadPoolExecutor(1, "weft-second-pass")
+        # It stays: threads of torch that belong to a thread are started with it. As many as here: products may depend
+        # on how many there are.
+        num_threads = (torch.get_num_threads(),)
+        self._thread = ThreadPoolExecutor(1, "weft-second-pass", torch.set_num_threads, num_threads)
 
     def run(self, passes: Sequence[Callable[[], None]]) -> None:
         """Runs two passes to their end; raises what one of them raised, once neither runs any more."""

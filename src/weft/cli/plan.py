@@ -129,6 +129,7 @@ def _forecast_layout(
     spec: RunSpec, layout: StageLayout | None, cost: AnalyticCost, capacity: int, jobs: list[JobOutline]
 ) -> Forecast:
     """The forecast of a run in a layout; `cost`: of one device."""
+    from weft.execute.stages.load_stages import why_no_pairs
     from weft.plan.pack import planner_named
     from weft.simulate.choose import pipeline_planner
     from weft.simulate.forecast import forecast
@@ -136,10 +137,11 @@ def _forecast_layout(
 
     sizes, tensor = ((1,), 1) if layout is None else (layout.replica_sizes, layout.tensor)
     costs = [_balanced(replace(cost, num_stages=n, tensor_parallel=tensor), None, capacity)[0] for n in sizes]
-    if layout is None or sizes == (1,):
+    in_pairs = layout is not None and tensor > 1 and why_no_pairs(spec, layout, cost.hardware) is None
+    if layout is None or (sizes == (1,) and not in_pairs):
         return forecast(jobs, capacity, costs[0], planner_named(spec.planner))
     if len(sizes) == 1:
-        return forecast(jobs, capacity, costs[0], pipeline_planner(spec.planner, costs[0]))
+        return forecast(jobs, capacity, costs[0], pipeline_planner(spec.planner, costs[0], in_pairs=in_pairs))
     return forecast_replicas(jobs, capacity, costs, are_shards=layout.are_shards, planner=spec.planner)
 
 
@@ -314,6 +316,11 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
         + ("" if found.fits else ": does not fit")
         + f"; microbatches of up to {found.largest_capacity:,} tokens would fit",
     ]
+    if found.pairs is not None:
+        from weft.engine.events import MicrobatchesPaired
+
+        paired = MicrobatchesPaired(found.pairs.num_pairs, found.pairs.gain, found.groups, 0)
+        lines.insert(2, f"pairs     {paired.text}")
     if found.own_rows_bytes:
         owners = ", ".join(f"{job.queue.job} {job.num_own_rows:,}" for job in found.jobs if job.num_own_rows)
         lines.append(

@@ -223,6 +223,39 @@ class JobsGrouped(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MicrobatchesPaired(Event):
+    """From here on, microbatches run side by side on devices that share every layer, or do not; no result depends on
+    it."""
+
+    kind: ClassVar[str] = "paired"
+    num_pairs: int
+    """Of a program; 0: every microbatch runs alone."""
+    gain: float | None
+    """Predicted: the part of the time that pairs save, or would; None: no two microbatches are without a common job."""
+    groups: tuple[tuple[str, ...], ...]
+    """Jobs that share microbatches."""
+    num_measured: int
+    """Passes that the prediction rests on; 0: on the hardware table."""
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        if self.gain is None:
+            return "every microbatch runs alone, as no two are without a common job"
+        source = "the hardware table; links are assumed"
+        if self.num_measured:
+            source = f"{self.num_measured:,} measured passes"
+        if not self.num_pairs:
+            why = f"would save {self.gain:.1%}" if self.gain > 0 else f"would take {-self.gain:.1%} longer"
+            return f"every microbatch runs alone: pairs {why} (predicted from {source})"
+        told = f" of {'; '.join(', '.join(group) for group in self.groups)}" if 1 < len(self.groups) <= 4 else ""
+        return (
+            f"microbatches{told} run two at a time, one computes while the other's sums are added up: {self.gain:.1%} "
+            f"faster (predicted from {source})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutDecided(Event):
     """Jobs have come or gone, and the layout of the run was changed or kept; no result depends on it."""
 

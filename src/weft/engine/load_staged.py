@@ -15,7 +15,14 @@ from weft.execute.local import executor_on
 from weft.execute.memory import COMPILING, ExpectedJobs
 from weft.execute.movable import MovableExecutor, OpenReplicas
 from weft.execute.protocol import Executor
-from weft.execute.stages.load_stages import StageLayout, gather_cost, load_stages, stage_cost, untried_notes
+from weft.execute.stages.load_stages import (
+    StageLayout,
+    gather_cost,
+    load_stages,
+    stage_cost,
+    untried_notes,
+    why_no_pairs,
+)
 from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import Layout
 from weft.plan.pack import planner_named
@@ -116,7 +123,11 @@ def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
     """What whoever chose a layout should know of it; `elsewhere`: its devices, if not those of this machine."""
     if layout.tensor > 1:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
-        return (f"{found}: the same again with it, and about 1e-5 from one device's",)
+        alone = why_no_pairs(spec, layout, elsewhere)
+        return (
+            f"{found}: the same again with it, and about 1e-5 from one device's",
+            *(() if alone is None else (f"every microbatch runs alone: {alone}",)),
+        )
     cost = gather_cost(spec.backbone, len(layout.replica_sizes), elsewhere) if layout.are_shards else None
     return (
         *untried_notes(spec.backbone, elsewhere),
@@ -141,7 +152,8 @@ def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner
         return PipelinePlanner(layout.schedule, *sizes)
     costs = {size: stage_cost(spec.backbone, size, row_tile, layout.tensor) for size in sizes}
     if len(sizes) == 1:
-        return pipeline_planner(spec.planner, costs[sizes[0]])
+        in_pairs = layout.tensor > 1 and why_no_pairs(spec, layout) is None
+        return pipeline_planner(spec.planner, costs[sizes[0]], in_pairs=in_pairs)
     planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned)
     if layout.are_shards:
         return InStepPlanner(planner)

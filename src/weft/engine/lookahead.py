@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from weft.cost.adapter_times import AdapterTimes
 from weft.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
 from weft.cost.learned import PASSES, StagePace
+from weft.cost.learned_pairs import PairPace
 from weft.cost.types import CostModel, LinearCost
 from weft.engine.timeline import TimelineRecorder
 from weft.plan.check import violations
@@ -91,10 +92,11 @@ class LookaheadPlanner:
         self._ahead: tuple[_Asked, Future[Made]] | None = None
         self.pace = LearnedPace()
         self.stages = StagePace()
+        self._pairs = PairPace()
         self._chosen: Made | None = None
         """The last one of which the groups have not been told."""
-        self._told: tuple[int, bool] | None = None
-        """How many groups were told last, and whether from measurements."""
+        self._told: tuple[int, bool, bool] | None = None
+        """How many groups were told last, whether from measurements, and whether there were pairs."""
 
     def program(
         self,
@@ -128,7 +130,11 @@ class LookaheadPlanner:
         if self._ahead is not None:
             if not self._ahead[1].done():
                 return
+            untold = self._chosen
             self._collect()
+            if self._chosen is not None and self._chosen.program.pairs:
+                # Nobody has asked for it: what is said to run side by side does.
+                self._chosen = untold
         if queues:
             asked = _Asked(queues, limits, behind)
             self._ahead = (asked, self._thread.submit(self._make, self._planner, asked))
@@ -172,21 +178,30 @@ class LookaheadPlanner:
         return self._make(planner, asked).program
 
     def observe_stages(self, program: Program, spans: Sequence[Span]) -> None:
-        """Notes what the passes and steps of a program took on every stage."""
+        """Notes what the passes and steps of a program took on every stage; two side by side tell of neither."""
         loads = [self.pace.load(microbatch) for microbatch in program.microbatches]
         self.stages.row_tile = self.pace.row_tile
         for span in spans:
             if span.name == "step":
                 self.stages.note_step(span.stage, span.duration_s)
-            elif span.name in PASSES:
+            elif span.name in PASSES and "beside" not in span.args:
                 self.stages.note_pass(span.name, span.stage, loads[span.args["microbatch"]], span.duration_s)
+                if "sums_s" in span.args:
+                    self._pairs.note_sums(span.name, span.args["sums_s"], span.duration_s)
+        for name in PASSES if program.pairs else ():
+            beside = {span.args["microbatch"]: span for span in spans if span.name == name and "beside" in span.args}
+            for first, second in program.pairs:
+                start_s = min(beside[first].start_s, beside[second].start_s)
+                end_s = max(beside[first].end_s, beside[second].end_s)
+                self._pairs.note_pair(name, (loads[first], loads[second]), end_s - start_s)
 
     def take_choice(self) -> Made | None:
         """How the jobs of the program that was handed out last are grouped, if that is news."""
         chosen, self._chosen = self._chosen, None
         if chosen is None or chosen.choice is None:
             return None
-        before, self._told = self._told, (len(chosen.choice.groups), chosen.num_measured > 0)
+        now = len(chosen.choice.groups), chosen.num_measured > 0, bool(chosen.program.pairs)
+        before, self._told = self._told, now
         return chosen if self._told != before else None
 
     @property
@@ -229,6 +244,9 @@ class LookaheadPlanner:
         if learned is None:
             return planner, 0
         cost, adapters = learned
+        if planner.pairs is not None:
+            alone = {name: cost.passes[name, 0] for name in PASSES}
+            planner = replace(planner, pairs=replace(planner.pairs, measured=self._pairs.learn(alone)))
         return replace(planner, cost=cost, adapters=adapters, row_tile=self.stages.row_tile), self.stages.num_seen
 
     def _informed_spread(self, planner: FastestSpread) -> tuple[FastestSpread, int]:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.adapters.methods import cost_ranks
-from weft.engine.events import Event, JobsGrouped, MicrobatchDone
+from weft.engine.events import Event, JobsGrouped, MicrobatchDone, MicrobatchesPaired
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import count_step
@@ -146,9 +146,9 @@ class StagedRun:
         jobs = self._jobs.values()
         return any(job.begun_step is not None and job.is_eval_due_at(job.begun_step) for job in jobs)
 
-    def _queues_after(self) -> list[JobQueue]:
-        """What comes after all that is under way."""
-        steps = [step for begun in self._begun for step in sorted(begun.rates)]
+    def _queues_after(self, more: Sequence[tuple[str, int]] = ()) -> list[JobQueue]:
+        """What comes after all that is under way, and these steps behind it."""
+        steps = [*(step for begun in self._begun for step in sorted(begun.rates)), *more]
         turns = [Turn(Microbatch(()), (Step(*step),)) for step in steps]
         queues = [job.queue_until_due_after(turns) for job in self._training]
         return [queue for queue in queues if queue is not None]
@@ -168,12 +168,15 @@ class StagedRun:
                 self._endless.append(program.microbatches, *self._plans.costs()),
             )
             work = dataclasses.replace(work, lists=lists, first=first, kept=self._kept(steps))
+        elif self._plans.takes_long and not any(self._jobs[job].is_eval_due_at(step + 1) for job, step in steps):
+            # The executor comes back when all of it has run.
+            self._plans.foresee(self._queues_after(steps), self._limits)
         begun_s = time.perf_counter()
         self._begun.append(_Begun(program, rates, work.kept.keys(), self._executor.start(work), begun_s))
         for job, step in steps:
             self._jobs[job].begun_step = step + 1
-        if self._plans.takes_long and not self._is_eval_due():
-            self._plans.foresee(self._queues_after(), self._limits, self._behind() if self._endless is not None else ())
+        if self._endless is not None and self._plans.takes_long and not self._is_eval_due():
+            self._plans.foresee(self._queues_after(), self._limits, self._behind())
 
     def _kept(self, steps: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """Those of a program's last steps behind which a checkpoint is due: by then jobs may be further."""
@@ -219,14 +222,21 @@ class StagedRun:
         return done
 
     def _grouped(self) -> list[Event]:
-        """Says who shares microbatches, where the planner had a choice."""
+        """Says who shares microbatches, and whether these run side by side, where the planner had a choice."""
         made = self._plans.take_choice()
         if made is None or made.choice is None or len(self._jobs) < 2:
             return []
         choice = made.choice
+        paired = list[Event]()
+        if choice.pairs is not None:
+            paired.append(
+                MicrobatchesPaired(choice.pairs.num_pairs, choice.pairs.gain, choice.groups, made.num_measured)
+            )
+            if choice.pairs.num_pairs:
+                return paired
         against_s = choice.one_group_s if len(choice.groups) > choice.num_replicas else choice.several_groups_s
         gain = None if against_s is None else abs(against_s - choice.seconds) / choice.one_group_s
-        return [JobsGrouped(choice.groups, choice.fills, gain, made.num_measured, choice.num_replicas)]
+        return [JobsGrouped(choice.groups, choice.fills, gain, made.num_measured, choice.num_replicas), *paired]
 
     def _counted(self, program: Program, outcome: StagedOutcome, rates: Mapping[tuple[str, int], float]) -> list[Event]:
         """Counts every sample and step; a job that cannot go on counts nothing after the step that showed it.

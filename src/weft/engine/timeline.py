@@ -66,14 +66,20 @@ class TimelineRecorder:
     def to_json(self) -> str:
         """The spans in Chrome's trace format, which Perfetto opens."""
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "adapter": 4, "plan": 5, "prepare": 6}
-        lanes |= {"write": 7, "compile": 8, "move": 9, "forward": 1, "backward": 1, "reference": 1}
-        return trace_json([span_event(span, lanes.get(span.name, 0)) for span in self.spans])
+        lanes |= {"write": 7, "compile": 8, "move": 9, "forward": 1, "backward": 1, "reference": 1, "beside": 10}
+        return trace_json([span_event(span, lanes.get(_name_of(span), 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:
         """What has been recorded, in the form that the simulator predicts."""
-        computes = ("forward_backward", "reference", "forward", "backward", "step")
-        lanes = [timeline.COMPUTE if span.name in computes else span.name for span in self.spans]
+        computes = dict.fromkeys(("forward_backward", "reference", "forward", "backward", "step"), timeline.COMPUTE)
+        computes["beside"] = timeline.BESIDE
+        lanes = [computes.get(_name_of(span), span.name) for span in self.spans]
         return timeline.Timeline(
             tuple(dataclasses.replace(span, lane=lane) for span, lane in zip(self.spans, lanes, strict=True)),
             1 + max((span.stage for span in self.spans), default=0),
         )
+
+
+def _name_of(span: Span) -> str:
+    """By which a span's lane is known: its own, unless it is the second of two that ran side by side."""
+    return "beside" if span.lane == timeline.BESIDE else span.name

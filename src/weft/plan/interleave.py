@@ -5,15 +5,16 @@ the all-reduce at its end, and every adapter by itself. Then Kahn's algorithm ov
 that wait for nothing, those of the least depth are the foremost, and of these the one that computes longest is launched
 next. So the groups take turns, and the longest computations hide what is under way.
 
-A device computes in the order of launches, and its link sends in that order too. There a group that waits for its
-all-reduce holds up the other, whose turn comes later. So there is a second rule beside the published one
-(`early_order`): what can compute first comes first. Both are heuristics, and no order is promised to be the best;
-`simulate/two_streams.py` takes whichever is fastest.
+What runs is simpler (`adapters/side_by_side.py`): two passes take turns at every all-reduce (`in_turns`), with all that
+a pass computes between two of them as one subgraph (`between_sums`). A device computes in the order of launches, and
+its link sends in that order too, so a group that waits for its all-reduce holds up the other, whose turn comes later.
+Simulated, what runs hides more: `weft bench pipeline` has both.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,53 +88,29 @@ def launch_order(groups: Sequence[Sequence[Subgraph]]) -> list[Launch]:
     return found
 
 
-def early_order(groups: Sequence[Sequence[Subgraph]]) -> list[Launch]:
-    """An order in which the device never waits for one subgraph while it could compute another.
-
-    Of those that can compute at the same time, the ones with an all-reduce come first, so that the link is busy early,
-    and then those with the longest way to the end behind them. O(n²) in the subgraphs of a group.
-    """
-    ways = [_ways_to_the_end(group) for group in groups]
-    ready = [launch for launch in one_after_another(groups) if not groups[launch[0]][launch[1]].needs]
-    done: dict[Launch, float] = {}
-    computes_from = sends_from = 0.0
-    found: list[Launch] = []
-
-    def rank(launch: Launch) -> tuple[float, bool, float, Launch]:
-        group, place = launch
-        own = groups[group][place]
-        start_s = max([computes_from, *(done[group, need] for need in own.needs)])
-        return start_s, not own.reduce_s, -ways[group][place], launch
-
-    while ready:
-        start_s, *_, launch = min(rank(each) for each in ready)
-        group, place = launch
-        own = groups[group][place]
-        computes_from = done[launch] = start_s + own.compute_s
-        if own.reduce_s:
-            sends_from = done[launch] = max(sends_from, computes_from) + own.reduce_s
-        found.append(launch)
-        ready.remove(launch)
-        for follower, other in enumerate(groups[group]):
-            if place in other.needs and all((group, need) in done for need in other.needs):
-                ready.append((group, follower))
-    return found
-
-
-def _ways_to_the_end(group: Sequence[Subgraph]) -> list[float]:
-    """Seconds from the start of each subgraph to the end of its graph, if it never had to wait."""
-    found = [own.compute_s + own.reduce_s for own in group]
-    behind = [0.0] * len(group)
-    for place in reversed(range(len(group))):
-        found[place] += behind[place]
-        for need in group[place].needs:
-            behind[need] = max(behind[need], found[place])
-    return found
-
-
 def one_after_another(groups: Sequence[Sequence[Subgraph]]) -> list[Launch]:
     """The order of a device that knows no groups."""
     return [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+
+
+def between_sums(graph: Graph, group: int = 0) -> list[Subgraph]:
+    """One graph cut behind its all-reduces and nowhere else; what comes behind the last one is left out."""
+    found: list[Subgraph] = []
+    first = 0
+    for place, operator in enumerate(graph):
+        if operator.kind == "reduce":
+            number, operators = len(found), tuple(range(first, place + 1))
+            compute_s = sum(graph[each].seconds for each in operators[:-1])
+            needs = (number - 1,) if number else ()
+            found.append(Subgraph(group, operators, compute_s, operator.seconds, needs, number))
+            first = place + 1
+    return found
+
+
+def in_turns(groups: Sequence[Sequence[Subgraph]]) -> list[Launch]:
+    """One subgraph of each group after another; whoever has none left is passed over."""
+    turns = itertools.zip_longest(*([(g, i) for i in range(len(group))] for g, group in enumerate(groups)))
+    return [launch for turn in turns for launch in turn if launch is not None]
 
 
 def order_problems(order: Sequence[Launch], groups: Sequence[Sequence[Subgraph]]) -> list[str]:

@@ -9,7 +9,8 @@ stage c · num_stages + s.
 
 A program may be for several whole replicas (`replica_sizes`): their stages follow one another, a microbatch is run by
 one of them, and a job whose sums are free has samples on several. Whoever had some measures, the first of these judges
-by the sum of all, and every stage of every replica steps. Programs print, hash, and come back from JSON as they were.
+by the sum of all, and every stage of every replica steps. Devices that share every layer may run two microbatches side
+by side (`pairs`): both forward, then both backward. Programs print, hash, and come back from JSON as they were.
 """
 
 from __future__ import annotations
@@ -118,6 +119,9 @@ class Program:
     is_in_step: bool = False
     """All run their next microbatch at the same time, since they share the frozen weights; whoever has none runs an
     empty one."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Microbatches that run side by side, where devices share every layer: one computes while what the other has to
+    wait for is added up. Every stage has both forwards, and both backwards, one right behind the other."""
 
     @classmethod
     def from_turns(cls, turns: Iterable[Turn]) -> Program:
@@ -179,6 +183,7 @@ class Program:
             "num_chunks": self.num_chunks,
             "replica_sizes": list(self.replica_sizes),
             "is_in_step": self.is_in_step,
+            "pairs": [list(pair) for pair in self.pairs],
             "microbatches": [[list(astuple(segment)) for segment in m.segments] for m in self.microbatches],
             "stages": [[[_NAMES[type(i)], *astuple(i)] for i in instructions] for instructions in self.stages],
         }
@@ -193,6 +198,7 @@ class Program:
                 int(tree["num_chunks"]),
                 tuple(int(size) for size in tree.get("replica_sizes", ())),
                 bool(tree.get("is_in_step", False)),
+                tuple((int(first), int(second)) for first, second in tree.get("pairs", ())),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(

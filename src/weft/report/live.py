@@ -29,6 +29,7 @@ from weft.engine.events import (
     JobWaiting,
     JobWarning,
     LayoutDecided,
+    MicrobatchesPaired,
     StepDone,
 )
 from weft.job_state import JobState
@@ -115,6 +116,8 @@ class LiveTable:
             self._screen.say(f"warning: {who}{event.message}", "yellow")
         elif isinstance(event, JobsGrouped):
             self._screen.say(f"groups: {event.text}")
+        elif isinstance(event, MicrobatchesPaired):
+            self._screen.say(f"pairs: {event.text}")
         elif isinstance(event, LayoutDecided):
             self._screen.say(f"layout: {event.text}")
         elif isinstance(event, JobFailed):

@@ -21,6 +21,7 @@ from weft.cost.types import CostModel
 from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits, RoundPlan
+from weft.plan.pair import side_by_side, two_groups
 from weft.plan.pipeline.append import joined
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
@@ -28,6 +29,7 @@ from weft.plan.program import Program
 from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import Timeline
+from weft.simulate.two_streams import PairTimes
 
 SLACKS = (0, 2, 4)
 """Places to spare, tried in this order."""
@@ -37,7 +39,7 @@ UNLIKE = (1.0, 0.25)
 FEW_TILES = 8
 """Up to so many tiles in a microbatch, an empty one weighs enough that both are tried."""
 WORTH = 0.01
-"""Part of the time that several groups must be predicted to save: a cost model tells no finer than that."""
+"""Part of the time that several groups, or pairs, must be predicted to save: a cost model tells no finer than that."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,16 @@ def best_pipeline(
 
 
 @dataclass(frozen=True)
+class PairChoice:
+    """Whether microbatches of devices that share every layer run side by side, and why."""
+
+    num_pairs: int = 0
+    """Of the program."""
+    gain: float | None = None
+    """Predicted: the part of the time that pairs save, or would; None: no two microbatches are without a common job."""
+
+
+@dataclass(frozen=True)
 class PipelineChoice:
     """The program that was chosen for a replica of several stages, and what grouping its jobs is predicted to gain."""
 
@@ -93,6 +105,8 @@ class PipelineChoice:
     """Of the fastest found for several groups; None if there was none to try."""
     num_replicas: int = 1
     """On which jobs were grouped: each of them has groups of its own."""
+    pairs: PairChoice | None = None
+    """Whether microbatches run side by side; None: that was no question."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,8 @@ class FastestPipeline:
     row_tile: int = 1
     behind: tuple[Microbatch, ...] = ()
     """The last microbatches of the program that the next one is appended to; none: the pipeline is empty."""
+    pairs: PairTimes | None = None
+    """For one stage that devices share: what two microbatches side by side take; None: each runs alone."""
 
     @property
     def quick(self) -> PipelinePlanner:
@@ -125,7 +141,31 @@ class FastestPipeline:
         return self.choose(queues, limits).program
 
     def choose(self, queues: Sequence[JobQueue], limits: Limits) -> PipelineChoice:
-        """The next program, and how its jobs are grouped."""
+        """The next program, how its jobs are grouped, and whether microbatches are in pairs."""
+        best = self._alone(queues, limits)
+        return best if self.pairs is None else self._paired(best, whole_batches(queues, limits, 1), limits.capacity)
+
+    def _paired(self, best: PipelineChoice, whole: Sequence[JobQueue], capacity: int) -> PipelineChoice:
+        """The better of a program and of the same microbatches, or those of two groups, side by side."""
+        best = dataclasses.replace(best, pairs=PairChoice())
+        if len(whole) < 2 or not all(batch.lengths for queue in whole for batch in queue.batches):
+            return best
+        groups, apart = two_groups(whole, capacity)
+        tried = [
+            dataclasses.replace(best, program=side_by_side(best.program.microbatches)),
+            dataclasses.replace(best, program=side_by_side(apart), groups=groups, fills=(capacity,) * len(groups)),
+        ]
+        timed = [dataclasses.replace(each, seconds=self._seconds(each.program)) for each in tried if each.program.pairs]
+        if not timed:
+            return best
+        found = min(timed, key=lambda each: each.seconds)
+        gain = 1.0 - found.seconds / best.seconds
+        if gain <= WORTH:
+            return dataclasses.replace(best, pairs=PairChoice(0, gain))
+        return dataclasses.replace(found, pairs=PairChoice(len(found.program.pairs), gain))
+
+    def _alone(self, queues: Sequence[JobQueue], limits: Limits) -> PipelineChoice:
+        """The fastest in which every pass runs alone."""
         greedy = self.quick(queues, limits)
         together = (tuple(queue.job for queue in queues),)
         if any(queue.lane or any(batch.groups for batch in queue.batches) for queue in queues):
@@ -189,16 +229,20 @@ class FastestPipeline:
 
     def _seconds(self, program: Program) -> float:
         if not self.behind:
-            return simulate(program, self.cost, adapters=self.adapters).makespan_s
+            return simulate(program, self.cost, adapters=self.adapters, pairs=self.pairs).makespan_s
         whole = joined([self.behind, program.microbatches], self.num_stages, self.cost, adapters=self.adapters)
         return simulate(whole, self.cost, adapters=self.adapters).makespan_s
 
 
-def pipeline_planner(named: str, cost: AnalyticCost) -> FastestPipeline | PipelinePlanner:
-    """What plans a replica of several stages that costs so much, by the planner that a run names."""
+def pipeline_planner(named: str, cost: AnalyticCost, *, in_pairs: bool = False) -> FastestPipeline | PipelinePlanner:
+    """What plans a replica of several stages that costs so much, by the planner that a run names.
+
+    `in_pairs`: microbatches may run side by side, where that is predicted to pay.
+    """
     if named == "greedy":
         return PipelinePlanner(Schedule.EAGER, cost.num_stages)
-    return FastestPipeline(cost.num_stages, cost, row_tile=cost.row_tile)
+    pairs = PairTimes(cost) if in_pairs else None
+    return FastestPipeline(cost.num_stages, cost, row_tile=cost.row_tile, pairs=pairs)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
 from weft.plan.types import JobQueue, Limits, Microbatch
-from weft.simulate.choose import FastestPipeline, best_pipeline
+from weft.simulate.choose import FastestPipeline, PairChoice, best_pipeline
 from weft.simulate.interpret import simulate, simulate_turns
 from weft.simulate.timeline import Timeline
 
@@ -81,6 +81,8 @@ class Forecast:
     """Of the memory, what rows of the embedding and the output head take that jobs train of their own."""
     tensor_parallel: int = 1
     """Devices that share every layer of a stage."""
+    pairs: PairChoice | None = None
+    """Whether microbatches run side by side on these; None: that was no question."""
 
     @property
     def num_devices(self) -> int:
@@ -159,7 +161,7 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values: the figures, the program, and when each of its parts would run."""
-        hidden = ("jobs", "program", "timeline")
+        hidden = ("jobs", "program", "timeline", "pairs")
         figures = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
         derived = (
             *("num_microbatches", "fewest_microbatches", "fill", "planned_tokens", "num_rounds", "total_tokens"),
@@ -179,6 +181,7 @@ class Forecast:
             "jobs": jobs,
             **figures,
             **{name: getattr(self, name) for name in derived},
+            "pairs": None if self.pairs is None else asdict(self.pairs),
             "program": self.program.to_json(),
             "timeline": [asdict(span) for span in self.timeline.spans],
         }
@@ -196,11 +199,17 @@ def forecast(
     Time comes from `measured` where it is given, and so does the memory of one stage; otherwise both come from `cost`.
     """
     queues, ranks = [job.queue for job in jobs], [job.rank for job in jobs]
-    times = measured or cost
-    if cost.num_stages == 1:
+    times, pairs = measured or cost, None
+    if isinstance(planner, FastestPipeline) and planner.pairs is not None:
+        choice = planner.choose(queues, Limits(capacity, max_microbatches=ALL))
+        program, pairs = choice.program, choice.pairs
+        timeline = simulate(program, times, pairs=planner.pairs)
+        microbatches: Sequence[Microbatch] = program.microbatches
+        schedule, keeps_order, num_held = "one stage", True, [most_held(timeline, 0)]
+    elif cost.num_stages == 1:
         program = planner(queues, Limits(capacity, max_microbatches=ALL))
         timeline = simulate_turns(program, times)
-        microbatches: Sequence[Microbatch] = program.microbatches
+        microbatches = program.microbatches
         schedule, keeps_order, num_held = "one stage", True, [1]
     elif isinstance(planner, FastestPipeline | PipelinePlanner):
         own = [replace(job.queue, home=None if job.is_free else 0) for job in jobs]
@@ -238,6 +247,7 @@ def forecast(
         keeps_order=keeps_order,
         own_rows_bytes=sum(own_rows_bytes(job, cost) for job in jobs),
         tensor_parallel=cost.tensor_parallel,
+        pairs=pairs,
     )
 
 

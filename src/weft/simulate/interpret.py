@@ -4,7 +4,7 @@ A stage runs its list from the first to the last instruction. With overlap a sta
 streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
 receiving each keep the stage itself busy. Empty microbatches cost nothing. Measuring a gradient takes no time, but the
 judge waits until all have measured theirs, and the others step when it has. Devices in step begin a microbatch
-together. With several slices per stage the cost
+together. Both passes of a pair begin together and end together. With several slices per stage the cost
 model is asked for virtual stages. Replicas have a cost model each; what they add to each other's gradients is taken to
 cost nothing. O(instructions).
 """
@@ -22,7 +22,8 @@ from weft.cost.types import CostModel
 from weft.errors import PlanError
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import Microbatch
-from weft.simulate.timeline import COMPUTE, RECEIVE, RECEIVE_GRADIENT, SEND, MemoryPoint, Span, Timeline
+from weft.simulate.timeline import BESIDE, COMPUTE, RECEIVE, RECEIVE_GRADIENT, SEND, MemoryPoint, Span, Timeline
+from weft.simulate.two_streams import PairTimes
 
 Parcel = tuple[int, int, bool]
 """What travels: microbatch, virtual stage it is for, and whether it is a gradient."""
@@ -51,13 +52,15 @@ def simulate(
     *,
     overlap: bool = True,
     adapters: AdapterTimes | None = None,
+    pairs: PairTimes | None = None,
 ) -> Timeline:
     """The predicted timeline of any program; a PlanError if its stages wait for each other for ever.
 
     `cost`: of all replicas, or of each. `adapters`: what those of a microbatch's jobs add to what it says of each pass.
+    `pairs`: what two passes side by side take; None: as long as one after another.
     """
     costs = cost if isinstance(cost, Sequence) else [cost] * len(program.replicas)
-    run = _Run(program, costs, overlap, adapters)
+    run = _Run(program, costs, overlap, adapters, pairs)
     waiting = deque(stage for stage, instructions in enumerate(program.stages) if instructions)
     idle = 0
     while waiting and idle < len(waiting):
@@ -76,9 +79,15 @@ def simulate(
 
 class _Run:
     def __init__(
-        self, program: Program, costs: Sequence[CostModel], overlap: bool, adapters: AdapterTimes | None
+        self,
+        program: Program,
+        costs: Sequence[CostModel],
+        overlap: bool,
+        adapters: AdapterTimes | None,
+        pairs: PairTimes | None,
     ) -> None:
-        self.program, self.overlap = program, overlap
+        self.program, self.overlap, self.pairs = program, overlap, pairs
+        self.beside = dict(program.pairs)
         owners = [(own, cost) for own, cost in zip(program.replicas, costs, strict=True) for _ in own]
         self.stages = [
             _StageRun(deque(instructions), *owner) for instructions, owner in zip(program.stages, owners, strict=True)
@@ -105,7 +114,11 @@ class _Run:
             stage.rest.popleft()
             progressed = True
             if isinstance(instruction, Forward | Backward):
-                self._compute(stage, place, instruction)
+                visits = [instruction]
+                if (other := self.beside.get(instruction.microbatch)) is not None:
+                    stage.rest.popleft()
+                    visits.append(type(instruction)(other, instruction.chunk))
+                self._compute(stage, place, *visits)
             elif isinstance(instruction, Send):
                 self._send(stage, place, instruction)
             elif isinstance(instruction, Step):
@@ -148,28 +161,40 @@ class _Run:
         stage.free_at = self.verdicts[measure] = max([stage.free_at, *parts])
         return True
 
-    def _compute(self, stage: _StageRun, place: int, visit: Forward | Backward) -> None:
-        lengths = self.lengths[visit.microbatch]
-        virtual = _virtual(stage, place, visit.chunk)
-        is_forward = isinstance(visit, Forward)
-        stage.num_forward += is_forward
-        if not lengths:
+    def _compute(self, stage: _StageRun, place: int, *visits: Forward | Backward) -> None:
+        """A pass, or both of a pair."""
+        virtual = _virtual(stage, place, visits[0].chunk)
+        is_forward = isinstance(visits[0], Forward)
+        stage.num_forward += len(visits) if is_forward else 0
+        numbers = [visit.microbatch for visit in visits if self.lengths[visit.microbatch]]
+        if not numbers:
             return
-        seconds = stage.cost.forward_s(lengths, virtual) if is_forward else stage.cost.backward_s(lengths, virtual)
-        seconds += self.added_s[visit.microbatch] / self.program.num_chunks
-        held = stage.cost.held_bytes(lengths, virtual)
+        pass_s = stage.cost.forward_s if is_forward else stage.cost.backward_s
+        added_s = sum(self.added_s[k] for k in numbers) / self.program.num_chunks
+        seconds = sum(pass_s(self.lengths[k], virtual) for k in numbers) + added_s
+        if self.pairs is not None and len(numbers) == 2:
+            first, second = (self.lengths[k] for k in numbers)
+            seconds *= self.pairs.share(first, second, virtual, is_forward=is_forward)
+        held = sum(stage.cost.held_bytes(self.lengths[k], virtual) for k in numbers)
         if is_forward:
             stage.held += held
             stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
-        args = {"microbatch": visit.microbatch, "chunk": visit.chunk, **self.notes[visit.microbatch]}
-        self._take(stage, place, "forward" if is_forward else "backward", seconds, args)
+        start_s = stage.free_at
+        for k, lane in zip(numbers, (COMPUTE, BESIDE), strict=False):
+            args = {"microbatch": k, "chunk": visits[0].chunk, **self.notes[k]}
+            if len(numbers) == 2:
+                args["beside"] = sum(numbers) - k
+            stage.free_at = start_s
+            self._take(stage, place, "forward" if is_forward else "backward", seconds, args, lane)
         if not is_forward:
             stage.held -= held
             stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
 
-    def _take(self, stage: _StageRun, place: int, name: str, seconds: float, args: Mapping[str, Any]) -> None:
+    def _take(
+        self, stage: _StageRun, place: int, name: str, seconds: float, args: Mapping[str, Any], lane: str = COMPUTE
+    ) -> None:
         stage.spans.append(
-            Span(name=name, start_s=stage.free_at, duration_s=seconds, args=args, stage=place, lane=COMPUTE)
+            Span(name=name, start_s=stage.free_at, duration_s=seconds, args=args, stage=place, lane=lane)
         )
         stage.free_at += seconds
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPUTE = "compute"
+BESIDE = "compute beside"
+"""The second pass of a pair: what computes counts once."""
 SEND = "send"
 RECEIVE = "receive"
 RECEIVE_GRADIENT = "receive gradient"
@@ -125,7 +127,7 @@ def trace_json(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _by_lane(span: Span) -> tuple[int, int]:
-    order = (COMPUTE, SEND, RECEIVE, RECEIVE_GRADIENT)
+    order = (COMPUTE, BESIDE, SEND, RECEIVE, RECEIVE_GRADIENT)
     return span.stage, order.index(span.lane) if span.lane in order else len(order)
 
 

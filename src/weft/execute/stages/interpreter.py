@@ -1,7 +1,7 @@
 """Runs one stage's instructions of a program with tensors, as `simulate/interpret.py` does with a cost model.
 
 What stages tell each other about a job's step is in `step_exchange.py`. A GPU is asked for all of a program before
-anything is waited for.
+anything is waited for. Where devices share every layer, the passes of a pair run side by side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weft.kernels.device_event import DeviceEvent
 from weft.plan.program import Backward, Forward, Instruction, Measure, Receive, Send, Step
 from weft.plan.types import Microbatch
 from weft.simulate.interpret import describe
-from weft.simulate.timeline import COMPUTE, Span
+from weft.simulate.timeline import BESIDE, COMPUTE, Span
 
 
 @dataclass
@@ -59,6 +59,12 @@ class _Begun:
     """What references have said for jobs that left before it, until its first microbatch."""
     outcome: StageOutcome = field(default_factory=StageOutcome)
     timed: list[tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]] = field(default_factory=list)
+
+    @property
+    def pairs(self) -> dict[int, int]:
+        """The second microbatch of each pair by the first, as microbatches are counted through all programs."""
+        first = self.work.first
+        return {first + one: first + other for one, other in self.work.program.pairs}
 
 
 class StageProgram:
@@ -120,16 +126,28 @@ class StageProgram:
     def run(self) -> Generator[None, None, None]:
         """Runs what it has been told; it yields where another stage must have its turn first, and now and then."""
         while self._todo:
-            instruction = self._todo[0]
-            yield from self._run(instruction)
-            self._todo.popleft()
-            self._program_of(instruction).left -= 1
+            first, *beside = self._next()
+            if beside:
+                self._run_pair(first, *beside)
+            else:
+                yield from self._run(first)
+            for instruction in (first, *beside):
+                self._todo.popleft()
+                self._program_of(instruction).left -= 1
             if self._todo:
                 if not is_gpu(self._stage.backbone.device):
                     self._end_programs()
                 yield
         # A GPU is asked for all of it before anything is waited for.
         self._end_programs()
+
+    def _next(self) -> list[Instruction]:
+        """What it runs next: an instruction, or both passes of a pair."""
+        first = self._todo[0]
+        if not isinstance(first, Forward | Backward) or self._stage.side_by_side is None:
+            return [first]
+        other = self._of_microbatch(first.microbatch).pairs.get(first.microbatch)
+        return [first] if other is None else [first, type(first)(other, first.chunk)]
 
     def _program_of(self, instruction: Instruction) -> _Begun:
         if isinstance(instruction, Measure | Step):
@@ -185,11 +203,23 @@ class StageProgram:
                     self._hearing[k].send()
                 tensor = (self._going_back if is_gradient else self._leaving).pop(k)
                 self._stage.transport.send(tensor, to_stage, Channel.GRADIENT if is_gradient else Channel.ACTIVATION)
-            case Forward():
-                self._hear(k)
-                self._time_pass("forward", k, lambda: self._forward(k))
-            case Backward():
-                self._time_pass("backward", k, lambda: self._backward(k))
+            case Forward() | Backward():
+                self._pass(instruction)()
+
+    def _run_pair(self, *pair: Instruction) -> None:
+        """Runs two passes side by side; the references of both come before either."""
+        assert self._stage.side_by_side is not None and pair == (self._todo[0], self._todo[1]), "pairs are checked"
+        passes = [i for i in pair if isinstance(i, Forward | Backward)]
+        one, other = (each.microbatch for each in passes)
+        self._stage.side_by_side.run([self._pass(passes[0], beside=other), self._pass(passes[1], beside=one)])
+
+    def _pass(self, visit: Forward | Backward, beside: int | None = None) -> Callable[[], None]:
+        """One microbatch one way, once its references have been heard; `beside`: the other of a pair."""
+        k = visit.microbatch
+        if isinstance(visit, Backward):
+            return lambda: self._time_pass("backward", k, lambda: self._backward(k), beside=beside)
+        self._hear(k)
+        return lambda: self._time_pass("forward", k, lambda: self._forward(k), beside=beside)
 
     def _receive(self, k: int, receive: Receive) -> Generator[None, None, None]:
         stage, batch = self._stage, self._batch(k)
@@ -287,13 +317,20 @@ class StageProgram:
             step, wait = self._stepping.pop(job)
             self._owners[step].outcome.steps[step] = wait()
 
-    def _time_pass(self, name: str, k: int, run: Callable[[], None], num_rows: int | None = None) -> None:
-        """`num_rows`: that run; None: those of the microbatch."""
-        started = DeviceEvent(self._stage.backbone.device)
+    def _time_pass(
+        self, name: str, k: int, run: Callable[[], None], num_rows: int | None = None, beside: int | None = None
+    ) -> None:
+        """`num_rows`: that run; None: those of the microbatch. `beside`: the microbatch that ran meanwhile."""
+        devices, started = self._stage.backbone.devices, DeviceEvent(self._stage.backbone.device)
+        waited_s = 0.0 if devices is None else devices.waited_s
         run()
         begun = self._of_microbatch(k)
         rows = self._batch(k).num_rows if num_rows is None else num_rows
-        args = {"microbatch": k - begun.work.first, "chunk": 0, "rows": rows}
+        args: dict[str, Any] = {"microbatch": k - begun.work.first, "chunk": 0, "rows": rows}
+        if beside is not None:
+            args["beside"] = beside - begun.work.first
+        elif devices is not None:
+            args["sums_s"] = devices.waited_s - waited_s
         begun.timed.append(self._timed(name, started, {**args, **describe(self._microbatch(k))}))
 
     def _timed(
@@ -303,7 +340,8 @@ class StageProgram:
 
     def _span(self, name: str, begun: DeviceEvent, ended: DeviceEvent, args: Mapping[str, Any]) -> Span:
         start_s = self._origin.wait() + begun.seconds_since(self._origin)
-        return Span(name, start_s, ended.seconds_since(begun), args, self._stage.device, COMPUTE)
+        lane = BESIDE if "beside" in args and args["beside"] < args["microbatch"] else COMPUTE
+        return Span(name, start_s, ended.seconds_since(begun), args, self._stage.device, lane)
 
 
 def take_step(weights: JobWeights, rate: float, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:

@@ -91,6 +91,21 @@ def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int =
     return AnalyticCost(shape, _hardware(spec) or DEVICES[ANY_GPU], num_stages, tensor, row_tile=row_tile, split=split)
 
 
+def why_no_pairs(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> str | None:
+    """Why no two microbatches of devices that share every layer run side by side; None if they may.
+
+    `elsewhere`: as in `check_layout`.
+    """
+    if layout.replica_sizes != (1,) or layout.schedule is not None:
+        return "pairs are for one stage; in a pipeline, passes follow one another."
+    if spec.planner == "greedy":
+        return "the greedy planner knows no pairs."
+    if spec.backbone.kernels == "fused" or not _is_on_cpu(spec.backbone, elsewhere):
+        # Of one GPU, autograd goes back through one graph at a time.
+        return "pairs are for the reference path on CPUs."
+    return None
+
+
 def untried_notes(spec: BackboneSpec, elsewhere: Hardware | None = None) -> tuple[str, ...]:
     """What whoever has a layout trained on GPUs should know."""
     if _is_on_cpu(spec, elsewhere):

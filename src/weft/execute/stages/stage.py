@@ -13,6 +13,7 @@ import torch
 
 from weft.adapters.method import ModuleTensors
 from weft.adapters.methods import method_of
+from weft.adapters.side_by_side import SideBySide
 from weft.adapters.targets import leaf_names
 from weft.adapters.token_rows import INPUT_ROWS
 from weft.backbone.backbone import Backbone
@@ -68,6 +69,8 @@ class Stage:
         self.backbone = backbone
         self.transport = transport
         self.runner = stage_runner(backbone)
+        self.side_by_side = None if backbone.devices is None else SideBySide(backbone.devices, backbone.routing)
+        """What runs the passes of a pair, where devices share every layer."""
         self._stream: Stream | None = None
         if has_streams(backbone.device):
             self._stream = Stream(backbone.device)

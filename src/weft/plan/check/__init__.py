@@ -5,6 +5,7 @@ transfers that the slices before and after need, in time; a global batch's step 
 and before the job's next forward; with several stages, its measure between the two; memory never above the limit.
 Between stages: what a neighbour sends is received in the same order, and a run of all lists together comes to its end;
 where they are in step, all of them run a microbatch, or none does.
+Of a pair: two microbatches without a common job, whose forwards, and whose backwards, nothing comes between.
 With several replicas, all of a microbatch is on one of them. Whoever had samples of a global batch measures it. A job
 at home on a replica has all its samples there and steps there; one whose sums are free steps on every replica.
 
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from weft.cost.types import CostModel
 from weft.plan.check.batches import CheckedBatches, away_from_home
 from weft.plan.check.between import crossings, stuck
+from weft.plan.check.pairs import not_side_by_side
 from weft.plan.check.samples import misplaced, out_of_order, overfull, repeated, unknown_microbatches
 from weft.plan.check.walk import StageWalk
 from weft.plan.program import Program
@@ -43,7 +45,7 @@ def violations(
     """
     if program.replica_sizes and (sum(program.replica_sizes) != program.num_stages or min(program.replica_sizes) < 1):
         return [f"replicas of {program.replica_sizes} stages are not the {program.num_stages} that are there"]
-    found = [*unknown_microbatches(program), *overfull(program, limits)]
+    found = [*unknown_microbatches(program), *overfull(program, limits), *not_side_by_side(program)]
     found += repeated(program) if queues is None else [*out_of_order(program, queues), *misplaced(program, queues)]
     if found:
         return found

@@ -1,0 +1,163 @@
+"""Microbatches that run side by side on devices that share every layer give jobs the bits that they have without."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tensor_models import tensor_executor
+from test_stage_pool import SPEC
+from test_staged_references import LAYERS, comparing, stored
+from test_tensor import FEW, MODEL, jobs
+from tiny_models import Job, Outcome, assert_same_bits, finish, job_spec, random_data, submit
+
+from weft.backbone.source import load_tokenizer
+from weft.cost.types import LinearCost
+from weft.engine.engine import Engine
+from weft.engine.events import Event, StepDone
+from weft.engine.lookahead import LookaheadPlanner
+from weft.execute.stages.load_stages import find_parts
+from weft.execute.stages.stage_pool import StageProcesses
+from weft.execute.stages.staged import StagedExecutor
+from weft.objectives.distillation import Distillation
+from weft.objectives.preference.dpo import Dpo
+from weft.plan.pair import side_by_side, two_groups
+from weft.plan.pipeline.build import Schedule
+from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
+from weft.plan.program import Planner, Program
+from weft.plan.types import JobQueue, Limits
+from weft.simulate.choose import FastestPipeline
+from weft.simulate.timeline import BESIDE, COMPUTE
+
+ALONE = PipelinePlanner(Schedule.EAGER, 1)
+
+
+def in_pairs(queues: Sequence[JobQueue], limits: Limits) -> Program:
+    """All in two groups, side by side wherever that can be."""
+    return side_by_side(two_groups(whole_batches(queues, limits, 1), limits.capacity)[1])
+
+
+def trained(
+    planner: Planner,
+    given: list[Job],
+    on_event: Callable[[Engine, Event], None] | None = None,
+    sizes: tuple[int, ...] = (2,),
+    **options: Any,
+) -> tuple[dict[str, Outcome], Engine]:
+    """What became of the jobs on two devices."""
+    executor = tensor_executor("llama", 2, sizes, **MODEL, **options)
+    engine = Engine(executor, capacity=48, planner=planner)
+    submit(engine, *given)
+    found = finish(engine, on_event)
+    engine.close()
+    return found, engine
+
+
+def num_beside(engine: Engine) -> int:
+    return sum("beside" in span.args for span in engine.timeline.spans)
+
+
+@pytest.mark.parametrize(("names", "dtype"), [(FEW, torch.float32), (("lora", "high_rank"), torch.bfloat16)])
+def test_jobs_when_in_pairs_then_have_the_bits_that_they_have_without(names, dtype):
+    """Several methods, clipped, with dropout, one evaluated."""
+    given = jobs(names, num_steps=3)
+    alone, without = trained(ALONE, given, dtype=dtype)
+    paired, engine = trained(in_pairs, given, dtype=dtype)
+    assert num_beside(without) == 0 and num_beside(engine) >= 4 * 3
+    assert alone["lora"].eval_losses
+    for name, outcome in alone.items():
+        assert_same_bits(paired[name], outcome)
+
+
+def test_pairs_when_they_have_run_then_the_timeline_has_both_passes_and_counts_their_time_once():
+    _, engine = trained(in_pairs, jobs(("lora", "ia3"), num_steps=2))
+    passes = [span for span in engine.timeline.measured().spans if span.name in ("forward", "backward")]
+    assert {span.lane for span in passes} == {COMPUTE, BESIDE}
+    for span in passes:
+        is_second = span.args.get("beside", math.inf) < span.args["microbatch"]
+        assert span.lane == (BESIDE if is_second else COMPUTE)
+    assert engine.timeline.measured().bubble_ratio() >= 0
+
+
+def test_job_when_it_turns_nan_beside_another_then_fails_alone():
+    """It is in one group, and the other two are beside it and with it."""
+    given = jobs(("lora", "high_rank", "ia3"), num_steps=4)
+    expected, _ = trained(ALONE, given)
+
+    def spoil(engine: Engine, event: Event) -> None:
+        if isinstance(event, StepDone) and event.job == "lora" and event.step == 1:
+            for column in engine.executor.stages.columns:  # type: ignore[attr-defined]
+                weights = column.stages[0].weights_of("lora")
+                for group in weights.adapter.groups.values():
+                    group.params[0] = math.nan
+
+    found, engine = trained(one_batch(in_pairs), given, on_event=spoil)
+    assert num_beside(engine) and found.pop("lora").state == "failed"
+    for name, outcome in found.items():
+        assert_same_bits(outcome, expected[name])
+
+
+def one_batch(planner: Planner) -> Planner:
+    """Programs of one global batch of every job."""
+
+    def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
+        return planner([dataclasses.replace(q, batches=q.batches[:1], is_all=False) for q in queues], limits)
+
+    return plan
+
+
+def test_jobs_when_they_learn_from_one_teacher_side_by_side_then_both_hear_it(tmp_path):
+    """References run in front of a pair, whoever of it asks for them."""
+    teacher = stored(tmp_path / "teacher", num_key_value_heads=4)
+    given = [comparing(name, Distillation(), 5, teacher=teacher, adapter={"r": 3}) for name in ("a", "b")]
+    given.append(comparing("c", Dpo(0.3), 2))
+    alone, _ = trained(ALONE, given, sizes=(LAYERS,))
+    paired, engine = trained(in_pairs, given, sizes=(LAYERS,))
+    assert num_beside(engine)
+    for name, outcome in alone.items():
+        assert_same_bits(paired[name], outcome)
+
+
+def test_processes_when_they_run_pairs_then_jobs_have_the_bits_that_they_have_without(monkeypatch):
+    """Over gloo, on the embedded backbone; twice the same."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    step = {"max_steps": 2, "max_grad_norm": 0.1}
+    judged = {"eval_steps": 1, "eval_data": 2, "adapter": {"r": 3, "lora_dropout": 0.1}}
+    given: list[Job] = [
+        (job_spec("a", **judged, **step), random_data(1, num_samples=6, num_eval=2)),
+        (job_spec("b", adapter={"r": 4}, **step), random_data(2, num_samples=5)),
+    ]
+    tokenizer: Any = load_tokenizer(SPEC.base_model)
+    group = StageProcesses(SPEC, find_parts(SPEC, 1, tensor=2), tensor=2)
+    try:
+        found = []
+        for planner in (ALONE, in_pairs, in_pairs):
+            engine = Engine(StagedExecutor(group, tokenizer), capacity=48, planner=planner)
+            submit(engine, *given)
+            found.append(finish(engine))
+            assert bool(num_beside(engine)) == (planner is in_pairs)
+            for name in engine.jobs:
+                engine.executor.drop(name)
+        for other in found[1:]:
+            for name, outcome in found[0].items():
+                assert_same_bits(other[name], outcome)
+    finally:
+        group.close()
+
+
+def test_program_when_the_executor_comes_back_with_it_then_the_next_is_planned_meanwhile(monkeypatch):
+    """What is asked for behind it would never be ready."""
+    said: list[str] = []
+    start, foresee = StagedExecutor.start, LookaheadPlanner.foresee
+    monkeypatch.setattr(
+        StagedExecutor, "start", lambda *given: (said.append(type(given[1]).__name__), start(*given))[1]
+    )
+    monkeypatch.setattr(LookaheadPlanner, "foresee", lambda *given: (said.append("foresee"), foresee(*given))[1])
+    planner = FastestPipeline(1, LinearCost())
+    trained(planner, jobs(("ia3",), num_steps=12), sizes=(1,))
+    work = [each for each in said if each in ("foresee", "StagedWork")]
+    assert work[:2] == ["foresee", "StagedWork"] and work.count("foresee") == work.count("StagedWork") > 1

@@ -1,0 +1,124 @@
+"""What two microbatches side by side are predicted to take, whether that pays, and what measurements say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from weft.bench.shapes import find_shape
+from weft.cost.analytic import AnalyticCost
+from weft.cost.fit import Fit, MicrobatchLoad
+from weft.cost.hardware import find_hardware
+from weft.cost.learned import FEWEST
+from weft.cost.learned_pairs import MeasuredPairs, PairPace
+from weft.cost.shape import ModelShape
+from weft.engine.events import MicrobatchesPaired
+from weft.plan.check import violations
+from weft.plan.pair import side_by_side, two_groups
+from weft.plan.types import Batch, JobQueue, Limits
+from weft.simulate.choose import FastestPipeline, pipeline_planner
+from weft.simulate.interpret import simulate
+from weft.simulate.timeline import BESIDE, COMPUTE
+from weft.simulate.two_streams import PairTimes
+
+SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict())
+SAMPLES = (1024,) * 4
+LIMITS = Limits(4096)
+
+
+def cost(device: str = "l40s") -> AnalyticCost:
+    return AnalyticCost(SHAPE, find_hardware(device), tensor_parallel=2)
+
+
+def queues(*jobs: str) -> list[JobQueue]:
+    return [JobQueue(job, tuple(Batch(step, 0, SAMPLES) for step in range(3)), True) for job in jobs]
+
+
+def test_pair_when_links_are_slow_then_hides_most_sums_and_never_takes_less_than_what_computes():
+    found = PairTimes(cost())
+    for is_forward in (True, False):
+        share = found.share(SAMPLES, SAMPLES, 0, is_forward=is_forward)
+        pass_s = (cost().forward_s if is_forward else cost().backward_s)(SAMPLES, 0)
+        sums = SHAPE.num_layers * cost().layer(SAMPLES, is_forward=is_forward).reduces / pass_s
+        assert 1 - sums <= share < 1 - 0.9 * sums
+    fast = dataclasses.replace(cost(), hardware=dataclasses.replace(cost().hardware, link_rate=1e18))
+    assert PairTimes(fast).share(SAMPLES, SAMPLES, 0, is_forward=True) == pytest.approx(1.0)
+
+
+def test_pair_when_one_is_short_then_the_rest_of_the_other_hides_nothing():
+    found = PairTimes(cost())
+    shares = [found.share(SAMPLES, own, 0, is_forward=True) for own in (SAMPLES, (1024,), (16,))]
+    assert shares == sorted(shares) and shares[-1] < 1.0
+
+
+def test_pair_when_something_was_measured_then_that_counts_before_links():
+    table = cost("h100")
+    waits = PairTimes(table, MeasuredPairs(sums={"forward": 0.4})).share(SAMPLES, SAMPLES, 0, is_forward=True)
+    assert 0.6 <= waits < 0.7 < PairTimes(table).share(SAMPLES, SAMPLES, 0, is_forward=True)
+    ran = PairTimes(table, MeasuredPairs({"forward": 0.4}, {"forward": 1.2}))
+    assert ran.share(SAMPLES, SAMPLES, 0, is_forward=True) == 1.2
+    assert ran.share(SAMPLES, SAMPLES, 0, is_forward=False) == PairTimes(table).share(
+        SAMPLES, SAMPLES, 0, is_forward=False
+    )
+
+
+def test_program_when_simulated_then_both_of_a_pair_run_at_once_and_are_held_at_once():
+    program = side_by_side(two_groups(queues("a", "b"), LIMITS.capacity)[1])
+    timeline = simulate(program, cost(), pairs=PairTimes(cost()))
+    first, second = timeline.spans[:2]
+    assert (first.start_s, first.duration_s) == (second.start_s, second.duration_s)
+    assert (first.lane, second.lane) == (COMPUTE, BESIDE)
+    assert (first.args["beside"], second.args["beside"]) == (1, 0)
+    assert timeline.peak_bytes(0) == 2 * cost().held_bytes(SAMPLES, 0)
+    assert timeline.bubble_ratio() == pytest.approx(0.0)
+    # Without anything that says what pairs gain, they gain nothing.
+    alone = simulate(dataclasses.replace(program, pairs=()), cost())
+    assert simulate(program, cost()).makespan_s == pytest.approx(alone.makespan_s)
+    assert timeline.makespan_s < 0.75 * alone.makespan_s
+
+
+def test_choice_when_pairs_pay_then_is_pairs_and_says_by_how_much():
+    planner = pipeline_planner("auto", cost(), in_pairs=True)
+    assert isinstance(planner, FastestPipeline)
+    choice = planner.choose(queues("a", "b"), LIMITS)
+    assert choice.pairs is not None and choice.pairs.num_pairs == len(choice.program.pairs) == 3
+    assert violations(choice.program, queues("a", "b"), LIMITS) == []
+    without = dataclasses.replace(planner, pairs=None).choose(queues("a", "b"), LIMITS)
+    assert without.program.pairs == () and without.pairs is None
+    assert choice.pairs.gain == pytest.approx(1 - choice.seconds / without.seconds) and choice.pairs.gain > 0.2
+    told = MicrobatchesPaired(3, choice.pairs.gain, (("a",), ("b",)), 0).text
+    assert told.startswith("microbatches of a; b run two at a time") and "links are assumed" in told
+
+
+def test_choice_when_jobs_fit_one_microbatch_then_counts_what_two_half_full_ones_cost():
+    """Half the rows take half the time, so that two groups hide sums for nothing; in whole tiles they do not."""
+    small = [JobQueue(job, (Batch(0, 0, (1024, 1024)),), True) for job in "ab"]
+    tiles = dataclasses.replace(cost(), row_tile=4096)
+    chosen = [pipeline_planner("auto", own, in_pairs=True) for own in (cost(), tiles)]
+    pairs = [planner.choose(small, LIMITS).pairs for planner in chosen if isinstance(planner, FastestPipeline)]
+    assert [each.num_pairs if each is not None else None for each in pairs] == [1, 0]
+    assert pairs[1] is not None and pairs[1].gain is not None and pairs[1].gain < 0
+    assert "pairs would take" in MicrobatchesPaired(0, pairs[1].gain, (("a", "b"),), 20).text
+
+
+def test_choice_when_there_is_one_job_then_says_that_nothing_is_without_a_common_job():
+    planner = pipeline_planner("auto", cost(), in_pairs=True)
+    assert isinstance(planner, FastestPipeline)
+    choice = planner.choose(queues("a"), LIMITS)
+    assert choice.pairs is not None and (choice.pairs.num_pairs, choice.pairs.gain) == (0, None)
+    assert "no two are without a common job" in MicrobatchesPaired(0, None, (("a",),), 0).text
+
+
+def test_pace_when_enough_was_seen_then_knows_waits_and_pairs():
+    pace, load = PairPace(), MicrobatchLoad.of([(4, [100])], 0)
+    alone = {"forward": Fit({"rows": 0.01})}
+    for _ in range(FEWEST - 1):
+        pace.note_sums("forward", 0.25, 1.0)
+        pace.note_pair("forward", (load, load), 1.5)
+    assert pace.learn(alone) == MeasuredPairs()
+    pace.note_sums("forward", 0.25, 1.0)
+    pace.note_pair("forward", (load, load), 1.5)
+    found = pace.learn(alone)
+    assert found.sums == {"forward": pytest.approx(0.25)} and found.pairs == {"forward": pytest.approx(0.75)}
+    assert pace.learn({}).pairs == {}
