@@ -122,3 +122,21 @@ def test_read_run_when_there_is_no_run_then_one_sentence_says_so(tmp_path: Path,
 @pytest.mark.parametrize("value", [None, "1", True, float("nan"), float("inf"), 10**400, [1]])
 def test_number_when_not_a_finite_number_then_none(value: object) -> None:
     assert number(value) is None
+
+
+def test_read_run_when_microbatches_ran_side_by_side_then_they_are_one_span(tmp_path: Path) -> None:
+    """Drawn one over the other, the first could not be seen."""
+
+    def event(name: str, start: int, length: int, microbatch: int, **more: int) -> dict[str, object]:
+        args = {"microbatch": microbatch, "tokens": 6, "rows": 8, "jobs": {f"job{microbatch}": 6}, **more}
+        return {"name": name, "ph": "X", "ts": start, "dur": length, "pid": 1, "args": args}
+
+    pairs = [event("forward", 10, 20, 0, beside=1), event("forward", 12, 24, 1, beside=0)]
+    alone = [event("backward", 50, 20, 0), event("backward", 70, 20, 1, beside=2), event("step", 80, 9, 1)]
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": [*pairs, *pairs, *alone]}))
+    write_metrics(tmp_path, train_line(1))
+    first, second, *others = read_run(tmp_path).spans
+    assert first == second
+    assert (first.start_s, first.duration_s) == (1e-5, pytest.approx(2.6e-5))
+    assert (first.tokens, first.rows, first.jobs) == (12, 16, {"job0": 6, "job1": 6})
+    assert [span.name for span in others] == ["backward", "backward", "step"]

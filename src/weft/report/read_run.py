@@ -17,6 +17,8 @@ from weft.report.run_data import EvalPoint, JobReport, ReportSpan, RunData, Trai
 from weft.wall_clock import TimeSplit
 
 JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
+Pair = tuple[Any, Any, set[float | None]]
+"""The name of a pass, where it ran, and two microbatches."""
 
 
 def read_run(run_dir: Path) -> RunData:
@@ -104,8 +106,27 @@ def _replace_from(points: list[TrainPoint] | list[EvalPoint], step: int) -> None
 
 def _read_spans(run_dir: Path) -> tuple[ReportSpan, ...]:
     events = _read_mapping(run_dir / "timeline.json").get("traceEvents")
-    spans = [_span(event) for event in events if isinstance(event, Mapping)] if isinstance(events, list) else []
-    return tuple(sorted((span for span in spans if span is not None), key=lambda span: span.start_s))
+    spans: list[ReportSpan] = []
+    last: Pair | None = None
+    for event in events if isinstance(events, list) else ():
+        span = _span(event) if isinstance(event, Mapping) else None
+        if span is None:
+            continue
+        pair = _pair(event)
+        if pair is not None and pair == last:
+            spans[-1], pair = spans[-1].together_with(span), None
+        else:
+            spans.append(span)
+        last = pair
+    return tuple(sorted(spans, key=lambda span: span.start_s))
+
+
+def _pair(event: Mapping[str, Any]) -> Pair | None:
+    """What tells a microbatch that ran beside another, and that other, from all else; None for one that ran alone."""
+    args = event.get("args")
+    if not isinstance(args, Mapping) or number(args.get("beside")) is None:
+        return None
+    return event.get("name"), event.get("pid"), {number(args.get("microbatch")), number(args.get("beside"))}
 
 
 def _span(event: Mapping[str, Any]) -> ReportSpan | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,19 @@ class ReportSpan:
     """Tokens of each job inside the span."""
     replica: int = 0
     """Which copy of the backbone, or which stage of it, it ran on, from 0."""
+
+    def together_with(self, other: ReportSpan) -> ReportSpan:
+        """Two microbatches that ran side by side, as one: they have no job in common."""
+        start_s = min(self.start_s, other.start_s)
+        end_s = max(self.start_s + self.duration_s, other.start_s + other.duration_s)
+        return replace(
+            self,
+            start_s=start_s,
+            duration_s=end_s - start_s,
+            tokens=self.tokens + other.tokens,
+            rows=self.rows + other.rows,
+            jobs={**self.jobs, **other.jobs},
+        )
 
 
 @dataclass(frozen=True)

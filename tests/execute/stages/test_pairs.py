@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from staged_models import objective_jobs
 from tensor_models import tensor_executor
 from test_stage_pool import SPEC
 from test_staged_references import LAYERS, comparing, stored
@@ -61,7 +62,14 @@ def num_beside(engine: Engine) -> int:
     return sum("beside" in span.args for span in engine.timeline.spans)
 
 
-@pytest.mark.parametrize(("names", "dtype"), [(FEW, torch.float32), (("lora", "high_rank"), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [
+        (FEW, torch.float32),
+        (("lora", "high_rank"), torch.bfloat16),
+        pytest.param(None, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_jobs_when_in_pairs_then_have_the_bits_that_they_have_without(names, dtype):
     """Several methods, clipped, with dropout, one evaluated."""
     given = jobs(names, num_steps=3)
@@ -108,6 +116,15 @@ def one_batch(planner: Planner) -> Planner:
         return planner([dataclasses.replace(q, batches=q.batches[:1], is_all=False) for q in queues], limits)
 
     return plan
+
+
+def test_objectives_when_in_pairs_then_have_the_bits_that_they_have_without():
+    """A head for labels beside samples that share a microbatch."""
+    alone, _ = trained(ALONE, objective_jobs())
+    paired, engine = trained(in_pairs, objective_jobs())
+    assert num_beside(engine)
+    for name, outcome in alone.items():
+        assert_same_bits(paired[name], outcome)
 
 
 def test_jobs_when_they_learn_from_one_teacher_side_by_side_then_both_hear_it(tmp_path):

@@ -329,7 +329,7 @@ class StageProgram:
         args: dict[str, Any] = {"microbatch": k - begun.work.first, "chunk": 0, "rows": rows}
         if beside is not None:
             args["beside"] = beside - begun.work.first
-        elif devices is not None:
+        elif devices is not None and not is_gpu(self._stage.backbone.device):
             args["sums_s"] = devices.waited_s - waited_s
         begun.timed.append(self._timed(name, started, {**args, **describe(self._microbatch(k))}))
 
