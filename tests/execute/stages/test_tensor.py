@@ -88,21 +88,16 @@ def assert_near(mine: Outcome, other: Outcome, tolerance: float = 1e-5) -> None:
     ("layout", "names"),
     [
         ("tensor:2,stages:2", FEW),
+        ("tensor:4", ("lora", "high_rank")),
         *(pytest.param(layout, None, marks=pytest.mark.slow) for layout in ("tensor:2", "tensor:2,stages:2")),
     ],
 )
 def test_jobs_when_layers_are_shared_then_end_near_those_of_one_device_after_20_steps(layout, names):
-    expected = train(random_backbone("llama", **MODEL), jobs(names), capacity=48)
-    for name, outcome in trained(layout, jobs(names)).items():
-        assert len(outcome.losses) == 20
-        assert_near(outcome, expected[name])
-
-
-def test_jobs_when_four_devices_share_a_layer_then_end_near_those_of_one_device_but_for_what_adam_makes_of_rounding():
-    """With Adam's usual epsilon, a number whose gradient crosses zero ends 1.5e-5 off; with a larger one, 5e-8."""
-    given = jobs(("lora", "high_rank"), epsilon=1e-3)
+    """Adam makes steps of rounding: with its usual epsilon, numbers whose gradient crosses zero end up to 6e-5 off."""
+    given = jobs(names, epsilon=1e-3)
     expected = train(random_backbone("llama", **MODEL), given, capacity=48)
-    for name, outcome in trained("tensor:4", given).items():
+    for name, outcome in trained(layout, given).items():
+        assert len(outcome.losses) == 20
         assert_near(outcome, expected[name], tolerance=1e-6)
 
 
