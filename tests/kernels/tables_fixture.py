@@ -137,6 +137,7 @@ def _entries(site: Site, slot: Slot, dtype: torch.dtype, factor: float) -> Mappi
                 scale=0.5 + part,
                 dropout=slot.dropout,
                 key=77 + site.module + part,
+                first_input=5 * part,
             )
             first, row = first + padded(rank), row + rank
     return entries
@@ -170,5 +171,5 @@ def plain_in(delta: Delta) -> torch.Tensor:
 
 def plain_drop(x_LD: torch.Tensor, entry: Entry, keys_L: torch.Tensor) -> torch.Tensor:
     """x after an adapter's dropout."""
-    keep_LD = keep_mask(keys_L, entry.key, x_LD.shape[1], entry.dropout)
+    keep_LD = keep_mask(keys_L, entry.key, x_LD.shape[1], entry.dropout, first=entry.first_input)
     return torch.where(keep_LD, x_LD / (1 - entry.dropout), torch.zeros_like(x_LD))

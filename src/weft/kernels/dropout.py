@@ -49,9 +49,9 @@ def row_keys(sample_key: int, num_rows: int) -> npt.NDArray[np.int32]:
     return (x ^ (x >> np.uint32(16))).view(np.int32)
 
 
-def module_seed(module: int) -> int:
-    """Seed of a module's feature keys."""
-    return mix(module, 0x27D4EB2F)
+def module_seed(module: int, first: int = 0) -> int:
+    """Seed of a module's feature keys; `first`: the place of the first feature that is here among all of them."""
+    return (mix(module, 0x27D4EB2F) + first * _STRIDE) & _MASK
 
 
 def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float, *, first: int = 0) -> torch.Tensor:

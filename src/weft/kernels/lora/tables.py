@@ -90,6 +90,8 @@ class Entry:
     """Where gradients of samples are added so that their order does not matter (`fixed_words.py`), instead of to the
     gradient; of A, if that is trained."""
     words_b: Words | None = None
+    first_input: int = 0
+    """The place of the first of A's columns among all of the module's inputs, where other devices have others."""
 
     @property
     def threshold(self) -> int:
@@ -279,7 +281,7 @@ class SlotTable:
 
 def _addresses(entry: Entry) -> tuple[int, ...]:
     bits = int(np.float32(entry.scale).view(np.int32))
-    seed = int(np.uint32(module_seed(entry.key)).view(np.int32))
+    seed = int(np.uint32(module_seed(entry.key, entry.first_input)).view(np.int32))
     tensors = (entry.a_PD, entry.b_OP, entry.grad_a_RD, entry.grad_b_OR)
     return (*(t.data_ptr() for t in tensors), bits, entry.threshold | seed << 32)
 
@@ -322,7 +324,9 @@ class RowTables:
         """The rows `own` of x with dropped inputs at zero and kept ones scaled; its own backward."""
         if entry.dropout == 0 or not self.drops:
             return x_LD
-        return drop(x_LD, keep_mask(self.keys_T[own], entry.key, x_LD.shape[1], entry.dropout), entry.dropout)
+        keys_L, num_features = self.keys_T[own], x_LD.shape[1]
+        keep_LD = keep_mask(keys_L, entry.key, num_features, entry.dropout, first=entry.first_input)
+        return drop(x_LD, keep_LD, entry.dropout)
 
     def by_slot(self) -> dict[int, list[SampleRows]]:
         """The samples of each slot with an adapter, in the job's order."""
