@@ -12,8 +12,10 @@ from thread_devices import ThreadDevices, on_devices
 from tiny_models import SETTINGS, random_backbone, random_sample
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.methods import has_kernels
 from weft.backbone.backbone import Backbone
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
+from weft.backbone.path import Memory
 from weft.backbone.tensor_parallel import divide, why_undivided
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
@@ -54,7 +56,15 @@ def with_adapters(backbone: Backbone, *names: str) -> tuple[list[Adapter], Packe
     return adapters, pack_samples(placed, 64, backbone.device)
 
 
-def on_divided(name: str, count: int, run: Callable[[Backbone, ThreadDevices], T], **options: Any) -> list[T]:
+def on_divided(
+    name: str,
+    count: int,
+    run: Callable[[Backbone, ThreadDevices], T],
+    *,
+    kernels: str = "reference",
+    memory: Memory | None = None,
+    **options: Any,
+) -> list[T]:
     """What is found on each of so many devices that share a model."""
     # One after another: models are drawn from the seed of the process.
     backbones = [random_backbone(name, **options) for _ in range(count)]
@@ -62,6 +72,8 @@ def on_divided(name: str, count: int, run: Callable[[Backbone, ThreadDevices], T
     def run_divided(devices: ThreadDevices) -> T:
         backbone = backbones[devices.index]
         divide(backbone, devices)
+        backbone.use_kernels(kernels, memory)
+        assert backbone.path.name == kernels
         return run(backbone, devices)
 
     return on_devices(count, run_divided)
@@ -76,6 +88,8 @@ def check(name: str, count: int, *adapters: str, **options: Any) -> None:
     one, batch = with_adapters(whole, *adapters)
     starts = [adapter.tensors() for adapter in one]
     losses = whole.forward_backward(batch, 64)
+    for adapter in one:
+        adapter.complete_gradients()
 
     def run(backbone: Backbone, devices: ThreadDevices) -> tuple[list[float], list[torch.Tensor]]:
         mine, own_batch = with_adapters(backbone, *adapters)
@@ -84,6 +98,7 @@ def check(name: str, count: int, *adapters: str, **options: Any) -> None:
                 assert all(x.equal(y) for x, y in zip(tensors, start[path], strict=True)), path
         found = backbone.forward_backward(own_batch, 64)
         for adapter in mine:
+            adapter.complete_gradients()
             adapter.add_up_gradients(devices)
         return found, gradients(mine)
 
@@ -96,27 +111,50 @@ def check(name: str, count: int, *adapters: str, **options: Any) -> None:
             assert (mine - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_adapter_when_layers_are_divided_then_starts_and_gradients_are_those_of_one_device(adapter):
+HAVE_KERNELS = [name for name, settings in ADAPTERS.items() if has_kernels(AdapterSpec(**settings))]
+
+
+on_both_paths = pytest.mark.parametrize("kernels", ["reference", "fused"])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "adapter"), [*(("reference", name) for name in ADAPTERS), *(("fused", name) for name in HAVE_KERNELS)]
+)
+def test_adapter_when_layers_are_divided_then_starts_and_gradients_are_those_of_one_device(kernels, adapter):
     """With biases everywhere; all devices end with the same bits."""
-    check("llama", 2, adapter, attention_bias=True, mlp_bias=True)
+    check("llama", 2, adapter, kernels=kernels, attention_bias=True, mlp_bias=True)
 
 
+@on_both_paths
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_when_layers_are_divided_then_gradients_are_those_of_one_device(family):
+def test_family_when_layers_are_divided_then_gradients_are_those_of_one_device(family, kernels):
     """Whatever stands between the linears."""
-    check(family, 2, "lora", "prefix")
+    check(family, 2, "lora", "prefix", kernels=kernels)
 
 
-def test_devices_when_four_then_gradients_are_those_of_one_device():
-    check("llama", 4, "lora", "dora_dropping", num_key_value_heads=4)
+@pytest.mark.parametrize(("kernels", "other"), [("reference", "dora_dropping"), ("fused", "dora")])
+def test_devices_when_four_then_gradients_are_those_of_one_device(kernels, other):
+    check("llama", 4, "lora", other, "vera", kernels=kernels, num_key_value_heads=4)
 
 
-def test_methods_when_they_share_a_microbatch_then_gradients_are_those_of_one_device():
-    check("llama", 2, "lora", "dora", "ia3", "bitfit", "bottleneck", "prompt", "vera")
+@on_both_paths
+def test_methods_when_they_share_a_microbatch_then_gradients_are_those_of_one_device(kernels):
+    check("llama", 2, "lora", "dora", "ia3", "bitfit", "bottleneck", "prompt", "vera", kernels=kernels)
 
 
-def test_devices_when_a_microbatch_runs_then_meet_once_per_divided_input_and_once_per_row_split_module():
+@on_both_paths
+def test_corners_when_parts_of_modules_are_as_wide_as_others_then_each_module_has_its_own(kernels):
+    """Half the width of the MLP is that of the residual stream."""
+    check("llama", 2, "vera", kernels=kernels, intermediate_size=2 * SETTINGS["hidden_size"])
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
+def test_layers_when_made_again_on_divided_devices_then_gradients_are_those_of_one_device(recompute):
+    check("gemma3_text", 2, "lora", "bottleneck", kernels="fused", memory=Memory(recompute))
+
+
+@on_both_paths
+def test_devices_when_a_microbatch_runs_then_meet_once_per_divided_input_and_once_per_row_split_module(kernels):
     """Two forward and two backward in every layer, but for the gradient of embeddings, which nobody wants."""
 
     def run(backbone: Backbone, devices: ThreadDevices) -> int:
@@ -126,16 +164,18 @@ def test_devices_when_a_microbatch_runs_then_meet_once_per_divided_input_and_onc
         return devices.num_met - before
 
     layers = SETTINGS["num_hidden_layers"]
-    assert on_divided("llama", 2, run) == [4 * layers - 1] * 2
+    assert on_divided("llama", 2, run, kernels=kernels) == [4 * layers - 1] * 2
 
 
-def test_memory_when_layers_are_divided_then_each_device_has_its_part_of_every_linear():
+@on_both_paths
+def test_memory_when_layers_are_divided_then_each_device_has_its_part_of_every_linear(kernels):
     whole = sum(linear.weight.numel() for linear in random_backbone("llama").linears.values())
 
     def held(backbone: Backbone, devices: ThreadDevices) -> int:
-        return sum(linear.weight.untyped_storage().nbytes() for linear in backbone.linears.values())
+        stored = [linear.weight.untyped_storage() for linear in backbone.linears.values()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values())
 
-    assert on_divided("llama", 2, held) == [whole * 4 // 2] * 2
+    assert on_divided("llama", 2, held, kernels=kernels) == [whole * 4 // 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -149,6 +189,22 @@ def test_memory_when_layers_are_divided_then_each_device_has_its_part_of_every_l
 )
 def test_model_when_devices_cannot_share_it_evenly_then_a_sentence_says_what_fits(count, changes, why):
     assert why_undivided({"model_type": "llama", **SETTINGS, **changes}, count) == why
+
+
+@pytest.mark.parametrize(
+    ("quantize", "changes", "keeps"),
+    [
+        ("nf4", {"hidden_size": 128, "intermediate_size": 256}, None),
+        ("nf4", {"hidden_size": 128, "intermediate_size": 192}, "192 inputs or outputs, of which nf4 keeps 64"),
+        ("fp8", {"hidden_size": 64, "intermediate_size": 64}, None),
+        ("fp8", {"hidden_size": 64, "intermediate_size": 48}, "48 inputs or outputs, of which fp8 keeps 16"),
+        ("fp8", {"hidden_size": 64, "intermediate_size": 50}, None),
+        ("int8", {"intermediate_size": 6}, None),
+    ],
+)
+def test_weights_when_parts_would_not_hold_whole_blocks_then_a_sentence_says_so(quantize, changes, keeps):
+    why = why_undivided({"model_type": "llama", **SETTINGS, **changes}, 2, quantize)
+    assert why is None if keeps is None else why is not None and f"has weights of {keeps} together" in why
 
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt2"])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from thread_devices import EchoDevices
 from tiny_families import FAMILIES as TINY
 from tiny_models import random_backbone, random_sample
 
@@ -19,6 +20,7 @@ from weft.backbone.fused.path import FusedPath
 from weft.backbone.fused.step import Passed
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.backbone.path import Memory
+from weft.backbone.tensor_parallel import divide
 from weft.cost.memory import OFFLOAD_LAYERS, MemoryModel, rank_class
 from weft.cost.shape import ModelShape
 from weft.families.registry import FAMILIES
@@ -167,12 +169,20 @@ def kept_storages(passed: Passed) -> dict[int, int]:
     return found
 
 
-@every_family
-@pytest.mark.parametrize("mode", ["none", "mlp", "full"])
-def test_kept_when_compared_with_the_memory_model_then_equal_to_the_byte(mode, name):
-    """All of it, and of that what `offload` would move."""
+@pytest.mark.parametrize(
+    ("name", "mode", "count"),
+    [
+        *((name, mode, 1) for name in FAMILIES for mode in ("none", "mlp", "full")),
+        *((name, "none", 2) for name in FAMILIES if name != "phi3"),
+    ],
+)
+def test_kept_when_compared_with_the_memory_model_then_equal_to_the_byte(name, mode, count):
+    """All of it, and of that what `offload` would move; on one device and on one of several that share layers."""
     kinds = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]} if name == "gemma3_text" else {}
-    backbone = random_backbone(name, kernels="fused", memory=Memory(mode), num_hidden_layers=3, **kinds)
+    backbone = random_backbone(name, num_hidden_layers=3, **kinds)
+    if count > 1:
+        divide(backbone, EchoDevices(count))
+    backbone.use_kernels("fused", Memory(mode))
     slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=4, rank_pattern={"down_proj": 20}), 0))
     batch = pack_samples([Placed(random_sample(np.random.default_rng(0), 100), slot)], 128, backbone.device)
     assert isinstance(backbone.path, FusedPath)
@@ -181,7 +191,7 @@ def test_kept_when_compared_with_the_memory_model_then_equal_to_the_byte(mode, n
     passed = place._held
     assert isinstance(passed, Passed)
     shape = ModelShape.from_config(backbone.model.config.to_dict())
-    model = MemoryModel(shape, recompute=mode, activation_bytes=4)
+    model = MemoryModel(shape, recompute=mode, activation_bytes=4, tensor_parallel=count)
     assert backbone.path.table.rank_class == rank_class([20]) == 32
     assert sum(kept_storages(passed).values()) == model.kept_bytes(128, 20)
     large = [getattr(kept, name) for kept in passed.kept[OFFLOAD_LAYERS:] for name in passed.context.model.moved]

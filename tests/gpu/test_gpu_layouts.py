@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ from weft.execute.stages.load_stages import StageLayout, load_stages
 from weft.execute.stages.stage_group import LocalStages
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
+from weft.execute.stages.tensor_devices import join_devices, tensor_devices
 from weft.execute.stages.transport import Channel, Route, TorchTransport
+from weft.kernels.device import beside, record
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner
@@ -51,6 +54,15 @@ JOBS = {
     "plain": {**STEP, "adapter": {"r": 16}, "eval_data": 4, "eval_steps": 2},
     "spread": {**STEP, "adapter": {"r": 16, "lora_dropout": 0.1}, "sums": "free"},
 }
+SGD = {**STEP, "optim": "sgd", "learning_rate": 1.0}
+SHARED_JOBS = {
+    "drops": {**SGD, "adapter": {"r": 16, "lora_dropout": 0.1}},
+    "narrow": {**SGD, "adapter": {"r": 4}, "eval_data": 4, "eval_steps": 2},
+    "dora": {**SGD, "adapter": {"method": "dora", "r": 16}},
+    "bias": {**SGD, "adapter": {"method": "bitfit"}},
+    "prefix": {**SGD, "adapter": {"method": "prefix_tuning", "num_virtual_tokens": 4, "init_prefix_weights": "zero"}},
+}
+"""For devices that share layers, which round otherwise: AdamW would make steps of that where gradients are small."""
 Adapters = dict[str, dict[str, tuple[torch.Tensor, ...]]]
 
 
@@ -161,6 +173,56 @@ def test_adapters_when_processes_share_the_gpu_then_have_the_bits_of_one_device(
         executor.close()
 
 
+def in_layout(small: BackboneSpec, layout: StageLayout, jobs_file: Path) -> Adapters:
+    expected = ExpectedJobs(tuple(job.adapter for job in load_run(jobs_file).jobs), len(SHARED_JOBS))
+    with phase("processes have loaded and met"):
+        executor = load_stages(small, layout, 0.2, expected)
+    assert isinstance(executor.stages, StageProcesses)
+    try:
+        with ended_in_time(executor.stages):
+            return trained(Engine(executor, capacity=CAPACITY, planner=planner_of(layout)), jobs_file)
+    finally:
+        executor.close()
+
+
+def far(found: Adapters, expected: Adapters, starts: Adapters) -> dict[str, float]:
+    """By job, how far two adapters are from each other, as a share of how far one went."""
+
+    def length(one: Adapters, other: Adapters, name: str) -> float:
+        pairs = ((x, y) for path, own in one[name].items() for x, y in zip(own, other[name][path], strict=True))
+        return sum(float((x.cpu().float() - y.cpu().float()).square().sum()) for x, y in pairs) ** 0.5
+
+    return {name: length(found, expected, name) / length(expected, starts, name) for name in expected}
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        (StageLayout((1,), tensor=2, gpus="0,0"), {}),
+        (StageLayout((1,), tensor=2, gpus="0,0"), {"quantize": "nf4"}),
+        (StageLayout((1,), tensor=2, gpus="0,0"), {"kernels": "reference"}),
+        (StageLayout((2,), tensor=2, gpus="0,0,0,0"), {}),
+    ],
+    ids=["tensor:2", "tensor:2 in nf4", "tensor:2 without kernels", "tensor:2,stages:2"],
+)
+def test_adapters_when_processes_share_every_layer_then_are_near_one_device_and_the_same_again(
+    layout, settings, small, tmp_path: Path
+):
+    """Sums go through pinned memory and gloo, so no graph is captured; in bfloat16, which rounds them otherwise."""
+    spec = replace(small, **settings)
+    jobs_file = write_jobs(tmp_path / "jobs", Path(small.base_model), SHARED_JOBS, capacity=CAPACITY)
+    backbone = load_backbone(spec)
+    made = {job.name: backbone.new_adapter(job.adapter, job.seed) for job in load_run(jobs_file).jobs}
+    starts = {name: adapter.tensors() for name, adapter in made.items()}
+    with phase("one device"):
+        expected = trained(Engine(backbone, capacity=CAPACITY), jobs_file)
+    first, second = (in_layout(spec, layout, jobs_file) for _ in range(2))
+    assert_equal(second, first)
+    found = far(first, expected, starts)
+    print(f"[{found}]", flush=True)
+    assert max(found.values()) < 0.05, found
+
+
 @pytest.fixture
 def nccl(tmp_path: Path) -> Iterator[None]:
     torch.cuda.set_device(GPU)
@@ -181,6 +243,24 @@ def test_layer_when_gathered_by_nccl_then_is_whole(nccl):
         peers.gather(0, peers.keep(0, whole), into).wait()
         assert torch.equal(into, whole)
         assert peers.most(7) == 7
+
+
+def test_sum_when_recorded_with_nccl_then_the_graph_adds_up_again(nccl):
+    """With one process, whose sum is its own part: what several would record."""
+    devices = tensor_devices(0, 1, GPU, "nccl")
+    assert devices.can_be_recorded
+    devices.groups = join_devices(0, 1, 1, datetime.timedelta(minutes=1))
+    part = torch.ones(64, 32, dtype=torch.bfloat16, device=GPU)
+    stream = torch.cuda.Stream(GPU)
+    with beside(GPU, stream):
+        devices.add_up(part)
+    torch.cuda.synchronize(GPU)
+    with record(stream=stream) as graph:
+        added = devices.add_up(2 * part)
+    part.fill_(3.0)
+    graph.replay()
+    torch.cuda.synchronize(GPU)
+    assert torch.equal(added, torch.full_like(part, 6.0))
 
 
 def test_transport_when_made_for_nccl_then_opens_and_ends_without_anybody_to_talk_to(nccl):

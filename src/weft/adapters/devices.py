@@ -29,6 +29,8 @@ class Devices(ABC):
     """While two passes run side by side: whose turn it is."""
     waited_s: float = 0.0
     """Seconds in which a host has waited for others, so far, while one pass ran alone."""
+    can_be_recorded: bool = False
+    """Whether an exchange can be recorded with the launches around it, to be replayed as one graph."""
 
     @abstractmethod
     def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:

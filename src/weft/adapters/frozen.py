@@ -62,6 +62,8 @@ class FrozenWeight(nn.Module, ABC):
     kind: ClassVar[str]
     out_dims: ClassVar[Mapping[str, int]]
     """The stored tensors, and which of their dimensions counts the outputs."""
+    in_dims: ClassVar[Mapping[str, int]]
+    """Those that have numbers of single inputs, or of blocks of them, and which dimension counts these."""
     adds_up: ClassVar[bool] = True
     """Whether its products can be added to what is there already; FP8 products cannot."""
 
@@ -123,6 +125,17 @@ class FrozenWeight(nn.Module, ABC):
         cut = {name: t.narrow(self.out_dims[name], start, stop - start) for name, t in self.stored.items()}
         return type(self)(cut, self.shape[1], self.dtype)
 
+    def cut(self, outputs: slice, inputs: slice) -> FrozenWeight:
+        """The weight of some outputs and inputs, with storage of its own; the numbers stay as they are."""
+        num_in, rows = self.shape[1], self.part(outputs.start, outputs.stop).stored
+        for name, dim in self.in_dims.items() if inputs != slice(0, num_in) else ():
+            if name in rows:
+                numbers = [edge * rows[name].shape[dim] / num_in for edge in (inputs.start, inputs.stop)]
+                assert all(number.is_integer() for number in numbers), "blocks are cut between them"
+                rows[name] = rows[name].narrow(dim, int(numbers[0]), int(numbers[1] - numbers[0]))
+        own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rows.items()}
+        return type(self)(own, inputs.stop - inputs.start, self.dtype)
+
     @property
     def stored(self) -> dict[str, torch.Tensor]:
         """What it keeps, by name."""
@@ -139,6 +152,7 @@ class Dense(FrozenWeight):
 
     kind = "none"
     out_dims: ClassVar[Mapping[str, int]] = {"weight_OD": 0}
+    in_dims: ClassVar[Mapping[str, int]] = {"weight_OD": 1}
     weight_OD: nn.Parameter
 
     @classmethod
@@ -156,6 +170,7 @@ class Int8(FrozenWeight):
 
     kind = "int8"
     out_dims: ClassVar[Mapping[str, int]] = {"q_OD": 0, "scale_O": 0}
+    in_dims: ClassVar[Mapping[str, int]] = {"q_OD": 1}
     q_OD: nn.Parameter
     scale_O: nn.Parameter
 
@@ -175,6 +190,7 @@ class Nf4(FrozenWeight):
 
     kind = "nf4"
     out_dims: ClassVar[Mapping[str, int]] = {"codes": 0, "absmax_OG": 0}
+    in_dims: ClassVar[Mapping[str, int]] = {"codes": 1, "absmax_OG": 1}
     codes: nn.Parameter
     absmax_OG: nn.Parameter
 
@@ -195,6 +211,7 @@ class Fp8(FrozenWeight):
     kind = "fp8"
     adds_up = False
     out_dims: ClassVar[Mapping[str, int]] = {"w8_OD": 0, "scale_O": 0, "w8_DO": 1}
+    in_dims: ClassVar[Mapping[str, int]] = {"w8_OD": 1, "w8_DO": 0}
     w8_OD: nn.Parameter
     scale_O: nn.Parameter
     w8_DO: nn.Parameter

@@ -45,14 +45,24 @@ class KeyValueRows(RowPlace):
         """`width`: of keys and values together."""
         super().__init__(width, routing)
         self._layer = layer
+        self._num_heads = 0
+        """Where they are divided, of all devices together."""
         self._heads = (0, 0)
         """That other devices have, before those here and behind them."""
 
     def divide(self, num_heads: int, devices: Devices) -> None:
         """Lets attention have this device's run of so many heads; to be called before adapters are made."""
-        size = num_heads // devices.count
+        self._num_heads, size = num_heads, num_heads // devices.count
         self._heads = devices.index * size, (devices.count - 1 - devices.index) * size
         self.share = replace(self.share, devices=devices)
+
+    def columns_here(self, device: torch.device) -> torch.Tensor | None:
+        """The numbers of a row that belong to this device's heads, keys before values; None: all."""
+        before, behind = self._heads
+        if not before and not behind:
+            return None
+        numbers_2KC = torch.arange(self.width, device=device).view(2, self._num_heads, -1)
+        return numbers_2KC[:, before : self._num_heads - behind].flatten()
 
     def put(self, slot: int, weights: SlotWeights) -> None:
         """Lets an adapter sit here."""

@@ -63,9 +63,9 @@ class SlotLinear(nn.Module):
 
     def divide(self, side: Side, devices: Devices) -> None:
         """Leaves only this device's part of the frozen weight here; to be called before adapters are made."""
-        assert isinstance(self.frozen, Dense) and not self.slots, "whoever divides it does so first"
+        assert not self.slots, "whoever divides it does so first"
         self.share = PlaceShare.part(*self._whole, side, devices)
-        self.frozen = Dense.of(self.weight[self.share.outputs, self.share.inputs].clone())
+        self.frozen = self.frozen.cut(self.share.outputs, self.share.inputs)
         if self.bias_O is not None:
             own_O = self.bias_O[self.share.outputs].clone()
             self.bias_O = nn.Parameter(own_O, requires_grad=False) if self.share.adds_once else None

@@ -165,11 +165,13 @@ class Backbone:
         if obstacle:
             raise ModelError(f"the fused kernels do not fit: {obstacle}; use auto or reference.", where="kernels")
         memory = memory or Memory()
-        fused = fuse(self.model, self.linears, self.part)
+        fused = fuse(self.model, self.linears, self.part, self.devices)
         parts = (fused, self._numbers(fused), self.head, memory)
         lane = 0 if self.part is None else self.part.first
         self.path = FusedPath(*parts, self._memory_model(memory), self._heads, lane)
-        self.kernels = "fused: " + ("Triton and captured graphs" if self.works_on else "plain torch twins")
+        is_captured = self.devices is None or self.devices.can_be_recorded
+        triton = "Triton and captured graphs" if is_captured else "Triton"
+        self.kernels = "fused: " + (triton if self.works_on else "plain torch twins")
 
     def gather_by(self, ring: LayerRing) -> None:
         """Lets microbatches wait at every layer for its frozen weights; use `backbone.shards.sharing.share_layers`."""
@@ -204,7 +206,9 @@ class Backbone:
         if self.part is not None:
             shape = replace(shape, num_layers=self.part.end - self.part.first)
         copies = min((weight.copies for weight in weights if isinstance(weight, Fp8)), default=1)
-        return MemoryModel(shape, quantisation(weights), memory.recompute, self.dtype.itemsize, copies)
+        count = 1 if self.devices is None else self.devices.count
+        kind = quantisation(weights)
+        return MemoryModel(shape, kind, memory.recompute, self.dtype.itemsize, copies, tensor_parallel=count)
 
     def new_adapter(
         self,

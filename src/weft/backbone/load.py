@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from weft.adapters.devices import Devices
 from weft.adapters.frozen import Dense, FrozenWeight, quantise
 from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
@@ -22,6 +23,7 @@ from weft.backbone.path import Memory
 from weft.backbone.shards.peers import Peers
 from weft.backbone.shards.sharing import share_layers
 from weft.backbone.source import Source, find_source, gguf, load_tokenizer, quiet, readable, reason
+from weft.backbone.tensor_parallel import divide
 from weft.errors import ModelError
 from weft.families.obstacles import OBSTACLES
 from weft.families.registry import FAMILIES, REFERENCE_FAMILIES
@@ -47,19 +49,26 @@ def choose_dtype(spec: BackboneSpec, device: torch.device) -> torch.dtype:
     return torch.float32 if spec.dtype == "float32" else torch.bfloat16
 
 
-def load_backbone(spec: BackboneSpec, part: ModelPart | None = None, peers: Peers | None = None) -> Backbone:
-    """The frozen model, or a part of it, ready for adapters; with `peers` it has a slice of every layer's weights."""
+def load_backbone(
+    spec: BackboneSpec, part: ModelPart | None = None, peers: Peers | None = None, devices: Devices | None = None
+) -> Backbone:
+    """The frozen model, or a part of it, ready for adapters.
+
+    With `peers` it has a slice of every layer's weights, with `devices` it shares every layer with them.
+    """
     attention.register()
     device = choose_device(spec)
-    # A model to be quantised goes to its device linear by linear: dense it may not fit there.
-    waits = spec.quantize != "none" and peers is None
-    model = _read_model(spec, packed=True, part=part, is_spread=peers is not None).to("cpu" if waits else device)
+    # Weights to be quantised or divided go to their device linear by linear: whole they may not fit there.
+    waits = (spec.quantize != "none" or devices is not None) and peers is None
+    model = _read_model(spec, packed=True, part=part, is_spread=peers is not None, waits=waits)
+    model = model.to("cpu" if waits else device)
     backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model, part)
     if not backbone.linears:
         raise ModelError("has no linear modules to adapt.", where=f"base_model {spec.base_model}")
     _check_untested(backbone, find_source(spec.base_model))
+    if spec.quantize != "none" or devices is not None:
+        _store_linears(backbone, spec.quantize, device, devices, has_numbers=peers is None)
     if spec.quantize != "none":
-        _quantise_linears(backbone, spec.quantize, device, has_numbers=peers is None)
         _remember_originals(backbone, find_source(spec.base_model))
     backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
     if backbone.path.name == "reference" and (spec.recompute != "none" or spec.offload):
@@ -96,16 +105,26 @@ def load_skeleton(base_model: str) -> Backbone:
     return Backbone(model, load_tokenizer(base_model), base_model)
 
 
-def _quantise_linears(backbone: Backbone, kind: str, device: torch.device, *, has_numbers: bool = True) -> None:
-    """Stores every linear but the head in fewer bits and moves all to the device, where at most one is ever dense.
+def _store_linears(
+    backbone: Backbone, kind: str, device: torch.device, devices: Devices | None, *, has_numbers: bool = True
+) -> None:
+    """Stores every linear but the head as `kind` and moves all to the device, where at most one is ever whole or dense.
 
-    Without numbers nothing moves: weights have shapes then, and all else is on the device already.
+    Where `devices` share the layers, a part of each stays here. Without numbers nothing moves: weights have shapes
+    then, and all else is on the device already.
     """
     anchor = torch.zeros((), device=device, requires_grad=True)
     copies = _copies(backbone, device)
-    for linear in backbone.linears.values():
+
+    def store(linear: SlotLinear) -> None:
         linear.frozen = quantise(linear.weight.to(device) if has_numbers else linear.weight, kind, copies=copies)
         linear.anchor = anchor
+
+    if devices is not None:
+        divide(backbone, devices, store)
+    else:
+        for linear in backbone.linears.values():
+            store(linear)
     model: Any = backbone.model
     if has_numbers:
         model.to(device)
@@ -137,7 +156,7 @@ def _remember_originals(backbone: Backbone, source: Source) -> None:
     for path, linear in backbone.linears.items():
         if not isinstance(linear.frozen, Dense):
             # The fused path puts another object with the same numbers in its place.
-            linear.read_original = lambda path=path, linear=linear: originals.read(path, linear.stored)
+            linear.read_original = lambda path=path, linear=linear: originals.read(path, linear)
 
 
 def fp8_copies(num_weights: int, device: torch.device) -> int:
@@ -155,11 +174,17 @@ def load_plain_model(spec: BackboneSpec) -> Any:
 
 
 def _read_model(
-    spec: BackboneSpec, *, packed: bool = False, part: ModelPart | None = None, is_spread: bool = False
+    spec: BackboneSpec,
+    *,
+    packed: bool = False,
+    part: ModelPart | None = None,
+    is_spread: bool = False,
+    waits: bool = False,
 ) -> Any:
     """The transformers model of a directory or a Hub name, on a GPU where it can go there at once, or on the CPU.
 
     `packed`: to run on packed samples. `part`: what of it is read. `is_spread`: all but the weights of its linears.
+    `waits`: it stays on the CPU.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -171,7 +196,7 @@ def _read_model(
         {"attn_implementation": own_attention.attention_to_load(config.model_type)} if packed else {}
     )
     device = choose_device(spec)
-    if is_gpu(device) and spec.quantize == "none" and importlib.util.find_spec("accelerate"):
+    if is_gpu(device) and spec.quantize == "none" and not waits and importlib.util.find_spec("accelerate"):
         # Straight from the files, several at once, with no second copy on the way.
         options["device_map"] = {"": device}
     kind: Any = AutoModelForCausalLM

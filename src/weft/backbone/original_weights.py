@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 
 from weft.adapters.frozen import FrozenWeight, quantise
+from weft.adapters.linear import SlotLinear
+from weft.adapters.place_share import PlaceShare
 from weft.backbone.model_files import INDEX
 from weft.errors import ModelError
 
@@ -42,12 +44,14 @@ class OriginalWeights:
             raise ModelError(f"{given}; config.json asks for {shape}.", where=self._where)
         return found.to(self._dtype).contiguous()
 
-    def read(self, path: str, stored: FrozenWeight) -> torch.Tensor:
-        """The weight (O, D) of a linear, which is now `stored`, on the same device."""
+    def read(self, path: str, linear: SlotLinear) -> torch.Tensor:
+        """The weight (O, D) of a linear, of which some or all is now stored, on the same device."""
+        stored = linear.stored
         device = next(iter(stored.stored.values())).device
         for found in self._found(path):
             weight_OD = found.to(device=device, dtype=self._dtype).contiguous()
-            if tuple(weight_OD.shape) == stored.shape and _is_stored_as(weight_OD, stored):
+            is_whole = tuple(weight_OD.shape) == (linear.out_features, linear.in_features)
+            if is_whole and _is_stored_as(weight_OD, stored, linear.share):
                 return weight_OD
         raise ModelError(
             f"the weight of {path} cannot be found in the model's files as it was before it was quantised, which loftq "
@@ -89,8 +93,8 @@ class OriginalWeights:
         return None if found is None else str(found)
 
 
-def _is_stored_as(weight_OD: torch.Tensor, stored: FrozenWeight) -> bool:
-    """Whether storing a weight gives these very bytes."""
-    made = quantise(weight_OD, stored.kind, copies=1).stored
+def _is_stored_as(weight_OD: torch.Tensor, stored: FrozenWeight, share: PlaceShare) -> bool:
+    """Whether storing a weight gives these very bytes of what is here of it."""
+    made = quantise(weight_OD, stored.kind, copies=1).cut(share.outputs, share.inputs).stored
     # Not every device compares 8-bit floats.
     return all(x.view(torch.uint8).equal(stored.stored[name].view(torch.uint8)) for name, x in made.items())

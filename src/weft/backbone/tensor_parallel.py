@@ -1,4 +1,4 @@
-"""Divides every layer of a backbone over devices: tensor parallel on the reference path.
+"""Divides every layer of a backbone over devices: tensor parallel, on either path.
 
 | linears | divided by | where the devices meet |
 |---|---|---|
@@ -13,31 +13,32 @@ there are, and so do bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from weft.adapters.devices import Devices, sum_backward
+from weft.adapters.frozen import FP8_MULTIPLE
 from weft.adapters.leading_rows import KeyValueRows
+from weft.adapters.linear import SlotLinear
 from weft.adapters.method import Attachment
 from weft.adapters.place_share import Side
 from weft.backbone.backbone import Backbone
+from weft.backbone.fused.model import SIDES
 from weft.families.description import Config, DecoderSizes
 from weft.families.layer_form import SEPARATE
 from weft.families.registry import FAMILIES, describe
+from weft.kernels.storage.nf4 import GROUP
 
-_SIDES: dict[str, Side] = dict(
-    zip(
-        (path.rpartition(".")[2] for site in SEPARATE for path in site),
-        ("outputs", "outputs", "outputs", "inputs", "outputs", "outputs", "inputs"),
-        strict=True,
-    )
-)
+_SIDES: dict[str, Side] = {
+    path.rpartition(".")[2]: side for site, side in zip(SEPARATE, SIDES.values(), strict=True) for path in site
+}
 """By what the linears of a layer are divided."""
 
 
-def why_undivided(config: Config, count: int) -> str | None:
-    """Why the layers of a model cannot be divided over so many devices; None if they can."""
+def why_undivided(config: Config, count: int, quantize: str = "none") -> str | None:
+    """Why the layers of a model, stored like that, cannot be divided over so many devices; None if they can."""
     kind = str(config.get("model_type", ""))
     known = [family for family in FAMILIES if family != "phi3"]
     if kind not in FAMILIES or describe(config).sizes.form.sites != SEPARATE:
@@ -47,6 +48,22 @@ def why_undivided(config: Config, count: int) -> str | None:
         if number % count:
             fit = ", ".join(str(n) for n in _fitting(sizes))
             return f"has {number} {what}, which {count} devices cannot share evenly; tensor may be {fit}"
+    return _why_uncut(sizes, count, quantize)
+
+
+def _why_uncut(sizes: DecoderSizes, count: int, quantize: str) -> str | None:
+    """Why weights that are stored like that cannot be cut into so many parts."""
+    heads, kv_heads = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+    cut, multiple = {heads, sizes.ffn}, 1
+    if quantize == "nf4":
+        multiple = GROUP  # numbers along inputs that share a scale
+    elif quantize == "fp8":
+        # What fits no FP8 product stays dense, and can be cut anywhere.
+        cut, multiple = {n for n in (*cut, kv_heads) if n % FP8_MULTIPLE == 0}, FP8_MULTIPLE
+    for number in sorted(cut):
+        if number // count % multiple:
+            found = f"has weights of {number} inputs or outputs, of which {quantize} keeps {multiple} together"
+            return f"{found}, so {count} devices cannot share them; use fewer, or another quantize"
     return None
 
 
@@ -56,10 +73,14 @@ def _fitting(sizes: DecoderSizes) -> list[int]:
     return [n for n in range(1, sizes.num_kv_heads + 1) if all(number % n == 0 for number in shared)]
 
 
-def divide(backbone: Backbone, devices: Devices) -> None:
-    """Leaves on this device its part of every layer; to be called before adapters are made."""
+def divide(backbone: Backbone, devices: Devices, store: Callable[[SlotLinear], None] = lambda linear: None) -> None:
+    """Leaves on this device its part of every layer; to be called before kernels are chosen and adapters are made.
+
+    `store`: what is done with each linear before it is divided.
+    """
     assert why_undivided(backbone.model.config.to_dict(), devices.count) is None, "checked before anything was loaded"
     for path, linear in backbone.linears.items():
+        store(linear)
         linear.divide(_SIDES[path.rpartition(".")[2]], devices)
     num_heads = describe(backbone.model.config.to_dict()).sizes.num_kv_heads
     for place in backbone.places(Attachment.KEYS_AND_VALUES).values():

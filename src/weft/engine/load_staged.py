@@ -19,6 +19,7 @@ from weft.execute.stages.load_stages import (
     StageLayout,
     gather_cost,
     load_stages,
+    rounding_note,
     stage_cost,
     untried_notes,
     why_no_pairs,
@@ -123,9 +124,11 @@ def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
     """What whoever chose a layout should know of it; `elsewhere`: its devices, if not those of this machine."""
     if layout.tensor > 1:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
+        away = f"about {rounding_note(spec.backbone, elsewhere)} from one device's"
         alone = why_no_pairs(spec, layout, elsewhere)
         return (
-            f"{found}: the same again with it, and about 1e-5 from one device's",
+            f"{found}: the same again with it, and {away}",
+            *untried_notes(spec.backbone, elsewhere),
             *(() if alone is None else (f"every microbatch runs alone: {alone}",)),
         )
     cost = gather_cost(spec.backbone, len(layout.replica_sizes), elsewhere) if layout.are_shards else None

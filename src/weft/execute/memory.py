@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.adapters.devices import Devices
 from weft.backbone.ahead import compile_ahead
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import choose_device, load_backbone
@@ -132,9 +133,12 @@ class ExpectedJobs:
         """These, of which at most so many train at a time; None: all."""
         return cls(tuple(job.adapter for job in jobs), most or len(jobs), any(job.sums == "free" for job in jobs))
 
-    def compile_ahead(self, spec: BackboneSpec) -> compile_ahead.CompileAhead | None:
-        """Begins to compile the kernels they need, where that has not been done before."""
-        return compile_ahead.start(spec, self.adapters, self.most, have_free=self.have_free)
+    def compile_ahead(self, spec: BackboneSpec, tensor: int = 1) -> compile_ahead.CompileAhead | None:
+        """Begins to compile the kernels they need, where that has not been done before.
+
+        `tensor`: devices that share every layer.
+        """
+        return compile_ahead.start(spec, self.adapters, self.most, have_free=self.have_free, tensor=tensor)
 
 
 USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank in (16, 64)), 32)
@@ -159,15 +163,19 @@ def load_within(
 
 
 def load_part_within(
-    spec: BackboneSpec, limit: float | str | None, part: ModelPart | None = None, peers: Peers | None = None
+    spec: BackboneSpec,
+    limit: float | str | None,
+    part: ModelPart | None = None,
+    peers: Peers | None = None,
+    devices: Devices | None = None,
 ) -> Backbone:
-    """A backbone, a part of it, or a slice of every layer, within a memory limit; ModelError where it does not fit."""
+    """A backbone, a part of it, or of every layer, within a memory limit; ModelError where it does not fit."""
     device = choose_device(spec)
     if limit is not None and is_gpu(device):
         limit_memory(device, memory_fraction(limit, total_bytes(device)))
     try:
         with memory_errors():
-            return load_backbone(spec, part, peers)
+            return load_backbone(spec, part, peers, devices)
     except torch.OutOfMemoryError:
         within = "" if limit is None else f" within a memory_limit of {limit}"
         what = "does not fit the GPU's memory" if part is None else "has a part that does not fit its GPU's memory"

@@ -33,6 +33,7 @@ REQUEST = KernelRequest(
     dtype="bfloat16",
     quantize="none",
     recompute="none",
+    tensor=1,
     ranks=(8, 32),
     drops=False,
     others=(("outputs", "qkv"),),

@@ -47,6 +47,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bottleneck": {"model": LARGE, "method": "bottleneck", "ranks": (64, 64)},
     "dora": {"model": LARGE, "method": "dora", "ranks": (8, 12)},
     "vera": {"model": LARGE, "method": "vera", "ranks": (16, 32)},
+    "shared layers": {"model": LARGE, "ranks": (8, 32), "dropout": 0.1, "tensor": 2},
+    "shared layers in fp8": {"model": LARGE, "quantize": "fp8", "tensor": 2},
+    "dora on shared layers": {"model": LARGE, "method": "dora", "quantize": "nf4", "tensor": 2},
+    "vera on shared layers": {"model": LARGE, "method": "vera", "ranks": (16, 32), "tensor": 2},
 }
 """Families by their names; Llama in other ways."""
 
@@ -89,9 +93,11 @@ def test_rehearsal_when_some_jobs_have_ended_then_what_the_others_launch_was_kno
 
 def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, Any]) -> None:
     """Loads a model, trains a microbatch of all jobs, evaluates it, and steps all of them."""
+    from thread_devices import EchoDevices
+
     from weft.adapters.adapter import Adapter
     from weft.backbone.backbone import Backbone
-    from weft.backbone.load import _quantise_linears
+    from weft.backbone.load import _store_linears
     from weft.backbone.packed import Placed, pack_samples
     from weft.backbone.path import Memory
     from weft.data.sample import Sample
@@ -101,10 +107,11 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
 
     meta = torch.device("meta")
     backbone = Backbone(model, None, "tiny")  # type: ignore[arg-type]
-    if case.get("quantize", "none") != "none":
-        _quantise_linears(backbone, case["quantize"], meta)
-    # With `offload` nothing is captured; there is nothing to move either.
-    backbone.use_kernels("fused", Memory(case.get("recompute", "none"), offload=True))
+    quantize, count = case.get("quantize", "none"), case.get("tensor", 1)
+    if quantize != "none" or count > 1:
+        _store_linears(backbone, quantize, meta, EchoDevices(count) if count > 1 else None)
+    # With `offload` nothing is captured, and there is nothing to move either; nor is what no graph can hold.
+    backbone.use_kernels("fused", Memory(case.get("recompute", "none"), offload=count == 1))
     sample = Sample(np.arange(5), np.array([False, True, True, True, True]))
     optimizers, placed, looked_at = [], [], []
     method = case.get("method", "lora")
@@ -174,6 +181,7 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
         dtype="bfloat16",
         quantize=case.get("quantize", "none"),
         recompute=case.get("recompute", "none"),
+        tensor=case.get("tensor", 1),
         ranks=tuple(sorted(set(ranks))),
         drops=dropout > 0,
         others=tuple(sorted({*method.kernel_changes, *free})),

@@ -112,12 +112,14 @@ def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes
         executor.close()
 
 
-def test_job_when_processes_share_a_stage_then_ends_near_one_device_and_they_end_together():
+@pytest.mark.parametrize("settings", [{}, {"kernels": "fused", "quantize": "int8"}], ids=["reference", "fused int8"])
+def test_job_when_processes_share_a_stage_then_ends_near_one_device_and_they_end_together(settings):
     """One is enough to lose the stage."""
+    spec = replace(SPEC, **settings)
     # Where a gradient is nearly zero, AdamW makes a step of its rounding.
     given = jobs(optim="sgd")
-    expected = train(load_backbone(SPEC), given, capacity=32)["job"]
-    group = StageProcesses(SPEC, find_parts(SPEC, 1, tensor=2), tensor=2, silent_s=10.0)
+    expected = train(load_backbone(spec), given, capacity=32)["job"]
+    group = StageProcesses(spec, find_parts(spec, 1, tensor=2), tensor=2, silent_s=10.0)
     try:
         engine = engine_on(group)
         submit(engine, *given)

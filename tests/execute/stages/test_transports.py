@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from weft.backbone.shards.peers import TorchHostPeers, TorchPeers
 from weft.execute.stages.host_transport import HostTransport
+from weft.execute.stages.tensor_devices import HostDevices, TorchDevices, join_devices, tensor_devices
 from weft.execute.stages.transport import Channel, LocalTransport, Route, TorchTransport
 
 CPU = torch.device("cpu")
@@ -25,10 +26,10 @@ ROUTES = [
 ]
 
 
-def talk(stage: int, store: str, kind: type[TorchTransport], peers_kind: type[TorchPeers], told: Any) -> None:
+def talk(stage: int, store: str, is_by_host: bool, told: Any) -> None:
     """One of two processes; says what it has received."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=stage, world_size=2, timeout=LONGEST)
-    transport = kind(stage, CPU, LONGEST)
+    transport = (HostTransport if is_by_host else TorchTransport)(stage, CPU, LONGEST)
     # One of them names the routes backwards: the order in which they are opened is that of the routes.
     transport.open(ROUTES[:: 1 if stage else -1])
     found: list[list[float]] = []
@@ -41,30 +42,44 @@ def talk(stage: int, store: str, kind: type[TorchTransport], peers_kind: type[To
         received = [transport.receive((2, 3), torch.bfloat16, 1 - stage, channel) for _ in range(3)]
         found.append([float(tensor.mean()) for tensor in received])
     transport.finish()
-    peers = peers_kind(stage, 2, CPU)
+    peers = (TorchHostPeers if is_by_host else TorchPeers)(stage, 2, CPU)
     whole = torch.arange(8, dtype=torch.uint8)
     into = torch.zeros(8, dtype=torch.uint8)
     peers.gather(0, peers.keep(0, whole), into).wait()
-    told.put((stage, found, into.tolist(), peers.most(5 - stage)))
+    devices = HostDevices(stage, 2, CPU) if is_by_host else TorchDevices(stage, 2)
+    devices.groups = join_devices(0, 1, 2, LONGEST)
+    parts = torch.full((3, 2), 1.0 + stage, dtype=torch.bfloat16).t()
+    later = devices.start(10 * parts, 1)
+    added = devices.add_up(parts)
+    told.put((stage, found, into.tolist(), peers.most(5 - stage), added.tolist(), [x.tolist() for x in later()]))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("kind", "peers"), [(TorchTransport, TorchPeers), (HostTransport, TorchHostPeers)], ids=["as it is", "by the host"]
-)
-def test_messages_when_two_processes_talk_then_come_in_their_order_by_channel(kind, peers, tmp_path: Path):
-    """In both directions at once, and what is received first need not have been sent first."""
+@pytest.mark.parametrize("is_by_host", [False, True], ids=["as it is", "by the host"])
+def test_messages_when_two_processes_talk_then_come_in_their_order_by_channel(is_by_host, tmp_path: Path):
+    """In both directions at once, and what is received first need not have been sent first; sums of all devices."""
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
-    given = [(stage, str(tmp_path / "store"), kind, peers, told) for stage in range(2)]
+    given = [(stage, str(tmp_path / "store"), is_by_host, told) for stage in range(2)]
     processes = [context.Process(target=talk, args=own) for own in given]
     for process in processes:
         process.start()
     found = {stage: what for stage, *what in (told.get(timeout=120) for _ in processes)}
     for process in processes:
         process.join()
-    assert found[0] == [[[120, 121, 122], [130, 131, 132]], list(range(8)), 5]
-    assert found[1] == [[[0, 1, 2], [30, 31, 32]], list(range(8)), 5]
+    sums = [[[3.0] * 3] * 2, [[[10.0] * 3] * 2, [[20.0] * 3] * 2]]
+    assert found[0] == [[[120, 121, 122], [130, 131, 132]], list(range(8)), 5, *sums]
+    assert found[1] == [[[0, 1, 2], [30, 31, 32]], list(range(8)), 5, *sums]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "kind", "is_recorded"),
+    [("cpu", "gloo", TorchDevices, False), ("cuda", "gloo", HostDevices, False), ("cuda", "nccl", TorchDevices, True)],
+)
+def test_devices_when_they_share_layers_then_graphs_hold_what_nccl_adds_up(device, backend, kind, is_recorded):
+    found = tensor_devices(1, 2, torch.device(device), backend)
+    assert type(found) is kind
+    assert (found.index, found.count, found.can_be_recorded) == (1, 2, is_recorded)
 
 
 def test_route_when_no_group_would_have_it_then_stages_of_one_process_notice():

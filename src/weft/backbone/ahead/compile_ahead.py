@@ -102,13 +102,13 @@ class CompileAhead:
 
 
 def start(
-    spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False
+    spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False, tensor: int = 1
 ) -> CompileAhead | None:
     """Begins to compile what adapters on a backbone will launch; None where there is nothing to do.
 
-    `have_free`: the sums of some of them are free.
+    `have_free`: the sums of some of them are free; `tensor`: devices that share every layer.
     """
-    request = _request(spec, adapters, num_jobs, have_free=have_free)
+    request = _request(spec, adapters, num_jobs, have_free=have_free, tensor=tensor)
     if request is None:
         return None
     marker = _marker(request)
@@ -122,7 +122,7 @@ def start(
 
 
 def _request(
-    spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False
+    spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False, tensor: int = 1
 ) -> KernelRequest | None:
     """None where no Triton kernel is launched, or nobody can say which."""
     device = choose_device(spec)
@@ -144,6 +144,7 @@ def _request(
         dtype=str(dtype).removeprefix("torch."),
         quantize=spec.quantize,
         recompute=spec.recompute,
+        tensor=tensor,
         ranks=tuple(sorted({method_of(adapter).kernel_rank(adapter) for adapter in fused} - {0})),
         drops=any(adapter.lora_dropout > 0 for adapter in fused),
         others=tuple(sorted(others | ({FREE} if have_free else set()))),

@@ -50,7 +50,7 @@ def all_needs(ranks: Sequence[int], *, drops: bool) -> list[Needs]:
 
 def _run(request: KernelRequest, needs: Sequence[Needs]) -> None:
     dtype = getattr(torch, request.dtype)
-    model = skeleton(request.config, dtype, request.quantize)
+    model = skeleton(request.config, dtype, request.quantize, request.tensor)
     for asked in needs:
         for shape in _shapes(asked):
             _step(model, shape, asked, Memory(request.recompute))  # type: ignore[arg-type]

@@ -24,6 +24,8 @@ class KernelRequest:
     """Of the weights, by torch's name."""
     quantize: str
     recompute: str
+    tensor: int
+    """Devices that share every layer."""
     ranks: tuple[int, ...]
     """The widest of each adapter, every one once."""
     drops: bool

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.adapters.frozen import FrozenWeight, join, quantise
-from weft.backbone.fused.model import ROLES, FusedLayer, FusedModel, LayerPlaces, Product, RotaryTable
+from weft.backbone.fused.model import ROLES, SIDES, FusedLayer, FusedModel, LayerPlaces, Product, RotaryTable
 from weft.backbone.load import fp8_copies
 from weft.backbone.loss import Head
 from weft.families.description import Decoder
@@ -24,12 +24,15 @@ from weft.kernels.lora.tables import Site
 META = torch.device("meta")
 
 
-def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str) -> FusedModel:
-    """The model of a configuration, with one layer of each kind instead of all."""
+def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str, tensor: int = 1) -> FusedModel:
+    """The model of a configuration, with one layer of each kind instead of all.
+
+    `tensor`: devices that share every layer; what one of them has.
+    """
     decoder = describe(with_rotary(config))
     sizes = decoder.sizes
     assert sizes.form.activation is not None
-    maker = _Maker(decoder, dtype, quantize)
+    maker = _Maker(decoder, dtype, quantize, tensor)
     telling = _telling_layers(decoder)
     layers = tuple(maker.layer(place, index, len(telling)) for place, index in enumerate(telling))
     return FusedModel(
@@ -41,7 +44,7 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str) -> Fu
         layers=layers,
         norm=maker.norm(sizes.hidden),
         post=maker.norm(sizes.hidden) if sizes.form.norms.after_mlp else None,
-        heads=Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_size),
+        heads=Heads(sizes.num_heads // tensor, sizes.num_kv_heads // tensor, sizes.head_size),
         rotaries=tuple(maker.rotary(rotary.share) for rotary in decoder.rotaries),
         attention_scale=decoder.attention_scale,
         activation=sizes.form.activation,
@@ -72,8 +75,8 @@ def _telling_layers(decoder: Decoder) -> list[int]:
 class _Maker:
     """Makes the parts of one model."""
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype, quantize: str) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, quantize: str, tensor: int) -> None:
+        self._decoder, self._tensor = decoder, tensor
         self._dtype = dtype
         self._quantize = quantize
         linears = decoder.sizes.linears.values()
@@ -123,10 +126,16 @@ class _Maker:
         )
 
     def _product(self, role: str, module: int, linears: list[tuple[int, int]]) -> Product:
-        """A site of linears with these outputs and inputs."""
-        weights = [self._weight(*shape) for shape in linears]
-        site = Site(module, tuple(out for out, _ in linears), linears[0][1], role)
+        """A site of linears with these outputs and inputs, or what one device has of it."""
+        weights = [self._weight(role, *shape) for shape in linears]
+        site = Site(module, tuple(weight.shape[0] for weight in weights), weights[0].shape[1], role)
         return Product(site, weights[0] if len(weights) == 1 else join(weights), None)
 
-    def _weight(self, num_out: int, num_in: int) -> FrozenWeight:
-        return quantise(self.empty(num_out, num_in), self._quantize, copies=self._copies)
+    def _weight(self, role: str, num_out: int, num_in: int) -> FrozenWeight:
+        """Stored as it is loaded: first as a whole."""
+        whole = quantise(self.empty(num_out, num_in), self._quantize, copies=self._copies)
+        if SIDES[role] == "outputs":
+            num_out //= self._tensor
+        else:
+            num_in //= self._tensor
+        return whole.cut(slice(0, num_out), slice(0, num_in))

@@ -14,6 +14,10 @@ and the y that went into it.
 Backward, from dx' (of what this layer handed on), runs the same lines from the last to the first; the gradient of a
 site's input is dy W + drop(dS A). The frozen product adds the adapters' part itself where `kernels/product` fits the
 GPU; else `expand` writes it and the frozen product adds itself to it, or, where it cannot (FP8), `expand` adds it.
+
+Where devices share the layer, each has some heads and some rows of gate and up. Then y, y' and, on the way back, the
+gradients of h and h' are parts until they are added up: four times in a layer, as on the reference path
+(`backbone/tensor_parallel.py`). Before that, all is linear in what is divided, other methods included.
 """
 
 from __future__ import annotations
@@ -202,6 +206,7 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
     )
     y_TD, s_out = context.linear(layer.out, attended.output_THC.flatten(1))
     before_out_TD = changes.outputs(layer.out.site, y_TD)
+    y_TD = model.added_up(y_TD)
     attention_end = changes.end(places.attention_end, y_TD)
     mid_TD, h_TD = add_norm(x_TD, y_TD, layer.norm_mid, layer.post_mid)
     y_mid_TD = y_TD if layer.post_mid is not None else None
@@ -215,6 +220,7 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
         act8 = None
     y_TD, s_down = context.linear(layer.down, act_TI, act8)
     before_down_TD = changes.outputs(layer.down.site, y_TD)
+    y_TD = model.added_up(y_TD)
     mlp_end = changes.end(places.mlp_end, y_TD)
     after = ResidualStream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
@@ -281,7 +287,7 @@ def _backward_mlp(layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Co
         dgu8 = None
     del own_TJ
     ds_gate_up = context.shrunk_grad(layer.gate_up, dgu_TJ)
-    dh_TD = context.input_gradient(layer.gate_up, dgu_TJ, ds_gate_up, dgu8)
+    dh_TD = context.model.added_up(context.input_gradient(layer.gate_up, dgu_TJ, ds_gate_up, dgu8))
     del dgu8
     attended = added(kept.y_mid_TD, layer.post_mid)
     found = norm_grad(kept.mid_TD, layer.norm_mid, dh_TD, grad.dx_TD, is_adapted, attended)
@@ -315,7 +321,7 @@ def _backward_attention(
         if is_adapted:
             context.weight_grad(add_norm(kept.x_TD, None, layer.norm_in)[1], kept.s_qkv, dqkv_TE, ds_qkv)
         return None
-    dh_TD = context.input_gradient(layer.qkv, dqkv_TE, ds_qkv)
+    dh_TD = context.model.added_up(context.input_gradient(layer.qkv, dqkv_TE, ds_qkv))
     before = added(kept.y_TD, layer.post_in)
     found = norm_grad(kept.x_TD, layer.norm_in, dh_TD, grad.dx_TD, is_adapted, before)
     if found.h_TD is not None:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.adapters.devices import Devices
 from weft.adapters.frozen import FrozenWeight, join
 from weft.adapters.linear import SlotLinear
+from weft.adapters.place_share import Side
 from weft.backbone.fused.attention import needs_bounds
 from weft.backbone.model_part import ModelPart
 from weft.backbone.shards.ring import LayerRing
@@ -38,7 +40,9 @@ class Product:
     bias_O: torch.Tensor | None
 
 
-ROLES = ("qkv", "out", "gate_up", "down")
+SIDES: dict[str, Side] = {"qkv": "outputs", "out": "inputs", "gate_up": "outputs", "down": "inputs"}
+"""The sites of a layer, and by what they are divided where devices share it."""
+ROLES = tuple(SIDES)
 
 
 class LayerPlaces(NamedTuple):
@@ -119,6 +123,8 @@ class FusedModel:
     """What `offload` moves of what a layer keeps."""
     ring: LayerRing | None = None
     """Where the layers' weights come and go, if they are spread over several devices."""
+    devices: Devices | None = None
+    """That have the other parts of every layer; sites, heads and weights are those here."""
 
     @property
     def is_first(self) -> bool:
@@ -146,6 +152,10 @@ class FusedModel:
         """The table's modules at which rows are replaced, with their roles."""
         return {**{layer.places.keys_and_values: "kv" for layer in self.layers}, self.input_rows: "input"}
 
+    def added_up(self, part_TD: torch.Tensor) -> torch.Tensor:
+        """A result, or a gradient, of which each of the devices that share a layer has found a part."""
+        return part_TD if self.devices is None else self.devices.add_up(part_TD)
+
     def table(self) -> SlotTable:
         """An empty table of its places."""
         return SlotTable(self.sites, self.device, self.row_places)
@@ -166,8 +176,13 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device,
     return None
 
 
-def fuse(model: Any, linears: Mapping[str, SlotLinear], part: ModelPart | None = None) -> FusedModel:
-    """The model's layers, or those of a part, with joined weights; its own linears become parts of them."""
+def fuse(
+    model: Any, linears: Mapping[str, SlotLinear], part: ModelPart | None = None, devices: Devices | None = None
+) -> FusedModel:
+    """The model's layers, or those of a part, with joined weights; its own linears become parts of them.
+
+    `devices`: over which the linears have been divided.
+    """
     decoder, modules = describe(model.config.to_dict()), model.base_model
     sizes = decoder.sizes
     assert sizes.form.activation is not None
@@ -175,7 +190,7 @@ def fuse(model: Any, linears: Mapping[str, SlotLinear], part: ModelPart | None =
     layers = tuple(_layer(i, part, decoder, modules.layers, linears) for i in range(part.first, part.end))
     # Not the embedding's, which may be elsewhere, nor a linear's, which may be quantised.
     like = getattr(modules.layers[part.first], sizes.form.norms.before_attention).weight
-    scale = decoder.embedding_scale
+    scale, count = decoder.embedding_scale, 1 if devices is None else devices.count
     return FusedModel(
         device=like.device,
         dtype=like.dtype,
@@ -185,11 +200,12 @@ def fuse(model: Any, linears: Mapping[str, SlotLinear], part: ModelPart | None =
         layers=layers,
         norm=_norm(modules.norm, sizes.form) if part.is_last else None,
         post=_norm_of(modules.layers[part.end - 1], sizes.form.norms.after_mlp, sizes.form),
-        heads=Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_size),
+        heads=Heads(sizes.num_heads // count, sizes.num_kv_heads // count, sizes.head_size),
         rotaries=tuple(_rotary_table(modules.rotary_emb, rotary.kind) for rotary in decoder.rotaries),
         attention_scale=decoder.attention_scale,
         activation=sizes.form.activation,
         moved=moved_names(sizes),
+        devices=devices,
     )
 
 
@@ -239,7 +255,7 @@ def _product(role: str, names: list[str], linears: Mapping[str, SlotLinear], pat
     parts = [linears[name] for name in names]
     first = paths.index(names[0])
     assert paths[first : first + len(names)] == names, "linears of a site follow one another"
-    site = Site(first, tuple(part.out_features for part in parts), parts[0].in_features, role)
+    site = Site(first, tuple(part.frozen.shape[0] for part in parts), parts[0].frozen.shape[1], role)
     weight = parts[0].frozen if len(parts) == 1 else join([part.frozen for part in parts])
     if len(parts) > 1:
         for part, start, size in zip(parts, site.starts, site.sizes, strict=True):

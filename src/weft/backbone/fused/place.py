@@ -98,8 +98,8 @@ class PlaceInFlight:
     @property
     def _is_captured(self) -> bool:
         # Copies to the machine's memory are timed by streams of their own, which no graph holds.
-        ring = self._model.ring
-        return is_gpu(self._model.device) and not self._memory.offload and (ring is None or ring.can_be_recorded)
+        met = [other for other in (self._model.ring, self._model.devices) if other is not None]
+        return is_gpu(self._model.device) and not self._memory.offload and all(other.can_be_recorded for other in met)
 
     def _replay(
         self,
@@ -137,7 +137,9 @@ class PlaceInFlight:
 
     def _capture_for(self, key: GraphKey) -> Captured:
         begun_s = time.perf_counter()
-        captured = self._try_capture(key) or self._capture(key)
+        # Devices that share layers run the same all the time: one that began again would wait for others in vain.
+        can_try_again = self._model.devices is None
+        captured = (self._try_capture(key) if can_try_again else None) or self._capture(key)
         self.captured_s += time.perf_counter() - begun_s
         return captured
 

@@ -22,9 +22,11 @@ from weft.kernels.device import CPU, Stream, has_streams, host_memory, mark, on_
 class HostTransport(TorchTransport):
     """Through pinned memory."""
 
-    def __init__(self, stage: int, device: torch.device, longest_wait: datetime.timedelta) -> None:
+    def __init__(
+        self, stage: int, device: torch.device, longest_wait: datetime.timedelta, tensor: int = 0, num_tensor: int = 1
+    ) -> None:
         """All processes of the default group, which is gloo's, make theirs at the same time."""
-        super().__init__(stage, CPU, longest_wait)
+        super().__init__(stage, CPU, longest_wait, tensor, num_tensor)
         self._gpu = device
         self._out, self._in = (Stream(device) if has_streams(device) else None for _ in range(2))
         # What one stage computes is ready in the order of its stream, so one thread is enough to wait for it.

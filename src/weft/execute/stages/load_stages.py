@@ -71,7 +71,7 @@ def load_stages(
     replicas = [find_parts(spec, size, layout.tensor) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(spec.base_model)
     gpus = find_gpus(spec, layout.num_devices, layout.gpus)
-    ahead = None if expected is None else expected.compile_ahead(spec)
+    ahead = None if expected is None else expected.compile_ahead(spec, layout.tensor)
     processes = StageProcesses(
         spec,
         *replicas,
@@ -113,6 +113,14 @@ def untried_notes(spec: BackboneSpec, elsewhere: Hardware | None = None) -> tupl
     return ("nobody has seen a layout train on several GPUs yet: compare an adapter with one device's.",)
 
 
+def rounding_note(spec: BackboneSpec, elsewhere: Hardware | None = None) -> str:
+    """How far devices that share layers are from one device, whose sums are not split."""
+    if spec.quantize == "fp8":
+        return "a rounding to 8-bit floats"
+    is_wide = spec.dtype == "float32" or (spec.dtype == "auto" and _is_on_cpu(spec, elsewhere))
+    return "1e-5" if is_wide else "a rounding to bfloat16"
+
+
 def _is_on_cpu(spec: BackboneSpec, elsewhere: Hardware | None) -> bool:
     """Whether devices are CPUs: those of another kind if such are named, else those of this machine."""
     return is_cpu(choose_device(spec)) if elsewhere is None else elsewhere.name == "cpu"
@@ -140,8 +148,6 @@ def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
 
     `elsewhere`: what it is planned for, if not the devices of this machine.
     """
-    if layout.tensor > 1 and not _is_on_cpu(spec.backbone, elsewhere):
-        raise ConfigError("tensor:N runs on CPUs only so far; use stages, shards or spread on GPUs.", where=WHERE)
     for size in layout.replica_sizes:
         find_parts(spec.backbone, size, layout.tensor)
     if elsewhere is None:
@@ -189,12 +195,8 @@ def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[Mod
 
 
 def _refuse_tensor(spec: BackboneSpec, config: dict[str, Any], count: int) -> None:
-    """ConfigError or ModelError if so many devices cannot share the layers of a backbone."""
-    if spec.quantize != "none" or spec.kernels == "fused":
-        setting = "kernels fused" if spec.kernels == "fused" else f"quantize {spec.quantize}"
-        found = f"tensor:N has dense weights on the reference path, and here is {setting}; leave one of them out."
-        raise ConfigError(found, where=WHERE)
-    why = why_undivided(config, count)
+    """ModelError if so many devices cannot share the layers of a backbone."""
+    why = why_undivided(config, count, spec.quantize)
     if why is not None:
         raise ModelError(f"{why}.", where=f"base_model {spec.base_model}")
 

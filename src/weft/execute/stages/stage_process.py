@@ -22,7 +22,6 @@ import torch.distributed as dist
 from weft.backbone.load import choose_device
 from weft.backbone.out_of_memory import is_out_of_memory
 from weft.backbone.shards.peers import TorchHostPeers, TorchPeers
-from weft.backbone.tensor_parallel import divide
 from weft.errors import WeftError
 from weft.execute.memory import load_part_within
 from weft.execute.protocol import ReplicaMemoryError
@@ -31,7 +30,7 @@ from weft.execute.stages.stage import Stage
 from weft.execute.stages.stage_devices import goes_through_host
 from weft.execute.stages.stage_group import GoingStage, answer
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
-from weft.execute.stages.tensor_devices import TorchDevices, join_devices
+from weft.execute.stages.tensor_devices import TorchDevices, join_devices, tensor_devices
 from weft.execute.stages.transport import TorchTransport, Transport
 from weft.keeping import keeping_all
 
@@ -142,7 +141,10 @@ class StageMember:
         if order.is_shard:
             kind = TorchHostPeers if self._is_by_host else TorchPeers
             self._peers = kind(order.place.device, order.num_devices, device)
-        self._backbone = load_part_within(order.backbone, order.memory_limit, order.part, self._peers)
+        self._devices: TorchDevices | None = None
+        if order.num_tensor > 1:
+            self._devices = tensor_devices(order.tensor, order.num_tensor, device, order.backend)
+        self._backbone = load_part_within(order.backbone, order.memory_limit, order.part, self._peers, self._devices)
         self._stage: Stage | None = None
 
     @property
@@ -170,13 +172,8 @@ class StageMember:
         if self._peers is not None:
             # What is gathered and what is sent do not wait for each other.
             self._peers.group = dist.new_group(timeout=LONGEST_WAIT)
-        if order.num_tensor > 1:
-            teams = join_devices(order.place.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
-            if backbone.devices is None:
-                divide(backbone, TorchDevices(order.tensor, teams))
-            else:
-                assert isinstance(backbone.devices, TorchDevices)
-                backbone.devices.groups = teams
+        if self._devices is not None:
+            self._devices.groups = join_devices(order.place.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
         transport = self._transport()
         if self._stage is None:
             self._stage = Stage(order.place, backbone, transport)
@@ -185,7 +182,7 @@ class StageMember:
     def _transport(self) -> Transport:
         order, device = self._order, self._backbone.device
         if self._is_by_host:
-            return HostTransport(order.place.device, device, LONGEST_WAIT)
+            return HostTransport(order.place.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
         return TorchTransport(order.place.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
 
     def leave(self) -> None:

@@ -94,9 +94,9 @@ class StepExchange:
         if self._is_spread(step[0]):
             return SpreadPart.of(weights, is_finite=bool(is_finite > 0)).messages(self._stage.backbone.device)
         if weights is not None:
+            weights.adapter.complete_gradients()
             if self._stage.backbone.devices is not None:
                 weights.adapter.add_up_gradients(self._stage.backbone.devices)
-            weights.adapter.complete_gradients()
         return [gradient_part(weights, is_finite)]
 
     def _judge(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:

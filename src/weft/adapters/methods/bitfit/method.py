@@ -70,11 +70,13 @@ class BitFit(Method):
         return (1.0,)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """The vectors and their gradients."""
+        """The vectors and their gradients; nothing is added, and nobody learns, where another device adds them."""
         copy = KernelCopy(adapter)
         own = cast(dict[str, BiasChange], adapter.modules)
-        shifts = {p: ColumnChange(shift_N=w.change_O, grad_shift_N=w.grad_O) for p, w in own.items()}
-        copy.others = OtherParts(shifts)
+        pairs = {p: (w.change_O, w.grad_O) for p, w in own.items()}
+        elsewhere = {p: pair for p, pair in pairs.items() if not own[p].is_added}
+        pairs |= {p: (torch.zeros_like(x), torch.zeros_like(grad)) for p, (x, grad) in elsewhere.items()}
+        copy.others = OtherParts({p: ColumnChange(shift_N=x, grad_shift_N=grad) for p, (x, grad) in pairs.items()})
         return copy
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:

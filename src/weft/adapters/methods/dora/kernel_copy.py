@@ -2,6 +2,7 @@
 
 n, the lengths of the rows of W + s B A, are found once a step, of A and B as the kernels see them. Kernels leave
 G = Σ dy ⊙ (u + bias) and, where there is a bias, H = Σ dy; once a step they become dm += (G - bias ⊙ H) / n.
+Where devices share the inputs of modules, each finds the lengths of its part of their rows; the squares add up.
 
 Shape suffixes: N outputs of all modules, O out, R rank, P rank padded.
 """
@@ -33,7 +34,8 @@ class DoraCopy(ComputeCopy):
         """`modules`: by path."""
         self._own = modules
         super().__init__(adapter, dtype, {path: w.lora for path, w in modules.items()})
-        m_N = adapter.flat()["m"]
+        num_outputs = sum(len(w.m_O) for w in modules.values())
+        m_N = torch.zeros(num_outputs, device=adapter.device)
         self._norms_N, self._factors_N, self._grad_N = (torch.zeros_like(m_N) for _ in range(3))
         self._bias_N = self._shifts_N = self._sums_N = None
         if any(w.place.bias_O is not None for w in modules.values()):
@@ -58,7 +60,8 @@ class DoraCopy(ComputeCopy):
         else:
             for path in self._own:
                 RowNorms([self._normed(path)]).measure()
-        torch.div(self._adapter.flat()["m"], self._norms_N, out=self._factors_N)
+        self._make_whole()
+        torch.div(torch.cat([w.m_O for w in self._own.values()]), self._norms_N, out=self._factors_N)
         if self._bias_N is not None and self._shifts_N is not None:
             torch.mul(self._bias_N, 1 - self._factors_N, out=self._shifts_N)
 
@@ -66,14 +69,29 @@ class DoraCopy(ComputeCopy):
         """Adds to the gradients of the lengths."""
         if self._bias_N is not None and self._sums_N is not None:
             self._grad_N.addcmul_(self._bias_N, self._sums_N, value=-1)
-        self._adapter.groups["m"].grad.addcdiv_(self._grad_N, self._norms_N)
-        self.forget_gradients()
+        grads, lengths = self._split(self._grad_N), self._split(self._norms_N)
+        torch._foreach_addcdiv_([w.grad_m_O for w in self._own.values()], grads, lengths)
+        super().collect()
+        self._forget_sums()
 
     def forget_gradients(self) -> None:
-        """Both sums."""
+        """LoRA's, and both sums."""
+        super().forget_gradients()
+        self._forget_sums()
+
+    def _forget_sums(self) -> None:
         self._grad_N.zero_()
         if self._sums_N is not None:
             self._sums_N.zero_()
+
+    def _make_whole(self) -> None:
+        """Makes lengths of parts of rows those of the rows."""
+        pairs = zip(self._split(self._norms_N), self._own.values(), strict=True)
+        parts = [(norms_O, w.place.share) for norms_O, w in pairs if not w.place.share.has_all_inputs]
+        if parts:
+            squares = parts[0][1].over_inputs(torch.cat([norms_O for norms_O, _ in parts]).square_())
+            lengths = squares.sqrt_().split([len(norms_O) for norms_O, _ in parts])
+            torch._foreach_copy_([norms_O for norms_O, _ in parts], lengths)
 
     def _normed(self, path: str) -> NormedRows:
         """A module with room for its lengths."""

@@ -1,6 +1,7 @@
 """An adapter's weights as kernels read them: in the type of the activations, ranks padded, B times the scale.
 
-The fp32 masters stay in the adapter; this copy follows them.
+The fp32 masters stay in the adapter; this copy follows them. Where devices share a module's inputs, its part of the
+gradient of A lies in columns, which kernels do not write: they have a buffer of their own there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ class ComputeCopy(KernelCopy):
             if adapter.has_free_sums and group in adapter.groups
         }
         """Where kernels add gradients, if no order of samples is to matter; as the gradients lie."""
+        self._parts = [
+            (w.grad_a_RD, torch.zeros_like(w.grad_a_RD, memory_format=torch.contiguous_format))
+            for w in modules.values()
+            if not w.grad_a_RD.is_contiguous()
+        ]
+        """Gradients of A that are columns of larger ones, and where kernels leave them."""
+        left = {id(grad): own for grad, own in self._parts}
         starts = dict.fromkeys(groups, 0)
         sizes_a = [padded(w.a_RD.shape[0]) * w.a_RD.shape[1] for w in self._modules.values()]
         sizes_b = [padded(w.a_RD.shape[0]) * w.b_OR.shape[0] for w in self._modules.values()]
@@ -54,26 +62,33 @@ class ComputeCopy(KernelCopy):
                 rank,
                 a.view(padded(rank), -1),
                 b.view(-1, padded(rank)),
-                w.grad_a_RD,
+                left.get(id(w.grad_a_RD), w.grad_a_RD),
                 w.grad_b_OR,
                 w.scale,
                 w.dropout,
                 w.key,
                 words.get(groups[0]),
                 words.get(groups[1]),
+                w.first_input,
             )
         scales = {entry.scale for entry in self.entries.values()}
         aligned = all(entry.rank % 8 == 0 for entry in self.entries.values())
-        self._scale = scales.pop() if aligned and len(scales) == 1 else None
+        is_whole = [adapter.flat()[group].numel() for group in groups] == [self._a.numel(), self._b.numel()]
+        self._scale = scales.pop() if aligned and is_whole and len(scales) == 1 else None
         """The one scale of all modules, if the copy is laid out as the masters are: it then follows in two calls."""
 
     def collect(self) -> None:
-        """Adds free sums to the gradients, each rounded once."""
+        """Adds free sums to the gradients, each rounded once, and what kernels left elsewhere."""
+        for grad_RD, left_RD in self._parts:
+            grad_RD.add_(left_RD)
+            left_RD.zero_()
         for group, words in self._words.items():
             collect(words, self._adapter.groups[group].grad)
 
     def forget_gradients(self) -> None:
-        """Those of free sums."""
+        """Those of free sums, and those left elsewhere."""
+        for _, left_RD in self._parts:
+            left_RD.zero_()
         for words in self._words.values():
             words.forget()
 

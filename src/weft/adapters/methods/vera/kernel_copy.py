@@ -1,8 +1,8 @@
 """A VeRA as kernels read it: a LoRA with the frozen A of all modules and with b ⊙ B ⊙ d in B's place.
 
 Kernels leave the gradient that this B would have, and once a step it becomes those of b and d
-(`kernels/methods/two_scales.py`). So on this path an adapter holds its B in two types. Modules with as many outputs are
-taken together.
+(`kernels/methods/two_scales.py`). So on this path an adapter holds its B in two types. Modules with the same corner of
+the shared B are taken together.
 
 Shape suffixes: M modules, D in, O out, R rank, P rank padded.
 """
@@ -33,16 +33,18 @@ class VeraCopy(KernelCopy):
         nothing = torch.empty(0, device=adapter.device)
         a_of = _frozen_a(modules, dtype)
         self._alike: list[tuple[list[VeraWeights], torch.Tensor, torch.Tensor]] = []
-        """Modules with as many outputs, what kernels read of their B (M, O, P), and its gradients (M, O, R)."""
-        for num_out in dict.fromkeys(len(w.b_O) for w in modules.values()):
-            paths = [path for path, w in modules.items() if len(w.b_O) == num_out]
-            rank = len(modules[paths[0]].d_R)
+        """Modules with the same corner, what kernels read of their B (M, O, P), and its gradients (M, O, R)."""
+        for corner in dict.fromkeys(_corner_b(w) for w in modules.values()):
+            paths = [path for path, w in modules.items() if _corner_b(w) == corner]
+            num_out, rank = corner[0], len(modules[paths[0]].d_R)
             b_MOP = torch.zeros(len(paths), num_out, padded(rank), dtype=dtype, device=adapter.device)
             grad_MOR = torch.zeros(len(paths), num_out, rank, device=adapter.device)
             self._alike.append(([modules[path] for path in paths], b_MOP, grad_MOR))
             for path, b_OP, grad_OR in zip(paths, b_MOP, grad_MOR, strict=True):
                 w = modules[path]
-                self.entries[path] = Entry(rank, a_of[path], b_OP, nothing, grad_OR, 1.0, w.dropout, w.key)
+                self.entries[path] = Entry(
+                    rank, a_of[path], b_OP, nothing, grad_OR, 1.0, w.dropout, w.key, first_input=w.first_input
+                )
         # In the modules' order again.
         self.entries = {path: self.entries[path] for path in modules}
 
@@ -69,23 +71,28 @@ def _vectors(own: Sequence[VeraWeights]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([w.b_O for w in own]), torch.stack([w.d_R for w in own])
 
 
+def _corner_b(w: VeraWeights) -> tuple[int, int]:
+    """How many outputs a module has here, and where they begin in the shared B."""
+    return len(w.b_O), int(w.b_OR.storage_offset())
+
+
 def _frozen_a(modules: Mapping[str, VeraWeights], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A (P, D) of every module: kernels read those of modules side by side as one matrix, so there are as many copies
     one after another as a block has such modules, for all layers together."""
-    found: dict[str, tuple[int, int]] = {}
-    among: Counter[tuple[str, int]] = Counter()
+    found: dict[str, tuple[tuple[int, int], int]] = {}
+    among: Counter[tuple[str, tuple[int, int]]] = Counter()
     for path, w in modules.items():
-        key = path.rpartition(".")[0], w.a_RD.shape[1]
+        key = path.rpartition(".")[0], (w.a_RD.shape[1], w.first_input)
         found[path] = key[1], among[key]
         among[key] += 1
-    made: dict[int, torch.Tensor] = {}
+    made: dict[tuple[int, int], torch.Tensor] = {}
     for path, w in modules.items():
-        num_in, rank = found[path][0], len(w.d_R)
-        if num_in not in made:
-            number = 1 + max(place for width, place in found.values() if width == num_in)
-            made[num_in] = torch.zeros(number, padded(rank), num_in, dtype=dtype, device=w.d_R.device)
-            made[num_in][:, :rank] = w.a_RD
-    return {path: made[num_in][place] for path, (num_in, place) in found.items()}
+        corner, rank = found[path][0], len(w.d_R)
+        if corner not in made:
+            number = 1 + max(place for other, place in found.values() if other == corner)
+            made[corner] = torch.zeros(number, padded(rank), corner[0], dtype=dtype, device=w.d_R.device)
+            made[corner][:, :rank] = w.a_RD
+    return {path: made[corner][place] for path, (corner, place) in found.items()}
 
 
 def rehearse_scales(rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from weft.adapters.leading_rows import InputRows
+from weft.adapters.leading_rows import InputRows, KeyValueRows
 from weft.adapters.method import (
     Attachment,
     Change,
@@ -35,19 +35,34 @@ if TYPE_CHECKING:
 
 
 class RowsCopy(KernelCopy):
-    """The rows as kernels read them."""
+    """The rows as kernels read them: those of this device's heads, where other devices have others."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, places: Mapping[str, VirtualRows]) -> None:
         """`places`: by path."""
         super().__init__(adapter)
         self._places = places
-        copies = {path: LeadingRows(w.rows_VD.to(dtype), w.grad_VD) for path, w in places.items()}
-        self.others = OtherParts(rows=copies)
+        self._parts = {path: w for path, w in places.items() if w.columns is not None}
+        """Of whose rows some columns are here: kernels leave the gradients of these elsewhere."""
+        own = {path: w.here(w.rows_VD).to(dtype) for path, w in places.items()}
+        grads = {path: w.here(w.grad_VD).zero_() if path in self._parts else w.grad_VD for path, w in places.items()}
+        self.others = OtherParts(rows={path: LeadingRows(own[path], grads[path]) for path in places})
 
     def copy_weights(self) -> None:
         """Rounds the masters."""
         for path, w in self._places.items():
-            self.others.rows[path].rows_VN.copy_(w.rows_VD)
+            self.others.rows[path].rows_VN.copy_(w.here(w.rows_VD))
+
+    def collect(self) -> None:
+        """Adds what kernels left elsewhere."""
+        for path, w in self._parts.items():
+            assert w.columns is not None
+            w.grad_VD.index_add_(1, w.columns, self.others.rows[path].grad_VN)
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Those that are elsewhere."""
+        for path in self._parts:
+            self.others.rows[path].grad_VN.zero_()
 
 
 class VirtualTokens(Method):
@@ -70,7 +85,8 @@ class VirtualTokens(Method):
         self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
     ) -> VirtualRows:
         """The rows and their gradient."""
-        return VirtualRows(*params, *grads)
+        columns = place.columns_here(params[0].device) if isinstance(place, KeyValueRows) else None
+        return VirtualRows(params[0], grads[0], columns)
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
         """The job's learning rate."""

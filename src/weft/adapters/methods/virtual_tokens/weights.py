@@ -19,6 +19,12 @@ class VirtualRows(SlotWeights):
 
     rows_VD: torch.Tensor
     grad_VD: torch.Tensor
+    columns: torch.Tensor | None
+    """Those that kernels have here, where other devices have others; None: all."""
+
+    def here(self, x_VD: torch.Tensor) -> torch.Tensor:
+        """What kernels have here of the rows, or of what is as wide."""
+        return x_VD if self.columns is None else x_VD.index_select(1, self.columns)
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> None:
         """Puts its rows in front of every sample; those of samples that go on from a cache are there already."""
