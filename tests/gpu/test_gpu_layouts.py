@@ -39,7 +39,6 @@ from weft.kernels.device import beside, record
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner
-from weft.plan.spread.in_step import InStepPlanner
 from weft.plan.spread.planner import SpreadPlanner
 from weft.spec import BackboneSpec, load_run
 
@@ -145,8 +144,7 @@ def planner_of(layout: StageLayout) -> Planner:
     sizes = layout.replica_sizes
     if len(sizes) == 1:
         return PipelinePlanner(Schedule.ONE_F_ONE_B, *sizes)
-    spread = SpreadPlanner(sizes, (LinearCost(),) * len(sizes))
-    return InStepPlanner(spread) if layout.are_shards else spread
+    return SpreadPlanner(sizes, (LinearCost(),) * len(sizes), shards=layout.shards)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +152,12 @@ def planner_of(layout: StageLayout) -> Planner:
     [
         StageLayout((2,), gpus="0,0"),
         StageLayout((1, 1), gpus="0,0"),
-        StageLayout((1, 1), are_shards=True, gpus="0,0"),
+        StageLayout((1, 1), shards=(2,), gpus="0,0"),
         StageLayout((1, 2), gpus="0,0,0"),
+        StageLayout((1, 1, 1), shards=(2, 1), gpus="0,0,0"),
+        StageLayout((2, 2), shards=(2,), gpus="0,0,0,0"),
     ],
-    ids=["stages:2", "spread:2", "shards:2", "stages:1+stages:2"],
+    ids=["stages:2", "spread:2", "shards:2", "stages:1+stages:2", "shards:2+stages:1", "shards:2,stages:2"],
 )
 def test_adapters_when_processes_share_the_gpu_then_have_the_bits_of_one_device(layout, small, jobs_file, one_device):
     """Clipped, with dropout, evaluated, and one job that is spread; through pinned memory and gloo."""

@@ -43,14 +43,14 @@ def test_forecast_when_replicas_are_unlike_then_every_stage_has_its_own_memory()
 def test_forecast_when_weights_are_shared_then_slow_links_show():
     """A device that waits for its layers is as slow as they come; its memory lacks the slices of others."""
     fast, slow = (replace(cost(), hardware=replace(cost().hardware, link_rate=rate)) for rate in (1e15, 1e3))
-    whole, quick = forecast_replicas(JOBS, 1000, [fast] * 2), forecast_replicas(JOBS, 1000, [fast] * 2, are_shards=True)
+    whole, quick = forecast_replicas(JOBS, 1000, [fast] * 2), forecast_replicas(JOBS, 1000, [fast] * 2, shards=(2,))
     assert quick.planned_s == pytest.approx(whole.planned_s, rel=0.05)
-    assert quick.stage_names == ["shard 0", "shard 1"] and quick.program.is_in_step
+    assert quick.stage_names == ["shard 0", "shard 1"] and quick.program.shards == (2,)
     queues = [replace(job.queue, home=home) for home, job in zip((0, 1), JOBS, strict=True)]
     assert violations(quick.program, queues, Limits(1000)) == []
     # Of four layers, four devices have one each, and two that are gathered.
-    quarter = forecast_replicas(JOBS, 1000, [fast] * 4, are_shards=True)
+    quarter = forecast_replicas(JOBS, 1000, [fast] * 4, shards=(4,))
     assert max(whole.stage_bytes) - max(quarter.stage_bytes) == 2 * SHAPE.layer_weights
-    waits = forecast_replicas(JOBS, 1000, [slow] * 2, are_shards=True)
+    waits = forecast_replicas(JOBS, 1000, [slow] * 2, shards=(2,))
     num_rounds = waits.num_microbatches / 2
-    assert waits.planned_s == pytest.approx(2 * num_rounds * ShardCost(slow, 2).gather_s, rel=0.01)
+    assert waits.planned_s == pytest.approx(2 * num_rounds * ShardCost(slow, 2).gather_s(), rel=0.01)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _KINDS = (
     "Divide the layers of one backbone into N stages, each in its own process; or tensor:N: every layer over N "
     "processes; or spread:N: N backbones that share the samples of jobs with free sums; or stages:1+stages:2: unlike "
-    "ones; or shards:N: N processes that share the frozen weights of one backbone and have jobs of their own"
+    "ones; or shards:N: N processes that share the frozen weights of one backbone and have jobs of their own, "
+    "shards:2,stages:2: those of every stage"
 )
 Layout = Annotated[str | None, typer.Option(metavar="stages:N", help=f"{_KINDS}; or auto: what is predicted fastest.")]
 NamedLayout = Annotated[str | None, typer.Option("--layout", metavar="stages:N", help=f"{_KINDS}.")]
@@ -61,7 +62,7 @@ class LayoutOptions:
         from weft.execute.stages.load_stages import StageLayout
 
         schedule = self._read_schedule()
-        return StageLayout(self._sizes, schedule, self._are_shards, self._tensor, self.devices, self.planned)
+        return StageLayout(self._sizes, schedule, self._shards, self._tensor, self.devices, self.planned)
 
     @property
     def chosen(self) -> ReplicaLayouts:
@@ -126,22 +127,23 @@ class LayoutOptions:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Stages of each replica."""
+        """Stages of all that run microbatches of their own."""
         layout = self.chosen
-        if self._are_shards:
-            return (1,) * layout.num_devices
-        missing = {kind for replica in layout.replicas for kind in replica.parts} - {"stages", "tensor"}
-        if "shards" in missing:
-            found = (
-                f"got {self.layout!r}; shards:N is a layout of its own, with neither other parts nor other replicas."
-            )
-            raise ConfigError(found, where=WHERE)
         if len({replica.tensor for replica in layout.replicas}) > 1:
             found = (
                 f"got {self.layout!r}; replicas share layers over as many devices each, so say one tensor:N for all."
             )
             raise ConfigError(found, where=WHERE)
-        return tuple(replica.stages for replica in layout.replicas)
+        if self._tensor > 1 and max(layout.shards) > 1:
+            found = (
+                f"got {self.layout!r}; devices of tensor:N keep their own part of every product, which others have no "
+                "use for and do not gather; say shards:N with stages:N, or tensor:N with stages:N."
+            )
+            raise ConfigError(found, where=WHERE)
+        if any(replica.shards > 1 and replica.stages > 1 for replica in layout.replicas):
+            found = f"got {self.layout!r}; shards are of whole models so far, so say shards:N without stages:N."
+            raise ConfigError(found, where=WHERE)
+        return layout.replica_sizes
 
     @property
     def _tensor(self) -> int:
@@ -149,10 +151,10 @@ class LayoutOptions:
         return self.chosen.replicas[0].tensor
 
     @property
-    def _are_shards(self) -> bool:
-        """Whether devices share the frozen weights of one replica."""
-        replicas = self.chosen.replicas
-        return len(replicas) == 1 and replicas[0].parts.keys() == {"shards"}
+    def _shards(self) -> tuple[int, ...]:
+        """By how many each copy of the frozen weights is shared; empty: by none."""
+        shards = self.chosen.shards
+        return shards if max(shards) > 1 else ()
 
     def _read_schedule(self) -> Schedule | None:
         """None for auto: of a few ways to pack and order microbatches, the one that is fastest in the simulator."""

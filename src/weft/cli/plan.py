@@ -142,7 +142,7 @@ def _forecast_layout(
         return forecast(jobs, capacity, costs[0], planner_named(spec.planner))
     if len(sizes) == 1:
         return forecast(jobs, capacity, costs[0], pipeline_planner(spec.planner, costs[0], in_pairs=in_pairs))
-    return forecast_replicas(jobs, capacity, costs, are_shards=layout.are_shards, planner=spec.planner)
+    return forecast_replicas(jobs, capacity, costs, shards=layout.shards, planner=spec.planner)
 
 
 def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:

@@ -54,10 +54,14 @@ class GatherCost:
 
     def notes(self) -> tuple[str, str]:
         """What a device holds of the backbone, and from where on gathering is hidden, with the arithmetic."""
-        whole, held = replace(self.memory, shards=1).weight_bytes(), self.memory.weight_bytes()
+        memory = self.memory
+        whole = replace(memory, shards=1, num_stages=1, split=None).weight_bytes()
+        held = max(memory.weight_bytes(stage) for stage in range(memory.num_stages))
+        up_to = "up to " if memory.num_stages > 1 else ""
+        tables = "embedding or head," if memory.num_stages > 1 else "embedding, head"
         return (
-            f"each of {self.memory.shards} devices holds about {held / 2**20:,.1f} MiB of the backbone's "
-            f"{whole / 2**20:,.1f}: its slices, {GATHERED_LAYERS} layers, embedding, head and norms.",
+            f"each of {memory.shards * memory.num_stages} devices holds {up_to}about {held / 2**20:,.1f} MiB of the "
+            f"backbone's {whole / 2**20:,.1f}: its slices, {GATHERED_LAYERS} layers, {tables} and norms.",
             f"{self._hidden_in_words()}.",
         )
 
@@ -84,22 +88,21 @@ class ShardCost:
         """The bytes that go with it."""
         return replace(self.cost.memory, shards=self.num_shards)
 
-    @property
-    def gather_s(self) -> float:
-        """All layers, one way."""
-        return self.cost.shape.num_layers * GatherCost(self.memory, self.cost.hardware).layer_s
+    def gather_s(self, stage: int = 0) -> float:
+        """All layers of a stage, one way."""
+        return self.memory.layers(stage) * GatherCost(self.memory, self.cost.hardware).layer_s
 
     def forward_s(self, lengths: Sequence[int], stage: int) -> float:
         """One microbatch forward: the slower of computing and gathering."""
-        return max(self.cost.forward_s(lengths, stage), self.gather_s) if lengths else 0.0
+        return max(self.cost.forward_s(lengths, stage), self.gather_s(stage)) if lengths else 0.0
 
     def backward_s(self, lengths: Sequence[int], stage: int) -> float:
         """The same, backward."""
-        return max(self.cost.backward_s(lengths, stage), self.gather_s) if lengths else 0.0
+        return max(self.cost.backward_s(lengths, stage), self.gather_s(stage)) if lengths else 0.0
 
     def transfer_s(self, num_tokens: int) -> float:
-        """Nothing goes from one device to the next but weights."""
-        return 0.0
+        """From one stage to the next."""
+        return self.cost.transfer_s(num_tokens)
 
     def step_s(self, stage: int) -> float:
         """One job's optimizer step."""

@@ -17,7 +17,7 @@ from weft.execute.movable import MovableExecutor, OpenReplicas
 from weft.execute.protocol import Executor
 from weft.execute.stages.load_stages import (
     StageLayout,
-    gather_cost,
+    gather_costs,
     load_stages,
     rounding_note,
     stage_cost,
@@ -30,7 +30,6 @@ from weft.plan.pack import planner_named
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner
 from weft.plan.replan import Forecaster
-from weft.plan.spread.in_step import InStepPlanner
 from weft.plan.spread.planner import SpreadPlanner
 from weft.simulate.choose import pipeline_planner
 from weft.simulate.choose_spread import FastestSpread
@@ -131,10 +130,9 @@ def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
             *untried_notes(spec.backbone, elsewhere),
             *(() if alone is None else (f"every microbatch runs alone: {alone}",)),
         )
-    cost = gather_cost(spec.backbone, len(layout.replica_sizes), elsewhere) if layout.are_shards else None
     return (
         *untried_notes(spec.backbone, elsewhere),
-        *(() if cost is None else cost.notes()),
+        *(note for cost in gather_costs(spec.backbone, layout, elsewhere) for note in cost.notes()),
         *_grouping_notes(spec, layout),
     )
 
@@ -157,7 +155,5 @@ def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner
     if len(sizes) == 1:
         in_pairs = layout.tensor > 1 and why_no_pairs(spec, layout) is None
         return pipeline_planner(spec.planner, costs[sizes[0]], in_pairs=in_pairs)
-    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned)
-    if layout.are_shards:
-        return InStepPlanner(planner)
+    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned, layout.shards)
     return planner if max(sizes) == 1 or spec.planner == "greedy" else FastestSpread(planner, row_tile)

@@ -24,7 +24,6 @@ from weft.plan.pipeline.append import EndlessProgram
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
-from weft.plan.spread.in_step import InStepPlanner
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.choose import FastestPipeline, PipelineChoice
@@ -141,8 +140,7 @@ class LookaheadPlanner:
 
     def home_seconds(self, jobs: Mapping[str, HomeLoad], limits: Limits) -> Mapping[str, Sequence[float]]:
         """Of a global batch of each job that has one home, by replica; none where there are no several replicas."""
-        planner: Planner = self._planner.planner if isinstance(self._planner, InStepPlanner) else self._planner
-        planner = planner.quick if isinstance(planner, FastestSpread) else planner
+        planner = self._planner.quick if isinstance(self._planner, FastestSpread) else self._planner
         return planner.home_seconds(jobs, limits.capacity) if isinstance(planner, SpreadPlanner) else {}
 
     def endless(self, limits: Limits) -> EndlessProgram | None:

@@ -20,7 +20,7 @@ from weft.data.dataset import Dataset
 from weft.data.global_batch import GlobalBatches
 from weft.data.prompts import Prompt
 from weft.objectives.metrics import MeanScores, Score
-from weft.plan.layout import Layout, ReplicaLayout
+from weft.plan.layout import Layout, ReplicaLayout, copies
 from weft.plan.pipeline.append import Lists
 from weft.plan.program import Program
 from weft.plan.types import Microbatch
@@ -89,15 +89,16 @@ class ReplicaFacts:
     """Stages of each replica."""
     tensor: int = 1
     """Devices that share every layer."""
-    are_shards: bool = False
-    """Whether the replicas, of one stage each, are one that shares its frozen weights."""
+    shards: tuple[int, ...] = ()
+    """How many replicas, one behind the other, share each copy of the frozen weights; empty: none do."""
 
     @property
     def layout(self) -> Layout:
         """How it lies over devices."""
-        if self.are_shards:
-            return Layout((ReplicaLayout(shards=len(self.replica_sizes)),))
-        return Layout(tuple(ReplicaLayout(tensor=self.tensor, stages=size) for size in self.replica_sizes))
+        sizes = self.replica_sizes
+        return Layout(
+            tuple(ReplicaLayout(self.tensor, len(own), sizes[own.start]) for own in copies(len(sizes), self.shards))
+        )
 
     @property
     def takes_programs(self) -> bool:

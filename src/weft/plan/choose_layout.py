@@ -7,11 +7,13 @@ than c, a microbatch has what there is, which takes longer for each token. N dev
     stages           (microbatches + N − 1) times the slowest stage with its transfer; where jobs fill each other's
                      gaps, the pipeline is filled once in 32 N microbatches, and no job's step takes less than its own
                      microbatches + N − 1
+    shards of stages as many pipelines as shards, each with its part of W, slowed down as shards are
 All of them keep every bit. Tensor parallelism does not and is not chosen. Where two are within 2 %, the simpler one is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -85,7 +87,10 @@ def choose_layout(
     layouts = [Layout()]
     if num_devices > 1:
         layouts += [Layout((ReplicaLayout(),) * num_devices), Layout((ReplicaLayout(shards=num_devices),))]
-        layouts += [Layout((ReplicaLayout(stages=n),)) for n in _powers(min(num_devices, cost.shape.num_layers))]
+        cuts = _powers(min(num_devices, cost.shape.num_layers))
+        layouts += [Layout((ReplicaLayout(stages=n),)) for n in cuts]
+        shared = [(num_devices // n, n) for n in cuts if num_devices % n == 0 and num_devices > n]
+        layouts += [Layout((ReplicaLayout(shards=shards, stages=n),)) for shards, n in shared]
     options = [price_layout(cost, jobs, capacity, layout) for layout in layouts]
     fitting = [option for option in options if option.device_bytes <= memory_bytes]
     if not fitting:
@@ -111,38 +116,35 @@ def price_layout(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, l
 
 def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, replica: ReplicaLayout) -> tuple[int, float]:
     """What the fullest device of a replica needs, and how fast it is against one device."""
-    if replica.shards > 1:
-        return _shards(cost, jobs, capacity, replica.shards)
-    number = replica.stages
+    number, shards = replica.stages, replica.shards
     piped = replace(cost, num_stages=number, tensor_parallel=replica.tensor, split=None)
+    sharing = ShardCost(piped, shards)
+    rows, ranks = cost.rows([capacity]), [job.rank for job in jobs]
+    needs = [sharing.memory.total_bytes(rows, ranks, stage=s, num_held=number - s) for s in range(number)]
+    if number == 1 and shards > 1:
+        return max(needs), _gain(cost, jobs, capacity, 1 / shards, 2 * sharing.gather_s())
 
     def slot_s(num_tokens: int) -> float:
         """Of the slowest stage for a microbatch."""
-        slowest_s = max(_pass_s(piped, num_tokens, stage) for stage in range(number))
+        slowest_s = max(max(_pass_s(piped, num_tokens, s), 2 * sharing.gather_s(s)) for s in range(number))
         return slowest_s + (2 * cost.transfer_s(num_tokens) if number > 1 else 0.0)
 
-    num_microbatches, num_tokens = _microbatches(jobs, capacity)
-    filling = (number - 1) * (1.0 if len(jobs) == 1 else num_microbatches / (PROGRAM_MICROBATCHES * number))
-    round_s = (num_microbatches + filling) * slot_s(num_tokens)
+    num_microbatches, num_tokens = _microbatches(sum(job.tokens for job in jobs), capacity)
+    share = _share(jobs, 1 / shards)
+    is_alone = len(jobs) == 1 or (shards > 1 and share == max(job.tokens for job in jobs))
+    num_there, tokens_there = _microbatches(share, capacity)
+    filling = (number - 1) * (1.0 if is_alone else num_there / (PROGRAM_MICROBATCHES * number))
+    round_s = (num_there + filling) * slot_s(tokens_there)
     for job in jobs:
         # Its next global batch waits for its step, whoever trains beside it.
-        num_own, own_tokens = _microbatches([job], capacity)
+        num_own, own_tokens = _microbatches(job.tokens / (shards if job.is_free else 1), capacity)
         round_s = max(round_s, (num_own + number - 1) * slot_s(own_tokens))
-    speed = num_microbatches * _pass_s(cost, num_tokens, 0) / round_s
-    return max(_needs(piped, jobs, capacity, stage, number - stage) for stage in range(number)), speed
-
-
-def _shards(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, number: int) -> tuple[int, float]:
-    sharing = ShardCost(cost, number)
-    speed = _gain(cost, jobs, capacity, 1 / number, 2 * sharing.gather_s)
-    return sharing.memory.total_bytes(cost.rows([capacity]), [job.rank for job in jobs]), speed
+    return max(needs), num_microbatches * _pass_s(cost, num_tokens, 0) / round_s
 
 
 def _gain(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, part: float, least_s: float = 0.0) -> float:
     """How much sooner a device is done that has a part of all tokens, with at least `least_s` for a microbatch."""
-    total = max(1, sum(job.tokens for job in jobs))
-    # A job whose sums are ordered has one home.
-    share = max(1.0, part * total, *(job.tokens for job in jobs if not job.is_free))
+    total, share = max(1, sum(job.tokens for job in jobs)), max(1.0, _share(jobs, part))
 
     def round_s(tokens: float, least_s: float = 0.0) -> float:
         each = min(tokens, capacity)
@@ -152,19 +154,18 @@ def _gain(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, part: fl
     return min(total / share, round_s(total) / round_s(share, least_s))
 
 
-def _microbatches(jobs: Sequence[LayoutJob], capacity: int) -> tuple[int, int]:
-    """How many a global batch of every job is, and the tokens of a full one."""
-    tokens = sum(job.tokens for job in jobs)
-    return max(1, -(-tokens // capacity)), min(capacity, max(1, tokens))
+def _share(jobs: Sequence[LayoutJob], part: float) -> float:
+    """Tokens of whoever has a part of all, if it can: a job whose sums are ordered has one home."""
+    return max(part * sum(job.tokens for job in jobs), *(0 if job.is_free else job.tokens for job in jobs))
+
+
+def _microbatches(tokens: float, capacity: int) -> tuple[int, int]:
+    """How many so many tokens are, and the tokens of a full one."""
+    return max(1, math.ceil(tokens / capacity)), min(capacity, max(1, round(tokens)))
 
 
 def _pass_s(cost: AnalyticCost, capacity: int, stage: int) -> float:
     return cost.forward_s([capacity], stage) + cost.backward_s([capacity], stage)
-
-
-def _needs(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, stage: int = 0, held: int = 1) -> int:
-    ranks = [job.rank for job in jobs]
-    return cost.memory.total_bytes(cost.rows([capacity]), ranks, stage=stage, num_held=held)
 
 
 def _powers(most: int) -> list[int]:

@@ -67,29 +67,54 @@ class Layout:
         return self.num_devices == 1
 
     @property
+    def replica_sizes(self) -> tuple[int, ...]:
+        """Stages of all that run microbatches of their own: of each replica, or of each of its shards."""
+        return tuple(replica.stages for replica in self.replicas for _ in range(replica.shards))
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Of each replica."""
+        return tuple(replica.shards for replica in self.replicas)
+
+    @property
     def stage_names(self) -> list[str]:
         """What its stages are called, one replica behind the other."""
-        shards = self.replicas[0].shards if len(self.replicas) == 1 else 1
-        sizes = (1,) * shards if shards > 1 else [replica.stages for replica in self.replicas]
-        return stage_names(sizes, are_shards=shards > 1)
+        return stage_names(self.replica_sizes, self.shards)
 
     def __str__(self) -> str:
         return "+".join(_printed(own, sum(1 for _ in like)) for own, like in itertools.groupby(self.replicas))
 
 
-def stage_names(replica_sizes: Sequence[int], *, are_shards: bool = False) -> list[str]:
-    """What the stages are called of replicas with so many each, one replica behind the other.
+def copies(num_replicas: int, shards: Sequence[int]) -> tuple[range, ...]:
+    """Who has each copy of the frozen weights, among all that run microbatches of their own.
 
-    `are_shards`: they are devices that share the frozen weights of one.
+    `shards`: by how many each copy is shared, one behind the other; empty: by none.
     """
-    if len(replica_sizes) == 1:
-        return [f"stage {index}" for index in range(replica_sizes[0])]
-    word = "shard" if are_shards else "replica"
-    return [
-        f"{word} {replica}" + (f", stage {index}" if size > 1 else "")
-        for replica, size in enumerate(replica_sizes)
-        for index in range(size)
-    ]
+    ends = [*itertools.accumulate(shards or (1,) * num_replicas)]
+    return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+
+def rings(replica_sizes: Sequence[int], shards: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The stages that share the frozen weights of the same layers, where any do."""
+    first = [0, *itertools.accumulate(replica_sizes)]
+    return tuple(
+        tuple(first[replica] + stage for replica in own)
+        for own in copies(len(replica_sizes), shards)
+        if len(own) > 1
+        for stage in range(replica_sizes[own.start])
+    )
+
+
+def stage_names(replica_sizes: Sequence[int], shards: Sequence[int] = ()) -> list[str]:
+    """What the stages are called of all that run microbatches of their own, one behind the other."""
+    found, owners = [], copies(len(replica_sizes), shards)
+    for place, own in enumerate(owners):
+        for shard, replica in enumerate(own):
+            words = [f"replica {place}"] * (len(owners) > 1) + [f"shard {shard}"] * (len(own) > 1)
+            for stage in range(replica_sizes[replica]):
+                last = [f"stage {stage}"] if replica_sizes[replica] > 1 or not words else []
+                found.append(", ".join([*words, *last]))
+    return found
 
 
 def parse_layout(text: str, *, where: str | None = None, or_auto: bool = False) -> Layout:

@@ -9,8 +9,9 @@ stage c · num_stages + s.
 
 A program may be for several whole replicas (`replica_sizes`): their stages follow one another, a microbatch is run by
 one of them, and a job whose sums are free has samples on several. Whoever had some measures, the first of these judges
-by the sum of all, and every stage of every replica steps. Devices that share every layer may run two microbatches side
-by side (`pairs`): both forward, then both backward. Programs print, hash, and come back from JSON as they were.
+by the sum of all, and every stage of every replica steps. Where replicas share frozen weights (`shards`), stages with
+the same layers run in step. Devices that share every layer may run two microbatches side by side (`pairs`): both
+forward, then both backward. Programs print, hash, and come back from JSON as they were.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 from weft.errors import PlanError
+from weft.plan.layout import rings
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 
 
@@ -116,9 +118,9 @@ class Program:
     num_chunks: int = 1
     replica_sizes: tuple[int, ...] = ()
     """Stages of each replica, whose lists follow one another; empty: one replica has them all."""
-    is_in_step: bool = False
-    """All run their next microbatch at the same time, since they share the frozen weights; whoever has none runs an
-    empty one."""
+    shards: tuple[int, ...] = ()
+    """How many replicas, one behind the other, share each copy of the frozen weights; empty: none do. They run their
+    next pass at the same time, and whoever has none runs one of an empty microbatch."""
     pairs: tuple[tuple[int, int], ...] = ()
     """Microbatches that run side by side, where devices share every layer: one computes while what the other has to
     wait for is added up. Every stage has both forwards, and both backwards, one right behind the other."""
@@ -145,6 +147,11 @@ class Program:
         """The stages of each replica."""
         ends = [*itertools.accumulate(self.replica_sizes or (self.num_stages,))]
         return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+    @property
+    def rings(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that run their passes at the same time, since they share the frozen weights of their layers."""
+        return rings(self.replica_sizes, self.shards)
 
     @property
     def measuring(self) -> dict[Measure, tuple[int, ...]]:
@@ -182,7 +189,7 @@ class Program:
         return {
             "num_chunks": self.num_chunks,
             "replica_sizes": list(self.replica_sizes),
-            "is_in_step": self.is_in_step,
+            "shards": list(self.shards),
             "pairs": [list(pair) for pair in self.pairs],
             "microbatches": [[list(astuple(segment)) for segment in m.segments] for m in self.microbatches],
             "stages": [[[_NAMES[type(i)], *astuple(i)] for i in instructions] for instructions in self.stages],
@@ -197,7 +204,7 @@ class Program:
                 tuple(tuple(_built(_KINDS[kind], own) for kind, *own in stage) for stage in tree["stages"]),
                 int(tree["num_chunks"]),
                 tuple(int(size) for size in tree.get("replica_sizes", ())),
-                bool(tree.get("is_in_step", False)),
+                tuple(int(number) for number in tree.get("shards", ())),
                 tuple((int(first), int(second)) for first, second in tree.get("pairs", ())),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:

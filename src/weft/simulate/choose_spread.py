@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel
 from weft.plan.pipeline.planner import whole_batches
-from weft.plan.pipeline.stream import read_stream
 from weft.plan.program import Program
 from weft.plan.spread.deal import DealtQueues
-from weft.plan.spread.planner import SpreadPlanner, assemble
+from weft.plan.spread.planner import SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.choose import FastestPipeline, PipelineChoice
 
@@ -63,7 +62,7 @@ class FastestSpread:
         several = [choice.seconds if choice.several_groups_s is None else choice.several_groups_s for choice in found]
         has_several = any(choice.several_groups_s is not None for choice in found)
         return PipelineChoice(
-            assemble([read_stream(stream) for stream in streams], sizes, self.quick.costs, {}),
+            self.quick.assemble(streams, {}),
             tuple(group for choice in found for group in choice.groups),
             tuple(fill for choice in found for fill in choice.fills),
             max(others_s, *(choice.seconds for choice in found)),

@@ -123,7 +123,7 @@ class Forecast:
     def stage_names(self) -> list[str]:
         """What the stages are called."""
         sizes = self.program.replica_sizes or (self.num_stages,)
-        return stage_names(sizes, are_shards=self.program.is_in_step)
+        return stage_names(sizes, self.program.shards)
 
     @property
     def planned_s(self) -> float:

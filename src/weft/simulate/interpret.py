@@ -3,10 +3,10 @@
 A stage runs its list from the first to the last instruction. With overlap a stage has three lanes, as mLoRA's three
 streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
 receiving each keep the stage itself busy. Empty microbatches cost nothing. Measuring a gradient takes no time, but the
-judge waits until all have measured theirs, and the others step when it has. Devices in step begin a microbatch
-together. Both passes of a pair begin together and end together. With several slices per stage the cost
-model is asked for virtual stages. Replicas have a cost model each; what they add to each other's gradients is taken to
-cost nothing. O(instructions).
+judge waits until all have measured theirs, and the others step when it has. Devices in step begin a pass together. Both
+passes of a pair begin together and end together. With several slices per stage the cost model is asked for virtual
+stages. Replicas have a cost model each; what they add to each other's gradients is taken to cost nothing.
+O(instructions).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _StageRun:
     free_at: float = 0.0
     send_free_at: float = 0.0
     held: int = 0
-    num_forward: int = 0
-    """Microbatches that it has begun."""
+    num_passes: int = 0
+    """Forward and backward, so far."""
     spans: list[Span] = field(default_factory=list)
     memory: list[MemoryPoint] = field(default_factory=list)
 
@@ -101,8 +101,10 @@ class _Run:
         """When each stage but the judge had measured its part."""
         self.verdicts: dict[Measure, float] = {}
         """When the judge had all parts."""
-        self.rounds: dict[int, dict[int, float]] = {}
-        """Of devices that run in step: when each was ready for its n-th microbatch."""
+        self.ring_of = {stage: ring for ring in program.rings for stage in ring}
+        """Who runs in step with each stage that does."""
+        self.rounds: dict[tuple[int, int], dict[int, float]] = {}
+        """By the first of those who run in step and a number: when each of them was ready for its n-th pass."""
 
     def advance(self, place: int) -> bool:
         """Runs a stage until it must wait; tells whether it got anywhere."""
@@ -133,7 +135,7 @@ class _Run:
                 return self._receive(stage, place, instruction)
             case Measure():
                 return self._measure(stage, place, instruction)
-            case Forward() if self.program.is_in_step:
+            case Forward() | Backward() if place in self.ring_of:
                 return self._meet(stage, place)
             case Step(job, step) if Measure(job, step) in self.measuring:
                 verdict = self.verdicts.get(Measure(job, step))
@@ -142,10 +144,11 @@ class _Run:
         return True
 
     def _meet(self, stage: _StageRun, place: int) -> bool:
-        """Devices that share weights begin their next microbatch when all do."""
-        ready = self.rounds.setdefault(stage.num_forward, {})
+        """Devices that share weights begin their next pass when all do."""
+        ring = self.ring_of[place]
+        ready = self.rounds.setdefault((ring[0], stage.num_passes), {})
         ready[place] = stage.free_at
-        if len(ready) < len(self.stages):
+        if len(ready) < len(ring):
             return False
         stage.free_at = max(ready.values())
         return True
@@ -165,7 +168,7 @@ class _Run:
         """A pass, or both of a pair."""
         virtual = _virtual(stage, place, visits[0].chunk)
         is_forward = isinstance(visits[0], Forward)
-        stage.num_forward += len(visits) if is_forward else 0
+        stage.num_passes += len(visits)
         numbers = [visit.microbatch for visit in visits if self.lengths[visit.microbatch]]
         if not numbers:
             return

@@ -11,8 +11,8 @@ from dataclasses import replace
 from weft.cost.analytic import AnalyticCost
 from weft.cost.gather import ShardCost
 from weft.plan.homes import choose_homes
+from weft.plan.layout import copies
 from weft.plan.program import Forward, Program
-from weft.plan.spread.in_step import in_step
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import Limits
 from weft.simulate.choose_spread import FastestSpread
@@ -26,24 +26,27 @@ def forecast_replicas(
     capacity: int,
     costs: Sequence[AnalyticCost],
     *,
-    are_shards: bool = False,
+    shards: Sequence[int] = (),
     planner: str = "auto",
 ) -> Forecast:
     """The forecast of a run on replicas that cost so much each.
 
-    `planner`: the one that the run names. `are_shards`: they are the devices of one; the cost is that of a device with
-    all weights of its own.
+    `planner`: the one that the run names. `shards`: how many replicas share each copy of the frozen weights; costs are
+    those of devices with all weights of their own.
     """
     sizes = tuple(cost.num_stages for cost in costs)
-    times = [ShardCost(cost, len(costs)) if are_shards else cost for cost in costs]
-    spread = SpreadPlanner(sizes, tuple(times))
+    times = [
+        ShardCost(costs[place], len(own)) if len(own) > 1 else costs[place]
+        for own in copies(len(costs), shards)
+        for place in own
+    ]
+    spread = SpreadPlanner(sizes, tuple(times), shards=tuple(shards))
     at_home = sorted((job for job in jobs if not job.is_free), key=lambda job: job.queue.job)
     loads = {job.queue.job: HomeLoad(job.num_tokens / job.num_steps, _longest(job)) for job in at_home}
     homes = choose_homes(spread.home_seconds(loads, capacity))
     queues = [replace(job.queue, home=homes.get(job.queue.job)) for job in jobs]
     chosen = FastestSpread(spread, costs[0].row_tile) if max(sizes) > 1 and planner != "greedy" else spread
     program = chosen(queues, Limits(capacity, max_microbatches=ALL))
-    program = in_step(program) if are_shards else program
     timeline = simulate(program, times)
     microbatches = [m for m in program.microbatches if m.segments]
     needs = _stage_needs(jobs, homes, program, timeline, costs, times)
@@ -54,7 +57,7 @@ def forecast_replicas(
         num_stages=program.num_stages,
         stage_layers=tuple(cost.memory.layers(stage) for cost in costs for stage in range(cost.num_stages)),
         capacity=capacity,
-        schedule="in step" if are_shards else f"{len(sizes)} replicas",
+        schedule="in step" if len(shards) == 1 else f"{len(shards) or len(sizes)} replicas",
         program=program,
         timeline=timeline,
         # A job is evaluated where it is at home, one that all have on the first.

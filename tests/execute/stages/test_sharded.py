@@ -15,6 +15,7 @@ from test_stage_pool import paired
 from tiny_models import assert_same_bits, finish, random_backbone, small_job, submit, train
 from tiny_shards import Late, spread
 
+from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
@@ -23,7 +24,6 @@ from weft.execute.stages.load_stages import find_parts
 from weft.execute.stages.stage_group import LocalStages
 from weft.execute.stages.stage_pool import StageLostError, StageProcesses
 from weft.execute.stages.staged import StagedExecutor
-from weft.plan.spread.in_step import InStepPlanner
 from weft.plan.spread.planner import SpreadPlanner
 from weft.spec import BackboneSpec
 
@@ -31,17 +31,40 @@ LAYERS = 3
 SPEC = BackboneSpec("tiny", device="cpu")
 
 
-def planner(count: int) -> InStepPlanner:
-    return InStepPlanner(SpreadPlanner((1,) * count, (LinearCost(fixed_s=4.0),) * count))
+WHOLE = (LAYERS,)
+"""A model in one stage."""
+Copy = tuple[int, tuple[int, ...]]
+"""By how many a copy of the frozen weights is shared, and the layers of its stages."""
+BESIDE: list[list[Copy]] = [[(2, WHOLE), (1, WHOLE)], [(2, WHOLE), (2, WHOLE)], [(1, (1, 2)), (3, WHOLE)]]
+"""Shards beside other replicas."""
+
+
+def planner(*copies: Copy) -> SpreadPlanner:
+    sizes = tuple(len(layers) for count, layers in copies for _ in range(count))
+    costs = (LinearCost(fixed_s=4.0),) * len(sizes)
+    return SpreadPlanner(sizes, costs, shards=tuple(count for count, _ in copies))
+
+
+def shared_by(*copies: Copy, **options: Any) -> tuple[Engine, list[list[list[Late]]]]:
+    """An engine on devices in this process, and what is asked of peers: by copy, stage and device."""
+    peers: list[list[list[Late]]] = []
+    replicas: list[list[Backbone]] = []
+    for count, layers in copies:
+        peers.append([[Late(index, count) for index in range(count)] for _ in layers])
+        for shard in range(count):
+            parts = part_backbones("llama", layers, **options)
+            if count > 1:
+                parts = [spread(part, peers=own[shard]) for part, own in zip(parts, peers[-1], strict=True)]
+            replicas.append(parts)
+    tokenizer: Any = replicas[0][0].tokenizer
+    executor = StagedExecutor(LocalStages(*replicas), tokenizer, shards=[count for count, _ in copies])
+    return Engine(executor, capacity=48, planner=planner(*copies)), peers
 
 
 def sharded(count: int, **options: Any) -> tuple[Engine, list[Late]]:
-    """An engine on devices in this process, and what each asks of its peers."""
-    peers = [Late(index, count) for index in range(count)]
-    backbones = [spread(part_backbones("llama", (LAYERS,), **options)[0], peers=own) for own in peers]
-    tokenizer: Any = backbones[0].tokenizer
-    executor = StagedExecutor(LocalStages(*([one] for one in backbones)), tokenizer, in_step=True)
-    return Engine(executor, capacity=48, planner=planner(count)), peers
+    """The same of one whole model."""
+    engine, (((peers,),)) = shared_by((count, WHOLE), **options)
+    return engine, peers
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)])
@@ -63,14 +86,28 @@ def test_jobs_when_shards_take_the_fused_kernels_then_have_the_bits_of_one_devic
         assert_same_bits(outcome, expected[name])
 
 
-def test_devices_with_unequal_work_then_gather_the_same_layers_in_the_same_order():
-    """A device without work, too: nobody waits for a peer that has no more samples."""
+@pytest.mark.parametrize("copies", BESIDE, ids=str)
+def test_jobs_when_shards_are_beside_other_replicas_then_have_the_bits_of_one_device(copies):
+    """Spread over all and at home on any."""
+    own = [*jobs(), *(small_job(f"c{seed}", seed, max_steps=2, global_batch_size=seed) for seed in range(2, 5))]
+    expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
+    engine, _ = shared_by(*copies)
+    submit(engine, *own)
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+
+
+@pytest.mark.parametrize("copies", [[(3, WHOLE)], *BESIDE], ids=str)
+def test_devices_with_unequal_work_then_gather_the_same_layers_in_the_same_order(copies):
+    """A device without work, too: nobody waits for a peer that has no more samples. Others gather nothing."""
     own = [small_job("short", max_steps=2), small_job("long", 1, max_steps=5, sums="free", global_batch_size=7)]
-    engine, peers = sharded(3)
+    engine, peers = shared_by(*copies)
     submit(engine, *own)
     engine.run()
-    assert len(peers[0].told) > 20
-    assert peers[0].told == peers[1].told == peers[2].told
+    for (count, _), stages in zip(copies, peers, strict=True):
+        for together in stages:
+            assert len({tuple(device.told) for device in together}) == 1
+            assert (len(together[0].told) > 20) == (count > 1)
 
 
 def test_jobs_when_others_join_and_leave_then_have_the_bits_of_one_device():
@@ -100,7 +137,8 @@ def test_run_when_resumed_under_another_layout_then_the_files_are_those_of_one_d
 
     own = [small_job("a", sums="free", max_steps=6, ema_decay=0.5), small_job("b", 1, max_steps=6)]
     train_until(whole(), tmp_path / "one", 6, own)
-    for place, engine in enumerate((sharded(2)[0], whole(), sharded(3)[0])):
+    beside = (2, WHOLE), (1, (1, 2))
+    for place, engine in enumerate((sharded(2)[0], shared_by(*beside)[0], sharded(3)[0])):
         train_until(engine, tmp_path / "moved", 2 * place + 2, own)
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
     assert len(files) >= 4
@@ -110,7 +148,7 @@ def test_run_when_resumed_under_another_layout_then_the_files_are_those_of_one_d
 
 @pytest.fixture
 def processes() -> Iterator[StageProcesses]:
-    group = StageProcesses(SPEC, *[find_parts(SPEC, 1)] * 2, are_shards=True, silent_s=10.0)
+    group = StageProcesses(SPEC, *[find_parts(SPEC, 1)] * 2, shards=[2], silent_s=10.0)
     yield group
     group.close()
     assert all(process.poll() is not None for process in group.processes)
@@ -125,7 +163,7 @@ def test_jobs_when_shards_are_processes_then_have_the_bits_of_one_device(process
     submit(one, *own)
     expected = finish(one)
     tokenizer: Any = whole.tokenizer
-    engine = Engine(StagedExecutor(processes, tokenizer, in_step=True), capacity=48, planner=planner(2))
+    engine = Engine(StagedExecutor(processes, tokenizer, shards=[2]), capacity=48, planner=planner((2, WHOLE)))
     submit(engine, *own)
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])

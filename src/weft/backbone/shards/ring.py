@@ -113,6 +113,11 @@ class LayerRing:
                 self._arrive(layer)
         self._way.clear()
 
+    def restart(self) -> None:
+        """Takes nothing to be here: all devices have met anew, and what was on its way may never have come."""
+        self._held, self._arriving = [None] * NUM_BUFFERS, [None] * NUM_BUFFERS
+        self._way.clear()
+
     def _start_first(self) -> None:
         for layer in range(len(self._slices))[:NUM_BUFFERS]:
             self._start(layer)

@@ -8,39 +8,31 @@ from weft.execute.stages.stage_group import StageGroup
 from weft.execute.stages.stage_start import PassHeard
 
 Heard = list[PassHeard | None]
-"""What stages tell of a pass; None where there are no more samples."""
+"""What stages tell of a pass; None where there are no more samples, or where others have the job."""
 
 
-def find_start(stages: StageGroup, homes: Sequence[range], job: str, *, in_step: bool) -> None:
+def find_start(stages: StageGroup, owners: Sequence[Sequence[range]], job: str) -> None:
     """Has a job's first samples run through replicas, until all their stages have heard enough.
 
-    `homes`: the stages of each replica that has the job. `in_step`: all stages share frozen weights.
+    `owners`: of each copy of the frozen weights, the stages of the replicas that share it, of which one has the job.
     """
     is_found = False
     try:
         while not is_found:
-            heard = _heard_in_step(stages, homes, job) if in_step else _heard(stages, homes, job)
-            is_found = None in heard or all(each.is_enough for each in heard if each is not None)
+            heard = [each for together in owners for each in _heard(stages, together, job)]
+            is_found = not heard or all(each.is_enough for each in heard)
     finally:
-        devices = [device for own in homes for device in own]
+        devices = [device for together in owners for own in together for device in own]
         stages.ask_each("end_passes", dict.fromkeys(devices, (job, is_found)))
 
 
-def _heard_in_step(stages: StageGroup, homes: Sequence[range], job: str) -> Heard:
-    """One pass on devices of which none gathers weights alone, whether it has the job or not."""
-    heard = stages.ask("hear_pass", job, None)
-    return [heard[device] for own in homes for device in own]
-
-
-def _heard(stages: StageGroup, homes: Sequence[range], job: str) -> Heard:
-    """One pass through every replica, from stage to stage."""
-    heard: Heard = []
-    for own in homes:
-        entering_TD = None
-        for device in own:
-            (found,) = stages.ask_each("hear_pass", {device: (job, entering_TD)})
-            heard.append(found)
-            if found is None:
-                return heard
-            entering_TD = found.left_TD
+def _heard(stages: StageGroup, together: Sequence[range], job: str) -> list[PassHeard]:
+    """One pass through replicas of which none gathers weights alone, from stage to stage; nothing once it is over."""
+    heard: list[PassHeard] = []
+    entering: Heard = [None] * len(together)
+    for devices in zip(*together, strict=True):
+        left = [None if found is None else found.left_TD for found in entering]
+        given = {device: (job, left_TD) for device, left_TD in zip(devices, left, strict=True)}
+        entering = stages.ask_each("hear_pass", given)
+        heard += [each for each in entering if each is not None]
     return heard

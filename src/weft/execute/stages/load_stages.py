@@ -24,6 +24,7 @@ from weft.execute.stages.staged import StagedExecutor
 from weft.families.registry import FAMILIES
 from weft.kernels.device import device_name, is_cpu
 from weft.plan.homes import PlannedReplicas
+from weft.plan.layout import copies
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.split import split_layers
 from weft.spec import BackboneSpec, JobSpec, RunSpec
@@ -39,11 +40,11 @@ class StageLayout:
     """How replicas are divided, and how their stages share the work."""
 
     replica_sizes: tuple[int, ...]
-    """Stages of each replica."""
+    """Stages of each replica, or of each that shares its frozen weights with others."""
     schedule: Schedule | None = None
     """None: whatever is fastest."""
-    are_shards: bool = False
-    """The replicas, of one stage each, are one that shares its frozen weights."""
+    shards: tuple[int, ...] = ()
+    """How many replicas, one behind the other, share each copy of the frozen weights; empty: none do."""
     tensor: int = 1
     """Devices that share every layer of a stage."""
     gpus: str | None = None
@@ -75,12 +76,12 @@ def load_stages(
     processes = StageProcesses(
         spec,
         *replicas,
-        are_shards=layout.are_shards,
+        shards=layout.shards,
         tensor=layout.tensor,
         gpus=gpus,
         memory_limit=memory_limit,
     )
-    return StagedExecutor(processes, tokenizer, in_step=layout.are_shards, ahead=ahead)
+    return StagedExecutor(processes, tokenizer, shards=layout.shards, ahead=ahead)
 
 
 def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int = 1) -> AnalyticCost:
@@ -133,14 +134,26 @@ def _hardware(spec: BackboneSpec) -> Hardware | None:
     return None
 
 
-def gather_cost(spec: BackboneSpec, num_shards: int, elsewhere: Hardware | None = None) -> GatherCost | None:
-    """What gathering the weights takes devices that share them; None for devices that nobody knows."""
-    hardware = elsewhere or _hardware(spec)
+def gather_costs(spec: BackboneSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> list[GatherCost]:
+    """What gathering the weights takes devices that share them, for each kind of copy; empty if nobody knows them."""
+    hardware, sizes = elsewhere or _hardware(spec), layout.replica_sizes
+    kinds = {(len(own), sizes[own.start]): None for own in copies(len(sizes), layout.shards) if len(own) > 1}
     if hardware is None:
-        return None
-    shape = ModelShape.from_config(load_config(find_source(spec.base_model)))
+        return []
     bytes_each = {"float32": 4, "bfloat16": 2}.get(spec.dtype, hardware.activation_bytes)
-    return GatherCost(MemoryModel(shape, spec.quantize, activation_bytes=bytes_each, shards=num_shards), hardware)
+    found = []
+    for shards, num_stages in kinds:
+        cost = stage_cost(spec, num_stages, row_tile=1)
+        memory = MemoryModel(
+            cost.shape,
+            spec.quantize,
+            activation_bytes=bytes_each,
+            num_stages=num_stages,
+            split=cost.split,
+            shards=shards,
+        )
+        found.append(GatherCost(memory, hardware))
+    return found
 
 
 def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> None:
@@ -153,7 +166,7 @@ def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
     if elsewhere is None:
         find_gpus(spec.backbone, layout.num_devices, layout.gpus)
     source = find_source(spec.backbone.base_model)
-    if layout.are_shards and source.gguf_file is not None:
+    if layout.shards and source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
     for place, job in enumerate(spec.jobs):
         try:

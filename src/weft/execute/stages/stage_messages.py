@@ -33,12 +33,17 @@ class StageOrder:
     """The place among the processes that share the stage's layers."""
     num_tensor: int
     """How many those are; 1: it has its layers alone."""
-    is_shard: bool = False
-    """Whether all of them share the frozen weights."""
+    rings: tuple[tuple[int, ...], ...] = ()
+    """Stages that share the frozen weights of the same layers, wherever there are any."""
     backend: str = "gloo"
     """By what they talk to each other, as torch.distributed names it."""
     memory_limit: float | str | None = None
     """What it may take of its GPU."""
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """The stages that share its frozen weights, itself included; empty: it has them alone."""
+        return next((ring for ring in self.rings if self.place.device in ring), ())
 
     @property
     def process(self) -> int:

@@ -1,7 +1,7 @@
 """Stages as processes of this machine: those of a replica end together, whatever happens to one of them.
 
 Where there are other replicas, these go on: they run what they have begun to its end, and one that is started anew
-joins them. A single replica, and devices that share weights, end as a whole.
+joins them. A single replica ends as a whole, and so do those that share one copy of the frozen weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.stage import stage_places
 from weft.execute.stages.stage_devices import choose_backend, process_variables
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
-from weft.plan.layout import stage_names
+from weft.plan.layout import copies, rings, stage_names
 from weft.plan.pipeline.append import Lists
 from weft.spec import BackboneSpec
 from weft.starter import ChildProcess, ProcessOrder, start_process
@@ -64,7 +64,7 @@ class StageProcesses:
         self,
         backbone: BackboneSpec,
         *replicas: Sequence[ModelPart],
-        are_shards: bool = False,
+        shards: Sequence[int] = (),
         tensor: int = 1,
         gpus: Sequence[str] = (),
         memory_limit: float | str | None = None,
@@ -72,18 +72,22 @@ class StageProcesses:
     ) -> None:
         """Starts them and waits until all have loaded their layers; raises what keeps one from it.
 
-        `replicas`: of each, the parts of its stages; `are_shards`: they share the frozen weights of one;
+        `replicas`: of each, the parts of its stages; `shards`: how many of them, one behind the other, share each copy
+        of the frozen weights, empty: none do;
         `tensor`: processes that share the layers of each stage; `gpus`: that of each process, none on a CPU;
         `memory_limit`: what each may take of its GPU.
         """
         self._num_tensor = tensor
         self._gpus = gpus
         self.replica_sizes = [len(parts) for parts in replicas]
-        self._names = stage_names(self.replica_sizes, are_shards=are_shards)
-        self._word = "stages" if len(replicas) == 1 else "shards" if are_shards else "replicas"
-        parts = [part for own in replicas for part in own]
+        self._names = stage_names(self.replica_sizes, shards)
+        owners = copies(len(replicas), shards)
+        self._copy_of = {replica: copy for copy, own in enumerate(owners) for replica in own}
+        self._num_copies = len(owners)
+        self._word = "replicas" if len(owners) > 1 else "shards" if len(replicas) > 1 else "stages"
+        parts, shared = [part for own in replicas for part in own], rings(self.replica_sizes, shards)
         self._orders = [
-            StageOrder(place, backbone, part, len(parts), own, tensor, are_shards, choose_backend(gpus), memory_limit)
+            StageOrder(place, backbone, part, len(parts), own, tensor, shared, choose_backend(gpus), memory_limit)
             for place, part in zip(stage_places(self.replica_sizes), parts, strict=True)
             for own in range(tensor)
         ]
@@ -93,7 +97,7 @@ class StageProcesses:
         """Jobs are submitted by any thread, also while a program runs; a stage answers one question at a time."""
         self._lost: StageLostError | None = None
         self._gone: dict[int, StageReplicaLostError] = {}
-        """Replicas that have been ended and not been started anew."""
+        """Copies of the backbone that have been ended and not been started anew, by number."""
         self._stands_alone = True
         """No replica goes on without the others: before they begin, while they meet, and where they never do."""
         self._restarts = Counter[int]()
@@ -124,7 +128,7 @@ class StageProcesses:
         if what == "run":
             # From now on jobs have come further than their files say, and it is worth keeping what is left.
             # On GPUs nobody hears that the other side is gone: NCCL waits for it.
-            self._stands_alone = self._orders[0].is_shard or len(self.replica_sizes) == 1 or bool(self._gpus)
+            self._stands_alone = self._num_copies == 1 or bool(self._gpus)
         # Processes that share a stage hold the same of a job, and answer the same.
         each = 1 if what in READ else self._num_tensor
         asked = [stage * self._num_tensor + place for stage in given for place in range(each)]
@@ -164,8 +168,8 @@ class StageProcesses:
         """
         anew: set[int] = set()
         while self._gone:
-            starting = [index for index in range(len(self._orders)) if self._replica(index) in self._gone]
-            anew |= self._gone.keys()
+            starting = [index for index in range(len(self._orders)) if self._copy(index) in self._gone]
+            anew |= {replica for replica, copy in self._copy_of.items() if copy in self._gone}
             self._restarts.update(self._gone.keys())
             self._gone = {}
             self._load(starting)
@@ -289,23 +293,24 @@ class StageProcesses:
                 self.processes[index].wait(END_S)
             code = self.processes[index].poll()
             how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended{self._last_words(index)}"
-        replica, name = self._replica(index), self._name(index)
-        is_last = len(self._gone) + 1 == len(self.replica_sizes)
-        if self._stands_alone or is_last or self._restarts[replica] >= RESTARTS:
+        copy, name = self._copy(index), self._name(index)
+        is_last = len(self._gone) + 1 == self._num_copies
+        if self._stands_alone or is_last or self._restarts[copy] >= RESTARTS:
             self._kill(range(len(self.processes)))
             hint = "Every job goes on from its last checkpoint with --resume."
             self._lost = StageLostError(f"{how}, so all {self._word} were ended.", where=name, hint=hint)
             raise self._lost
-        self._kill(other for other in range(len(self.processes)) if self._replica(other) == replica)
-        is_whole = self.replica_sizes[replica] * self._num_tensor == 1
-        told = f"{how}." if is_whole else f"{how}, so its replica was ended."
-        self._gone[replica] = StageReplicaLostError(told, where=name)
+        with_it = [other for other in range(len(self.processes)) if self._copy(other) == copy]
+        self._kill(with_it)
+        told = f"{how}." if len(with_it) == 1 else f"{how}, so its replica was ended."
+        self._gone[copy] = StageReplicaLostError(told, where=name)
 
     def _is_gone(self, index: int) -> bool:
-        return self._replica(index) in self._gone
+        return self._copy(index) in self._gone
 
-    def _replica(self, index: int) -> int:
-        return self._orders[index].place.replica
+    def _copy(self, index: int) -> int:
+        """The copy of the backbone that a process has a part of."""
+        return self._copy_of[self._orders[index].place.replica]
 
     def _name(self, index: int) -> str:
         stage, place = divmod(index, self._num_tensor)

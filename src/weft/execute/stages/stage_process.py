@@ -138,9 +138,9 @@ class StageMember:
         device = choose_device(order.backbone)
         self._is_by_host = goes_through_host(device, order.backend)
         self._peers: TorchPeers | None = None
-        if order.is_shard:
+        if ring := order.ring:
             kind = TorchHostPeers if self._is_by_host else TorchPeers
-            self._peers = kind(order.place.device, order.num_devices, device)
+            self._peers = kind(ring.index(order.place.device), len(ring), device)
         self._devices: TorchDevices | None = None
         if order.num_tensor > 1:
             self._devices = tensor_devices(order.tensor, order.num_tensor, device, order.backend)
@@ -169,9 +169,13 @@ class StageMember:
             world_size=order.num_devices * order.num_tensor,
             timeout=LONGEST_WAIT,
         )
-        if self._peers is not None:
+        for ring in order.rings:
             # What is gathered and what is sent do not wait for each other.
-            self._peers.group = dist.new_group(timeout=LONGEST_WAIT)
+            group = dist.new_group(ring, timeout=LONGEST_WAIT)
+            if self._peers is not None and ring == order.ring:
+                self._peers.group = group
+                assert backbone.ring is not None
+                backbone.ring.restart()
         if self._devices is not None:
             self._devices.groups = join_devices(order.place.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
         transport = self._transport()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ from weft.execute.stages.stage_group import StageGroup
 from weft.execute.stages.stages_together import facts_of, program_outcome
 from weft.execute.stages.state_parts import cut_state, join_state
 from weft.inference.answers import Answer, refuse_long, worded
+from weft.plan.layout import copies
 from weft.plan.program import Program, Step
 from weft.spec import AdapterSpec
 from weft.store.checkpoint import Checkpoint, save_checkpoint
@@ -85,19 +86,25 @@ class StagedExecutor:
     """
 
     def __init__(
-        self, stages: StageGroup, tokenizer: Tokenizer, *, in_step: bool = False, ahead: CompileAhead | None = None
+        self,
+        stages: StageGroup,
+        tokenizer: Tokenizer,
+        *,
+        shards: Sequence[int] = (),
+        ahead: CompileAhead | None = None,
     ) -> None:
-        """`in_step`: the stages share frozen weights, so that none works while another does not.
+        """`shards`: how many replicas, one behind the other, share each copy of the frozen weights; empty: none do.
 
         `ahead`: kernels that are being compiled for all of them.
         """
         self.stages = stages
         self._ahead, self._compiling_s = ahead, 0.0
-        self._is_in_step = in_step
         self.tokenizer = tokenizer
         ends = [*itertools.accumulate(stages.replica_sizes)]
         self._replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
-        self.facts = facts_of(stages.ask("facts"), self._replicas, are_shards=in_step)
+        self._copies = copies(len(self._replicas), shards)
+        """Replicas of which none works while those that share its frozen weights do not."""
+        self.facts = facts_of(stages.ask("facts"), self._replicas, shards)
         self._jobs: dict[str, _StagedJob] = {}
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
@@ -177,8 +184,9 @@ class StagedExecutor:
         """Takes a slot for a job on every stage that has a share, or on none."""
         try:
             if self._jobs[job].is_unseen:
-                homes = [self._replicas[replica] for replica in self._jobs[job].shares]
-                find_start(self.stages, homes, job, in_step=self._is_in_step)
+                homes = self._jobs[job].shares.keys()
+                owners = [[self._replicas[k] for k in own] for own in self._copies if homes & {*own}]
+                find_start(self.stages, owners, job)
                 self._jobs[job].is_unseen = False
             self._ask("seat", job)
         except ReplicaMemoryError:
@@ -404,9 +412,10 @@ class StagedExecutor:
             min((own[replica] for replica in self._jobs[job].shares), key=len).append(job)
         given = {
             device: (order(tuple(own[replica])),)
-            for replica, devices in enumerate(self._replicas)
-            for device in devices
-            if own[replica] or self._is_in_step
+            for together in self._copies
+            if any(own[replica] for replica in together)
+            for replica in together
+            for device in self._replicas[replica]
         }
         found = dict(zip(given, self.stages.ask_each(what, given), strict=True))
         last = [found.get(devices[-1]) for devices in self._replicas]

@@ -10,26 +10,34 @@ from weft.execute.protocol import MicrobatchOutcome, ReplicaFacts, StagedOutcome
 from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.routes import StepOf
 from weft.kernels.adamw import Updated
+from weft.plan.layout import copies
 
 
-def facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], *, are_shards: bool) -> ReplicaFacts:
-    """The facts of all replicas from those of their stages; the last one has the model's own configuration."""
-    word = "shards" if are_shards else "replicas"
+def facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], shards: Sequence[int]) -> ReplicaFacts:
+    """The facts of all replicas from those of their stages; the last one has the model's own configuration.
+
+    `shards`: how many replicas share each copy of the frozen weights; empty: none do.
+    """
+    sizes = tuple(len(devices) for devices in replicas)
     return dataclasses.replace(
         stages[-1],
         modules=tuple(path for device in replicas[0] for path in stages[device].modules),
         backbone_bytes=sum(facts.backbone_bytes * facts.tensor for facts in stages),
-        kernels=f"{stages[-1].kernels}; {_in_words(replicas, word, stages[-1].tensor)}",
-        replica_sizes=tuple(len(devices) for devices in replicas),
-        are_shards=are_shards,
+        kernels=f"{stages[-1].kernels}; {_in_words(sizes, shards, stages[-1].tensor)}",
+        replica_sizes=sizes,
+        shards=tuple(shards),
     )
 
 
-def _in_words(replicas: Sequence[range], word: str, tensor: int) -> str:
-    sizes = [len(devices) for devices in replicas]
-    found = [] if len(sizes) == 1 else [f"{len(sizes)} {word}"]
-    if max(sizes) > 1:
-        found.append(f"{', '.join(map(str, sizes))} stages")
+def _in_words(replica_sizes: Sequence[int], shards: Sequence[int], tensor: int) -> str:
+    owners = copies(len(replica_sizes), shards)
+    found = [] if len(owners) == 1 else [f"{len(owners)} replicas"]
+    for word, numbers in (
+        ("shards", [len(own) for own in owners]),
+        ("stages", [replica_sizes[own.start] for own in owners]),
+    ):
+        if max(numbers) > 1:
+            found.append(f"{', '.join(map(str, numbers))} {word}")
     if tensor > 1:
         found.append(f"{tensor} devices that share every layer")
     return " of ".join(found)

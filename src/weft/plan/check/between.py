@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from weft.plan.program import Forward, Measure, Program, Receive, Send, Step
+from weft.plan.program import Backward, Forward, Measure, Program, Receive, Send, Step
 
 Transfer = tuple[int, int, bool]
 """What travels: microbatch, virtual stage it is for, whether it is a gradient."""
@@ -35,7 +35,8 @@ def stuck(program: Program) -> Iterator[str]:
     places = [0] * program.num_stages
     arrived: set[Transfer] = set()
     measured: Counter[Measure] = Counter()
-    measuring = program.measuring
+    measuring, rings = program.measuring, program.rings
+    in_step = {stage for ring in rings for stage in ring}
     moved = True
     while moved:
         moved = False
@@ -44,7 +45,7 @@ def stuck(program: Program) -> Iterator[str]:
                 i = instructions[places[stage]]
                 if isinstance(i, Receive) and _parcel(owners, stage, i) not in arrived:
                     break
-                if isinstance(i, Forward) and program.is_in_step:
+                if isinstance(i, Forward | Backward) and stage in in_step:
                     break
                 if isinstance(i, Measure) and stage == measuring[i][0] and measured[i] < len(measuring[i]) - 1:
                     break
@@ -55,18 +56,23 @@ def stuck(program: Program) -> Iterator[str]:
                 measured.update([i] if isinstance(i, Measure) else [])
                 places[stage] += 1
                 moved = True
-        if program.is_in_step and not moved and _all_forward(program, places):
-            places = [place + 1 for place in places]
-            moved = True
+        for ring in rings:
+            if _may_pass(program, ring, places):
+                for stage in ring:
+                    places[stage] += 1
+                moved = True
     for stage, instructions in enumerate(program.stages):
         if places[stage] < len(instructions):
             yield f"stage {stage} waits for ever at {instructions[places[stage]]}"
 
 
-def _all_forward(program: Program, places: Sequence[int]) -> bool:
-    """Whether every stage stands before a microbatch."""
-    at = zip(program.stages, places, strict=True)
-    return all(place < len(own) and isinstance(own[place], Forward) for own, place in at)
+def _may_pass(program: Program, ring: Sequence[int], places: Sequence[int]) -> bool:
+    """Whether all of these stages stand before a pass in the same direction."""
+    lists = [program.stages[stage] for stage in ring]
+    at = {
+        type(own[places[stage]]) if places[stage] < len(own) else None for stage, own in zip(ring, lists, strict=True)
+    }
+    return at == {Forward} or at == {Backward}
 
 
 def _parcel(owners: Sequence[range], stage: int, i: Send | Receive) -> Transfer:

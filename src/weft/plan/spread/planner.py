@@ -4,7 +4,8 @@ Samples are dealt out (`deal.py`) and packed replica by replica, as for one; whe
 round being one global batch of every job: a microbatch of two rounds could wait for another replica that waits for it.
 Then all replicas are run ahead side by side on their cost models: what each stage does when, follows from that, and so
 do the judges' measures and all steps of jobs that several replicas train. They stand where the common clock has them
-due, so that no list waits for another that waits for it. O(samples · replicas + instructions).
+due, so that no list waits for another that waits for it. Replicas that share frozen weights are aligned first
+(`align.py`) and then run as one, whose n-th microbatch is that of each. O(samples · replicas + instructions).
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from dataclasses import dataclass, replace
 
 from weft.cost.types import CostModel
 from weft.plan.homes import PlannedReplicas
+from weft.plan.layout import copies
 from weft.plan.pipeline.build import with_transfers
-from weft.plan.pipeline.eager import Pass, Pipe, clock_of, play_all
+from weft.plan.pipeline.eager import Clock, Pass, Pipe, clock_of, play_all
 from weft.plan.pipeline.planner import whole_batches
 from weft.plan.pipeline.stream import BatchStream, StreamBatch, read_stream
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
+from weft.plan.spread.align import align
 from weft.plan.spread.deal import deal
 from weft.plan.types import JobQueue, Limits, Microbatch
 
@@ -44,6 +47,8 @@ class SpreadPlanner:
     """Of each replica."""
     planned: PlannedReplicas | None = None
     """What the plan says of the replicas that they were chosen by; None: there was none."""
+    shards: tuple[int, ...] = ()
+    """How many replicas, one behind the other, share each copy of the frozen weights; empty: none do."""
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         """The next program: whole global batches, at least one of every job."""
@@ -56,7 +61,11 @@ class SpreadPlanner:
         for together in _rounds(whole) if free else [whole]:
             for stream, dealt, most in zip(streams, deal(together, speeds, holds), holds, strict=True):
                 stream += dealt.packed(replace(limits, capacity=max(most, dealt.longest)))
-        return assemble([read_stream(stream) for stream in streams], self.replica_sizes, self.costs, free)
+        return self.assemble(streams, free)
+
+    def assemble(self, streams: Sequence[Sequence[Microbatch]], free: Mapping[str, Sequence[int]]) -> Program:
+        """The program of what each replica is to run; `free`: the steps of the jobs that all replicas train."""
+        return _assembled(streams, self.replica_sizes, self.costs, free, self.shards)
 
     def home_seconds(self, jobs: Mapping[str, HomeLoad], capacity: int) -> dict[str, tuple[float, ...]]:
         """Of a global batch of each job that has one home, by replica: as planned, or else by its tokens."""
@@ -91,16 +100,26 @@ def _rounds(queues: Sequence[JobQueue]) -> list[list[JobQueue]]:
     return [[replace(q, batches=q.batches[n : n + 1]) for q in queues if n < len(q.batches)] for n in range(most)]
 
 
-def assemble(
-    streams: Sequence[BatchStream],
+def _assembled(
+    given: Sequence[Sequence[Microbatch]],
     replica_sizes: Sequence[int],
     costs: Sequence[CostModel],
     free: Mapping[str, Sequence[int]],
+    shards: Sequence[int] = (),
 ) -> Program:
     """The program of what each replica is to run; `free`: the steps of the jobs that all replicas train."""
     before = {(job, step): (job, earlier) for job, own in free.items() for earlier, step in itertools.pairwise(own)}
-    pipes = [_pipe(*given, free.keys(), before) for given in zip(streams, replica_sizes, costs, strict=True)]
-    played = play_all(pipes)
+
+    def needs(microbatch: Microbatch) -> list[StreamBatch]:
+        return [before[batch] for batch in _shared(microbatch, free) if batch in before]
+
+    aligned = align(given, shards, lambda microbatch: _shared(microbatch, free), needs) if shards else given
+    streams = [read_stream(stream) for stream in aligned]
+    owners = copies(len(streams), shards)
+    pipes = [
+        _joint([_pipe(streams[k], replica_sizes[k], costs[k], free.keys(), before) for k in own]) for own in owners
+    ]
+    played = [stages for own, stages in zip(owners, play_all(pipes), strict=True) for _ in own]
     due = _due(streams, played, free)
     order = sorted(
         (one.start_s, replica, one.clock)
@@ -119,7 +138,32 @@ def assemble(
             judged = [batch for batch, (_, judge) in due.items() if place == 0 and judge == replica]
             own = _with_steps(own, passes, stream, due, free, judged)
             lists.append(tuple(_renumbered(i, numbers, replica, first) for i in own))
-    return Program(microbatches, tuple(lists), replica_sizes=tuple(replica_sizes))
+    return Program(microbatches, tuple(lists), replica_sizes=tuple(replica_sizes), shards=tuple(shards))
+
+
+def _joint(pipes: Sequence[Pipe]) -> Pipe:
+    """What goes through stages that run in step: of each replica its n-th microbatch."""
+    first = pipes[0]
+    if len(pipes) == 1:
+        return first
+    return replace(
+        first,
+        clocks=[_slowest(together) for together in zip(*(pipe.clocks for pipe in pipes), strict=True)],
+        waits_for=[max(together) for together in zip(*(pipe.waits_for for pipe in pipes), strict=True)],
+        shared=[list(itertools.chain(*together)) for together in zip(*(pipe.shared for pipe in pipes), strict=True)],
+        needs=[list(itertools.chain(*together)) for together in zip(*(pipe.needs for pipe in pipes), strict=True)],
+    )
+
+
+def _slowest(clocks: Sequence[Clock]) -> Clock:
+    """What goes through the stages at the same time."""
+    return Clock(
+        tuple(map(max, *(clock.forward_s for clock in clocks))),
+        tuple(map(max, *(clock.backward_s for clock in clocks))),
+        tuple(map(max, *(clock.held_bytes for clock in clocks))),
+        max(clock.transfer_s for clock in clocks),
+        tuple(map(max, *(clock.step_s for clock in clocks))),
+    )
 
 
 def _pipe(
