@@ -126,19 +126,38 @@ def noted_ring(num_layers: int) -> tuple[Late, LayerRing]:
 def test_microbatch_when_it_comes_to_a_layer_then_the_next_one_is_on_its_way():
     """And what it still has at the turning point and at the end is not gathered again."""
     peers, ring = noted_ring(4)
-    ring.begin(back=True)
+    ring.begin(back=False)
     assert peers.told == ["start 0", "start 1", "wait 0", "wait 1"]
     peers.told.clear()
-    for layer in (0, 1, 2, 3, 3, 2, 1, 0):
-        peers.told.append(f"use {layer}")
-        ring.use(layer)
+    for back in (False, True):
+        for layer in (3, 2, 1, 0) if back else (0, 1, 2, 3):
+            peers.told.append(f"use {layer}")
+            ring.use(layer)
+        ring.end(then_back=not back)
+        if not back:
+            ring.begin(back=True)
     forward = ["use 0", "use 1", "start 2", "use 2", "wait 2", "start 3", "use 3", "wait 3"]
     back = ["use 3", "use 2", "start 1", "use 1", "wait 1", "start 0", "use 0", "wait 0"]
     assert peers.told == forward + back
     peers.told.clear()
-    ring.end()
-    ring.begin(back=True)
+    ring.begin(back=False)
     assert peers.told == []
+
+
+def test_microbatch_when_another_goes_first_then_that_one_finds_its_layers_on_their_way():
+    """Between stages several are under way, forward and back in turn."""
+    peers, ring = noted_ring(4)
+    ways = [False, False, True, False, True, True]
+    for place, back in enumerate(ways):
+        peers.told.clear()
+        with ring.before(back=ways[place + 1] if place + 1 < len(ways) else False):
+            ring.begin(back=back)
+            assert place == 0 or not any(told.startswith("start") for told in peers.told)
+            ring.end(then_back=True)
+        following = ways[place + 1] if place + 1 < len(ways) else False
+        turned = [told for told in peers.told if told.startswith("start")][-2:]
+        if back == following:
+            assert turned == (["start 3", "start 2"] if back else ["start 0", "start 1"])
 
 
 @pytest.mark.parametrize("back", [True, False])
@@ -146,12 +165,13 @@ def test_device_without_work_then_gathers_what_the_others_do_in_their_order(back
     """Nobody waits for a peer that has fewer microbatches, or whose gradients end early."""
     (busy, ring), (idle, empty) = noted_ring(5), noted_ring(5)
     for stop in (0, 2, 5):
-        ring.begin(back=back)
-        for layer in [*range(5), *(range(4, stop - 1, -1) if back else ())]:
-            ring.use(layer)
-        ring.end()
-        empty.go_empty(back=back)
-        assert busy.told == idle.told
+        for turned in (False, True) if back else (False,):
+            ring.begin(back=turned)
+            for layer in range(4, stop - 1, -1) if turned else range(5):
+                ring.use(layer)
+            ring.end(then_back=back and not turned)
+            empty.go_empty(back=turned, then_back=back and not turned)
+            assert busy.told == idle.told
 
 
 def test_layer_when_used_out_of_turn_then_is_refused():

@@ -60,7 +60,7 @@ def test_layout_when_devices_cannot_share_layers_then_refused(tmp_path):
         "base_model tiny: has weights of 192 inputs or outputs, of which nf4 keeps 64 together, so 2 "
     )
     assert "say one tensor:N for all" in refusal("tensor:2+stages:2")
-    assert refusal("tensor:2,shards:2").endswith("neither other parts nor other replicas.")
+    assert "keep their own part of every product" in refusal("tensor:2,shards:2")
     job = JobSpec("job", ("data.jsonl",), adapter=AdapterSpec(method="diff_pruning"))
     assert refusal("tensor:2", jobs=(job,)).startswith("jobs.0.adapter.method: diff_pruning chooses among the numbers")
     free = JobSpec("job", ("data.jsonl",), sums="free")
@@ -98,9 +98,20 @@ def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is
     assert "leave --replicas out" in refusal("auto", flags=("--replicas", "2"))
 
 
-@pytest.mark.parametrize("layout", ["stages:2,shards:2", "spread:2,shards:2", "stages:1+shards:2"])
-def test_layout_when_shards_are_combined_then_refused(layout):
-    assert refusal(layout).endswith("shards:N is a layout of its own, with neither other parts nor other replicas.")
+@pytest.mark.parametrize(
+    ("layout", "sizes", "shards", "held"),
+    [
+        ("spread:2,shards:2", (1, 1, 1, 1), (2, 2), "each of 2 devices holds about "),
+        ("stages:1+shards:2", (1, 1, 1), (1, 2), "each of 2 devices holds about "),
+        ("stages:2,shards:2", (2, 2), (2,), "each of 4 devices holds up to about "),
+    ],
+)
+def test_layout_when_shards_are_combined_then_says_what_each_holds(layout, sizes, shards, held):
+    options, spec = LayoutOptions(layout), RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
+    options.check(spec, ())
+    assert options.stages is not None and (options.stages.replica_sizes, options.stages.shards) == (sizes, shards)
+    assert options.notes(spec)[0].startswith(held)
+    assert refusal(layout, "gpipe").endswith(f"leave it out with {layout}.")
 
 
 def test_layout_when_shards_cannot_be_then_refused(tmp_path):
@@ -115,7 +126,7 @@ def test_layout_when_it_is_shards_then_says_what_a_device_holds_and_when_gatheri
     spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
     options.check(spec, ())
     assert options.stages is not None
-    assert (options.stages.replica_sizes, options.stages.are_shards) == ((1,) * 4, True)
+    assert (options.stages.replica_sizes, options.stages.shards) == ((1,) * 4, (4,))
     held, hidden = options.notes(spec)
     assert held.startswith("each of 4 devices holds about ")
     assert "links assumed" in hidden and "tokens a microbatch on" in hidden

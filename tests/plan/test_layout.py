@@ -79,6 +79,8 @@ def test_layout_when_whoever_asks_takes_auto_then_a_refusal_says_so():
         ("stages:1+stages:2", ["replica 0", "replica 1, stage 0", "replica 1, stage 1"]),
         ("shards:2", ["shard 0", "shard 1"]),
         ("tensor:2,stages:2", ["stage 0", "stage 1"]),
+        ("shards:2+stages:1", ["replica 0, shard 0", "replica 0, shard 1", "replica 1"]),
+        ("shards:2,stages:2", [f"shard {shard}, stage {stage}" for shard in range(2) for stage in range(2)]),
     ],
 )
 def test_stages_when_named_then_by_the_word_that_the_layout_has_for_them(text, names):

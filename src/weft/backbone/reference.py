@@ -20,6 +20,7 @@ from weft.backbone.heads import run_heads
 from weft.backbone.judge import MicrobatchLoss, run_loss
 from weft.backbone.loss import BlockedLoss, head_of
 from weft.backbone.own_head import loss_of
+from weft.backbone.model_part import AbsentLayer
 from weft.backbone.packed import PackedBatch
 from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores
@@ -74,7 +75,8 @@ class ReferencePath:
         """Lets every layer wait for its frozen weights, on the way forward and on the way back."""
         self._ring = ring
         layers: Any = self._model.base_model.layers
-        for index, layer in enumerate(layers):
+        here = [layer for layer in layers if not isinstance(layer, AbsentLayer)]
+        for index, layer in enumerate(here):
             layer.register_forward_pre_hook(lambda *_, index=index: ring.use(index))
             layer.register_forward_hook(lambda *given, index=index: _before_gradient(given[-1], ring, index))
 
@@ -96,10 +98,12 @@ class ReferencePath:
 
     def go_back(self, hidden_TD: torch.Tensor, grad_TD: torch.Tensor | None) -> None:
         """From the gradient of what `hidden` returned back to wherever something learns; nowhere if nothing does."""
+        if self._ring is not None:
+            self._ring.begin(back=True)
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
         if self._ring is not None:
-            self._ring.end()
+            self._ring.end(then_back=False)
 
     def learn(self, hidden_TD: torch.Tensor, batch: PackedBatch) -> Learnt:
         """The losses behind the last hidden states, and the gradient of these."""
@@ -156,15 +160,15 @@ class ReferencePath:
             embeds_1TD = entering_TD[None]
         goes_back = torch.is_grad_enabled()
         if self._ring is not None:
-            self._ring.begin(back=goes_back)
+            self._ring.begin(back=False)
         output = self._model.base_model(
             inputs_embeds=embeds_1TD,
             position_ids=batch.positions_T[None],
             attention_mask=None,
             use_cache=False,
         )
-        if self._ring is not None and not goes_back:
-            self._ring.end()
+        if self._ring is not None:
+            self._ring.end(then_back=goes_back)
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def _embedded(self, batch: PackedBatch) -> torch.Tensor:

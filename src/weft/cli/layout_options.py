@@ -140,9 +140,6 @@ class LayoutOptions:
                 "use for and do not gather; say shards:N with stages:N, or tensor:N with stages:N."
             )
             raise ConfigError(found, where=WHERE)
-        if any(replica.shards > 1 and replica.stages > 1 for replica in layout.replicas):
-            found = f"got {self.layout!r}; shards are of whole models so far, so say shards:N without stages:N."
-            raise ConfigError(found, where=WHERE)
         return layout.replica_sizes
 
     @property

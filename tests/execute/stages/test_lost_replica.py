@@ -52,11 +52,12 @@ def replicas() -> Iterator[StageProcesses]:
 class Disturbed:
     """A run over two replicas of which something happens to one, and what is told of it."""
 
-    def __init__(self, group: StageProcesses, jobs: list[Any], out: Path) -> None:
+    def __init__(self, group: StageProcesses, jobs: list[Any], out: Path, shards: tuple[int, ...] = ()) -> None:
         tokenizer: Any = None
         sizes = tuple(group.replica_sizes)
         costs = tuple(LinearCost() for _ in sizes)
-        self.engine = Engine(StagedExecutor(group, tokenizer), capacity=32, planner=SpreadPlanner(sizes, costs))
+        executor = StagedExecutor(group, tokenizer, shards=shards)
+        self.engine = Engine(executor, capacity=32, planner=SpreadPlanner(sizes, costs, shards=shards))
         submit(self.engine, *jobs)
         self.engine.keep_in(out)
         self.taken: Counter[tuple[str, int]] = Counter()

@@ -37,6 +37,8 @@ Copy = tuple[int, tuple[int, ...]]
 """By how many a copy of the frozen weights is shared, and the layers of its stages."""
 BESIDE: list[list[Copy]] = [[(2, WHOLE), (1, WHOLE)], [(2, WHOLE), (2, WHOLE)], [(1, (1, 2)), (3, WHOLE)]]
 """Shards beside other replicas."""
+STAGED: list[list[Copy]] = [[(2, (4, 1))], [(3, (1, 4)), (1, (5,))], [(2, (3, 1, 1)), (2, (5,))]]
+"""Shards of stages."""
 
 
 def planner(*copies: Copy) -> SpreadPlanner:
@@ -86,28 +88,29 @@ def test_jobs_when_shards_take_the_fused_kernels_then_have_the_bits_of_one_devic
         assert_same_bits(outcome, expected[name])
 
 
-@pytest.mark.parametrize("copies", BESIDE, ids=str)
-def test_jobs_when_shards_are_beside_other_replicas_then_have_the_bits_of_one_device(copies):
+@pytest.mark.parametrize("copies", [*BESIDE, *STAGED], ids=str)
+def test_jobs_when_shards_are_combined_then_have_the_bits_of_one_device(copies):
     """Spread over all and at home on any."""
     own = [*jobs(), *(small_job(f"c{seed}", seed, max_steps=2, global_batch_size=seed) for seed in range(2, 5))]
-    expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
+    expected = train(random_backbone("llama", num_hidden_layers=sum(copies[0][1])), own, capacity=48)
     engine, _ = shared_by(*copies)
     submit(engine, *own)
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
 
 
-@pytest.mark.parametrize("copies", [[(3, WHOLE)], *BESIDE], ids=str)
+@pytest.mark.parametrize("copies", [[(3, WHOLE)], *BESIDE, *STAGED], ids=str)
 def test_devices_with_unequal_work_then_gather_the_same_layers_in_the_same_order(copies):
-    """A device without work, too: nobody waits for a peer that has no more samples. Others gather nothing."""
+    """A device without work, too: nobody waits for a peer that has no more samples. Others gather nothing, and nobody
+    does again what always stays."""
     own = [small_job("short", max_steps=2), small_job("long", 1, max_steps=5, sums="free", global_batch_size=7)]
     engine, peers = shared_by(*copies)
     submit(engine, *own)
     engine.run()
-    for (count, _), stages in zip(copies, peers, strict=True):
-        for together in stages:
+    for (count, layers), stages in zip(copies, peers, strict=True):
+        for num_layers, together in zip(layers, stages, strict=True):
             assert len({tuple(device.told) for device in together}) == 1
-            assert (len(together[0].told) > 20) == (count > 1)
+            assert (len(together[0].told) > 20) == (count > 1 and num_layers > 2)
 
 
 def test_jobs_when_others_join_and_leave_then_have_the_bits_of_one_device():
@@ -137,8 +140,9 @@ def test_run_when_resumed_under_another_layout_then_the_files_are_those_of_one_d
 
     own = [small_job("a", sums="free", max_steps=6, ema_decay=0.5), small_job("b", 1, max_steps=6)]
     train_until(whole(), tmp_path / "one", 6, own)
-    beside = (2, WHOLE), (1, (1, 2))
-    for place, engine in enumerate((sharded(2)[0], shared_by(*beside)[0], sharded(3)[0])):
+    layouts: list[list[Copy]] = [[(2, WHOLE), (1, (1, 2))], [(2, (1, 2))], [(3, WHOLE)]]
+    for place, copies in enumerate(layouts):
+        engine, _ = shared_by(*copies)
         train_until(engine, tmp_path / "moved", 2 * place + 2, own)
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
     assert len(files) >= 4

@@ -82,8 +82,10 @@ class PlaceInFlight:
         if grad_TD is not held.grad_TD:
             held.grad_TD[self._num_rows :].zero_()
             held.grad_TD[: self._num_rows].copy_(grad_TD)
+        if self._model.ring is not None:
+            self._model.ring.begin(back=True)
         held.backward.replay()
-        self._went(goes_back=False, is_back=True)
+        self._went(back=True, then_back=False)
         return None if held.back_TD is None else held.back_TD[: self._num_rows]
 
     def clear(self) -> None:
@@ -117,17 +119,16 @@ class PlaceInFlight:
             assert captured.entering_TD is not None, "tokens enter the first part of a model"
             captured.entering_TD[: batch.num_rows].copy_(entering_TD)
         if self._model.ring is not None:
-            self._model.ring.begin(back=needs_grad)
+            self._model.ring.begin(back=False)
         captured.forward.replay()
-        self._went(goes_back=needs_grad, is_back=False)
+        self._went(back=False, then_back=needs_grad)
         return captured.left_TD
 
-    def _went(self, *, goes_back: bool, is_back: bool) -> None:
-        """Tells the ring of the way that a graph has taken by itself, and of its end if no way back follows."""
+    def _went(self, *, back: bool, then_back: bool) -> None:
+        """Tells the ring of the way that a graph has taken by itself."""
         if self._model.ring is not None:
-            self._model.ring.went(back=is_back)
-            if not goes_back:
-                self._model.ring.end()
+            self._model.ring.went(back=back)
+            self._model.ring.end(then_back=then_back)
 
     def _key(self, shape: InputShape, row_tile: int | None) -> GraphKey:
         """What a graph for this shape is captured for: nothing of the adapters where none takes part."""

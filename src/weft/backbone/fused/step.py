@@ -69,7 +69,7 @@ def run_forward(
     kept: list[Kept] = []
     parked: list[Parked] = []
     if model.ring is not None:
-        model.ring.begin(back=needs_grad)
+        model.ring.begin(back=False)
     for index, layer in enumerate(model.layers):
         if model.ring is not None:
             model.ring.use(index)
@@ -78,8 +78,8 @@ def run_forward(
             parked.append(offload.store(saved))
         elif needs_grad:
             kept.append(saved)
-    if model.ring is not None and not needs_grad:
-        model.ring.end()
+    if model.ring is not None:
+        model.ring.end(then_back=needs_grad)
     assert stream.y_TD is not None
     y_TD = stream.y_TD if model.post is not None and needs_grad else None
     if model.norm is None:
@@ -109,6 +109,8 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> torch.Tensor | None:
     model = passed.context.model
     grad = _last_grad(passed, grad_TD)
     passed.y_TD = None
+    if model.ring is not None:
+        model.ring.begin(back=True)
     for index in reversed(range(len(model.layers))):
         if model.ring is not None:
             model.ring.use(index)
@@ -117,7 +119,7 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> torch.Tensor | None:
         if before is not None:
             grad = before
     if model.ring is not None:
-        model.ring.end()
+        model.ring.end(then_back=False)
     if not model.is_first:
         return grad.dx_TD
     passed.context.changes.rows_grad("input", model.input_rows, grad.dx_TD)

@@ -2,18 +2,20 @@
 
 A layer's weights read the buffer of its parity for ever, so nothing is pointed elsewhere as a microbatch passes, and a
 captured graph finds the same addresses. A microbatch goes through all layers, 0 to L - 1, and back again if anything
-learns from it; its way is the same on all devices, whether they have samples or not, since each gives its slices to
-the others:
-    begin(back)   layers 0 and 1 are here; after a way back they still are
+learns from it, at once or when others have passed; its ways are the same on all devices, whether they have samples or
+not, since each gives its slices to the others:
+    begin(back)   the first two layers of the way are here: 0 and 1, or the last ones on the way back
     use(i)        waits for layer i, and starts to gather the one behind it over the one before it
-    end()         goes the rest of the way for the others' sake: gradients need not go back to the first layer
-Forward and back that is 2 (L - 2) gathers a microbatch: at the turning point both layers are still here.
+    end(then)     goes the rest of the way for the others' sake: gradients need not go back to the first layer. Then
+                  those come with which the next way begins, as far as they are not here
+Forward and at once back that is 2 (L - 2) gathers a microbatch: at the turning point both layers are still here.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -40,6 +42,8 @@ class LayerRing:
         self._arriving: list[Arriving | None] = [None] * NUM_BUFFERS
         self._way: deque[int] = deque()
         """Layers that the microbatch has still to pass."""
+        self._is_back_next: bool | None = None
+        """Whether the next way is one back, if somebody knows."""
         for index, layer in enumerate(layers):
             layer.lie_in(self._buffer(index))
 
@@ -60,12 +64,11 @@ class LayerRing:
         return self._peers.can_be_recorded
 
     def begin(self, *, back: bool) -> None:
-        """A microbatch sets out."""
+        """A microbatch sets out forward, or back."""
         assert not self._way, "one microbatch is under way at a time"
-        layers = range(len(self._slices))
-        self._way.extend([*layers, *reversed(layers)] if back else layers)
-        self._start_first()
-        for layer in layers[:NUM_BUFFERS]:
+        self._way.extend(self._layers(back=back))
+        self._start_first(back=back)
+        for layer in self._layers(back=back)[:NUM_BUFFERS]:
             self._arrive(layer)
 
     def use(self, layer: int) -> None:
@@ -77,16 +80,25 @@ class LayerRing:
         if following is not None:
             self._start(following)
 
-    def end(self) -> None:
-        """The microbatch has gone as far as it had to."""
+    def end(self, *, then_back: bool) -> None:
+        """The microbatch has gone as far as it had to; `then_back`: the next way is one back, as far as it knows."""
         while self._way:
             self.use(self._way[0])
-        self._start_first()
+        self._start_first(back=then_back if self._is_back_next is None else self._is_back_next)
 
-    def go_empty(self, *, back: bool) -> None:
-        """A microbatch without samples: others need what this device holds."""
+    @contextmanager
+    def before(self, *, back: bool) -> Iterator[None]:
+        """In this context a way ends that is followed by one forward, or back; all devices say the same."""
+        self._is_back_next = back
+        try:
+            yield
+        finally:
+            self._is_back_next = None
+
+    def go_empty(self, *, back: bool, then_back: bool = False) -> None:
+        """A way without samples: others need what this device holds."""
         self.begin(back=back)
-        self.end()
+        self.end(then_back=then_back)
 
     def most(self, number: int) -> int:
         """The largest number that any device gives, such as how many microbatches it has."""
@@ -99,11 +111,8 @@ class LayerRing:
 
     def went(self, *, back: bool) -> None:
         """A captured graph has taken the way forward, or back, by itself."""
-        layers = range(len(self._slices))
-        passed = layers[:NUM_BUFFERS] if back else layers[-NUM_BUFFERS:]
-        for _ in layers:
-            self._way.popleft()
-        for layer in passed:
+        self._way.clear()
+        for layer in self._layers(back=not back)[:NUM_BUFFERS]:
             self._held[layer % NUM_BUFFERS] = layer
 
     def forget(self) -> None:
@@ -118,8 +127,13 @@ class LayerRing:
         self._held, self._arriving = [None] * NUM_BUFFERS, [None] * NUM_BUFFERS
         self._way.clear()
 
-    def _start_first(self) -> None:
-        for layer in range(len(self._slices))[:NUM_BUFFERS]:
+    def _layers(self, *, back: bool) -> range:
+        """In the order of a way."""
+        layers = range(len(self._slices))
+        return layers[::-1] if back else layers
+
+    def _start_first(self, *, back: bool) -> None:
+        for layer in self._layers(back=back)[:NUM_BUFFERS]:
             self._start(layer)
 
     def _start(self, layer: int) -> None:

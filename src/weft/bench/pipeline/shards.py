@@ -34,7 +34,12 @@ def measure_shards(
     shared_s, found = _step(backbone, workload, effort)
     ring = backbone.ring
     assert ring is not None
-    gather_s = median_s(lambda: ring.go_empty(back=True), device, warmups=effort.warmups, repeats=effort.repeats)
+
+    def go_empty() -> None:
+        ring.go_empty(back=False, then_back=True)
+        ring.go_empty(back=True)
+
+    gather_s = median_s(go_empty, device, warmups=effort.warmups, repeats=effort.repeats)
     differing = sum(int((mine != other).sum()) for mine, other in zip(found, expected, strict=True))
     return {
         "shard_overlap": 1 - (shared_s - whole_s) / gather_s,

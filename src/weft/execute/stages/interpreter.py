@@ -6,8 +6,10 @@ anything is waited for. Where devices share every layer, the passes of a pair ru
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +195,9 @@ class StageProgram:
             ring = self._stage.backbone.ring
             if ring is not None and isinstance(instruction, Forward):
                 self._go_empty(self._num_more(k, 0))
-                ring.go_empty(back=True)
+            if ring is not None and isinstance(instruction, Forward | Backward):
+                with self._before_next():
+                    ring.go_empty(back=isinstance(instruction, Backward))
             return
         match instruction:
             case Receive():
@@ -204,7 +208,9 @@ class StageProgram:
                 tensor = (self._going_back if is_gradient else self._leaving).pop(k)
                 self._stage.transport.send(tensor, to_stage, Channel.GRADIENT if is_gradient else Channel.ACTIVATION)
             case Forward() | Backward():
-                self._pass(instruction)()
+                run = self._pass(instruction)
+                with self._before_next():
+                    run()
 
     def _run_pair(self, *pair: Instruction) -> None:
         """Runs two passes side by side; the references of both come before either."""
@@ -220,6 +226,14 @@ class StageProgram:
             return lambda: self._time_pass("backward", k, lambda: self._backward(k), beside=beside)
         self._hear(k)
         return lambda: self._time_pass("forward", k, lambda: self._forward(k), beside=beside)
+
+    def _before_next(self) -> AbstractContextManager[object]:
+        """In this context the next pass runs; where devices share the frozen weights, they know which one follows."""
+        ring = self._stage.backbone.ring
+        if ring is None:
+            return nullcontext()
+        following = (i for i in itertools.islice(self._todo, 1, None) if isinstance(i, Forward | Backward))
+        return ring.before(back=isinstance(next(following, None), Backward))
 
     def _receive(self, k: int, receive: Receive) -> Generator[None, None, None]:
         stage, batch = self._stage, self._batch(k)

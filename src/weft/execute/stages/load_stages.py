@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.backbone.load import choose_device, load_config
@@ -144,15 +144,8 @@ def gather_costs(spec: BackboneSpec, layout: StageLayout, elsewhere: Hardware | 
     found = []
     for shards, num_stages in kinds:
         cost = stage_cost(spec, num_stages, row_tile=1)
-        memory = MemoryModel(
-            cost.shape,
-            spec.quantize,
-            activation_bytes=bytes_each,
-            num_stages=num_stages,
-            split=cost.split,
-            shards=shards,
-        )
-        found.append(GatherCost(memory, hardware))
+        memory = MemoryModel(cost.shape, spec.quantize, activation_bytes=bytes_each, shards=shards)
+        found.append(GatherCost(replace(memory, num_stages=num_stages, split=cost.split), hardware))
     return found
 
 

@@ -196,6 +196,8 @@ class StageMember:
         if self._stage is not None:
             # It holds on to the connections.
             del self._stage.transport
+        if self._peers is not None:
+            self._peers.group = None
         dist.destroy_process_group()
         gc.collect()
 

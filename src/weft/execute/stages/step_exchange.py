@@ -118,7 +118,7 @@ class StepExchange:
     def _judge_spread(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges the sum of what several replicas have, and gives every stage its part of it."""
         stage, all_shares = self._stage, self._stage.shares[step[0]]
-        found = None if self._is_cut_off else (yield from self._summed(step, is_finite))
+        found = yield from self._summed(step, is_finite)
         for replica, shares in all_shares.items():
             if found is None:
                 verdict = self._left_out()
@@ -136,7 +136,8 @@ class StepExchange:
     def _summed(
         self, step: StepOf, is_finite: torch.Tensor
     ) -> Generator[None, None, tuple[Verdict, dict[str, torch.Tensor]] | None]:
-        """What is found of the sum of all replicas; None if one of them is gone."""
+        """What is found of the sum of all replicas; None if one of them is gone. What the others have sent is taken
+        nevertheless: they wait for that."""
         stage, measuring = self._stage, {*self._measuring[Measure(*step)]}
         replicas: list[tuple[Sequence[SpreadPart], Sequence[JobShare]]] = []
         for replica, shares in stage.shares[step[0]].items():
@@ -152,11 +153,11 @@ class StepExchange:
                         part = yield from self._part(device, step)
                     except StageGoneError:
                         self._is_cut_off = True
-                        return None
+                        continue
                 assert isinstance(part, SpreadPart)
                 parts.append(part)
             replicas.append((parts, shares))
-        return judge_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
+        return None if self._is_cut_off else judge_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
 
     def _left_out(self) -> Verdict:
         """What lets a job take no step."""

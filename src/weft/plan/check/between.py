@@ -68,11 +68,11 @@ def stuck(program: Program) -> Iterator[str]:
 
 def _may_pass(program: Program, ring: Sequence[int], places: Sequence[int]) -> bool:
     """Whether all of these stages stand before a pass in the same direction."""
-    lists = [program.stages[stage] for stage in ring]
-    at = {
-        type(own[places[stage]]) if places[stage] < len(own) else None for stage, own in zip(ring, lists, strict=True)
-    }
-    return at == {Forward} or at == {Backward}
+    at = set[type | None]()
+    for stage in ring:
+        own, place = program.stages[stage], places[stage]
+        at.add(type(own[place]) if place < len(own) else None)
+    return at in ({Forward}, {Backward})
 
 
 def _parcel(owners: Sequence[range], stage: int, i: Send | Receive) -> Transfer:
