@@ -102,7 +102,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "kills"),
-    [("stages:2", {1: 0, 3: 1, 6: 0}), ("shards:2", {3: 1}), ("stages:1+stages:2", {3: 2})],
+    [
+        ("stages:2", {1: 0, 3: 1, 6: 0}),
+        ("shards:2", {3: 1}),
+        ("stages:1+stages:2", {3: 2}),
+        ("stages:1+shards:2", {2: 2, 5: 0}),
+        ("shards:2,stages:2", {3: 1}),
+    ],
 )
 def test_run_when_stages_are_killed_then_its_adapters_are_those_of_one_device(folder, layout, kills):
     """`kill -9` of a stage once a job has told a step: nobody hangs, nothing is lost, no bit differs."""

@@ -104,6 +104,20 @@ def test_price_when_weights_are_shared_then_embedding_and_head_and_two_layers_ar
     assert whole.device_bytes - shards.device_bytes == pytest.approx(0.75 * layers - two, abs=1)
 
 
+def test_price_when_stages_are_shared_then_needs_less_than_either_and_fewer_jobs_fill_it():
+    """A stage's slices and two layers; two jobs fill two pipelines, of which four shards leave two idle."""
+    both, stages, shards = (
+        price_layout(COST, [ORDERED] * 2, 8192, parse_layout(text))
+        for text in ("shards:2,stages:2", "stages:2", "shards:4")
+    )
+    layers = SHAPE.num_layers // 2 * SHAPE.layer_weights * 2
+    two = 2 * SHAPE.layer_weights * 2
+    assert stages.device_bytes - both.device_bytes == pytest.approx(0.5 * layers - two, abs=1)
+    assert both.speed > 1.1 * shards.speed and both.speed > 1.1 * stages.speed
+    listed = choose_layout(COST, [ORDERED] * 2, 8192, 4, PLENTY).options
+    assert [str(option.layout) for option in listed].count("shards:2,stages:2") == 1
+
+
 def test_option_when_told_then_small_sizes_are_not_nothing_and_it_has_the_name_that_was_asked_for():
     option = LayoutOption(parse_layout("shards:1"), 2**22, 1.0)
     assert option.told(GIB, "shards:1") == "shards:1: up to 4.0 MiB of 1.0 GiB a device, 1.00x one device"

@@ -19,8 +19,8 @@ from weft.backbone.distill import run_taught
 from weft.backbone.heads import run_heads
 from weft.backbone.judge import MicrobatchLoss, run_loss
 from weft.backbone.loss import BlockedLoss, head_of
-from weft.backbone.own_head import loss_of
 from weft.backbone.model_part import AbsentLayer
+from weft.backbone.own_head import loss_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.path import Memory
 from weft.backbone.scores import PendingScores

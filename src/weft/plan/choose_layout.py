@@ -91,8 +91,6 @@ def choose_layout(
         layouts += [Layout((ReplicaLayout(stages=n),)) for n in cuts]
         shared = [(num_devices // n, n) for n in cuts if num_devices % n == 0 and num_devices > n]
         layouts += [Layout((ReplicaLayout(shards=shards, stages=n),)) for shards, n in shared]
-        shared = [(num_devices // n, n) for n in cuts if num_devices % n == 0 and num_devices > n]
-        layouts += [Layout((ReplicaLayout(shards=shards, stages=n),)) for shards, n in shared]
     options = [price_layout(cost, jobs, capacity, layout) for layout in layouts]
     fitting = [option for option in options if option.device_bytes <= memory_bytes]
     if not fitting:

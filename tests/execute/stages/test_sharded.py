@@ -17,6 +17,8 @@ from tiny_shards import Late, spread
 
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
+from weft.cost.memory import MemoryModel
+from weft.cost.shape import ModelShape
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
 from weft.engine.events import Event
@@ -150,29 +152,39 @@ def test_run_when_resumed_under_another_layout_then_the_files_are_those_of_one_d
         assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "moved" / path).read_bytes(), path
 
 
+def test_memory_model_says_what_shards_of_stages_hold():
+    """Embedding on the first, head on the last."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    parts = part_backbones("llama", (2, 4), **sizes)
+    shape = ModelShape.from_config(parts[0].model.config.to_dict())
+    model = MemoryModel(shape, activation_bytes=4, num_stages=2, split=(2, 4), shards=3)
+    for stage, part in enumerate(parts):
+        assert model.weight_bytes(stage) == pytest.approx(spread(part, 3).num_bytes, rel=0.02)
+
+
 @pytest.fixture
 def processes() -> Iterator[StageProcesses]:
-    group = StageProcesses(SPEC, *[find_parts(SPEC, 1)] * 2, shards=[2], silent_s=10.0)
+    group = StageProcesses(SPEC, *[find_parts(SPEC, 2)] * 2, shards=[2], silent_s=10.0)
     yield group
     group.close()
     assert all(process.poll() is not None for process in group.processes)
 
 
 def test_jobs_when_shards_are_processes_then_have_the_bits_of_one_device(processes):
-    """One of them evaluates, hears references or answers, and the other goes through the layers with it; each holds a
-    part of the backbone."""
+    """In two stages. One of them evaluates, hears references or answers, and the other goes through the layers with it;
+    each holds a part of the backbone."""
     whole = load_backbone(SPEC)
     own = [*jobs(), paired()]
     one = Engine(whole, capacity=48)
     submit(one, *own)
     expected = finish(one)
     tokenizer: Any = whole.tokenizer
-    engine = Engine(StagedExecutor(processes, tokenizer, shards=[2]), capacity=48, planner=planner((2, WHOLE)))
+    engine = Engine(StagedExecutor(processes, tokenizer, shards=[2]), capacity=48, planner=planner((2, (2, 2))))
     submit(engine, *own)
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
     assert_same_answers(engine, one, ["a", "b"])
     assert all(facts.backbone_bytes < 0.9 * whole.num_bytes for facts in processes.ask("facts"))
     os.kill(processes.processes[1].pid, signal.SIGKILL)
-    with pytest.raises(StageLostError, match="shard 1: was ended by signal 9, so all shards were ended"):
+    with pytest.raises(StageLostError, match="shard 0, stage 1: was ended by signal 9, so all shards were ended"):
         engine.executor.row_tile(32)

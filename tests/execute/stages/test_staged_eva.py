@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from staged_models import staged_executor
-from test_sharded import sharded
+from test_sharded import shared_by
 from test_spread import engine_of
 from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, small_job, submit, train
 
@@ -38,7 +38,7 @@ def staged(sizes: tuple[int, ...], **options: Any) -> Engine:
     return Engine(staged_executor("llama", sizes, **options), capacity=48, planner=planner)
 
 
-@pytest.mark.parametrize("layout", ["stages", "fused", "replicas", "shards"])
+@pytest.mark.parametrize("layout", ["stages", "fused", "replicas", "shards", "shards of stages"])
 def test_start_when_the_model_is_divided_then_has_the_bits_of_one_device(layout, monkeypatch):
     """Of several passes, after which modules know enough at different moments."""
     monkeypatch.setattr(execute_eva, "PASS_TOKENS", 40)
@@ -47,7 +47,8 @@ def test_start_when_the_model_is_divided_then_has_the_bits_of_one_device(layout,
     if layout in ("stages", "fused"):
         engine = staged((1, 1, 1), kernels=kernels)
     else:
-        engine = engine_of((3,), (1, 2)) if layout == "replicas" else sharded(2)[0]
+        copies = [(2, (1, 2)), (1, (3,))] if layout == "shards of stages" else [(2, (3,))]
+        engine = engine_of((3,), (1, 2)) if layout == "replicas" else shared_by(*copies)[0]
     submit(engine, *jobs())
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
