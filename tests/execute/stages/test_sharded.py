@@ -81,10 +81,11 @@ def test_jobs_when_trained_on_shards_then_have_the_bits_of_one_device(count, dty
         assert_same_bits(outcome, expected[name])
 
 
-def test_jobs_when_shards_take_the_fused_kernels_then_have_the_bits_of_one_device():
+@pytest.mark.parametrize("layers", [WHOLE, (1, 4)], ids=str)
+def test_jobs_when_shards_take_the_fused_kernels_then_have_the_bits_of_one_device(layers):
     own = [small_job("a", max_grad_norm=0.05, max_steps=3), small_job("b", 1, global_batch_size=7, max_steps=2)]
-    expected = train(random_backbone("llama", num_hidden_layers=LAYERS, kernels="fused"), own, capacity=48)
-    engine, _ = sharded(2, kernels="fused")
+    expected = train(random_backbone("llama", num_hidden_layers=sum(layers), kernels="fused"), own, capacity=48)
+    engine, _ = shared_by((2, layers), kernels="fused")
     submit(engine, *own)
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
