@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -290,6 +291,9 @@ class Engine:
 
     def _recover(self, error: ReplicaLostError) -> Iterator[Event]:
         """Goes on after a replica of several was lost: its jobs are queued, to begin at their last checkpoints."""
+        with suppress(ReplicaLostError):
+            # What the others have begun they bring to its end.
+            self._land()
         self._program = None
         yield JobWarning((), f"{error} It is started anew.")
         ended = {name for name, job in self.jobs.items() if job.state.is_final}
@@ -440,6 +444,8 @@ class Engine:
         done = program.finish()
         self._is_within = False
         self._note(done)
+        if program.loss is not None:
+            raise program.loss
 
     def _note(self, done: Sequence[Event]) -> None:
         """Notes what has been done, to be told."""

@@ -11,23 +11,22 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from weft.cost.adapter_times import AdapterTimes
 from weft.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
 from weft.cost.learned import PASSES, StagePace
 from weft.cost.learned_pairs import PairPace
-from weft.cost.types import CostModel, LinearCost
+from weft.cost.types import LinearCost
 from weft.engine.timeline import TimelineRecorder
 from weft.plan.check import violations
 from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner
-from weft.plan.pipeline.append import EndlessProgram
+from weft.plan.pipeline.append import EndlessProgram, PassCosts, open_pipe
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
-from weft.plan.spread.planner import HomeLoad, SpreadPlanner
+from weft.plan.spread.planner import HomeLoad, SpreadPlanner, max_lead
 from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.choose import FastestPipeline, PipelineChoice
-from weft.simulate.choose_spread import FastestSpread
+from weft.simulate.choose_spread import Behind, FastestSpread
 from weft.simulate.timeline import Span
 
 WAITING_SHARE = 0.01
@@ -78,7 +77,7 @@ class _Asked:
 
     queues: list[JobQueue]
     limits: Limits
-    behind: tuple[Microbatch, ...] = ()
+    behind: Behind = ()
 
 
 class LookaheadPlanner:
@@ -101,14 +100,14 @@ class LookaheadPlanner:
         self,
         queues: list[JobQueue],
         limits: Limits,
-        behind: tuple[Microbatch, ...] = (),
+        behind: Behind = (),
         *,
         patience_s: float | None = None,
     ) -> Program:
         """The program for these queues; at once if it was foreseen, and never late.
 
-        `behind`: the last microbatches of the program that it is appended to; `patience_s`: how long that one still
-        runs for sure.
+        `behind`: of each replica, the last microbatches of the program that it is appended to; `patience_s`: how long
+        that one still runs for sure.
         """
         asked = _Asked(queues, limits, behind)
         with self._timeline.span("plan"):
@@ -124,7 +123,7 @@ class LookaheadPlanner:
                     return greedy
             return self._collect()
 
-    def foresee(self, queues: list[JobQueue], limits: Limits, behind: tuple[Microbatch, ...] = ()) -> None:
+    def foresee(self, queues: list[JobQueue], limits: Limits, behind: Behind = ()) -> None:
         """Plans for queues that are likely to come next, beside training; not while an older plan is being made."""
         if self._ahead is not None:
             if not self._ahead[1].done():
@@ -145,19 +144,27 @@ class LookaheadPlanner:
 
     def endless(self, limits: Limits) -> EndlessProgram | None:
         """For programs that go on, where those of the planner can: a pipeline whose schedule never flushes it."""
-        planner = self._planner
+        planner = self._planner.quick if isinstance(self._planner, FastestSpread) else self._planner
         if isinstance(planner, FastestPipeline) and planner.num_stages > 1:
-            return EndlessProgram(planner.num_stages, planner.memory_bytes(limits.capacity))
+            return EndlessProgram(open_pipe(planner.num_stages, planner.memory_bytes(limits.capacity)))
         if isinstance(planner, PipelinePlanner) and planner.num_stages > 1 and planner.schedule is Schedule.EAGER:
-            return EndlessProgram(planner.num_stages)
+            return EndlessProgram(open_pipe(planner.num_stages))
+        if isinstance(planner, SpreadPlanner) and len(planner.replica_sizes) > 1 and not planner.shards:
+            return EndlessProgram(*(open_pipe(size, max_lead=max_lead(size)) for size in planner.replica_sizes))
         return None
 
-    def costs(self) -> tuple[CostModel, AdapterTimes | None]:
-        """What passes are taken to cost where programs are appended."""
-        if not isinstance(self._planner, FastestPipeline):
-            return LinearCost(), None
-        planner, _ = self._informed(self._planner)
-        return planner.cost, planner.adapters
+    def costs(self) -> Sequence[PassCosts]:
+        """What passes are taken to cost on each replica where programs are appended."""
+        match self._planner:
+            case FastestPipeline():
+                planner, _ = self._informed(self._planner)
+                return [(planner.cost, planner.adapters)]
+            case FastestSpread():
+                spread, _ = self._informed_spread(self._planner)
+                return spread.measured or [(cost, None) for cost in spread.quick.costs]
+            case SpreadPlanner(costs=costs):
+                return [(cost, None) for cost in costs]
+        return [(LinearCost(), None)]
 
     def observe(self, microbatch: Microbatch, seconds: float) -> None:
         """Notes how long a microbatch took, and now and then learns from all of them, beside training."""
@@ -226,10 +233,10 @@ class LookaheadPlanner:
         start, choice, num_measured = self._timeline.now(), None, 0
         queues, limits = asked.queues, asked.limits
         if isinstance(planner, FastestPipeline):
-            planner, num_measured = self._informed(replace(planner, behind=asked.behind))
+            planner, num_measured = self._informed(replace(planner, behind=asked.behind[0] if asked.behind else ()))
             choice = planner.choose(queues, limits)
         elif isinstance(planner, FastestSpread):
-            planner, num_measured = self._informed_spread(planner)
+            planner, num_measured = self._informed_spread(replace(planner, behind=asked.behind))
             choice = planner.choose(queues, limits)
         program = planner(queues, limits) if choice is None else choice.program
         problems = violations(program, queues, limits)

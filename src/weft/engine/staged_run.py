@@ -2,11 +2,12 @@
 
 A pipeline is full only while the next microbatch need not wait for the host, so stages get whole programs. A program
 ends for every job where something is due that needs its weights as they are then: an evaluation, a checkpoint, its end.
-The pipeline of one replica stays full all the same: while stages run a program, the next is planned and appended to it
+Pipelines stay full all the same: while stages run a program, the next is planned and appended to it
 (`plan/pipeline/append.py`), so that jobs may be further than what has been counted. Jobs that have come meanwhile are
-in the next one. For a checkpoint stages keep a copy of the job's state behind the step. An evaluation needs the stages
-themselves, so nothing is appended to a program that ends with one; nor is a job paused, cancelled or failed before what
-has been started is counted.
+in the next one. For a checkpoint stages keep a copy of the job's state behind the step. A job that is to have another
+home is left out of a program, and moves when nothing of it is under way. An evaluation needs the stages themselves, so
+nothing is appended to a program that ends with one; nor is a job paused, cancelled or failed before what has been
+started is counted. Where a replica is lost, the others bring all that was started to its end first.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from dataclasses import dataclass
 
 from weft.adapters.methods import cost_ranks
 from weft.engine.events import Event, JobsGrouped, MicrobatchDone, MicrobatchesPaired
+from weft.engine.jobs.find_homes import find_homes
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import count_step
 from weft.engine.timeline import TimelineRecorder
-from weft.execute.protocol import Executor, ReplicaLostError, RestWork, StagedOutcome, StagedWork, Ticket
+from weft.execute.protocol import Executor, MoveWork, ReplicaLostError, RestWork, StagedOutcome, StagedWork, Ticket
 from weft.objectives.metrics import Score
-from weft.plan.homes import choose_homes
+from weft.plan.pipeline.append import DealtStream
 from weft.plan.pipeline.stream import read_stream
 from weft.plan.program import Program, Step, Turn
-from weft.plan.spread.planner import HomeLoad
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 from weft.wall_clock import Activity
 
@@ -36,13 +37,12 @@ BEHIND = 4
 """Microbatches for each stage, at the end of a program, that matter to the one behind it."""
 
 
-def find_homes(jobs: Sequence[LiveJob], plans: LookaheadPlanner, limits: Limits) -> None:
-    """Says of every job that is not on all of several replicas which one it trains on."""
-    own = {job.name: job for job in jobs if job.home is not None}
-    before = {name: job.home for name, job in own.items() if job.has_home and job.home is not None}
-    loads = {name: HomeLoad(own[name].step_tokens, own[name].longest) for name in sorted(own)}
-    for name, home in choose_homes(plans.home_seconds(loads, limits), before).items():
-        own[name].home, own[name].has_home = home, True
+def last_of(program: Program) -> tuple[tuple[Microbatch, ...], ...]:
+    """The microbatches of each replica that matter to a program that is appended."""
+    return tuple(
+        tuple(program.microbatches[k] for k in places[-BEHIND * len(devices) :])
+        for places, devices in zip(DealtStream.of(program).places, program.replicas, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class StagedRun:
         self._training: list[LiveJob] = []
         self._begun: deque[_Begun] = deque()
         """The oldest first."""
+        self._shares_jobs = any(job.home is None for job in running)
         find_homes(running, plans, limits)
         self.go_on(running)
         self._rest: Program | None = plans.program([job.queue_until_due() for job in running], limits)
@@ -122,7 +123,7 @@ class StagedRun:
             else:
                 self._begin(following)
         done = self._count()
-        if any(job.progress.diverged for job in self._jobs.values()):
+        if self.loss is not None or any(job.progress.diverged for job in self._jobs.values()):
             done += self._count_all()
         self.is_mid_step = bool(self._begun)
         return done
@@ -136,10 +137,14 @@ class StagedRun:
 
     def _following(self) -> Program | None:
         """The program after those under way; None where it has to wait for what follows them."""
-        if self._is_eval_due():
+        if self._is_eval_due() or (not self._shares_jobs and any(job.home is None for job in self._training)):
+            # Ways between replicas are opened while none is at work.
             return None
-        queues, behind = self._queues_after(), self._behind()
-        return self._plans.program(queues, self._limits, behind, patience_s=self._last_s / 2) if queues else None
+        queues = self._queues_after()
+        if not queues:
+            return None
+        behind = last_of(self._begun[-1].program)
+        return self._plans.program(queues, self._limits, behind, patience_s=self._last_s / 2)
 
     def _is_eval_due(self) -> bool:
         """Whether one is due where what is under way ends: it needs the stages, and the weights of that step."""
@@ -147,15 +152,15 @@ class StagedRun:
         return any(job.begun_step is not None and job.is_eval_due_at(job.begun_step) for job in jobs)
 
     def _queues_after(self, more: Sequence[tuple[str, int]] = ()) -> list[JobQueue]:
-        """What comes after all that is under way, and these steps behind it."""
+        """What comes after all that is under way, and these steps behind it.
+
+        A job that is to move waits until nothing of it is.
+        """
+        leaving = find_homes(self._training, self._plans, self._limits)
         steps = [*(step for begun in self._begun for step in sorted(begun.rates)), *more]
         turns = [Turn(Microbatch(()), (Step(*step),)) for step in steps]
-        queues = [job.queue_until_due_after(turns) for job in self._training]
+        queues = [job.queue_until_due_after(turns) for job in self._training if job.name not in leaving]
         return [queue for queue in queues if queue is not None]
-
-    def _behind(self) -> tuple[Microbatch, ...]:
-        """The microbatches that a program is appended to, as far as they matter to it."""
-        return self._begun[-1].program.microbatches[-BEHIND * len(self._begun[-1].program.stages) :]
 
     def _begin(self, program: Program) -> None:
         """Starts a program, behind what is under way, and has the one after it planned meanwhile."""
@@ -163,10 +168,10 @@ class StagedRun:
         rates = {(job, step): self._jobs[job].progress.learning_rate(step) for job, step in steps}
         work = StagedWork(program, self._row_tile, rates)
         if self._endless is not None:
-            first, lists = (
-                self._endless.num_microbatches,
-                self._endless.append(program.microbatches, *self._plans.costs()),
-            )
+            # First: a replica that is lost meanwhile leaves what is under way as it is.
+            self._executor.wait(self._executor.start(MoveWork(program)))
+            first = self._endless.num_microbatches
+            lists = self._endless.append(DealtStream.of(program), self._plans.costs())
             work = dataclasses.replace(work, lists=lists, first=first, kept=self._kept(steps))
         elif self._plans.takes_long and not any(self._jobs[job].is_eval_due_at(step + 1) for job, step in steps):
             # The executor comes back when all of it has run.
@@ -176,13 +181,18 @@ class StagedRun:
         for job, step in steps:
             self._jobs[job].begun_step = step + 1
         if self._endless is not None and self._plans.takes_long and not self._is_eval_due():
-            self._plans.foresee(self._queues_after(), self._limits, self._behind())
+            self._plans.foresee(self._queues_after(), self._limits, last_of(program))
 
     def _kept(self, steps: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Those of a program's last steps behind which a checkpoint is due: by then jobs may be further."""
+        """Those of a program's last steps behind which a checkpoint is due: by then jobs may be further.
+
+        Not where an evaluation is due, which a job waits for: it may find the best weights, and these are saved too.
+        """
         found = {}
         for name, step in dict(steps).items():
             job = self._jobs[name]
+            if job.is_eval_due_at(step + 1):
+                continue
             if job.is_save_due_at(step + 1, self._timeline.own_s()) and step + 1 < job.num_steps:
                 found[name, step] = job.step
         return found
@@ -210,7 +220,7 @@ class StagedRun:
         now_s = time.perf_counter()
         self._last_s, self._counted_s = now_s - max(begun.begun_s, self._counted_s), now_s
         self._record(outcome, begun.begun_s)
-        self.loss = outcome.loss
+        self.loss = self.loss or outcome.loss
         done = [*self._grouped(), *self._counted(begun.program, outcome, begun.rates)]
         self._plans.observe_stages(begun.program, outcome.spans)
         ahead = {job for later in self._begun for job, _ in later.rates}
@@ -267,17 +277,16 @@ class StagedRun:
 
     def _step_ends(self, outcome: StagedOutcome) -> dict[tuple[str, int], float]:
         """When each step was done on all stages, in seconds of the run."""
-        shift, found = self._timeline.now() - time.perf_counter(), dict.fromkeys(outcome.steps, 0.0)
+        found = dict.fromkeys(outcome.steps, 0.0)
         for span in outcome.spans:
             for job in span.args["jobs"] if span.name == "step" else ():
                 step = (job, span.args["step"])
-                found[step] = max(found[step], span.end_s + shift)
+                found[step] = max(found[step], self._timeline.at(span.end_s))
         return found
 
     def _record(self, outcome: StagedOutcome, begun_s: float) -> None:
         """Puts what ran on the stages into the timeline; the wall clock counts the program once."""
-        shift = self._timeline.now() - time.perf_counter()
         for span in outcome.spans:
-            self._timeline.spans.append(dataclasses.replace(span, start_s=span.start_s + shift))
+            self._timeline.spans.append(dataclasses.replace(span, start_s=self._timeline.at(span.start_s)))
         ended_s = time.perf_counter()
         self._timeline.wall.add(Activity.COMPUTING, ended_s - begun_s, ended_s)

@@ -44,6 +44,10 @@ class TimelineRecorder:
         """Seconds since the run started."""
         return self.offset_s + self.own_s()
 
+    def at(self, moment_s: float) -> float:
+        """A moment of `time.perf_counter` in seconds of the run."""
+        return self.offset_s + moment_s - self._start
+
     def own_s(self) -> float:
         """Seconds that this process has worked on the run; unlike `now`, they never leap when a job is restored."""
         return time.perf_counter() - self._start
@@ -58,8 +62,7 @@ class TimelineRecorder:
 
     def add(self, name: str, seconds: float, ended_s: float, **args: Any) -> None:
         """Records what has ended, by `time.perf_counter`. Spans come in the order in which they are recorded."""
-        start = self.offset_s + ended_s - self._start - seconds
-        self.spans.append(Span(name, start, seconds, args))
+        self.spans.append(Span(name, self.at(ended_s) - seconds, seconds, args))
         if name in ACTIVITIES:
             self.wall.add(ACTIVITIES[name], seconds, ended_s)
 
@@ -70,13 +73,14 @@ class TimelineRecorder:
         return trace_json([span_event(span, lanes.get(_name_of(span), 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:
-        """What has been recorded, in the form that the simulator predicts."""
+        """What has been recorded, in the form that the simulator predicts, in the order in which it began."""
         computes = dict.fromkeys(("forward_backward", "reference", "forward", "backward", "step"), timeline.COMPUTE)
         computes["beside"] = timeline.BESIDE
-        lanes = [computes.get(_name_of(span), span.name) for span in self.spans]
+        spans = sorted(self.spans, key=lambda span: span.start_s)
+        lanes = [computes.get(_name_of(span), span.name) for span in spans]
         return timeline.Timeline(
-            tuple(dataclasses.replace(span, lane=lane) for span, lane in zip(self.spans, lanes, strict=True)),
-            1 + max((span.stage for span in self.spans), default=0),
+            tuple(dataclasses.replace(span, lane=lane) for span, lane in zip(spans, lanes, strict=True)),
+            1 + max((span.stage for span in spans), default=0),
         )
 
 

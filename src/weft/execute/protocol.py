@@ -238,6 +238,13 @@ class StagedWork(Work[StagedOutcome]):
 
 
 @dataclass(frozen=True)
+class MoveWork(Work[None]):
+    """Brings the jobs of a program that goes on to where it runs them; nothing of those that move is under way."""
+
+    program: Program
+
+
+@dataclass(frozen=True)
 class RestWork(Work[None]):
     """The rest of the last program that goes on, where nothing follows it."""
 

@@ -21,6 +21,9 @@ from weft.plan.spread.planner import SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch
 from weft.simulate.choose import FastestPipeline, PipelineChoice
 
+Behind = tuple[tuple[Microbatch, ...], ...]
+"""Of each replica, the last microbatches of the program that the next one is appended to; none: all are empty."""
+
 
 @dataclass(frozen=True)
 class FastestSpread:
@@ -31,6 +34,7 @@ class FastestSpread:
     row_tile: int = 1
     measured: tuple[tuple[CostModel, AdapterTimes], ...] | None = None
     """What passes were measured to take on each replica; None: nothing is known beyond its cost model."""
+    behind: Behind = ()
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         """The next program."""
@@ -57,7 +61,8 @@ class FastestSpread:
                 others_s = max(others_s, self._seconds(k, streams[-1]))
                 continue
             cost, adapters = (self.quick.costs[k], None) if self.measured is None else self.measured[k]
-            found.append(FastestPipeline(size, cost, adapters, self.row_tile).choose(own.queues, there))
+            behind = self.behind[k] if self.behind else ()
+            found.append(FastestPipeline(size, cost, adapters, self.row_tile, behind).choose(own.queues, there))
             streams.append([m for m in found[-1].program.microbatches if m.segments])
         several = [choice.seconds if choice.several_groups_s is None else choice.several_groups_s for choice in found]
         has_several = any(choice.several_groups_s is not None for choice in found)

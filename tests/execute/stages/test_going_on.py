@@ -18,14 +18,19 @@ from weft.engine.staged_run import StagedRun
 from weft.plan.pipeline.append import joined
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
-from weft.plan.program import Program
+from weft.plan.program import Planner, Program
 from weft.simulate.interpret import simulate
 
 
 class Watched:
-    """An engine on three stages whose programs go on, and what was under way when programs were counted."""
+    """An engine on stages whose programs go on, three by default, and what was under way when programs were counted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capacity: int = 48) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        planner: Planner | None = None,
+        replicas: Sequence[tuple[int, ...]] = ((1, 1, 1),),
+    ) -> None:
         self.planned: list[Program] = []
         self.num_under_way: list[int] = []
         begin, count = StagedRun._begin, StagedRun._count
@@ -40,8 +45,8 @@ class Watched:
 
         monkeypatch.setattr(StagedRun, "_begin", begun)
         monkeypatch.setattr(StagedRun, "_count", counted)
-        planner = PipelinePlanner(Schedule.EAGER, 3)
-        self.engine = Engine(staged_executor("llama", (1, 1, 1)), capacity=capacity, planner=planner)
+        planner = planner or PipelinePlanner(Schedule.EAGER, 3)
+        self.engine = Engine(staged_executor("llama", *replicas), capacity=48, planner=planner)
 
 
 def short(name: str, seed: int = 0, **settings: Any) -> Job:
@@ -82,6 +87,15 @@ def test_checkpoints_when_jobs_are_further_already_then_are_of_their_step(tmp_pa
     train_until(watched.engine, tmp_path / "going", 4, jobs)
     assert max(watched.num_under_way) >= 2
     assert_same_files(tmp_path / "one", tmp_path / "going", at_least=10)
+
+
+def test_checkpoint_when_an_evaluation_comes_before_it_then_has_the_best_weights_of_that(tmp_path, monkeypatch):
+    """The copy behind a step is older than what the evaluation finds; nothing is ahead of it, so none is needed."""
+    judged = {"eval_data": 2, "eval_steps": 2, "early_stopping_patience": 3, "save_steps": 2, "save_total_limit": 9}
+    jobs = [(job_spec("judged", max_steps=4, **judged), random_data(3, num_eval=2)), short("b", 1, max_steps=4)]
+    train_until(Engine(random_backbone("llama", num_hidden_layers=3), capacity=48), tmp_path / "one", 4, jobs)
+    train_until(Watched(monkeypatch).engine, tmp_path / "going", 4, jobs)
+    assert_same_files(tmp_path / "one", tmp_path / "going", at_least=5)
 
 
 def assert_same_files(one: Path, other: Path, at_least: int) -> None:

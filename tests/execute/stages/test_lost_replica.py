@@ -107,26 +107,28 @@ def test_job_at_home_elsewhere_when_a_replica_is_killed_then_repeats_no_step(rep
         run.engine.forget(name)
 
 
-def test_spread_job_when_a_replica_is_killed_in_a_program_then_goes_back_to_its_checkpoint(replicas, tmp_path):
+def test_spread_job_when_a_replica_is_killed_with_programs_under_way_then_goes_back_to_its_checkpoint(
+    replicas, tmp_path
+):
     """Whoever waits for the one that is gone hears of it, nobody hangs, and jobs at home elsewhere repeat no step."""
     jobs = some_jobs({"a": "free", "b": "free", "c": "ordered", "d": "ordered"})
     expected = train(load_backbone(SPEC), jobs, capacity=32)
     run = Disturbed(replicas, jobs, tmp_path / "run")
-    living, asked = replicas.processes[1].pid, replicas.ask
-    num_runs, lost = 0, {"a", "b"}
+    living, told = replicas.processes[1].pid, replicas.append
+    num_programs, lost = 0, {"a", "b"}
 
-    def ask(what: str, *given: Any) -> list[Any]:
-        nonlocal num_runs
-        num_runs += what == "run"
-        if what == "run" and num_runs == 2:
+    def append(*given: Any) -> int:
+        nonlocal num_programs
+        num_programs += 1
+        if num_programs == 3:
             lost.update(name for name, home in run.homes.items() if home == 0)
             # It hears nothing before it dies, so the other one waits for it.
             os.kill(replicas.processes[0].pid, signal.SIGSTOP)
             threading.Timer(0.5, kill, [replicas.processes[0]]).start()
-        return asked(what, *given)
+        return told(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "ask", ask)
+        patch.setattr(replicas, "append", append)
         run.run(lambda event: None)
     assert replicas.processes[1].pid == living
     assert len(lost) == 3 and [set(warning.jobs) for warning in run.warnings] == [set(), lost]

@@ -261,18 +261,21 @@ def test_adapter_of_a_job_when_it_was_lost_after_its_end_and_the_others_moved_th
     engine, executor = engine_in("spread:2", moves, jobs())
     engine.keep_in(tmp_path / "run")
     stages: Any = executor._now.stages  # type: ignore[attr-defined]
-    asked, lost = stages.ask, list[int]()
+    asked, lost = stages.outcomes, list[int]()
 
-    def ask(what: str, *given: Any) -> list[Any]:
+    def outcomes(number: int) -> list[Any]:
         """The replica where the job was is lost, with all that it had, once the job has ended."""
-        if what == "run" and engine.jobs["short"].state == "succeeded" and not lost:
-            lost.append(engine.jobs["short"].home or 0)
-            for name in engine.jobs:
-                stages.ask_each("remove", {lost[0]: (name,)})
+        if engine.jobs["short"].state == "succeeded" and not lost:
             raise ReplicaLostError("it is gone.")
-        return asked(what, *given)
+        return asked(number)
 
-    stages.ask, stages.recover = ask, lambda: lost
+    def recover() -> list[int]:
+        lost.append(engine.jobs["short"].home or 0)
+        for name in engine.jobs:
+            stages.ask_each("remove", {lost[0]: (name,)})
+        return lost
+
+    stages.outcomes, stages.recover = outcomes, recover
     told.extend(engine.events())
     for name in ("judged", "free"):
         pairs = zip(flat(engine.adapter_of(name)), flat(alone[name].adapter), strict=True)

@@ -228,7 +228,8 @@ def test_stages_when_one_never_sends_what_another_waits_for_then_it_is_said_who_
         return replace(program, stages=without_gradients(program.stages))
 
     append = LocalStages.append
-    monkeypatch.setattr(LocalStages, "append", lambda own, work, lists: append(own, work, without_gradients(lists)))
+    broken: Any = lambda own, work, lists, due: append(own, work, without_gradients(lists), due)  # noqa: E731
+    monkeypatch.setattr(LocalStages, "append", broken)
     monkeypatch.setattr("weft.engine.lookahead.violations", lambda *given: [])
     planner = PipelinePlanner(schedule, 2) if schedule is Schedule.EAGER else plan
     engine = Engine(staged_executor("llama", (1, 1)), capacity=48, planner=planner)

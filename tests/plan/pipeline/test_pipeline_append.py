@@ -12,10 +12,11 @@ from random_streams import streams
 from weft.cost.types import LinearCost
 from weft.plan.check import violations
 from weft.plan.check.between import stuck
-from weft.plan.pipeline.append import EndlessProgram, Lists, joined
+from weft.plan.pipeline.append import DealtStream, EndlessProgram, Lists, joined, joined_all, open_pipe
 from weft.plan.pipeline.build import Schedule, build
-from weft.plan.program import Forward, Instruction, Program, Receive, Send, Step
-from weft.plan.types import Microbatch, Segment
+from weft.plan.program import Forward, Instruction, Measure, Program, Receive, Send, Step
+from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 from weft.simulate.interpret import simulate
 
 COST = LinearCost(fixed_s=1.0)
@@ -53,8 +54,6 @@ def test_streams_when_joined_then_are_one_valid_program(drawn: list[list[Microba
     whole = joined(parts, num_stages, COST, memory_bytes=memory)
     assert violations(whole, cost=COST, memory_bytes=memory) == []
     simulate(whole, COST)
-    order = [i.step // 10 for i in whole.stages[-1] if isinstance(i, Step)]
-    assert order == sorted(order), "all steps of a program come before those of the next"
 
 
 @settings(max_examples=25, deadline=None)
@@ -63,9 +62,9 @@ def test_lists_when_told_then_none_waits_for_what_has_not_been_told(
     drawn: list[list[Microbatch]], num_stages: int
 ) -> None:
     """So a stage is never caught in the middle of what it knows."""
-    endless, told, microbatches = EndlessProgram(num_stages), [()] * num_stages, list[Microbatch]()
+    endless, told, microbatches = EndlessProgram(open_pipe(num_stages)), [()] * num_stages, list[Microbatch]()
     for place, stream in enumerate(several(drawn)):
-        told = add(told, endless.append(stream, COST))
+        told = add(told, endless.append(DealtStream(stream, [range(len(stream))]), [(COST, None)]))
         microbatches += stream
         assert list(stuck(Program(tuple(microbatches), tuple(told)))) == []
         assert not endless.has_told(place)
@@ -93,3 +92,57 @@ def test_program_when_another_follows_then_the_first_stage_begins_it_before_it_h
     assert first.index(Forward(8)) < last_of_first
     drained_s = sum(simulate(build(Schedule.EAGER, part, 4, cost=COST), COST).makespan_s for part in parts)
     assert simulate(whole, COST).makespan_s < 0.9 * drained_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 3), min_size=2, max_size=3))
+def test_programs_of_several_replicas_when_appended_then_no_list_waits_for_what_has_not_been_told(data, sizes):
+    """Jobs at home and jobs that are spread; they come, end and stay, and replicas are unlike."""
+    costs = tuple(LinearCost(fixed_s=data.draw(st.sampled_from([0.0, 5.0])), token_s=1 / size) for size in sizes)
+    planner, pipes = SpreadPlanner(tuple(sizes), costs), [open_pipe(size, max_lead=[2 * size] * size) for size in sizes]
+    endless, told = EndlessProgram(*pipes), [()] * sum(sizes)
+    whole: dict[str, JobQueue] = {}
+    given, microbatches, measuring = list[DealtStream](), list[Microbatch](), dict[Measure, tuple[int, ...]]()
+    next_step: dict[str, int] = {}
+    homes = {name: data.draw(st.one_of(st.none(), st.integers(0, len(sizes) - 1))) for name in "abcd"}
+    for _ in range(data.draw(st.integers(1, 4))):
+        names = data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True))
+        queues = [drawn_queue(data, name, next_step.get(name, 0), homes[name]) for name in sorted(names)]
+        next_step |= {queue.job: queue.batches[-1].step + 1 for queue in queues}
+        for queue in queues:
+            before = whole[queue.job].batches if queue.job in whole else ()
+            whole[queue.job] = replace(queue, batches=(*before, *queue.batches))
+        program = planner(queues, Limits(64, 99))
+        given.append(DealtStream.of(program))
+        microbatches += program.microbatches
+        told = add(told, endless.append(given[-1], [(cost, None) for cost in costs]))
+        measuring |= program.measuring
+        so_far = Program(tuple(microbatches), tuple(told), replica_sizes=tuple(sizes))
+        # Whoever measures before the judge is told to waits for nobody.
+        sent = {of for of, stages in so_far.measuring.items() if stages[0] != measuring[of][0]}
+        waiting = tuple(tuple(i for i in own if i not in sent) for own in told)
+        assert list(stuck(replace(so_far, stages=waiting))) == []
+        for step in (i for own in told for i in own if isinstance(i, Step)):
+            assert so_far.measuring[of := Measure(step.job, step.step)] == measuring[of], "nobody steps unjudged"
+    told = add(told, endless.end())
+    assert all(endless.has_told(place) for place in range(len(given)))
+    found = joined_all(given, pipes, [(cost, None) for cost in costs])
+    assert tuple(told) == found.stages
+    assert violations(found, list(whole.values()), Limits(64, 99)) == []
+    assert simulate(found, costs).makespan_s > 0
+
+
+def test_replica_when_it_has_no_part_of_the_next_program_then_is_told_the_end_of_the_one_before() -> None:
+    """Else nobody could count that one before the replica has jobs again."""
+    planner, endless = SpreadPlanner((2, 2), (COST, COST)), EndlessProgram(open_pipe(2), open_pipe(2))
+    queues = [JobQueue(name, (Batch(0, 0, (9,) * 4),), is_all=True, home=home) for home, name in enumerate("ab")]
+    endless.append(DealtStream.of(planner(queues, Limits(9))), [(COST, None)] * 2)
+    longer = replace(queues[0], batches=(Batch(1, 0, (9,) * 9), Batch(2, 0, (9,) * 9)))
+    endless.append(DealtStream.of(planner([longer], Limits(9))), [(COST, None)] * 2)
+    assert endless.has_told(0) and not endless.has_told(1)
+
+
+def drawn_queue(data: st.DataObject, name: str, first: int, home: int | None) -> JobQueue:
+    lengths = st.lists(st.integers(1, 60), min_size=1, max_size=5)
+    batches = tuple(Batch(first + n, 0, tuple(data.draw(lengths))) for n in range(data.draw(st.integers(1, 3))))
+    return JobQueue(name, batches, is_all=True, home=home)

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 
 from weft.cost.types import CostModel
 from weft.engine.jobs.progress import PLANNED_BATCHES
-from weft.engine.staged_run import BEHIND
+from weft.engine.staged_run import last_of
 from weft.plan.check import violations
-from weft.plan.pipeline.append import joined
+from weft.plan.pipeline.append import DealtStream, joined_all, open_pipe
+from weft.plan.pipeline.eager import Pipe
 from weft.plan.program import Program, Step
+from weft.plan.spread.planner import max_lead
 from weft.plan.types import JobQueue, Limits
 from weft.simulate.choose import FastestPipeline
+from weft.simulate.choose_spread import FastestSpread
 from weft.simulate.interpret import simulate
 
 
@@ -34,7 +37,7 @@ class Executed:
 
 
 def execute(
-    planner: FastestPipeline,
+    planner: FastestPipeline | FastestSpread,
     jobs: Sequence[JobQueue],
     limits: Limits,
     cost: CostModel,
@@ -44,17 +47,18 @@ def execute(
 ) -> Executed:
     """Plans and simulates until all jobs have ended; with `every`, each job stops after so many of its steps.
 
-    A program is appended to the one before, unless it `drains`: then something was due that needs all stages.
+    A program is appended to the one before, unless it `drains`: then something was due that needs all stages. `cost`:
+    of every replica.
     """
     programs = _programs(planner, jobs, limits, every, drains=drains)
     run = programs
+    pipes = _pipes(planner, limits.capacity)
+    costs = [cost] * len(pipes)
     if not drains:
-        streams = [program.microbatches for program in programs]
-        memory = planner.memory_bytes(limits.capacity)
-        run = [joined(streams, planner.num_stages, cost, memory_bytes=memory)]
+        run = [joined_all([DealtStream.of(program) for program in programs], pipes, [(cost, None) for cost in costs])]
         assert not violations(run[0], jobs, limits), "programs that are appended are one that is valid"
-    timelines = [simulate(program, cost) for program in run]
-    stages = range(planner.num_stages)
+    timelines = [simulate(program, costs) for program in run]
+    stages = range(sum(pipe.num_stages for pipe in pipes))
     return Executed(
         sum(timeline.makespan_s for timeline in timelines),
         sum(timeline.busy_s(stage) for timeline in timelines for stage in stages),
@@ -63,19 +67,36 @@ def execute(
     )
 
 
+def _pipes(planner: FastestPipeline | FastestSpread, capacity: int) -> list[Pipe]:
+    """The replicas, as the engine appends to them."""
+    if isinstance(planner, FastestPipeline):
+        return [open_pipe(planner.num_stages, planner.memory_bytes(capacity))]
+    return [open_pipe(size, max_lead=max_lead(size)) for size in planner.quick.replica_sizes]
+
+
 def _programs(
-    planner: FastestPipeline, jobs: Sequence[JobQueue], limits: Limits, every: int | None, *, drains: bool
+    planner: FastestPipeline | FastestSpread,
+    jobs: Sequence[JobQueue],
+    limits: Limits,
+    every: int | None,
+    *,
+    drains: bool,
 ) -> list[Program]:
     """All that the engine would ask for, one after another."""
     rest, found = list(jobs), list[Program]()
     while rest:
         queues = [_shown(queue, every) for queue in rest]
         if found and not drains:
-            planner = replace(planner, behind=found[-1].microbatches[-BEHIND * planner.num_stages :])
+            behind = last_of(found[-1])
+            if isinstance(planner, FastestPipeline):
+                planner = replace(planner, behind=behind[0])
+            else:
+                planner = replace(planner, behind=behind)
         program = planner(queues, limits)
         assert not violations(program, queues, limits), "a planner's program is valid"
         found.append(program)
-        done = Counter(i.job for i in program.stages[0] if isinstance(i, Step))
+        steps = {i for own in program.stages for i in own if isinstance(i, Step)}
+        done = Counter(step.job for step in steps)
         rest = [replace(queue, batches=queue.batches[done[queue.job] :]) for queue in rest]
         rest = [queue for queue in rest if queue.batches]
     return found

@@ -6,6 +6,8 @@ bubble_het4_exec        share of the time that stages idle with the programs tha
 bubble_het4_exec_every_2, _every_8   the same where every second, or eighth, global batch of a job ends a program
 bubble_het4_exec_evals_2   the same where it ends with an evaluation, which needs all stages: the pipeline drains
 bubble_het4_exec_free   the same as the first with `sums: free` in all jobs, so that samples may be in any order
+bubble_het4_exec_two_every_2, _two_evals_2   the same as `_every_2` and `_evals_2` on two replicas of two stages each,
+                        two jobs at home on each; what one replica idles because it has less to do counts
 
 The output head counts on the last stage; layers are divided by `split_layers`. A cost model, no measurement of a GPU.
 """
@@ -17,9 +19,12 @@ from dataclasses import dataclass, replace
 
 from weft.bench.pipeline.executed import execute
 from weft.bench.pipeline.lengths import MIXES, queues
+from weft.plan.homes import choose_homes
 from weft.plan.pipeline.split import split_layers
+from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 from weft.simulate.choose import FastestPipeline
+from weft.simulate.choose_spread import FastestSpread
 
 NUM_STAGES = 4
 NUM_LAYERS = 80
@@ -67,9 +72,9 @@ class LayerCost:
         return self.layers[stage] * sum(lengths)
 
 
-def split_cost() -> LayerCost:
+def split_cost(num_stages: int = NUM_STAGES) -> LayerCost:
     """Layers divided such that the stage with the head has fewer."""
-    return LayerCost(split_layers([1.0] * (NUM_LAYERS - 1) + [1.0 + HEAD_LAYERS], NUM_STAGES), HEAD_LAYERS)
+    return LayerCost(split_layers([1.0] * (NUM_LAYERS - 1) + [1.0 + HEAD_LAYERS], num_stages), HEAD_LAYERS)
 
 
 def measure_executed(num_samples: int = NUM_SAMPLES) -> dict[str, float]:
@@ -87,6 +92,22 @@ def measure_executed(num_samples: int = NUM_SAMPLES) -> dict[str, float]:
     return {
         f"bubble_het4_exec{name}": execute(planner, own, Limits(CAPACITY), cost, every, drains=drains).bubble_ratio
         for name, (own, every, drains) in found.items()
+    } | _measure_replicas(jobs)
+
+
+def _measure_replicas(jobs: Sequence[JobQueue]) -> dict[str, float]:
+    """On two replicas, each of half of the stages."""
+    cost = split_cost(NUM_STAGES // 2)
+    quick = SpreadPlanner((NUM_STAGES // 2,) * 2, (cost, cost))
+    lengths = {job.job: [n for batch in job.batches for n in batch.lengths] for job in jobs}
+    loads = {job.job: HomeLoad(sum(own) / len(job.batches), max(own)) for job in jobs for own in [lengths[job.job]]}
+    homes = choose_homes(quick.home_seconds(loads, CAPACITY))
+    at_home = [replace(job, home=homes[job.job]) for job in jobs]
+    return {
+        f"bubble_het4_exec_two_{name}": execute(
+            FastestSpread(quick), at_home, Limits(CAPACITY), cost, 2, drains=drains
+        ).bubble_ratio
+        for name, drains in (("every_2", False), ("evals_2", True))
     }
 
 

@@ -30,6 +30,8 @@ TARGETS: Targets = {
     "bubble_het4_exec_every_2": (Kind.WASTE, None),
     "bubble_het4_exec_evals_2": (Kind.WASTE, None),
     "bubble_het4_exec_free": (Kind.WASTE, None),
+    "bubble_het4_exec_two_every_2": (Kind.WASTE, None),
+    "bubble_het4_exec_two_evals_2": (Kind.WASTE, None),
     "sim70b_vs_1f1b": (Kind.SPEEDUP, 1.8),
     "sim70b_vs_mlora": (Kind.SPEEDUP, 1.4),
     **{

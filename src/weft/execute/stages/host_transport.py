@@ -41,6 +41,7 @@ class HostTransport(TorchTransport):
             host = host_memory(tensor.shape, tensor.dtype, self._gpu)
             host.copy_(tensor, non_blocking=True)
             copied = mark(self._gpu)
+        self._handed = [handed for handed in self._handed if not handed.done()]
         self._handed.append(self._thread.submit(self._hand_over, host, copied, to_stage, channel))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel) -> torch.Tensor:

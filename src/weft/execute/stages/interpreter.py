@@ -23,7 +23,7 @@ from weft.execute.optimizers.rate_pattern import scaling_changes
 from weft.execute.protocol import MicrobatchOutcome, StagedWork
 from weft.execute.stages.gradient import part_of_step
 from weft.execute.stages.hearing import Hearing, hear_for
-from weft.execute.stages.routes import StepOf, routes_of
+from weft.execute.stages.routes import Due, StepOf
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.step_exchange import StepExchange
 from weft.execute.stages.transport import Channel
@@ -54,7 +54,6 @@ class _Begun:
 
     number: int
     work: StagedWork
-    exchange: StepExchange
     left: int
     """Of its instructions, those that have not run."""
     left_behind: list[set[ReferenceRows]]
@@ -74,6 +73,7 @@ class StageProgram:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
+        self._exchange = StepExchange(stage)
         self._todo: deque[Instruction] = deque()
         self._begun: list[_Begun] = []
         """Programs of which something is left, the oldest first."""
@@ -96,24 +96,27 @@ class StageProgram:
         self._origin = DeviceEvent(stage.backbone.device)
         self._origin.wait()
 
-    def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction]) -> None:
-        """The stage is to run these next: the rest of the program before, and this one or its beginning."""
-        own = work.program.stages[self._stage.device]
-        exchange, left_behind = StepExchange(self._stage, work.program), self._stage.references.take_left_behind()
-        begun = _Begun(number, work, exchange, len(own), left_behind)
-        self._begun.append(begun)
-        self._stage.transport.open(routes_of(work.program))
-        self._owners |= {(i.job, i.step): begun for i in own if isinstance(i, Measure | Step)}
-        self.go_on(instructions)
+    def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction], due: Due) -> None:
+        """The stage is to run these next: the rest of the program before, and this one or its beginning.
 
-    def go_on(self, instructions: Sequence[Instruction]) -> None:
+        `due`: what it hears of steps meanwhile.
+        """
+        own = work.program.stages[self._stage.device]
+        begun = _Begun(number, work, len(own), self._stage.references.take_left_behind())
+        self._begun.append(begun)
+        self._exchange.know(work.program)
+        self._owners |= {(i.job, i.step): begun for i in own if isinstance(i, Measure | Step)}
+        self.go_on(instructions, due)
+
+    def go_on(self, instructions: Sequence[Instruction], due: Due) -> None:
         """The stage is to run these next."""
+        self._exchange.expect(due)
         self._todo += instructions
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something that it may run."""
-        return bool(self._todo)
+        """Whether there is something that it may run, or a program to tell of in which it has nothing to do."""
+        return bool(self._todo) or (bool(self._begun) and not self._begun[0].left)
 
     @property
     def oldest(self) -> int:
@@ -163,8 +166,6 @@ class StageProgram:
         """Tells of programs of which nothing is left."""
         while self._begun and not self._begun[0].left:
             begun = self._begun[0]
-            if len(self._begun) == 1:
-                self._stage.transport.finish()
             for job, (step, _) in list(self._stepping.items()):
                 if self._owners[step] is begun:
                     self._end_step(job)
@@ -306,14 +307,14 @@ class StageProgram:
         is_finite = self._is_finite.pop(step, None)
         if is_finite is None:
             is_finite = torch.ones((), device=self._stage.backbone.device)
-        yield from self._owners[step].exchange.measure(step, is_finite)
+        yield from self._exchange.measure(step, is_finite)
 
     def _step(self, step: StepOf) -> Generator[None, None, None]:
         """Steps a job's share as soon as the verdict is there."""
         begun, stage = self._owners[step], self._stage
-        if not begun.exchange.is_measured(step):
+        if not self._exchange.is_measured(step):
             yield from self._measure(step)
-        verdict = yield from begun.exchange.verdict(step)
+        verdict = yield from self._exchange.verdict(step)
         job, weights = step[0], stage.weights_of(step[0])
         if weights is not None:
             self._end_step(job)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from weft.backbone.backbone import Backbone
 from weft.execute.protocol import StagedWork
 from weft.execute.stages.interpreter import StageOutcome, StageProgram
+from weft.execute.stages.routes import Due, all_routes, due_at, routes_of, steps_due
 from weft.execute.stages.stage import Stage, stage_places
 from weft.execute.stages.stage_answers import answer_prompts
 from weft.execute.stages.stage_evaluation import evaluate_jobs
@@ -38,11 +39,14 @@ class StageGroup(Protocol):
         """After a ReplicaLostError: starts the replicas anew that are gone, and says which; the others stay."""
         ...
 
-    def append(self, work: StagedWork, lists: Lists) -> int:
-        """Starts a program that goes on, behind what was started so far; its number. Each stage runs its list now."""
+    def append(self, work: StagedWork, lists: Lists, due: Due) -> int:
+        """Starts a program that goes on, behind what was started so far; its number. Each stage runs its list now.
+
+        `due`: what all of them tell each other of steps meanwhile.
+        """
         ...
 
-    def go_on(self, lists: Lists) -> None:
+    def go_on(self, lists: Lists, due: Due) -> None:
         """Starts the rest of the last one, where nothing follows it."""
         ...
 
@@ -69,9 +73,11 @@ def answer(stage: Stage, what: str, given: tuple[Any, ...]) -> Generator[None, N
 def run_program(stage: Stage, work: StagedWork) -> Generator[None, None, StageOutcome]:
     """Runs a stage's instructions of a program; what is left of one that failed is let go of."""
     program = StageProgram(stage)
-    program.append(0, work, work.program.stages[stage.device])
+    stage.transport.open(routes_of(work.program))
+    program.append(0, work, work.program.stages[stage.device], due_at(steps_due(work.program), stage.device))
     try:
         yield from program.run()
+        stage.transport.finish()
     finally:
         stage.forget()
     ((_, outcome),) = program.ended
@@ -104,13 +110,15 @@ class GoingStage:
         """The number of the program that it is about to end."""
         return self._program.oldest
 
-    def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction]) -> None:
+    def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction], due: Due) -> None:
         """Has it run these next: the rest of the program before, and the beginning of this one."""
-        self._program.append(number, work, instructions)
+        if self._program.is_over:
+            self.stage.transport.open(all_routes(work.program))
+        self._program.append(number, work, instructions, due)
 
-    def go_on(self, instructions: Sequence[Instruction]) -> None:
+    def go_on(self, instructions: Sequence[Instruction], due: Due) -> None:
         """Has it run these next."""
-        self._program.go_on(instructions)
+        self._program.go_on(instructions, due)
 
     def turn(self) -> list[tuple[int, StageOutcome]]:
         """Lets it run an instruction, if it need not wait for another stage; the programs that ended with it."""
@@ -181,18 +189,18 @@ class LocalStages:
         """Loses none."""
         return []
 
-    def append(self, work: StagedWork, lists: Lists) -> int:
+    def append(self, work: StagedWork, lists: Lists, due: Due) -> int:
         """Runs the stages' lists in turn."""
         self._num_appended += 1
-        for going, own in zip(self._going, lists, strict=True):
-            going.append(self._num_appended, work, own)
+        for stage, (going, own) in enumerate(zip(self._going, lists, strict=True)):
+            going.append(self._num_appended, work, own, due_at(due, stage))
         self._run()
         return self._num_appended
 
-    def go_on(self, lists: Lists) -> None:
+    def go_on(self, lists: Lists, due: Due) -> None:
         """Runs the rest in turn."""
-        for going, own in zip(self._going, lists, strict=True):
-            going.go_on(own)
+        for stage, (going, own) in enumerate(zip(self._going, lists, strict=True)):
+            going.go_on(own, due_at(due, stage))
         self._run()
 
     def outcomes(self, number: int) -> list[StageOutcome]:

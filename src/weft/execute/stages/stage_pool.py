@@ -21,6 +21,7 @@ from weft.backbone.model_part import ModelPart
 from weft.errors import JobError, WeftError
 from weft.execute.protocol import ReplicaFaultError, ReplicaLostError, StagedWork
 from weft.execute.stages.interpreter import StageOutcome
+from weft.execute.stages.routes import Due, due_at
 from weft.execute.stages.stage import stage_places
 from weft.execute.stages.stage_devices import choose_backend, process_variables
 from weft.execute.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
@@ -126,40 +127,50 @@ class StageProcesses:
 
     def _asked(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         if what == "run":
-            # From now on jobs have come further than their files say, and it is worth keeping what is left.
-            # On GPUs nobody hears that the other side is gone: NCCL waits for it.
-            self._stands_alone = self._num_copies == 1 or bool(self._gpus)
+            self._begin_programs()
         # Processes that share a stage hold the same of a job, and answer the same.
         each = 1 if what in READ else self._num_tensor
         asked = [stage * self._num_tensor + place for stage in given for place in range(each)]
         number = self._tell_each(what, given, asked)
         found = self._gather(asked, number, is_together=what in TOGETHER)
+        self._refuse_gone(found, asked, given, each)
+        return [found[index] for index in asked[::each]]
+
+    def _refuse_gone(self, found: Mapping[int, Any], asked: Sequence[int], stages: Iterable[int], each: int) -> None:
+        """Raises why a replica is gone, with what the stages of the others have answered."""
         for error in self._gone.values():
             error.answers = {
                 stage: found[asked[place]]
-                for place, stage in zip(range(0, len(asked), each), given, strict=True)
+                for place, stage in zip(range(0, len(asked), each), stages, strict=True)
                 if all(index in found for index in asked[place : place + each])
             }
             raise error
-        return [found[index] for index in asked[::each]]
 
-    def append(self, work: StagedWork, lists: Lists) -> int:
+    def append(self, work: StagedWork, lists: Lists, due: Due) -> int:
         """Tells every stage of a program that goes on; its number."""
-        given = {stage: (work, own) for stage, own in enumerate(lists)}
+        given = {stage: (work, own, due_at(due, stage)) for stage, own in enumerate(lists)}
         with self._asking:
-            return self._tell_each("append", given, range(len(self.processes)))
+            self._begin_programs()
+            return self._tell_living("append", given, range(len(self.processes)))
 
-    def go_on(self, lists: Lists) -> None:
+    def go_on(self, lists: Lists, due: Due) -> None:
         """Tells every stage the rest."""
-        given = {stage: (own,) for stage, own in enumerate(lists)}
+        given = {stage: (own, due_at(due, stage)) for stage, own in enumerate(lists)}
         with self._asking:
-            self._tell_each("go_on", given, range(len(self.processes)))
+            self._tell_living("go_on", given, range(len(self.processes)))
 
     def outcomes(self, number: int) -> list[StageOutcome]:
         """Waits for what every stage tells of a program."""
+        asked = range(len(self.processes))
         with self._asking:
-            found = self._gather(range(len(self.processes)), number, is_together=True)
-        return [found[index] for index in range(0, len(self.processes), self._num_tensor)]
+            found = self._gather(asked, number, is_together=True)
+            self._refuse_gone(found, asked, range(sum(self.replica_sizes)), self._num_tensor)
+        return [found[index] for index in asked[:: self._num_tensor]]
+
+    def _begin_programs(self) -> None:
+        """From now on jobs come further than their files say, and it is worth keeping what is left of a loss."""
+        # On GPUs nobody hears that the other side is gone: NCCL waits for it.
+        self._stands_alone = self._num_copies == 1 or bool(self._gpus)
 
     def recover(self) -> list[int]:
         """Starts the replicas anew that are gone, and says which; all others keep their weights and their jobs.
@@ -221,14 +232,19 @@ class StageProcesses:
 
     def _tell_each(self, what: str, given: Mapping[int, tuple[Any, ...]], asked: Sequence[int]) -> int:
         """Asks processes of stages; the number of the question."""
+        for error in self._gone.values() if self._lost is None else ():
+            raise error
+        return self._tell_living(what, given, asked)
+
+    def _tell_living(self, what: str, given: Mapping[int, tuple[Any, ...]], asked: Sequence[int]) -> int:
+        """The same of those whose replica goes on."""
         if self._lost is not None:
             raise self._lost
-        for error in self._gone.values():
-            raise error
         self._num_asked += 1
         for index in asked:
             try:
-                tell(self._connections[index], (self._num_asked, what, given[index // self._num_tensor]))
+                if not self._is_gone(index):
+                    tell(self._connections[index], (self._num_asked, what, given[index // self._num_tensor]))
             except OSError:
                 self._lose(index)
         return self._num_asked

@@ -30,6 +30,7 @@ from weft.execute.protocol import (
     EvaluationWork,
     Executor,
     MicrobatchWork,
+    MoveWork,
     NewJob,
     OutcomeT,
     ReplicaLostError,
@@ -47,6 +48,7 @@ from weft.execute.stages.find_start import find_start
 from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.interpreter import StageOutcome
 from weft.execute.stages.refusals import refuse_unlike
+from weft.execute.stages.routes import StepOrders
 from weft.execute.stages.stage_group import StageGroup
 from weft.execute.stages.stages_together import facts_of, program_outcome
 from weft.execute.stages.state_parts import cut_state, join_state
@@ -81,8 +83,8 @@ class _StagedJob:
 class StagedExecutor:
     """Runs the engine's work on all stages of its replicas, at once when it is started.
 
-    Only programs that go on are under way until they are waited for. Meanwhile jobs that they do not run may come and
-    go, and files may be written.
+    Only programs that go on are under way until they are waited for. Meanwhile jobs that they do not run may come, move
+    and go, and files may be written.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class StagedExecutor:
         self._jobs: dict[str, _StagedJob] = {}
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
+        self._orders = StepOrders()
+        """Of programs that go on."""
         self._unsure: set[int] = set()
         """Replicas that did not come to the end of a program, because another one is gone."""
 
@@ -257,6 +261,7 @@ class StagedExecutor:
         """Has replicas made anew that are gone, and their jobs as they were added; says which jobs these are."""
         anew = self.stages.recover()
         gone, self._unsure = {*anew} | self._unsure, set()
+        self._orders = StepOrders()
         lost = [name for name, job in self._jobs.items() if job.shares.keys() & gone]
         for name in lost:
             job = self._jobs[name]
@@ -283,14 +288,20 @@ class StagedExecutor:
         done: Any
         match work:
             case StagedWork() if work.lists is not None:
-                number = self.stages.append(dataclasses.replace(work, lists=None), work.lists)
-                return lambda: program_outcome(work, self.stages.outcomes(number))
+                self._orders.know(work.program)
+                told = dataclasses.replace(work, lists=None)
+                number = self.stages.append(told, work.lists, self._orders.due(work.lists))
+                return lambda: self._run_program(work, lambda: self.stages.outcomes(number))
+            case MoveWork(program):
+                self._bring_home(program)
+                done = None
             case RestWork(lists):
-                self.stages.go_on(lists)
+                self.stages.go_on(lists, self._orders.due(lists))
                 done = None
             case StagedWork():
                 self._bring_home(work.program)
-                done = self._run_program(dataclasses.replace(work, hears=self._hears(work.program)))
+                told = dataclasses.replace(work, hears=self._hears(work.program))
+                done = self._run_program(work, lambda: self.stages.ask("run", told))
             case EvaluationWork():
                 done = self._evaluate(work)
             case AnswersWork():
@@ -308,14 +319,14 @@ class StagedExecutor:
         jobs = {job for microbatch in program.microbatches for job in microbatch.job_tokens}
         return any(self._jobs[job].given.batches.data.reads_reference for job in jobs)
 
-    def _run_program(self, work: StagedWork) -> StagedOutcome:
+    def _run_program(self, work: StagedWork, outcomes: Callable[[], list[StageOutcome]]) -> StagedOutcome:
         """Runs a program; where a replica is lost, what the others made of theirs, which then wait for `recover`."""
         try:
-            return program_outcome(work, self.stages.ask("run", work))
+            return program_outcome(work, outcomes())
         except ReplicaLostError as error:
             loss = error
         answers: Mapping[int, StageOutcome] = loss.answers
-        self._unsure = {k for k, devices in enumerate(self._replicas) if not answers.keys() >= {*devices}}
+        self._unsure |= {k for k, devices in enumerate(self._replicas) if not answers.keys() >= {*devices}}
         loss.jobs = {name for name, job in self._jobs.items() if job.shares.keys() & self._unsure}
         whole = [answers[device] for k, own in enumerate(self._replicas) if k not in self._unsure for device in own]
         return dataclasses.replace(program_outcome(work, whole), loss=loss)

@@ -10,6 +10,7 @@ go on.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +18,11 @@ from functools import partial
 import torch
 
 from weft.execute.stages.gradient import JobShare, Verdict, by_group, gradient_part, judge_gradient, part_size
-from weft.execute.stages.routes import StepOf, steps_due
+from weft.execute.stages.routes import Due, StepOf
 from weft.execute.stages.spread_sums import SpreadPart, judge_sums, receive_part, slices
 from weft.execute.stages.stage import Stage
 from weft.execute.stages.transport import Channel, Route, StageGoneError
-from weft.plan.program import Measure, Program
+from weft.plan.program import Measure, Program, Step
 
 Part = torch.Tensor | SpreadPart
 """Of a gradient: of a job that one replica has, or of one that is spread."""
@@ -37,19 +38,31 @@ class Judged:
 
 
 class StepExchange:
-    """One stage's side of it, for one program."""
+    """One stage's side of it, for one program or for several that go on."""
 
-    def __init__(self, stage: Stage, program: Program) -> None:
+    def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._measuring = program.measuring
-        self._replicas = program.replicas
-        self._due = steps_due(program)
+        self._measuring: dict[Measure, tuple[int, ...]] = {}
+        """Who measures the steps that are left here."""
+        self._replicas: Sequence[range] = ()
+        self._due: defaultdict[Route, deque[StepOf]] = defaultdict(deque)
         self._parts: dict[tuple[int, StepOf], Part] = {}
         """On the judge: what stages have sent and nobody has asked for, by stage and step."""
         self._judged: dict[StepOf, Judged] = {}
         """What has been found or heard and not been stepped by."""
         self._is_cut_off = False
         """A replica is gone that this stage has heard of."""
+
+    def know(self, program: Program) -> None:
+        """A program begins."""
+        self._replicas = program.replicas
+        own = {(i.job, i.step) for i in program.stages[self._stage.device] if isinstance(i, Measure | Step)}
+        self._measuring |= {of: stages for of, stages in program.measuring.items() if (of.job, of.step) in own}
+
+    def expect(self, due: Due) -> None:
+        """Others are going to tell of these steps, behind all that they were going to tell of."""
+        for route, steps in due.items():
+            self._due[route] += steps
 
     def is_measured(self, step: StepOf) -> bool:
         """Whether the program says when; where one stage has all layers, that is when it steps."""
@@ -80,6 +93,7 @@ class StepExchange:
                 self._is_cut_off = True
                 return self._left_out()
         found = self._judged.pop(step)
+        self._measuring.pop(Measure(*step), None)
         if found.gradient and weights is not None:
             weights.adapter.put_gradients(found.gradient)
         return found.verdict

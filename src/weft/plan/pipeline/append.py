@@ -1,4 +1,4 @@
-"""Programs that go on: the next one is appended before the pipeline of the one before is empty.
+"""Programs that go on: the next one is appended before the pipelines of the one before are empty.
 
 A program that ends leaves its first stage with nothing but backwards, between which it idles, and the next one begins
 with nothing but forwards. One long program would do both in turn. So stages are told of a program only what they do
@@ -7,47 +7,90 @@ running the pipeline ahead over both (`eager.py`), or for the end. What is run a
 stages have been told is what they would have been told had the next program been known from the beginning. What a stage
 has been told never waits for what another has not been told.
 
-A job's step comes before its next forward, or as soon as the verdict about it is there by the plan. All steps of a
-program come before those of the next.
+A job's step comes before its next forward, or as soon as the verdict about it is there by the plan. Several replicas
+are run ahead side by side, each until its own first stage has no forward left; they have nothing to do with each other
+but for the steps of jobs that all of them train (`shared_steps.py`).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel
-from weft.plan.pipeline.build import StageList
+from weft.plan.pipeline.build import StageList, renumbered
 from weft.plan.pipeline.eager import Pass, Pipe, Play, clock_of
+from weft.plan.pipeline.shared_steps import SharedSteps
 from weft.plan.pipeline.stream import BatchStream, StreamBatch, read_stream
-from weft.plan.program import Backward, Forward, Instruction, Program, Step
+from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Step
 from weft.plan.types import Microbatch
 
 Lists = tuple[tuple[Instruction, ...], ...]
 """What every stage is told."""
+PassCosts = tuple[CostModel, AdapterTimes | None]
+"""What passes are taken to cost on a replica."""
+
+
+@dataclass(frozen=True)
+class DealtStream:
+    """What a program has replicas run."""
+
+    microbatches: Sequence[Microbatch]
+    places: Sequence[Sequence[int]]
+    """Of each replica, which of them it runs, in the order of its forwards."""
+    free: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The steps of the jobs that all replicas train."""
+
+    @classmethod
+    def of(cls, program: Program) -> DealtStream:
+        """What a program says, but for the order of everything else."""
+        firsts = [program.stages[devices.start] for devices in program.replicas]
+        places = [[i.microbatch for i in own if isinstance(i, Forward)] for own in firsts]
+        steps = Counter((i.job, i.step) for own in firsts for i in own if isinstance(i, Step))
+        free: dict[str, list[int]] = {}
+        for job, step in sorted(batch for batch, count in steps.items() if count > 1):
+            free.setdefault(job, []).append(step)
+        return cls(program.microbatches, places, free)
+
+
+def open_pipe(
+    num_stages: int, memory_bytes: Sequence[int] | None = None, max_lead: Sequence[int] | None = None
+) -> Pipe:
+    """A replica of so many stages, with so much memory for what is in flight, or so many microbatches of it."""
+    return Pipe((), num_stages, (), memory_bytes, max_lead, knows_verdicts=True)
 
 
 class EndlessProgram:
-    """The lists of all stages of one replica, program after program; microbatches are counted through all of them."""
+    """The lists of all stages of one or more replicas, program after program; all microbatches are counted."""
 
-    def __init__(self, num_stages: int, memory_bytes: Sequence[int] | None = None) -> None:
-        """`memory_bytes`: what each stage has for microbatches in flight."""
-        self.num_stages = num_stages
+    def __init__(self, *pipes: Pipe) -> None:
+        """`pipes`: of each replica, with nothing in it yet."""
         self._wakes: list[tuple[float, int, int]] = []
-        self._play = Play(0, Pipe((), num_stages, (), memory_bytes, knows_verdicts=True), self._wakes)
-        self._lists = [StageList(stage, num_stages, measures=True) for stage in range(num_stages)]
-        self._num_told = [0] * num_stages
-        """Passes of each stage that it has been told."""
+        self._plays = [Play(replica, pipe, self._wakes) for replica, pipe in enumerate(pipes)]
+        sizes = [pipe.num_stages for pipe in pipes]
+        self._firsts = [0, *itertools.accumulate(sizes[:-1])]
+        self._lists = [StageList(place, size, measures=True) for size in sizes for place in range(size)]
+        self._told: list[list[Instruction]] = [[] for _ in self._lists]
+        """What each stage is told next."""
+        self._shared = SharedSteps(self._firsts, self._told)
+        self._numbers: list[list[int]] = [[] for _ in pipes]
+        """Of each replica's microbatches among all."""
         self._programs: dict[StreamBatch, int] = {}
         """The program that each global batch belongs to."""
-        self._ends: dict[StreamBatch, int] = {}
-        """Its last microbatch."""
-        self._newest: dict[str, StreamBatch] = {}
+        self._ends: list[dict[StreamBatch, int]] = [{} for _ in pipes]
+        """The last microbatch that each replica has of it."""
+        self._newest: list[dict[str, StreamBatch]] = [{} for _ in pipes]
         """The last global batch of each job."""
+        self._free: set[str] = set()
         self._num_untold: list[int] = []
         """Steps of each program, counted on every stage, that have not been told."""
+        self.num_microbatches = 0
+        """Of all programs so far."""
 
     @property
     def num_programs(self) -> int:
@@ -58,105 +101,150 @@ class EndlessProgram:
         """Whether stages have been told all of a program, by its number."""
         return not self._num_untold[program]
 
-    @property
-    def num_microbatches(self) -> int:
-        """Of all programs so far."""
-        return len(self._play.clocks)
-
-    def append(
-        self, microbatches: Sequence[Microbatch], cost: CostModel, adapters: AdapterTimes | None = None
-    ) -> Lists:
+    def append(self, given: DealtStream, costs: Sequence[PassCosts]) -> Lists:
         """What the stages do next: the rest of the program before, and the beginning of this one.
 
-        `microbatches` hold whole global batches, each job's in order.
+        Its microbatches hold whole global batches, each job's in order. `costs`: of each replica.
         """
-        stream = read_stream(microbatches)
-        waits_for = self._waits_for(stream)
-        for batch in sorted(stream.members):
-            self._programs[batch] = self.num_programs
-            self._ends[batch] = self.num_microbatches + stream.members[batch][-1]
-            self._newest[batch[0]] = batch
-        self._num_untold.append(self.num_stages * len(stream.members))
-        for own in self._lists:
-            own.know(stream)
-        num_steps = {k: len(batches) for k, batches in stream.completes.items()}
-        clocks = [clock_of(m, num_steps.get(k, 0), self.num_stages, cost, adapters) for k, m in enumerate(microbatches)]
-        self._play.extend(clocks, waits_for)
-        for place, stage in enumerate(self._play.stages):
-            heapq.heappush(self._wakes, (stage.free_at, 0, place))
-        return self._told(ends=False)
+        streams = [read_stream([given.microbatches[k] for k in places]) for places in given.places]
+        before = self._shared.know(given.free, streams)
+        self._free = (self._free - {job for stream in streams for job, _ in stream.members}) | given.free.keys()
+        self._num_untold.append(len(self._lists) * sum(map(len, given.free.values())))
+        for job, steps in given.free.items():
+            for step, play in itertools.product(steps, self._plays):
+                # Of an earlier job of that name.
+                play.whole_at.pop((job, step), None)
+        for replica, (stream, places) in enumerate(zip(streams, given.places, strict=True)):
+            self._extend(replica, stream, costs[replica], before)
+            self._numbers[replica] += [self.num_microbatches + k for k in places]
+        self.num_microbatches += len(given.microbatches)
+        # Nothing follows on a replica that has no part of it.
+        return self._run([replica for replica, stream in enumerate(streams) if not stream.members])
 
     def end(self) -> Lists:
         """What is left to do where nothing follows."""
-        found = self._told(ends=True)
-        rest = [own.due(self._in_order(own)) for own in self._lists]
-        self._note_told(itertools.chain.from_iterable(rest))
-        return tuple((*told, *own) for told, own in zip(found, rest, strict=True))
+        found = self._run(range(len(self._plays)))
+        self._shared.end()
+        return tuple((*told, *rest) for told, rest in zip(found, self._taken(), strict=True))
 
-    def _waits_for(self, stream: BatchStream) -> list[int]:
+    def _extend(
+        self, replica: int, stream: BatchStream, costs: PassCosts, before: Mapping[StreamBatch, StreamBatch]
+    ) -> None:
+        """Puts a program's microbatches of a replica behind all others."""
+        play, program = self._plays[replica], self.num_programs - 1
+        waits_for, shift = self._waits_for(replica, stream), len(play.clocks)
+        for batch in sorted(stream.members):
+            self._programs[batch] = program
+            self._ends[replica][batch] = shift + stream.members[batch][-1]
+            self._newest[replica][batch[0]] = batch
+            self._num_untold[program] += 0 if batch[0] in self._free else len(play.stages)
+        first, size = self._firsts[replica], len(play.stages)
+        for own in self._lists[first : first + size]:
+            own.know(stream)
+        num_steps = {k: len(batches) for k, batches in stream.completes.items()}
+        shared = [self._shared_of(m) for m in stream.microbatches]
+        play.extend(
+            [clock_of(m, num_steps.get(k, 0), size, *costs) for k, m in enumerate(stream.microbatches)],
+            waits_for,
+            shared,
+            [[before[batch] for batch in own if batch in before] for own in shared],
+        )
+        for place, stage in enumerate(play.stages):
+            heapq.heappush(self._wakes, (stage.free_at, replica, place))
+        for batch in {batch for own in play.needs[shift:] for batch in own} & play.whole_at.keys():
+            heapq.heappush(self._wakes, (max(play.whole_at[batch], play.stages[0].free_at), replica, 0))
+
+    def _shared_of(self, microbatch: Microbatch) -> list[StreamBatch]:
+        return sorted({(s.job, s.step) for s in microbatch.segments if s.job in self._free})
+
+    def _waits_for(self, replica: int, stream: BatchStream) -> list[int]:
         """The microbatch whose backward, and steps, each forward of a program needs."""
-        shift = self.num_microbatches
+        shift, newest = len(self._plays[replica].clocks), self._newest[replica]
         found = [wait if wait < 0 else shift + wait for wait in stream.waits_for]
         begun = set[str]()
         for batch in sorted(stream.members):
             job = batch[0]
-            if job not in begun and job in self._newest:
-                before = self._ends[self._newest[job]]
+            if job not in begun and job in newest:
+                before = self._ends[replica][newest[job]]
                 for place in stream.members[batch]:
                     found[place] = max(found[place], before)
             begun.add(job)
         return found
 
-    def _told(self, *, ends: bool) -> Lists:
-        """Runs the pipeline ahead, to its end or until more would make a difference."""
+    def _run(self, ending: Collection[int]) -> Lists:
+        """Runs the pipelines ahead, those that are `ending` to their end, the others until more would matter."""
+        has_run_out, kept = set[int](), []
         while self._wakes:
-            now, _, place = self._wakes[0]
-            if not ends and self._play.has_run_out(now):
-                break
-            heapq.heappop(self._wakes)
-            self._play.advance(place, now)
-        return tuple(tuple(self._instructions(stage)) for stage in range(self.num_stages))
+            now, replica, place = wake = heapq.heappop(self._wakes)
+            if replica not in ending and (replica in has_run_out or self._plays[replica].has_run_out(now)):
+                has_run_out.add(replica)
+                kept.append(wake)
+            else:
+                self._advance(replica, place, now)
+        for wake in kept:
+            heapq.heappush(self._wakes, wake)
+        for replica in ending:
+            for place, _ in enumerate(self._plays[replica].stages):
+                device = self._firsts[replica] + place
+                self._shared.step_until(device, math.inf, self._programs, self.num_programs - 1)
+                self._told[device] += self._lists[device].due()
+        return self._taken()
 
-    def _instructions(self, stage: int) -> list[Instruction]:
-        own, passes = self._lists[stage], self._play.stages[stage].passes
-        found: list[Instruction] = []
-        for each in passes[self._num_told[stage] :]:
-            visited = own.visited(Backward(each.clock) if each.is_backward else Forward(each.clock))
-            asked = [i for i in visited if isinstance(i, Step)]
-            overdue = own.due(self._overdue(own, each, asked))
-            oldest = min(map(self._program_of, asked), default=self.num_programs)
-            found += [step for step in overdue if self._program_of(step) <= oldest]
-            # Those of newer programs come among those that the pass asks for.
-            late = [step for step in overdue if self._program_of(step) > oldest]
-            before = visited[: visited.index(asked[0])] if asked else []
-            found += [*before, *sorted([*asked, *late], key=self._program_of)]
-            found += [i for i in visited[len(before) :] if not isinstance(i, Step)]
-        self._num_told[stage] = len(passes)
-        self._note_told(found)
+    def _advance(self, replica: int, place: int, now: float) -> None:
+        play = self._plays[replica]
+        stage = play.stages[place]
+        num_passes, ended = len(stage.passes), play.advance(place, now)
+        for each in stage.passes[num_passes:]:
+            self._tell(replica, place, each)
+        for batch in ended:
+            whole_s = self._shared.went_back(batch, stage.free_at)
+            for other, waiting in enumerate(self._plays if whole_s is not None else ()):
+                assert whole_s is not None
+                waiting.whole_at[batch] = whole_s
+                # Its clock may be further: it may have had more to do than the one that was behind.
+                heapq.heappush(self._wakes, (max(whole_s, waiting.stages[0].free_at), other, 0))
+
+    def _tell(self, replica: int, place: int, each: Pass) -> None:
+        """Tells a stage a pass, and what comes before it."""
+        device, shared = self._firsts[replica] + place, self._shared
+        own, told = self._lists[device], self._told[device]
+        visited = own.visited(Backward(each.clock) if each.is_backward else Forward(each.clock))
+        for job in self._free & own.measured.keys():
+            del own.measured[job]
+        shared.step_until(device, each.start_s, self._programs, self.num_programs - 1)
+        if place == 0:
+            shared.judge_until(replica, each.start_s)
+        told += own.due(self._overdue(replica, own, each))
+        numbers, first = self._numbers[replica], self._firsts[replica]
+        for i in visited:
+            match i:
+                case Step(job) if job in self._free:
+                    continue
+                case Measure(job, step) if job in self._free and place == 0 and shared.is_judge(replica, (job, step)):
+                    continue
+                case Forward(k):
+                    for batch in self._plays[replica].shared[k]:
+                        shared.step_before(device, batch)
+            told.append(renumbered(i, numbers, first))
+
+    def _overdue(self, replica: int, own: StageList, each: Pass) -> list[str]:
+        """Jobs whose steps of programs before are taken before a pass."""
+        play, ends = self._plays[replica], self._ends[replica]
+        found = []
+        for job, step in sorted(own.measured.items()):
+            is_older = self._programs[job, step] + 1 < self.num_programs
+            if is_older and play.judged_at(ends[job, step]) <= each.start_s:
+                found.append(job)
         return found
 
-    def _program_of(self, step: Step) -> int:
-        return self._programs[step.job, step.step]
-
-    def _note_told(self, instructions: Iterable[Instruction]) -> None:
-        for i in instructions:
+    def _taken(self) -> Lists:
+        """What stages have not been told, which they are now."""
+        found = tuple(map(tuple, self._told))
+        for told in self._told:
+            told.clear()
+        for i in itertools.chain.from_iterable(found):
             if isinstance(i, Step):
-                self._num_untold[self._program_of(i)] -= 1
-
-    def _in_order(self, own: StageList) -> list[str]:
-        """Jobs whose steps are due on a stage, those of older programs first."""
-        return sorted(own.measured, key=lambda job: (self._programs[job, own.measured[job]], job))
-
-    def _overdue(self, own: StageList, each: Pass, asked: Sequence[Step]) -> list[str]:
-        """Jobs whose steps of programs before are taken before a pass."""
-        newest = max(map(self._program_of, asked), default=-1)
-        found = []
-        for job in self._in_order(own):
-            step = own.measured[job]
-            number = self._programs[job, step]
-            is_judged = self._play.judged_at(self._ends[job, step]) <= each.start_s
-            if number < newest or (number + 1 < self.num_programs and is_judged):
-                found.append(job)
+                self._num_untold[self._programs[i.job, i.step]] -= 1
         return found
 
 
@@ -168,8 +256,16 @@ def joined(
     memory_bytes: Sequence[int] | None = None,
     adapters: AdapterTimes | None = None,
 ) -> Program:
-    """One program of several streams, each appended to the one before."""
-    endless = EndlessProgram(num_stages, memory_bytes)
-    parts = [*(endless.append(stream, cost, adapters) for stream in streams), endless.end()]
+    """One program of several streams, each appended to the one before, for one replica."""
+    given = [DealtStream(stream, [range(len(stream))]) for stream in streams]
+    return joined_all(given, [open_pipe(num_stages, memory_bytes)], [(cost, adapters)])
+
+
+def joined_all(given: Sequence[DealtStream], pipes: Sequence[Pipe], costs: Sequence[PassCosts]) -> Program:
+    """The same for any number of replicas."""
+    endless = EndlessProgram(*pipes)
+    parts = [*(endless.append(stream, costs) for stream in given), endless.end()]
     stages = tuple(tuple(i for part in own for i in part) for own in zip(*parts, strict=True))
-    return Program(tuple(microbatch for stream in streams for microbatch in stream), stages)
+    sizes = tuple(pipe.num_stages for pipe in pipes)
+    microbatches = tuple(microbatch for stream in given for microbatch in stream.microbatches)
+    return Program(microbatches, stages, replica_sizes=sizes if len(sizes) > 1 else ())

@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel, LinearCost
@@ -222,3 +223,15 @@ class StageList:
     def due(self, jobs: Sequence[str] | None = None) -> list[Step]:
         """The steps of these jobs that are due, or of all; they are taken here."""
         return [Step(job, self.measured.pop(job)) for job in (sorted(self.measured) if jobs is None else jobs)]
+
+
+def renumbered(i: Instruction, numbers: Sequence[int], first: int) -> Instruction:
+    """An instruction of one replica in the numbers of all: of its microbatches, and from its `first` stage on."""
+    match i:
+        case Send():
+            return replace(i, microbatch=numbers[i.microbatch], to_stage=first + i.to_stage)
+        case Receive():
+            return replace(i, microbatch=numbers[i.microbatch], from_stage=first + i.from_stage)
+        case Forward() | Backward():
+            return replace(i, microbatch=numbers[i.microbatch])
+    return i

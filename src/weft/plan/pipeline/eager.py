@@ -173,16 +173,24 @@ class Play:
         self.own, self.wakes = own, wakes
         self.clocks, self.waits_for = list(pipe.clocks), list(pipe.waits_for)
         self.memory_bytes, self.max_lead = pipe.memory_bytes, pipe.max_lead
-        self.shared, self.needs, self.knows_verdicts = pipe.shared, pipe.needs, pipe.knows_verdicts
+        self.shared, self.needs, self.knows_verdicts = list(pipe.shared), list(pipe.needs), pipe.knows_verdicts
         size = len(pipe.clocks)
         self.stages = [_Stage([0.0 if s == 0 else NEVER] * size, [NEVER] * size) for s in range(pipe.num_stages)]
         self.whole_at: dict[SharedBatch, float] = {}
         """When global batches that are shared have been backward everywhere."""
 
-    def extend(self, clocks: Sequence[Clock], waits_for: Sequence[int]) -> None:
+    def extend(
+        self,
+        clocks: Sequence[Clock],
+        waits_for: Sequence[int],
+        shared: Sequence[Collection[SharedBatch]],
+        needs: Sequence[Collection[SharedBatch]],
+    ) -> None:
         """More goes through the pipeline, behind all that does so far."""
         self.clocks += clocks
         self.waits_for += waits_for
+        self.shared += shared
+        self.needs += needs
         for place, stage in enumerate(self.stages):
             stage.activation_at += [0.0 if place == 0 else NEVER] * len(clocks)
             stage.gradient_at += [NEVER] * len(clocks)

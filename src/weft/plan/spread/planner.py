@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from weft.cost.types import CostModel
 from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import copies
-from weft.plan.pipeline.build import with_transfers
+from weft.plan.pipeline.build import renumbered, with_transfers
 from weft.plan.pipeline.eager import Clock, Pass, Pipe, clock_of, play_all
 from weft.plan.pipeline.planner import whole_batches
 from weft.plan.pipeline.stream import BatchStream, StreamBatch, read_stream
-from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
+from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Step
 from weft.plan.spread.align import align
 from weft.plan.spread.deal import deal
 from weft.plan.types import JobQueue, Limits, Microbatch
@@ -127,7 +127,9 @@ def _assembled(
         for one in stages[0]
         if not one.is_backward
     )
-    numbers = {(replica, k): number for number, (_, replica, k) in enumerate(order)}
+    numbers = [[0] * len(stream.microbatches) for stream in streams]
+    for number, (_, replica, k) in enumerate(order):
+        numbers[replica][k] = number
     microbatches = tuple(streams[replica].microbatches[k] for _, replica, k in order)
     lists: list[tuple[Instruction, ...]] = []
     for replica, (stream, stages) in enumerate(zip(streams, played, strict=True)):
@@ -137,7 +139,7 @@ def _assembled(
             own = with_transfers(stream, visits, place, len(stages), measures=True)
             judged = [batch for batch, (_, judge) in due.items() if place == 0 and judge == replica]
             own = _with_steps(own, passes, stream, due, free, judged)
-            lists.append(tuple(_renumbered(i, numbers, replica, first) for i in own))
+            lists.append(tuple(renumbered(i, numbers[replica], first) for i in own))
     return Program(microbatches, tuple(lists), replica_sizes=tuple(replica_sizes), shards=tuple(shards))
 
 
@@ -180,10 +182,15 @@ def _pipe(
         [clock_of(m, num_steps.get(k, 0), num_stages, cost) for k, m in enumerate(stream.microbatches)],
         num_stages,
         stream.waits_for,
-        max_lead=[2 * num_stages] * num_stages,
+        max_lead=max_lead(num_stages),
         shared=shared,
         needs=[[before[batch] for batch in own if batch in before] for own in shared],
     )
+
+
+def max_lead(num_stages: int) -> list[int]:
+    """Most microbatches that each stage of a replica has in flight."""
+    return [2 * num_stages] * num_stages
 
 
 def _shared(microbatch: Microbatch, free: Collection[str]) -> list[StreamBatch]:
@@ -242,15 +249,3 @@ def _with_steps(
             result.append(Measure(job, step))
         step_until(job, step + 1)
     return result
-
-
-def _renumbered(i: Instruction, numbers: Mapping[tuple[int, int], int], replica: int, first: int) -> Instruction:
-    """An instruction of one replica in the numbers of all; `first` is its first stage."""
-    match i:
-        case Send():
-            return replace(i, microbatch=numbers[replica, i.microbatch], to_stage=first + i.to_stage)
-        case Receive():
-            return replace(i, microbatch=numbers[replica, i.microbatch], from_stage=first + i.from_stage)
-        case Forward() | Backward():
-            return replace(i, microbatch=numbers[replica, i.microbatch])
-    return i
