@@ -84,6 +84,9 @@ def test_kernel_when_numbers_are_of_all_sizes_then_its_words_are_the_twins():
     addends[0, :6] = torch.tensor([1.5, 2.5, -0.5, -3.5, 0.5, 7.0]) * 2.0**-60
     addends[1, :6] = torch.tensor([2.0, -2.0, 2.0 - 2.0**-23, 2.0**29, -(2.0**29), 2.0**-37])
     addends[2, 6:9] = torch.tensor([math.nan, math.inf, -(2.0**30)])
+    # Halves between whole numbers of 23 bits, of both words and signs.
+    halves = torch.tensor([5000000.5, 5000001.5, -5000000.5, -5000001.5, 4194304.5, -8388607.5])
+    addends[3, 10:16], addends[3, 16:22] = halves * 2.0**-17, halves * 2.0**-60
     words, twin = Words.of_nothing(addends[0]), added(addends)
     _add_all[(1,)](words.fine_P, words.coarse_P, addends.contiguous(), len(addends), 50, 64)
     assert words.fine_P.equal(twin.fine_P) and words.coarse_P.equal(twin.coarse_P)
