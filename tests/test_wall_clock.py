@@ -132,3 +132,14 @@ def test_process_start_when_asked_then_was_before_now_and_stays():
     """The process has begun before any test, at one moment, to the tick of the system's clock."""
     first, again = process_start_s(), process_start_s()
     assert first < time.perf_counter() and again == pytest.approx(first, abs=0.02)
+
+
+def test_clock_when_a_command_begins_again_then_its_last_line_counts_all_of_it(clock):
+    first = WallClock()
+    clock.at = 3.0
+    first.add(Activity.COMPUTING, 2.0, 3.0)
+    second = WallClock(before=first.since_command())
+    clock.at = 7.0
+    second.add(Activity.COMPUTING, 1.0, 7.0)
+    assert second.split().wall_s == 4.0 and second.since_command().wall_s == 7.0
+    assert second.since_command().seconds(Activity.COMPUTING) == 3.0

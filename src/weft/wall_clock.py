@@ -105,8 +105,9 @@ class TimeSplit:
 class WallClock:
     """The wall clock of a process that works on a run; threads may share it."""
 
-    def __init__(self, start_s: float | None = None) -> None:
-        """It starts at a moment of `time.perf_counter`, or now."""
+    def __init__(self, start_s: float | None = None, *, before: TimeSplit | None = None) -> None:
+        """It starts at a moment of `time.perf_counter`, or now; `before`: what the command had taken by then."""
+        self._before = before
         self._start = time.perf_counter_ns() if start_s is None else _ns(start_s)
         self._added_until = self._start
         self._added = TimeSplit(dict.fromkeys(Activity, 0))
@@ -135,6 +136,10 @@ class WallClock:
         """What the time from the start until now went on."""
         with self._lock:
             return self._added + TimeSplit(partition(self._spells, self._added_until, time.perf_counter_ns()))
+
+    def since_command(self) -> TimeSplit:
+        """The same from when the command was given, which may have had to begin again."""
+        return self.split() if self._before is None else self._before + self.split()
 
     def _add(self, spell: Spell) -> None:
         with self._lock:

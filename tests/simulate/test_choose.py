@@ -67,7 +67,7 @@ def queues_of_any_kind(draw: st.DrawFn) -> list[JobQueue]:
 
 
 @settings(max_examples=30)
-@given(queues=queues_of_any_kind(), num_stages=st.integers(2, 4), most=st.integers(1, 3))
+@given(queues=queues_of_any_kind(), num_stages=st.integers(1, 4), most=st.integers(1, 3))
 def test_fastest_pipeline_of_any_queues_keeps_every_order_and_is_no_slower_than_the_greedy_one(
     queues: list[JobQueue], num_stages: int, most: int
 ) -> None:
@@ -78,6 +78,17 @@ def test_fastest_pipeline_of_any_queues_keeps_every_order_and_is_no_slower_than_
     assert violations(program, queues, limits) == []
     greedy = planner.quick(queues, limits)
     assert simulate(program, cost).makespan_s <= simulate(greedy, cost).makespan_s
+
+
+def test_fastest_pipeline_when_empty_microbatches_cost_nothing_then_one_stage_has_none() -> None:
+    """Nobody waits there for what is to be kept apart."""
+    limits = Limits(1024, 16)
+    for seed in (0, 5, 7, 9):
+        rng = random.Random(seed)
+        batches = [Batch(step, 0, tuple(rng.randint(12, 18) for _ in range(8))) for step in range(7)]
+        queues = [JobQueue("a", tuple(batches), True)]
+        program = FastestPipeline(1, LinearCost(fixed_s=0.0, token_s=1e-4))(queues, limits)
+        assert violations(program, queues, limits) == []
 
 
 def test_fastest_pipeline_when_all_sums_are_free_then_takes_samples_out_of_order_where_that_is_faster() -> None:

@@ -218,11 +218,13 @@ def _sweep(order: Order, console: Console) -> int:
 
     place, resume = order.out, order.resume
     with looked_at(place) if order.dry_run else trained_in(place, resume=resume, tell=tell) as folder:
+        clocks = [wall]
 
         def attempt(is_later: bool) -> int | None:
             if not is_later:
                 return _sweep_in(folder, order, console, begun_s, wall)
-            return _sweep_again(folder, order, console)
+            clocks.append(WallClock(before=clocks[-1].since_command()))
+            return _sweep_again(folder, order, console, clocks[-1])
 
         code = attempt(False) if order.layout.stages is None else through_losses(attempt, tell)
     if code is None:
@@ -230,13 +232,13 @@ def _sweep(order: Order, console: Console) -> int:
     return code
 
 
-def _sweep_again(folder: Path, order: Order, console: Console) -> int | None:
+def _sweep_again(folder: Path, order: Order, console: Console, wall: WallClock) -> int | None:
     """The same once a stage was lost: trials go on from their checkpoints as soon as there are any."""
     from weft.store.run_dir import RunDirectory
     from weft.sweeps.api import TRIALS
 
     order = replace(order, resume=RunDirectory.holds_run(folder / TRIALS))
-    return _sweep_in(folder, order, console, time.perf_counter(), WallClock())
+    return _sweep_in(folder, order, console, time.perf_counter(), wall)
 
 
 def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall: WallClock) -> int | None:
@@ -391,7 +393,7 @@ def _tell(run: SweepRun, result: SweepResult, place: Path | RunUrl, console: Con
         console.print(f"no report: {result.no_report}", style="yellow", markup=False, soft_wrap=True)
     else:
         _line(console, f"report    {place}/report.html")
-    _line(console, f"time      {readable.time_split(run.context.engine.timeline.wall.split())}")
+    _line(console, f"time      {readable.time_split(run.context.engine.timeline.wall.since_command())}")
 
 
 def _line(console: Console, text: str) -> None:

@@ -177,10 +177,13 @@ def _train_through(
     """The same where a stage may be lost: all stages are started again then, and jobs go on from their checkpoints."""
     from weft.store.run_dir import RunDirectory
 
+    clocks = [wall]
+
     def attempt(is_later: bool) -> int:
-        if not is_later:
-            return _train(order, out, console, resume=resume, place=place, wall=wall)
-        return _train(order, out, console, resume=RunDirectory.holds_run(out), place=place, wall=WallClock())
+        if is_later:
+            clocks.append(WallClock(before=clocks[-1].since_command()))
+        resumes = RunDirectory.holds_run(out) if is_later else resume
+        return _train(order, out, console, resume=resumes, place=place, wall=clocks[-1])
 
     return through_losses(attempt, lambda text: _note(console, text))
 

@@ -134,7 +134,9 @@ def conclude(
 
 def tell_time(wall: WallClock, console: Console) -> None:
     """Says where the time went, from the command until now."""
-    console.print(f"time      {readable.time_split(wall.split())}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"time      {readable.time_split(wall.since_command())}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _as_known(report: JobReport, job: RunJob | None) -> JobReport:

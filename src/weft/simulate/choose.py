@@ -205,7 +205,9 @@ class FastestPipeline:
         even = _AverageStage(self.cost, self.num_stages)
         keeping = [True] if any(queue.home is not None for queue in whole) else [True, False]
         has_few_tiles = self.row_tile > 1 and capacity <= FEW_TILES * self.row_tile
-        for slack, keep_order in itertools.product((0, self.num_stages // 2, self.num_stages), keeping):
+        # One stage has nobody to wait for, and takes no empty microbatches.
+        slacks = (0, self.num_stages // 2, self.num_stages) if self.num_stages > 1 else (0,)
+        for slack, keep_order in itertools.product(slacks, keeping):
             for unlike in UNLIKE if keep_order and has_few_tiles else UNLIKE[:1]:
                 apart = RoundLimits(capacity, self.num_stages + slack, row_tile=self.row_tile, unlike=unlike)
                 yield pack_rounds(

@@ -72,9 +72,16 @@ def test_methods_optimizers_and_objectives_when_cut_then_have_the_bits_of_one_pi
     check_bits("llama_bias", {(1, 2): Schedule.MULTI_ADAPTER}, made)
 
 
-def test_method_when_it_has_no_kernels_then_refused_in_a_sentence():
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"method": "diff_pruning", "density": 0.05, "mask": "l0"}, "diff_pruning with these settings has no kernels"),
+        ({"method": "dora", "lora_dropout": 0.1}, "dora with lora_dropout has no kernels, .*; leave lora_dropout out"),
+    ],
+)
+def test_method_when_it_has_no_kernels_then_refused_in_a_sentence(adapter, said):
     engine = fused_stages("llama", (1, 1), Schedule.ONE_F_ONE_B)
-    spec = job_spec("job", adapter={"method": "diff_pruning", "density": 0.05, "mask": "l0"})
+    spec = job_spec("job", adapter=adapter)
     assert not has_kernels(spec.adapter)
-    with pytest.raises(ConfigError, match="diff_pruning has no kernels, and stages run one path; use kernels ref"):
+    with pytest.raises(ConfigError, match=said):
         engine.submit(spec, random_data(0))

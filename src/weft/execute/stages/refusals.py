@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from weft.adapters.methods import METHODS, has_kernels
 from weft.backbone.backbone import Backbone
@@ -42,9 +43,14 @@ def refuse_method(adapter: AdapterSpec, backbone: Backbone, where: str) -> None:
 
 def refuse_without_kernels(adapter: AdapterSpec, where: str) -> None:
     """ConfigError for an adapter that no kernels run, where a backbone in parts has them."""
-    if not has_kernels(adapter):
-        what = "an adapter with rows of tokens" if adapter.trains_rows else adapter.method
-        raise ConfigError(f"{what} has no kernels, and stages run one path; use kernels reference.", where=where)
+    if has_kernels(adapter):
+        return
+    what, way = f"{adapter.method} with these settings", "use kernels reference"
+    if adapter.trains_rows:
+        what = "an adapter with rows of tokens"
+    elif has_kernels(replace(adapter, lora_dropout=0.0)):
+        what, way = f"{adapter.method} with lora_dropout", "leave lora_dropout out, or use kernels reference"
+    raise ConfigError(f"{what} has no kernels, and a layout runs one path; {way}.", where=where)
 
 
 def _refuse_undivided_method(adapter: AdapterSpec, where: str) -> None:
