@@ -315,7 +315,7 @@ def test_load_within_when_kernels_are_being_compiled_then_says_so_and_the_first_
     """Nobody wonders why nothing moves, and no kernel is compiled twice."""
     waits: list[str] = []
     compiler = SimpleNamespace(is_ready=False, wait=lambda: waits.append("waited"))
-    monkeypatch.setattr(compile_ahead, "start", lambda spec, adapters, most, have_free: compiler)
+    monkeypatch.setattr(compile_ahead, "start", lambda *_, **__: compiler)
     backbone, notes = load_within(BackboneSpec("tiny", device="cpu"), None, USUAL_JOBS)
     assert notes == (COMPILING,) and not waits
     batch = pack_samples([Placed(Sample(np.arange(4), np.array([False, True, True, True])))], 4, backbone.device)
