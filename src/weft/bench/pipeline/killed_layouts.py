@@ -27,8 +27,17 @@ from weft.bench.replicas.two_ranks import differing_adapters
 from weft.bench.train_command import TrainCommand, child_processes, is_named
 from weft.errors import WeftError
 
-LAYOUTS = ("stages:2", "stages:1+stages:2", "spread:2", "shards:2", "tensor:2")
-NUM_EACH = 4
+LAYOUTS = (
+    "stages:2",
+    "stages:1+stages:2",
+    "stages:2+stages:2",
+    "spread:2",
+    "shards:2",
+    "shards:2+stages:1",
+    "shards:2,stages:2",
+    "tensor:2",
+)
+NUM_EACH = 3
 """Runs of every layout in which something is killed."""
 SETTINGS = {"eval_data": 8, "eval_steps": 4}
 JOBS = SmallJobs(num_jobs=3, num_steps=8, save_steps=2, num_free=1, settings=SETTINGS)

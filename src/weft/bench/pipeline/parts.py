@@ -89,7 +89,7 @@ def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
         "four unlike jobs on four stages, simulated": measure_executed,
         f"70B on four H100, simulated by {source}, links assumed": lambda: measure_seventy(profile),
         "two groups on two devices that share every layer, simulated, links assumed": measure_interleaved,
-        "20 runs of layouts of which something is killed": measure_layout_kills,
+        "24 runs of layouts of which something is killed": measure_layout_kills,
         SHARDS: lambda: measure_shards(device),
         STREAMS: lambda: measure_stages(_eight_billion(device)),
         FREE_SUMS: lambda: measure_free_sums(_eight_billion(device)),
