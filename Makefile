@@ -25,7 +25,7 @@ test: setup
 
 # The slow ones as well: hundreds of kills, clusters, every kernel compiled for every GPU.
 test-all: setup $(VENV)/.installed-trl
-	$(BIN)/python -m pytest $(ON_TWO_CORES) -m 'not gpu'
+	$(BIN)/python -m pytest $(ON_TWO_CORES) -m 'not gpu' --ignore tests/engine/test_trl.py
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/engine/test_trl.py
 
 # On a machine with a CUDA device, in the Python that has torch and Triton for it: `make test-gpu GPU_PYTHON=python3`.

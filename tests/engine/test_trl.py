@@ -29,7 +29,6 @@ from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-trl = pytest.importorskip("trl", reason="TRL is not installed")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.4},
@@ -44,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def trainer_of(name: str, model: Any, folder: Path) -> Any:
     """TRL's trainer of a loss, for a model of ours; it is never told to train."""
+    import trl
     from datasets import Dataset
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer

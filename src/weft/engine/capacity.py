@@ -7,9 +7,11 @@ from typing import Any
 
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.placement import Placement
+from weft.errors import ConfigError
 from weft.execute.protocol import Executor
 from weft.job_state import Reason, ReasonCode
 from weft.plan.types import Limits
+from weft.spec.run import Capacity
 
 OUT_OF_MEMORY = (
     "the GPU ran out of memory at a capacity of {before} tokens; its jobs go on from their last step with {now}, which "
@@ -26,6 +28,14 @@ NO_ROOM = Reason(
     "the GPU has no memory for its adapter, even alone; lower adapter.r or capacity, or quantize the backbone.",
 )
 """Why a job fails that does not even fit alone."""
+
+
+def refuse_empty(capacity: Capacity, max_jobs: int | None) -> None:
+    """ConfigError for limits of an engine that would hold nothing."""
+    if capacity != "auto" and capacity < 2:
+        raise ConfigError(f"got {capacity}; accepted is auto or at least 2 tokens.", where="Engine capacity")
+    if max_jobs is not None and max_jobs < 1:
+        raise ConfigError(f"got {max_jobs}; accepted is at least 1.", where="Engine max_jobs")
 
 
 class CapacityLimit:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from weft.cost.rows import capacities
 from weft.data.dataset import JobData
-from weft.engine.capacity import CapacityLimit
+from weft.engine.capacity import CapacityLimit, refuse_empty
 from weft.engine.events import Event, JobWarning, StepDone
 from weft.engine.jobs.lifecycle import Command, Lifecycle
 from weft.engine.jobs.live_job import LiveJob
@@ -29,6 +29,7 @@ from weft.engine.recorder import ExportTo, RunRecorder
 from weft.engine.resume import check_recorded, job_settings, open_own
 from weft.engine.staged_run import StagedRun
 from weft.engine.timeline import TimelineRecorder
+from weft.engine.untold import UntoldEvents
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.execute.local import executor_on
 from weft.execute.protocol import (
@@ -85,10 +86,7 @@ class Engine:
         as there is room for on a GPU; all of them on a CPU. When not all fit, tenants get tokens by weight.
         `wall` counts where the time goes, from when the command was given; default: from now.
         """
-        if capacity != "auto" and capacity < 2:
-            raise ConfigError(f"got {capacity}; accepted is auto or at least 2 tokens.", where="Engine capacity")
-        if max_jobs is not None and max_jobs < 1:
-            raise ConfigError(f"got {max_jobs}; accepted is at least 1.", where="Engine max_jobs")
+        refuse_empty(capacity, max_jobs)
         self.timeline = TimelineRecorder(wall)
         wall = self.timeline.wall
         with wall.spending(Activity.LOADING):
@@ -116,7 +114,7 @@ class Engine:
         self._own_directory: RunDirectory | None = None
         """The run directory, if nobody else records there which jobs it has."""
         self._commands: deque[Command] = deque()
-        self._untold: deque[Event] = deque()
+        self._untold = UntoldEvents()
         """Steps that are done and not yet told."""
         self._program: ProgramRun | StagedRun | None = None
         """The last one; a microbatch of it may still run."""
@@ -301,7 +299,7 @@ class Engine:
             lost = {*self.executor.recover(ended)}
         self._gone |= lost & ended
         lost -= ended
-        self._untold = deque(event for event in self._untold if getattr(event, "job", None) not in lost)
+        self._untold.forget(lost)
         jobs = [job for name, job in self.jobs.items() if name in lost]
         for job in jobs:
             self._lifecycle.transitions.lose(job)
@@ -453,21 +451,17 @@ class Engine:
             if isinstance(event, StepDone):
                 self._keeper.note_step(self.jobs[event.job], event)
                 self.jobs[event.job].is_suspect = False
-        self._untold.extend(done)
+        self._untold.add(done)
 
     def _tell(self) -> Iterator[Event]:
         """Tells what has been done, and settles each step once it is told."""
         while self._untold:
-            event = self._untold.popleft()
+            event = self._untold.next()
             yield event
             # A reader may have forgotten a job that failed before this was told.
             job = self.jobs.get(event.job) if isinstance(event, StepDone) else None
-            if job is not None and job.is_running and not self._has_untold_step(job.name):
+            if job is not None and job.is_running and not self._untold.has_step(job.name):
                 yield from self._settlement.settle(job)
-
-    def _has_untold_step(self, name: str) -> bool:
-        """Whether a job has taken a later step than the last one that was told: stages take several at once."""
-        return any(isinstance(event, StepDone) and event.job == name for event in self._untold)
 
     def _checked(self, spec: JobSpec, data: JobData | None, base_dir: Path) -> LiveJob:
         """A job that the executor knows and that fits, at least alone."""
