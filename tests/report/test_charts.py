@@ -120,7 +120,7 @@ def test_timeline_when_there_are_replicas_then_each_has_a_band_with_its_own_micr
     ]
     figure = draw_charts(dataclasses.replace(run, spans=tuple(spans)))["timeline"]
     first, second = figure.layout.yaxis, figure.layout.yaxis3
-    assert (first.title.text, second.title.text) == ("replica 0", "replica 1")
+    assert (*first.ticktext, *second.ticktext) == ("replica 0", "replica 1")
     assert first.domain[0] >= second.domain[1] > figure.layout.yaxis2.domain[1]
     of_second = {span.start_s + span.duration_s / 2 for span in spans if span.replica == 1}
     bars = [trace for trace in figure.data if trace.yaxis == "y3"]
@@ -136,7 +136,7 @@ def test_timeline_when_the_replica_is_in_stages_then_each_stage_has_a_band(run: 
         for stage in range(2)
     ]
     figure = draw_charts(dataclasses.replace(run, spans=tuple(spans)))["timeline"]
-    assert (figure.layout.yaxis.title.text, figure.layout.yaxis3.title.text) == ("stage 0", "stage 1")
+    assert (*figure.layout.yaxis.ticktext, *figure.layout.yaxis3.ticktext) == ("stage 0", "stage 1")
     for layouts, names in (
         (["spread:2"], ("replica 0", "replica 1")),
         (["stages:2", "spread:2"], ("stage 0", "stage 1")),
@@ -144,7 +144,7 @@ def test_timeline_when_the_replica_is_in_stages_then_each_stage_has_a_band(run: 
     ):
         named = dataclasses.replace(run, spans=tuple(spans), info={**run.info, "layouts": layouts})
         figure = draw_charts(named)["timeline"]
-        assert (figure.layout.yaxis.title.text, figure.layout.yaxis3.title.text) == names
+        assert (*figure.layout.yaxis.ticktext, *figure.layout.yaxis3.ticktext) == names
 
 
 def test_timeline_when_all_of_a_run_is_drawn_then_its_last_evaluation_is_too(run: RunData) -> None:
