@@ -20,12 +20,15 @@ from tiny_shards import Late, spread
 from weft.adapters.frozen import quantise
 from weft.backbone.backbone import Backbone
 from weft.backbone.load import load_backbone
+from weft.backbone.model_part import ModelPart
 from weft.backbone.shards.flat_layer import ALIGNMENT
 from weft.backbone.shards.peers import TorchPeers
 from weft.backbone.shards.ring import LayerRing
+from weft.backbone.stage_runner import stage_runner
 from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ModelError
+from weft.kernels.device import CPU
 from weft.spec import BackboneSpec
 
 KINDS = ["none", "fp8", "int8", "nf4"]
@@ -214,6 +217,29 @@ def test_shards_when_loaded_from_files_then_have_the_weights_of_the_whole(kind, 
         assert linear.bias_O is None
     kept = [name for name, _ in own.model.named_parameters() if "frozen" not in name]
     assert all(own.model.get_parameter(name).equal(whole.model.get_parameter(name)) for name in kept)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_when_they_are_those_of_a_last_stage_then_have_the_bits_of_the_whole_stage(kind, kernels, tmp_path):
+    """It has no embedding: where it lives and in what it computes is not to be read off weights that are elsewhere."""
+    spec = BackboneSpec(saved_model(tmp_path), device="cpu", dtype="bfloat16", quantize=kind, kernels=kernels)
+    found = []
+    for peers in (None, Late(1, 2)):
+        stage = load_backbone(spec, ModelPart(1, 2, 2), peers)
+        assert (stage.device, stage.dtype) == (CPU, torch.bfloat16)
+        adapter, batch = with_adapter(stage)
+        crossing = torch.randn(batch.num_rows, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+        runner = stage_runner(stage)
+        runner.forward(0, batch, 64, crossing)
+        gradient, scores = runner.backward(0, None)
+        assert gradient is not None and scores is not None
+        found.append(
+            (gradient, scores.scores(), torch.cat([group.grad.flatten() for group in adapter.groups.values()]))
+        )
+    (gradient, scores, grads), (other_gradient, other_scores, other_grads) = found
+    assert gradient.equal(other_gradient) and scores == other_scores
+    assert grads.abs().sum() > 0 and grads.equal(other_grads)
 
 
 def peak_kb() -> int:

@@ -27,7 +27,7 @@ from weft.backbone.embeddings import Embeddings
 from weft.backbone.fused.model import FusedModel, fuse, why_not
 from weft.backbone.fused.path import FusedPath
 from weft.backbone.loss import Head, head_of
-from weft.backbone.model_part import WHOLE, ModelPart
+from weft.backbone.model_part import WHOLE, ModelPart, plain_parameter
 from weft.backbone.other_places import block_paths_of, blocks_of, inputs_of, keys_and_values_of
 from weft.backbone.own_head import logits_of
 from weft.backbone.packed import PackedBatch
@@ -72,7 +72,7 @@ class Backbone:
         """Every linear but the output head, by path."""
         self.kernels = "reference: as loaded"
         """Which path runs, and why."""
-        self._install(torch.zeros((), device=model.device, requires_grad=True))
+        self._install(torch.zeros((), device=self.device, requires_grad=True))
         blocks = block_paths_of(model)
         self.blocks = blocks_of(model, blocks, self.routing)
         """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
@@ -115,7 +115,7 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
-        return self.model.device
+        return plain_parameter(self.model).device
 
     @property
     def works_on(self) -> bool:
@@ -129,7 +129,7 @@ class Backbone:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the frozen weights."""
-        return self.model.dtype
+        return plain_parameter(self.model).dtype
 
     @property
     def vocabulary(self) -> int:

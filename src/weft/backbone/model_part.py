@@ -80,6 +80,14 @@ def keep_part(model: Any, part: ModelPart) -> None:
         model.all_tied_weights_keys = {}
 
 
+def plain_parameter(model: nn.Module) -> nn.Parameter:
+    """One that tells where a model lives and in what it computes.
+
+    No linear's does: those of a layer may be quantised, or on other devices.
+    """
+    return next(own for name, own in model.named_parameters() if ".frozen." not in name)
+
+
 def num_layers(config: dict[str, Any]) -> int | None:
     """How many layers a model of this configuration can be cut between; None if nobody knows where they are."""
     return describe(config).sizes.num_layers if config.get("model_type") in FAMILIES else None

@@ -19,7 +19,7 @@ from weft.backbone.distill import run_taught
 from weft.backbone.heads import run_heads
 from weft.backbone.judge import MicrobatchLoss, run_loss
 from weft.backbone.loss import BlockedLoss, head_of
-from weft.backbone.model_part import AbsentLayer
+from weft.backbone.model_part import AbsentLayer, plain_parameter
 from weft.backbone.own_head import loss_of
 from weft.backbone.packed import PackedBatch
 from weft.backbone.path import Memory
@@ -90,7 +90,7 @@ class ReferencePath:
 
     def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
         """Starts a microbatch forward and back; `through` also where no adapter asks for gradients."""
-        begun = DeviceEvent(self._model.device)
+        begun = DeviceEvent(plain_parameter(self._model).device)
         hidden_TD = self.hidden(batch, row_tile, through=through)
         learnt = self.learn(hidden_TD.detach(), batch)
         self.go_back(hidden_TD, learnt.grad_TD)
@@ -119,7 +119,7 @@ class ReferencePath:
     @torch.no_grad()
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
-        begun = DeviceEvent(self._model.device)
+        begun = DeviceEvent(plain_parameter(self._model).device)
         return self.judge(self.hidden(batch, row_tile), batch, begun)
 
     def judge(self, hidden_TD: torch.Tensor, batch: PackedBatch, begun: DeviceEvent) -> PendingScores:
@@ -182,16 +182,16 @@ class ReferencePath:
 
     def row_tile(self, capacity: int) -> int:
         """A fixed block on a CPU; the whole microbatch on a GPU."""
-        return CPU_ROW_TILE if is_cpu(self._model.device) else capacity
+        return CPU_ROW_TILE if is_cpu(plain_parameter(self._model).device) else capacity
 
     def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
         """The input and output of every linear, once: an upper estimate."""
         width = sum(sum(linear.share.shape) for linear in self._linears.values())
-        return capacity * self._model.dtype.itemsize * width
+        return capacity * plain_parameter(self._model).dtype.itemsize * width
 
     def loss(self, batch: PackedBatch) -> MicrobatchLoss:
         """What makes losses of the hidden states of a microbatch's supervised rows."""
-        return loss_of(BlockedLoss(head_of(self._model)), batch, self._output_rows, self._model.dtype)
+        return loss_of(BlockedLoss(head_of(self._model)), batch, self._output_rows, plain_parameter(self._model).dtype)
 
     def forget(self) -> None:
         """Has nothing to give back."""
