@@ -6,15 +6,14 @@ kernel. Shape suffixes: T rows, E all heads of q, k and v side by side, H query 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 
 from weft.backbone.fused.inputs import Inputs
-from weft.backbone.packing.attention import varlen
+from weft.backbone.packing.attention import in_fixed_order, varlen
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.layers.attention import AttentionBlocks, attend
 from weft.kernels.layers.attention_grad import attend_grad
@@ -72,20 +71,6 @@ def _torch_attention(
 
 
 def _torch_gradients(output_THC: torch.Tensor, leaves: QkvParts, grad_THC: torch.Tensor) -> QkvParts:
-    with _deterministic():
+    with in_fixed_order():
         dq, dk, dv = torch.autograd.grad(output_THC, leaves, grad_THC)
     return dq, dk, dv
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """The kernel's backward adds in a fixed order; buffers are left unfilled, as every kernel here writes its own."""
-    before = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Attention inside segments: a packed microbatch attends as if each of its samples were alone.
 
-On a CPU each segment is attended by itself; on a GPU all go through one variable-length kernel where it applies. A
-boolean block mask over the whole buffer would leak a neighbour's NaN (0 × NaN), and would make a row's result depend on
-the buffer's length.
+On a CPU each segment is attended by itself; on a GPU all go through one variable-length kernel where it applies, whose
+gradients have the same bits each time. A boolean block mask over the whole buffer would leak a neighbour's NaN
+(0 × NaN), and would make a row's result depend on the buffer's length.
 
 Shape suffixes: H query heads, K key/value heads, T rows of the microbatch, L rows of a segment, M keys, C head size.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +51,11 @@ def packed_attention(
         key_1KTC, value_1KTC = routing.prefixes[module.layer_idx](key_1KTC, value_1KTC)  # type: ignore[index]
     if routing.bounds is not None and not routing.caches and softcap is None and _fits_kernel(query_1HTC):
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query_1HTC, key_1KTC, value_1KTC))
-        return varlen(q, k, v, routing.bounds, routing.longest, scaling, sliding_window)[None], None
+        run = functools.partial(
+            varlen, bounds=routing.bounds, longest=routing.longest, scaling=scaling, sliding_window=sliding_window
+        )
+        output_THC = _Varlen.apply(run, q, k, v) if torch.is_grad_enabled() else run(q, k, v)  # type: ignore[no-untyped-call]
+        return output_THC[None], None
     if not routing.caches:
         # Once for all segments; what is cached is smaller as it is.
         key_1KTC, value_1KTC = _for_every_query_head(query_1HTC, key_1KTC, value_1KTC)
@@ -67,6 +73,39 @@ def packed_attention(
         outputs.append(attend(query, key, value, scaling, sliding_window, softcap))
     # In one piece: some families view it.
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+class _Varlen(torch.autograd.Function):
+    """The GPU's variable-length kernel, whose way back adds in a fixed order: that is decided when it is taken."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+        """Of queries, keys and values; keeps what the way back needs."""
+        ctx.leaves = [tensor.detach().requires_grad_() for tensor in given]
+        with torch.enable_grad():
+            ctx.output = run(*ctx.leaves)
+        output: torch.Tensor = ctx.output.detach()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of queries, keys and values."""
+        with in_fixed_order():
+            return (None, *torch.autograd.grad(ctx.output, ctx.leaves, grads))
+
+
+@contextmanager
+def in_fixed_order() -> Iterator[None]:
+    """Torch's kernels add in a fixed order; buffers are left unfilled, as every kernel here writes its own."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def _fits_kernel(query_1HTC: torch.Tensor) -> bool:
