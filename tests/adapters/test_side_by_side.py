@@ -11,10 +11,11 @@ from thread_devices import ThreadDevices, on_devices
 
 from weft.adapters.routing import Routing
 from weft.adapters.side_by_side import SideBySide
+from weft.kernels.device import CPU
 
 
 def beside(devices: ThreadDevices, *passes: Callable[[], None], routing: Routing | None = None) -> None:
-    SideBySide(devices, routing or Routing()).run(passes)
+    SideBySide(devices, routing or Routing(), CPU).run(passes)
 
 
 def sums(devices: ThreadDevices, said: list[str], name: str, count: int) -> Callable[[], None]:
@@ -96,7 +97,7 @@ def test_pass_when_it_fails_then_the_other_is_woken_and_its_error_is_told(failin
 
         passes = [sums(devices, said, "a", 5), sums(devices, said, "a", 5)]
         passes[failing] = fail
-        both = SideBySide(devices, Routing())
+        both = SideBySide(devices, Routing(), CPU)
         with pytest.raises(PassFailedError):
             both.run(passes)
         assert "a over" not in said and devices.turns is None

@@ -80,8 +80,9 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
     assert [*LayoutOptions("tensor:2").notes(spec)] == [note]
     _, alone = LayoutOptions("tensor:2").notes(replace(spec, planner="greedy"))
     assert alone.endswith("the greedy planner knows no pairs.")
-    *_, alone = LayoutOptions("tensor:2").notes(spec, find_hardware("h100"))
-    assert alone.endswith("pairs are for the reference path on CPUs.")
+    assert len(LayoutOptions("tensor:2").notes(spec, find_hardware("h100"))) == 2
+    *_, alone = LayoutOptions("tensor:2").notes(replace(spec, kernels="reference"), find_hardware("h100"))
+    assert alone.endswith("on GPUs pairs are for the fused kernels.")
     (note,) = LayoutOptions("tensor:2").notes(replace(spec, quantize="fp8"))
     assert note.endswith("about a rounding to 8-bit floats from one device's")
     assert LayoutOptions("tensor:1").stages is None
@@ -228,7 +229,7 @@ def test_machine_when_devices_are_named_then_all_figures_are_theirs():
     assert LayoutOptions("stages:2").notes(spec, GPUS.elsewhere)[0].startswith("nobody has seen a layout")
     assert "(h200, links assumed)" in LayoutOptions("shards:2").notes(spec, GPUS.elsewhere)[2]
     LayoutOptions("tensor:2").check(spec, (), GPUS.elsewhere)
-    bits, untried, _ = LayoutOptions("tensor:2").notes(spec, GPUS.elsewhere)
+    bits, untried = LayoutOptions("tensor:2").notes(spec, GPUS.elsewhere)
     assert bits.endswith("about a rounding to bfloat16 from one device's") and untried.startswith("nobody has seen")
     with pytest.raises(WeftError, match="got 99 stages"):
         LayoutOptions("stages:99").check(spec, (), GPUS.elsewhere)

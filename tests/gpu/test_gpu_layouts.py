@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from gpu_runs import start, write_jobs, write_model
 
+from weft.adapters.routing import Routing
+from weft.adapters.side_by_side import SideBySide
 from weft.backbone.load import load_backbone
 from weft.backbone.model_part import ModelPart
 from weft.backbone.shards.peers import TorchPeers
@@ -35,11 +37,13 @@ from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.execute.stages.tensor_devices import join_devices, tensor_devices
 from weft.execute.stages.transport import Channel, Route, TorchTransport
-from weft.kernels.device import beside, record
+from weft.kernels.device import Stream, beside, on_stream, record
+from weft.plan.pair import RowsHeld, side_by_side, two_groups
 from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
-from weft.plan.program import Planner
+from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
+from weft.plan.program import Planner, Program
 from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.types import JobQueue, Limits
 from weft.spec import BackboneSpec, load_run
 
 pytestmark = pytest.mark.gpu
@@ -164,7 +168,15 @@ def test_adapters_when_processes_share_the_gpu_then_have_the_bits_of_one_device(
     assert_equal(in_layout(small, layout, jobs_file), one_device)
 
 
-def in_layout(small: BackboneSpec, layout: StageLayout, jobs_file: Path) -> Adapters:
+@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
+def test_adapters_when_quantised_stages_share_the_gpu_then_have_the_bits_of_one_device(quantize, small, jobs_file):
+    """The second one has no embedding, and its linears are of another type than it computes in."""
+    spec = replace(small, quantize=quantize)
+    expected = trained(Engine(load_backbone(spec), capacity=CAPACITY), jobs_file)
+    assert_equal(in_layout(spec, StageLayout((2,), gpus="0,0"), jobs_file), expected)
+
+
+def in_layout(small: BackboneSpec, layout: StageLayout, jobs_file: Path, planner: Planner | None = None) -> Adapters:
     """What the jobs have learnt in processes of their own."""
     adapters = tuple(job.adapter for job in load_run(jobs_file).jobs)
     expected = ExpectedJobs(adapters, len(adapters))
@@ -173,7 +185,8 @@ def in_layout(small: BackboneSpec, layout: StageLayout, jobs_file: Path) -> Adap
     assert isinstance(executor.stages, StageProcesses)
     try:
         with ended_in_time(executor.stages):
-            return trained(Engine(executor, capacity=CAPACITY, planner=planner_of(layout)), jobs_file)
+            engine = Engine(executor, capacity=CAPACITY, planner=planner or planner_of(layout))
+            return trained(engine, jobs_file)
     finally:
         executor.close()
 
@@ -216,6 +229,28 @@ def test_adapters_when_processes_share_every_layer_then_are_near_one_device_and_
     assert max(found.values()) < 0.05, found
 
 
+def in_pairs(queues: Sequence[JobQueue], limits: Limits) -> Program:
+    """All jobs in two groups, side by side wherever that can be; two have no more rows than one would."""
+    groups = two_groups(whole_batches(queues, limits, 1), limits.capacity // 2)
+    return side_by_side(groups[1], RowsHeld(limits.capacity))
+
+
+def test_adapters_when_microbatches_run_side_by_side_then_have_the_bits_that_they_have_without(small, tmp_path: Path):
+    """Two processes share every layer; while the sums of one microbatch are on their way, the other one computes."""
+    jobs_file = write_jobs(tmp_path / "jobs", Path(small.base_model), SHARED_JOBS, capacity=CAPACITY)
+    layout = StageLayout((1,), tensor=2, gpus="0,0")
+    num_pairs = []
+
+    def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
+        program = in_pairs(queues, limits)
+        num_pairs.append(len(program.pairs))
+        return program
+
+    alone, paired = (in_layout(small, layout, jobs_file, planner) for planner in (planner_of(layout), plan))
+    assert sum(num_pairs) >= 4, num_pairs
+    assert_equal(paired, alone)
+
+
 @pytest.fixture
 def nccl(tmp_path: Path) -> Iterator[None]:
     torch.cuda.set_device(GPU)
@@ -254,6 +289,28 @@ def test_sum_when_recorded_with_nccl_then_the_graph_adds_up_again(nccl):
     graph.replay()
     torch.cuda.synchronize(GPU)
     assert torch.equal(added, torch.full_like(part, 6.0))
+
+
+def test_sums_when_two_passes_take_turns_with_nccl_then_each_has_its_own(nccl):
+    """With one process: two groups of processes, one stream, and threads that launch in turn."""
+    devices = tensor_devices(0, 1, GPU, "nccl")
+    devices.groups = join_devices(0, 1, 1, datetime.timedelta(minutes=1))
+    starts = torch.randn(2, 512, 512, device=GPU)
+    ends: list[torch.Tensor | None] = [None, None]
+
+    def run(place: int) -> None:
+        x = starts[place]
+        for _ in range(8):
+            x = torch.tanh(devices.add_up(x @ starts[place]))
+        ends[place] = x
+
+    with on_stream(Stream(GPU)):
+        SideBySide(devices, Routing(), GPU).run([lambda: run(0), lambda: run(1)])
+        paired = list(ends)
+        for place in range(2):
+            run(place)
+    torch.cuda.synchronize(GPU)
+    assert all(torch.equal(one, other) for one, other in zip(paired, ends, strict=True))
 
 
 def test_transport_when_made_for_nccl_then_opens_and_ends_without_anybody_to_talk_to(nccl):

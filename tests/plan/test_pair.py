@@ -10,7 +10,7 @@ import pytest
 from weft.errors import PlanError
 from weft.plan.check import violations
 from weft.plan.pack import pack
-from weft.plan.pair import side_by_side, two_groups
+from weft.plan.pair import RowsHeld, side_by_side, two_groups
 from weft.plan.program import Backward, Forward, Program, Step
 from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
@@ -53,6 +53,20 @@ def test_pairs_when_two_jobs_have_as_much_then_every_microbatch_has_a_partner():
     )
     groups, stream = two_groups(queues[:1], 64)
     assert groups == (("a",),) and side_by_side(stream).pairs == ()
+
+
+def test_pairs_when_rows_are_bounded_then_no_two_have_more():
+    """In tiles of 16 rows two microbatches of 17 tokens have 64."""
+
+    def of(job: str, length: int) -> Microbatch:
+        return Microbatch((Segment(job, 0, 0, length),))
+
+    stream = [of("a", 17), of("b", 17), of("c", 40), of("d", 16)]
+    assert side_by_side(stream, RowsHeld(64, 16)).pairs == ((0, 1), (2, 3))
+    assert side_by_side(stream, RowsHeld(63, 16)).pairs == ((0, 1),)
+    assert side_by_side(stream, RowsHeld(48)).pairs == ((0, 1),)
+    assert side_by_side(stream, RowsHeld(33)).pairs == ((0, 1),)
+    assert [m.job_tokens for m in side_by_side(stream, RowsHeld(33)).microbatches][1] == {"d": 16}
 
 
 def test_pair_when_its_second_is_further_behind_then_overtakes_only_others_jobs():

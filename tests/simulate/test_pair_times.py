@@ -78,11 +78,15 @@ def test_program_when_simulated_then_both_of_a_pair_run_at_once_and_are_held_at_
     assert timeline.makespan_s < 0.75 * alone.makespan_s
 
 
-def test_choice_when_pairs_pay_then_is_pairs_and_says_by_how_much():
+@pytest.mark.parametrize(("pairs_share_room", "num_pairs", "num_tokens"), [(True, 6, 2048), (False, 3, 4096)])
+def test_choice_when_pairs_pay_then_is_pairs_and_says_by_how_much(pairs_share_room, num_pairs, num_tokens):
+    """On a GPU, two half full ones, which take no more memory than one full one."""
     planner = pipeline_planner("auto", cost(), in_pairs=True)
-    assert isinstance(planner, FastestPipeline)
+    assert isinstance(planner, FastestPipeline) and planner.pairs_share_room
+    planner = dataclasses.replace(planner, pairs_share_room=pairs_share_room)
     choice = planner.choose(queues("a", "b"), LIMITS)
-    assert choice.pairs is not None and choice.pairs.num_pairs == len(choice.program.pairs) == 3
+    assert choice.pairs is not None and choice.pairs.num_pairs == len(choice.program.pairs) == num_pairs
+    assert {own.num_tokens for own in choice.program.microbatches} == {num_tokens}
     assert violations(choice.program, queues("a", "b"), LIMITS) == []
     without = dataclasses.replace(planner, pairs=None).choose(queues("a", "b"), LIMITS)
     assert without.program.pairs == () and without.pairs is None
@@ -92,14 +96,29 @@ def test_choice_when_pairs_pay_then_is_pairs_and_says_by_how_much():
 
 
 def test_choice_when_jobs_fit_one_microbatch_then_counts_what_two_half_full_ones_cost():
-    """Half the rows take half the time, so that two groups hide sums for nothing; in whole tiles they do not."""
+    """Half the rows take half the time, so that two groups hide sums for nothing; in whole tiles they do not.
+
+    Nor is there room for two whole tiles where memory is counted.
+    """
     small = [JobQueue(job, (Batch(0, 0, (1024, 1024)),), True) for job in "ab"]
     tiles = dataclasses.replace(cost(), row_tile=4096)
-    chosen = [pipeline_planner("auto", own, in_pairs=True) for own in (cost(), tiles)]
+    chosen = [pipeline_planner("auto", own, in_pairs=True) for own in (cost(), tiles, tiles)]
+    chosen[1] = dataclasses.replace(chosen[1], pairs_share_room=False)
     pairs = [planner.choose(small, LIMITS).pairs for planner in chosen if isinstance(planner, FastestPipeline)]
-    assert [each.num_pairs if each is not None else None for each in pairs] == [1, 0]
+    assert [each.num_pairs if each is not None else None for each in pairs] == [1, 0, 0]
     assert pairs[1] is not None and pairs[1].gain is not None and pairs[1].gain < 0
     assert "pairs would take" in MicrobatchesPaired(0, pairs[1].gain, (("a", "b"),), 20).text
+    assert pairs[2] is not None and pairs[2].gain is None
+
+
+def test_choice_when_a_sample_is_longer_than_half_a_microbatch_then_it_runs_alone():
+    planner = pipeline_planner("auto", cost(), in_pairs=True)
+    long = [JobQueue("a", (Batch(0, 0, (3000, 1000)), Batch(1, 0, (1000, 1000))), True), *queues("b")]
+    program = planner(long, LIMITS)
+    assert violations(program, long, LIMITS) == [] and program.pairs
+    sizes = [own.num_tokens for own in program.microbatches]
+    assert max(sizes[first] + sizes[second] for first, second in program.pairs) <= LIMITS.capacity
+    assert max(sizes) > LIMITS.capacity // 2
 
 
 def test_choice_when_there_is_one_job_then_says_that_nothing_is_without_a_common_job():
@@ -107,7 +126,7 @@ def test_choice_when_there_is_one_job_then_says_that_nothing_is_without_a_common
     assert isinstance(planner, FastestPipeline)
     choice = planner.choose(queues("a"), LIMITS)
     assert choice.pairs is not None and (choice.pairs.num_pairs, choice.pairs.gain) == (0, None)
-    assert "no two are without a common job" in MicrobatchesPaired(0, None, (("a",),), 0).text
+    assert "no two without a common job have room" in MicrobatchesPaired(0, None, (("a",),), 0).text
 
 
 def test_pace_when_enough_was_seen_then_knows_waits_and_pairs():

@@ -27,6 +27,8 @@ class Devices(ABC):
     """How many there are."""
     turns: Turns | None = None
     """While two passes run side by side: whose turn it is."""
+    runs_pairs: bool = False
+    """Whether some passes of what is run now are side by side: then none is recorded, since two take turns."""
     waited_s: float = 0.0
     """Seconds in which a host has waited for others, so far, while one pass ran alone."""
     can_be_recorded: bool = False

@@ -1,9 +1,10 @@
 """Two passes of one device that take turns: one computes while what the other has to wait for is added up.
 
-Each pass is a thread, and only the one whose turn it is runs. It hands over where it has started a sum over the
-devices, and waits for that sum when its turn comes again. So the order of all operations follows from the two passes
-alone: it is the same every time and on every device, and each pass computes what it would compute alone. Passes must
-not write to the same things; what a pass finds in the routing table, it finds again after each turn of the other.
+Each pass is a thread, and only the one whose turn it is runs; on a GPU both launch on one stream. It hands over where
+it has started a sum over the devices, and waits for that sum when its turn comes again. So the order of all operations
+follows from the two passes alone: it is the same every time and on every device, and each pass computes what it would
+compute alone. Passes must not write to the same things; what a pass finds in the routing table, it finds again after
+each turn of the other.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import torch
 
 from weft.adapters.devices import Devices
 from weft.adapters.routing import Routing
+from weft.kernels.device import as_here, join_thread
 
 
 class OtherPassFailedError(Exception):
@@ -62,18 +65,18 @@ class Turns:
 class SideBySide:
     """Runs two passes on one of several devices that share every layer; all of them run the same two."""
 
-    def __init__(self, devices: Devices, routing: Routing) -> None:
-        self._devices, self._routing = devices, routing
+    def __init__(self, devices: Devices, routing: Routing, device: torch.device) -> None:
+        """`device`: the one of them that is here."""
+        self._devices, self._routing, self._device = devices, routing, device
         # It stays: threads of torch that belong to a thread are started with it. As many as here: products may depend
         # on how many there are.
-        num_threads = (torch.get_num_threads(),)
-        self._thread = ThreadPoolExecutor(1, "weft-second-pass", torch.set_num_threads, num_threads)
+        self._thread = ThreadPoolExecutor(1, "weft-second-pass", _join, (torch.get_num_threads(), device))
 
     def run(self, passes: Sequence[Callable[[], None]]) -> None:
         """Runs two passes to their end; raises what one of them raised, once neither runs any more."""
         first, second = passes
         turns = self._devices.turns = Turns(self._routing)
-        beside = self._thread.submit(_run, turns, 1, second)
+        beside = self._thread.submit(_run_there, as_here(self._device), turns, second)
         try:
             _run(turns, 0, first)
         except OtherPassFailedError:
@@ -83,6 +86,16 @@ class SideBySide:
             beside.exception()
             self._devices.turns = None
         beside.result()
+
+
+def _join(num_threads: int, device: torch.device) -> None:
+    torch.set_num_threads(num_threads)
+    join_thread(device)
+
+
+def _run_there(place: AbstractContextManager[object], turns: Turns, run: Callable[[], None]) -> None:
+    with place:
+        _run(turns, 1, run)
 
 
 def _run(turns: Turns, number: int, run: Callable[[], None]) -> None:

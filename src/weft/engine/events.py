@@ -231,7 +231,8 @@ class MicrobatchesPaired(Event):
     num_pairs: int
     """Of a program; 0: every microbatch runs alone."""
     gain: float | None
-    """Predicted: the part of the time that pairs save, or would; None: no two microbatches are without a common job."""
+    """Predicted: the part of the time that pairs save, or would; None: no two microbatches can be a
+    pair."""
     groups: tuple[tuple[str, ...], ...]
     """Jobs that share microbatches."""
     num_measured: int
@@ -241,7 +242,7 @@ class MicrobatchesPaired(Event):
     def text(self) -> str:
         """In one line."""
         if self.gain is None:
-            return "every microbatch runs alone, as no two are without a common job"
+            return "every microbatch runs alone, as no two without a common job have room side by side"
         source = "the hardware table; links are assumed"
         if self.num_measured:
             source = f"{self.num_measured:,} measured passes"

@@ -7,7 +7,7 @@ everywhere: a CPU has no account, so it holds nothing and waits for nothing. Not
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +184,18 @@ def current_stream(device: torch.device) -> Stream:
 def on_stream(stream: Stream) -> Any:
     """A context in which launches go to a stream."""
     return torch.cuda.stream(stream)
+
+
+def join_thread(device: torch.device) -> None:
+    """Lets the thread that asks launch on a device, also what goes to the driver past torch."""
+    if has_streams(device):
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)
+
+
+def as_here(device: torch.device) -> AbstractContextManager[Any]:
+    """A context for another thread, in which launches go where they go in this one."""
+    return on_stream(current_stream(device)) if has_streams(device) else nullcontext()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ A planner turns `JobQueue`s into a `Program` (`plan/program.py`). The engine exe
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from weft.errors import PlanError
@@ -60,6 +61,12 @@ class Batch:
     def __post_init__(self) -> None:
         if self.groups and (min(self.groups) < 1 or sum(self.groups) != len(self.lengths)):
             raise PlanError(f"groups of {self.groups} samples do not divide {len(self.lengths)} samples.")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, or of the longest group that shares a microbatch."""
+        lengths, sizes = iter(self.lengths), self.groups or (1,) * len(self.lengths)
+        return max((sum(itertools.islice(lengths, size)) for size in sizes), default=0)
 
 
 @dataclass(frozen=True, slots=True)

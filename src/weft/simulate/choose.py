@@ -21,7 +21,7 @@ from weft.cost.types import CostModel
 from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits, RoundPlan
-from weft.plan.pair import side_by_side, two_groups
+from weft.plan.pair import RowsHeld, side_by_side, two_groups
 from weft.plan.pipeline.append import joined
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
@@ -85,7 +85,8 @@ class PairChoice:
     num_pairs: int = 0
     """Of the program."""
     gain: float | None = None
-    """Predicted: the part of the time that pairs save, or would; None: no two microbatches are without a common job."""
+    """Predicted: the part of the time that pairs save, or would; None: no two microbatches can be a
+    pair."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class FastestPipeline:
     """The last microbatches of the program that the next one is appended to; none: the pipeline is empty."""
     pairs: PairTimes | None = None
     """For one stage that devices share: what two microbatches side by side take; None: each runs alone."""
+    pairs_share_room: bool = False
+    """Two side by side have no more rows than a full one: on a GPU there is memory for those."""
 
     @property
     def quick(self) -> PipelinePlanner:
@@ -150,10 +153,14 @@ class FastestPipeline:
         best = dataclasses.replace(best, pairs=PairChoice())
         if len(whole) < 2 or not all(batch.lengths for queue in whole for batch in queue.batches):
             return best
-        groups, apart = two_groups(whole, capacity)
+        held, fill = None, capacity
+        if self.pairs_share_room:
+            held = RowsHeld(-(-capacity // self.row_tile) * self.row_tile, self.row_tile)
+            fill = held.most // (2 * self.row_tile) * self.row_tile or capacity
+        groups, apart = two_groups(whole, fill)
         tried = [
-            dataclasses.replace(best, program=side_by_side(best.program.microbatches)),
-            dataclasses.replace(best, program=side_by_side(apart), groups=groups, fills=(capacity,) * len(groups)),
+            dataclasses.replace(best, program=side_by_side(best.program.microbatches, held)),
+            dataclasses.replace(best, program=side_by_side(apart, held), groups=groups, fills=(fill,) * len(groups)),
         ]
         timed = [dataclasses.replace(each, seconds=self._seconds(each.program)) for each in tried if each.program.pairs]
         if not timed:
@@ -243,8 +250,8 @@ def pipeline_planner(named: str, cost: AnalyticCost, *, in_pairs: bool = False) 
     """
     if named == "greedy":
         return PipelinePlanner(Schedule.EAGER, cost.num_stages)
-    pairs = PairTimes(cost) if in_pairs else None
-    return FastestPipeline(cost.num_stages, cost, row_tile=cost.row_tile, pairs=pairs)
+    pairs, is_gpu = PairTimes(cost) if in_pairs else None, cost.hardware.name != "cpu"
+    return FastestPipeline(cost.num_stages, cost, row_tile=cost.row_tile, pairs=pairs, pairs_share_room=is_gpu)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from test_staged_references import LAYERS, comparing, stored
 from test_tensor import FEW, MODEL, jobs
 from tiny_models import Job, Outcome, assert_same_bits, finish, job_spec, random_data, submit
 
+from weft.adapters.methods import has_kernels
 from weft.backbone.source import load_tokenizer
 from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
@@ -63,18 +64,19 @@ def num_beside(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize(
-    ("names", "dtype"),
+    ("names", "dtype", "kernels"),
     [
-        (FEW, torch.float32),
-        (("lora", "high_rank"), torch.bfloat16),
-        pytest.param(None, torch.float32, marks=pytest.mark.slow),
+        (FEW, torch.float32, "reference"),
+        (("lora", "high_rank"), torch.bfloat16, "reference"),
+        (("lora", "high_rank", "bitfit"), torch.bfloat16, "fused"),
+        *(pytest.param(None, torch.float32, kernels, marks=pytest.mark.slow) for kernels in ("reference", "fused")),
     ],
 )
-def test_jobs_when_in_pairs_then_have_the_bits_that_they_have_without(names, dtype):
+def test_jobs_when_in_pairs_then_have_the_bits_that_they_have_without(names, dtype, kernels):
     """Several methods, clipped, with dropout, one evaluated."""
-    given = jobs(names, num_steps=3)
-    alone, without = trained(ALONE, given, dtype=dtype)
-    paired, engine = trained(in_pairs, given, dtype=dtype)
+    given = [job for job in jobs(names, num_steps=3) if kernels == "reference" or has_kernels(job[0].adapter)]
+    alone, without = trained(ALONE, given, dtype=dtype, kernels=kernels)
+    paired, engine = trained(in_pairs, given, dtype=dtype, kernels=kernels)
     assert num_beside(without) == 0 and num_beside(engine) >= 4 * 3
     assert alone["lora"].eval_losses
     for name, outcome in alone.items():

@@ -99,9 +99,12 @@ class PlaceInFlight:
 
     @property
     def _is_captured(self) -> bool:
+        ring, devices = self._model.ring, self._model.devices
+        if not is_gpu(self._model.device) or (devices is not None and devices.runs_pairs):
+            return False
         # Copies to the machine's memory are timed by streams of their own, which no graph holds.
-        met = [other for other in (self._model.ring, self._model.devices) if other is not None]
-        return is_gpu(self._model.device) and not self._memory.offload and all(other.can_be_recorded for other in met)
+        met = [other for other in (ring, devices) if other is not None]
+        return not self._memory.offload and all(other.can_be_recorded for other in met)
 
     def _replay(
         self,

@@ -101,9 +101,10 @@ def why_no_pairs(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
         return "pairs are for one stage; in a pipeline, passes follow one another."
     if spec.planner == "greedy":
         return "the greedy planner knows no pairs."
-    if spec.backbone.kernels == "fused" or not _is_on_cpu(spec.backbone, elsewhere):
+    is_plain = spec.backbone.kernels == "reference" or spec.backbone.dtype == "float32"
+    if is_plain and not _is_on_cpu(spec.backbone, elsewhere):
         # Of one GPU, autograd goes back through one graph at a time.
-        return "pairs are for the reference path on CPUs."
+        return "on GPUs pairs are for the fused kernels."
     return None
 
 

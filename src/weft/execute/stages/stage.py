@@ -35,7 +35,7 @@ from weft.execute.stages.stage_start import PassHeard, StageStart
 from weft.execute.stages.state_parts import without_twins
 from weft.execute.stages.transport import Channel, Transport
 from weft.execute.weights import JobWeights
-from weft.kernels.device import CPU, Stream, current_stream, has_streams, on_stream
+from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu, on_stream
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec
 from weft.store.row_files import ROWS
@@ -69,8 +69,11 @@ class Stage:
         self.backbone = backbone
         self.transport = transport
         self.runner = stage_runner(backbone)
-        self.side_by_side = None if backbone.devices is None else SideBySide(backbone.devices, backbone.routing)
-        """What runs the passes of a pair, where devices share every layer."""
+        self.side_by_side: SideBySide | None = None
+        """What runs the passes of a pair, where devices share every layer; without it one follows the other."""
+        # Of one GPU, autograd goes back through one graph at a time.
+        if backbone.devices is not None and (is_cpu(backbone.device) or backbone.path.name == "fused"):
+            self.side_by_side = SideBySide(backbone.devices, backbone.routing, backbone.device)
         self._stream: Stream | None = None
         if has_streams(backbone.device):
             self._stream = Stream(backbone.device)
@@ -89,6 +92,16 @@ class Stage:
     def at_work(self) -> AbstractContextManager[object]:
         """In this context launches go to the stage's own stream; all that it does on a GPU is launched in there."""
         return nullcontext() if self._stream is None else on_stream(self._stream)
+
+    def expect_pairs(self, are_there: bool) -> None:
+        """From now on passes run side by side, or none does."""
+        devices = self.backbone.devices
+        if self.side_by_side is None or devices is None or devices.runs_pairs == are_there:
+            return
+        devices.runs_pairs = are_there
+        if are_there:
+            # Graphs would keep memory that is not counted twice.
+            self.backbone.path.forget()
 
     @property
     def is_first(self) -> bool:

@@ -29,8 +29,7 @@ class DealtQueues:
     @property
     def longest(self) -> int:
         """Tokens of the longest sample, or of the longest group that shares a microbatch."""
-        groups = ((batch, own) for queue in self.queues for batch in queue.batches for own in _groups(batch))
-        return max((_tokens(batch, own) for batch, own in groups), default=0)
+        return max((batch.longest for queue in self.queues for batch in queue.batches), default=0)
 
     def packed(self, limits: Limits) -> list[Microbatch]:
         """The same in microbatches, every sample with its place in the whole global batch."""
