@@ -28,9 +28,10 @@ from weft.backbone.packed import PackedBatch
 from weft.cost.fit import Fit, MicrobatchLoad
 from weft.engine import lookahead
 from weft.engine.engine import Engine
-from weft.engine.events import Event, StepDone
+from weft.engine.events import Event, JobWarning, StepDone
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
+from weft.errors import PlanError
 from weft.execute import local
 from weft.objectives.metrics import Score
 from weft.plan.pack import pack, planner_named
@@ -176,6 +177,39 @@ def test_steps_when_the_planner_is_slow_then_they_do_not_wait_for_it(expected):
         assert_same_bits(outcome, expected[name])
     assert len([span for span in engine.timeline.spans if span.name == "plan"]) > 3
     assert engine._plans._ahead is not None, "it was asked, and is still thinking or too late"
+
+
+@dataclass(frozen=True)
+class Wrong(ExactPlanner):
+    """Runs the last microbatch first, or fails."""
+
+    fails: bool = False
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        if self.fails:
+            raise ZeroDivisionError("nothing to divide by")
+        return Program.from_turns(pack(queues, limits).turns[::-1])
+
+    def within(self, budget_s: float) -> ExactPlanner:
+        return self
+
+
+@pytest.mark.parametrize(("fails", "why"), [(True, "nothing to divide by"), (False, "is not the next sample of")])
+def test_run_when_the_planner_is_wrong_then_goes_on_with_a_simpler_plan_and_says_so_once(fails, why, expected):
+    engine, warnings = Engine(random_backbone("llama_odd"), capacity=48, planner=Wrong(8, 1.0, fails)), list[str]()
+    submit(engine, *jobs())
+    found = finish(engine, lambda _, event: warnings.append(event.message) if isinstance(event, JobWarning) else None)
+    (warning,) = warnings
+    assert warning.startswith("a plan was of no use") and why in warning
+    for name, outcome in found.items():
+        assert_same_bits(outcome, expected[name])
+
+
+def test_planner_when_it_is_the_users_own_and_wrong_then_the_run_ends_with_what_is_wrong():
+    engine = Engine(random_backbone(), capacity=48, planner=lambda queues, limits: Program((), ((),)))
+    submit(engine, *jobs())
+    with pytest.raises(PlanError, match="the program is empty"):
+        engine.run()
 
 
 def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_again_once_it_is():

@@ -396,7 +396,7 @@ class Engine:
                 jobs = self._lifecycle
                 yield from jobs.make_room(names) if failure is None else jobs.find_culprit(names, failure)
                 return
-            self._note(done)
+            self._note([*self._plans.take_warnings(), *done])
             if program.loss is not None:
                 raise program.loss
             yield from self._tell()

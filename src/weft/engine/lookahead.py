@@ -2,7 +2,8 @@
 
 A program made ahead is used only for the very queues it was made for. Who made a program changes no result, so training
 never waits for a slow planner: what is not ready in time, or could not be foreseen, is planned at once within a
-hundredth of the time it is going to run, as the microbatches before have taught.
+hundredth of the time it is going to run, as the microbatches before have taught. Nor does training end where a slow
+planner fails or breaks a rule: the simple one plans in its place, and it is said.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from weft.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
 from weft.cost.learned import PASSES, StagePace
 from weft.cost.learned_pairs import PairPace
 from weft.cost.types import LinearCost
+from weft.engine.events import JobWarning
 from weft.engine.timeline import TimelineRecorder
+from weft.errors import PlanError
 from weft.plan.check import violations
 from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner
@@ -80,6 +83,10 @@ class _Asked:
     behind: Behind = ()
 
 
+SLOW = ExactPlanner | FastestPipeline | FastestSpread
+"""Planners that another one stands in for where they are too late, or wrong."""
+
+
 class LookaheadPlanner:
     """Programs of one planner, each checked before it is used."""
 
@@ -93,6 +100,9 @@ class LookaheadPlanner:
         self._pairs = PairPace()
         self._chosen: Made | None = None
         """The last one of which the groups have not been told."""
+        self._mistake: str | None = None
+        """What the slow planner has done wrong first."""
+        self._has_told_mistake = False
         self._told: tuple[int, bool, bool] | None = None
         """How many groups were told last, whether from measurements, and whether there were pairs."""
 
@@ -209,6 +219,14 @@ class LookaheadPlanner:
         before, self._told = self._told, now
         return chosen if self._told != before else None
 
+    def take_warnings(self) -> list[JobWarning]:
+        """What the slow planner has done wrong first, once."""
+        if self._mistake is None or self._has_told_mistake:
+            return []
+        self._has_told_mistake = True
+        said = "a plan was of no use, and a simpler one runs in its place; no result depends on it"
+        return [JobWarning((), f"{said} ({self._mistake})")]
+
     @property
     def takes_long(self) -> bool:
         """Whether stages would wait for a program that was not made ahead, or get a lesser one."""
@@ -230,6 +248,15 @@ class LookaheadPlanner:
         return found.program
 
     def _make(self, planner: Planner, asked: _Asked) -> Made:
+        try:
+            return self._made(planner, asked)
+        except Exception as error:
+            if not isinstance(planner, SLOW):
+                raise
+            self._mistake = self._mistake or f"{type(planner).__name__}: {str(error) or type(error).__name__}"
+        return self._made(self._quick, asked)
+
+    def _made(self, planner: Planner, asked: _Asked) -> Made:
         start, choice, num_measured = self._timeline.now(), None, 0
         queues, limits = asked.queues, asked.limits
         if isinstance(planner, FastestPipeline):
@@ -240,7 +267,8 @@ class LookaheadPlanner:
             choice = planner.choose(queues, limits)
         program = planner(queues, limits) if choice is None else choice.program
         problems = violations(program, queues, limits)
-        assert any(program.stages) and not problems, problems
+        if problems or not any(program.stages):
+            raise PlanError("; ".join(problems[:3]) or "the program is empty")
         return Made(program, Span("plan_ahead", start, self._timeline.now() - start, {}), choice, num_measured)
 
     def _informed(self, planner: FastestPipeline) -> tuple[FastestPipeline, int]:
