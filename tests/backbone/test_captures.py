@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
 
 from weft.backbone.fused.captures import CAPTURE_COST, MAX_GRAPHS, CapturedGraphs, GraphKey
 from weft.backbone.fused.graph import Captured
 from weft.backbone.fused.inputs import InputShape
+from weft.backbone.fused.place import PlaceInFlight
+from weft.backbone.path import Memory
 from weft.kernels.lora.tables import Needs
 
 NARROW, WIDE = Needs.of((8,), drops=False), Needs.of((8, 64), drops=False)
@@ -97,3 +103,13 @@ def test_graphs_when_the_table_has_moved_then_old_ones_are_never_used_again():
     assert shelf.run(key(version=1, num_rows=2048)) == key(version=1)
     assert shelf.run(key()) == key()
     assert len(shelf.captured) == 3
+
+
+@pytest.mark.parametrize(("runs_pairs", "is_captured"), [(False, True), (True, False)])
+def test_place_when_passes_take_turns_then_captures_nothing(runs_pairs, is_captured, monkeypatch):
+    """A graph would hold a pass from its beginning to its end."""
+    monkeypatch.setattr("weft.backbone.fused.place.is_gpu", lambda device: True)
+    devices = SimpleNamespace(can_be_recorded=True, runs_pairs=runs_pairs)
+    model: Any = SimpleNamespace(device=torch.device("cpu"), ring=None, devices=devices)
+    table: Any = None
+    assert PlaceInFlight(model, table, Memory(), lambda *_: None)._is_captured == is_captured

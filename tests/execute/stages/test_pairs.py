@@ -180,3 +180,17 @@ def test_program_when_the_executor_comes_back_with_it_then_the_next_is_planned_m
     trained(planner, jobs(("ia3",), num_steps=12), sizes=(1,))
     work = [each for each in said if each in ("foresee", "StagedWork")]
     assert work[:2] == ["foresee", "StagedWork"] and work.count("foresee") == work.count("StagedWork") > 1
+
+
+def test_stage_when_programs_have_pairs_then_captures_nothing_until_some_had_none():
+    """Graphs are given back when pairs begin; one program in between that has none does not bring them back."""
+    executor = tensor_executor("llama", 2, (2,), kernels="fused", **MODEL)
+    stage = executor.stages.columns[0].stages[0]  # type: ignore[attr-defined]
+    forgotten: list[bool] = []
+    stage.backbone.path.forget = lambda: forgotten.append(True)
+    alone, paired = Program((), ((),)), Program((), ((),), pairs=((0, 1),))
+    seen = []
+    for program in (alone, paired, alone, paired, *([alone] * 4), paired):
+        stage.expect(program)
+        seen.append((stage.backbone.devices.runs_pairs, len(forgotten)))
+    assert seen == [(False, 0), *([(True, 1)] * 6), (False, 1), (True, 2)]

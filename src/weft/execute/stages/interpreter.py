@@ -104,7 +104,7 @@ class StageProgram:
         own = work.program.stages[self._stage.device]
         begun = _Begun(number, work, len(own), self._stage.references.take_left_behind())
         self._begun.append(begun)
-        self._stage.expect_pairs(bool(work.program.pairs))
+        self._stage.expect(work.program)
         self._exchange.know(work.program)
         self._owners |= {(i.job, i.step): begun for i in own if isinstance(i, Measure | Step)}
         self.go_on(instructions, due)

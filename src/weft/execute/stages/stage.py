@@ -36,6 +36,7 @@ from weft.execute.stages.state_parts import without_twins
 from weft.execute.stages.transport import Channel, Transport
 from weft.execute.weights import JobWeights
 from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu, on_stream
+from weft.plan.program import Program
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec
 from weft.store.row_files import ROWS
@@ -52,6 +53,10 @@ class StagePlace:
     """Of its replica."""
     device: int
     """Among all stages of all replicas."""
+
+
+UNPAIRED = 4
+"""Programs without pairs, one behind the other, from which on it is worth to capture graphs."""
 
 
 def stage_places(replica_sizes: Sequence[int]) -> list[StagePlace]:
@@ -71,6 +76,8 @@ class Stage:
         self.runner = stage_runner(backbone)
         self.side_by_side: SideBySide | None = None
         """What runs the passes of a pair, where devices share every layer; without it one follows the other."""
+        self._num_unpaired = UNPAIRED
+        """Programs since the last one with pairs."""
         # Of one GPU, autograd goes back through one graph at a time.
         if backbone.devices is not None and (is_cpu(backbone.device) or backbone.path.name == "fused"):
             self.side_by_side = SideBySide(backbone.devices, backbone.routing, backbone.device)
@@ -93,15 +100,19 @@ class Stage:
         """In this context launches go to the stage's own stream; all that it does on a GPU is launched in there."""
         return nullcontext() if self._stream is None else on_stream(self._stream)
 
-    def expect_pairs(self, are_there: bool) -> None:
-        """From now on passes run side by side, or none does."""
+    def expect(self, program: Program) -> None:
+        """Hears of the next program: while there are pairs, passes run without graphs, and so do a few behind them.
+
+        Some programs in between are planned at once and have none, and graphs take long to be captured.
+        """
         devices = self.backbone.devices
-        if self.side_by_side is None or devices is None or devices.runs_pairs == are_there:
+        if self.side_by_side is None or devices is None:
             return
-        devices.runs_pairs = are_there
-        if are_there:
+        self._num_unpaired = 0 if program.pairs else self._num_unpaired + 1
+        if program.pairs and not devices.runs_pairs:
             # Graphs would keep memory that is not counted twice.
             self.backbone.path.forget()
+        devices.runs_pairs = self._num_unpaired < UNPAIRED
 
     @property
     def is_first(self) -> bool:
