@@ -240,13 +240,15 @@ class Engine:
                 "training was interrupted in the middle of a step, so what is in memory is no longer exact.",
                 hint="Make a new engine; with the same run directory its jobs go on from their last checkpoints.",
             )
+        lost: ReplicaLostError | None = None
         while True:
             try:
+                if lost is not None:
+                    yield from self._recover(lost)
                 yield from self._train()
                 return
             except ReplicaLostError as error:
                 lost = error
-            yield from self._recover(lost)
 
     def _train(self) -> Iterator[Event]:
         """Trains until no job can go on."""

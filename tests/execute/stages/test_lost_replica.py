@@ -140,6 +140,39 @@ def test_spread_job_when_a_replica_is_killed_with_programs_under_way_then_goes_b
         run.engine.forget(name)
 
 
+def test_job_when_the_replica_that_it_moves_to_is_killed_then_repeats_no_step(replicas, tmp_path):
+    """It leaves its old home only when it is whole on the new one."""
+    settings: dict[str, Any] = {"a": {"max_steps": 6}, "b": {"max_steps": 6}, "c": {"max_steps": 1}}
+    sizes = {"a": 4, "b": 4, "c": 9}
+    jobs = [
+        (job_spec(name, save_steps=2, global_batch_size=sizes[name], **own), random_data(seed, num_samples=9))
+        for seed, (name, own) in enumerate(settings.items())
+    ]
+    expected = train(load_backbone(SPEC), jobs, capacity=32)
+    run, asked = Disturbed(replicas, jobs, tmp_path / "run"), replicas.ask_each
+    is_moving, killed = False, list[int]()
+
+    def ask_each(what: str, given: Any) -> list[Any]:
+        nonlocal is_moving
+        # Before the first step nothing is worth keeping; and a checkpoint asks for the tensors of a step.
+        is_moving |= what == "tensors" and bool(run.taken) and all(len(own) == 1 for own in given.values())
+        if is_moving and what == "restore" and not killed:
+            killed.extend(given)
+            kill(replicas.processes[killed[0]])
+        return asked(what, given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "ask_each", ask_each)
+        run.run(lambda event: None)
+    assert killed and f"replica {killed[0]}: was ended by signal 9" in run.warnings[0].message
+    assert not run.twice()
+    for name in "ab":
+        found = flat(run.engine.executor.adapter_of(name))
+        assert all(x.equal(y) for x, y in zip(found, flat(expected[name].adapter), strict=True)), name
+    for name in list(run.engine.jobs):
+        run.engine.forget(name)
+
+
 def test_replica_when_it_is_lost_too_often_then_all_end(replicas, monkeypatch, tmp_path):
     monkeypatch.setattr("weft.execute.stages.stage_pool.RESTARTS", 0)
     run = Disturbed(replicas, some_jobs({"a": "ordered"}), tmp_path / "run")

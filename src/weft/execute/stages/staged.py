@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class _StagedJob:
     given: NewJob
     shares: dict[int, list[JobShare]]
     """By the replicas that have it."""
+    left_over: set[int] = field(default_factory=set)
+    """Replicas that hold something of it and are not its home: it is on its way to them, or has just left them."""
     has_seat: bool = False
     is_unseen: bool = False
     """Its start is to be found in its data, which nobody has looked at."""
@@ -206,11 +208,7 @@ class StagedExecutor:
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives every stage its part of a job's state."""
         self._jobs[job].is_unseen = False
-        given: dict[int, tuple[Any, ...]] = {}
-        for replica, shares in self._jobs[job].shares.items():
-            parts = cut_state(tensors, shares)
-            given |= {device: (job, part) for device, part in zip(self._replicas[replica], parts, strict=True)}
-        self.stages.ask_each("restore", given)
+        self._restore(job, self._jobs[job].shares, tensors)
 
     def rewind(self, job: str) -> None:
         """Forgets the gradients of a job's current global batch."""
@@ -260,16 +258,24 @@ class StagedExecutor:
     def recover(self, ended: Collection[str]) -> list[str]:
         """Has replicas made anew that are gone, and their jobs as they were added; says which jobs these are."""
         anew = self.stages.recover()
-        gone, self._unsure = {*anew} | self._unsure, set()
+        # Until the end: should another one be lost meanwhile, these jobs are still to be told of.
+        self._unsure |= {*anew}
         self._orders = StepOrders()
-        lost = [name for name, job in self._jobs.items() if job.shares.keys() & gone]
+        lost = [name for name, job in self._jobs.items() if job.shares.keys() & self._unsure]
         for name in lost:
             job = self._jobs[name]
-            kept = [device for replica in job.shares.keys() - {*anew} for device in self._replicas[replica]]
-            self.stages.ask_each("remove", dict.fromkeys(kept, (name,)))
+            job.left_over |= job.shares.keys()
             job.has_seat = False
-            job.shares = {} if name in ended else self._place(job.given, sorted(job.shares))
             job.is_unseen = job.given.spec.adapter.eva is not None
+        for name, job in self._jobs.items():
+            job.left_over -= {*anew}
+            self._clear(name)
+        for name in lost:
+            if name not in ended:
+                self._jobs[name].shares = self._place(self._jobs[name].given, sorted(self._jobs[name].shares))
+        for name in {*lost} & {*ended}:
+            self._jobs[name].shares = {}
+        self._unsure = set()
         return lost
 
     def close(self) -> None:
@@ -347,6 +353,13 @@ class StagedExecutor:
         self.stages.ask_each("know_shares", dict.fromkeys(devices, (name, known)))
         return shares
 
+    def _restore(self, job: str, where: Mapping[int, Sequence[JobShare]], tensors: Mapping[str, torch.Tensor]) -> None:
+        given: dict[int, tuple[Any, ...]] = {}
+        for replica, shares in where.items():
+            parts = cut_state(tensors, shares)
+            given |= {device: (job, part) for device, part in zip(self._replicas[replica], parts, strict=True)}
+        self.stages.ask_each("restore", given)
+
     def _emptiest(self) -> int:
         """The replica with the fewest trained numbers for each of its stages."""
         counts = [0.0] * len(self._replicas)
@@ -364,19 +377,34 @@ class StagedExecutor:
             if isinstance(i, Step)
         }
         for name, home in homes.items():
-            job = self._jobs[name]
-            if home in job.shares:
-                continue
-            tensors = join_state(self._ask_home("tensors", name))
+            if home not in self._jobs[name].shares:
+                self._move(name, home)
+
+    def _move(self, name: str, home: int) -> None:
+        """Moves a job with all its state.
+
+        It leaves the replica that it was on when it is whole on the other: one of the two has it at any moment.
+        """
+        job = self._jobs[name]
+        tensors = join_state(self._ask_home("tensors", name))
+        job.left_over = {home}
+        try:
+            shares = self._place(job.given, [home])
+            self._restore(name, shares, tensors)
             if job.has_seat:
-                self._ask("unseat", name)
-            self._ask("drop", name)
-            # Known at once: should that replica be lost meanwhile, the job is.
-            job.shares = {home: []}
-            job.shares = self._place(job.given, [home])
-            self.restore(name, tensors)
-            if job.has_seat:
-                self._ask("seat", name)
+                self.stages.ask_each("seat", dict.fromkeys(self._replicas[home], (name,)))
+        except Exception:
+            self._clear(name)
+            raise
+        job.left_over, job.shares = {*job.shares}, shares
+        self._clear(name)
+
+    def _clear(self, name: str) -> None:
+        """Takes a job off replicas that are not its home; where one is gone, `recover` does."""
+        job = self._jobs[name]
+        devices = [device for replica in sorted(job.left_over) for device in self._replicas[replica]]
+        self.stages.ask_each("remove", dict.fromkeys(devices, (name,)))
+        job.left_over = set()
 
     def _ask(self, what: str, job: str, *given: Any) -> list[Any]:
         """What every stage answers that has a job."""
