@@ -17,7 +17,7 @@ from weft.cost.memory import MemoryModel
 from weft.cost.shape import ModelShape
 from weft.errors import ConfigError, ModelError
 from weft.execute.memory import ExpectedJobs
-from weft.execute.stages.refusals import refuse_settings, refuse_undivided, refuse_without_kernels
+from weft.execute.stages.refusals import refuse_cut, refuse_undivided, refuse_without_kernels
 from weft.execute.stages.stage_devices import find_gpus
 from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
@@ -171,7 +171,7 @@ def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
 
 def check_job(backbone: BackboneSpec, job: JobSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> None:
     """ConfigError for settings of a job that keep it from being trained by such replicas."""
-    refuse_settings(job)
+    refuse_cut(job, layout.replica_sizes)
     # What auto will mean on a GPU is only sure once the weights are there; who wants no kernels can say so.
     is_auto = backbone.kernels == "auto" and not _is_on_cpu(backbone, elsewhere)
     if is_auto or backbone.kernels == "fused":

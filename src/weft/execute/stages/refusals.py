@@ -17,10 +17,11 @@ WHOLE_STATES = ("adamw_8bit",)
 """Optimizers that remember blocks of numbers, which a border between two stages may cut."""
 
 
-def refuse_settings(spec: JobSpec) -> None:
-    """ConfigError for settings of a job that need a backbone in one piece."""
-    if spec.optim in WHOLE_STATES:
-        raise ConfigError(f"{spec.optim} keeps blocks of numbers, which a layout may cut; use adamw.", where="optim")
+def refuse_cut(spec: JobSpec, replica_sizes: Sequence[int]) -> None:
+    """ConfigError for settings of a job that need its adapter in one piece, where a replica has several stages."""
+    if spec.optim in WHOLE_STATES and max(replica_sizes) > 1:
+        found = f"{spec.optim} keeps blocks of numbers, which a border between two stages may cut"
+        raise ConfigError(f"{found}; use adamw, or a layout whose replicas have one stage each.", where="optim")
 
 
 def refuse_undivided(spec: JobSpec) -> None:

@@ -29,7 +29,7 @@ from weft.execute.optimizers.registry import OPTIMIZER_KINDS
 from weft.execute.protocol import NewJob, ReplicaFacts, ReplicaMemory
 from weft.execute.references import Asker
 from weft.execute.stages.gradient import JobShare
-from weft.execute.stages.refusals import refuse_method, refuse_settings, refuse_undivided
+from weft.execute.stages.refusals import refuse_method, refuse_undivided
 from weft.execute.stages.stage_references import StageReferences
 from weft.execute.stages.stage_start import PassHeard, StageStart
 from weft.execute.stages.state_parts import without_twins
@@ -159,7 +159,6 @@ class Stage:
     def add(self, job: NewJob) -> JobShare:
         """Makes a job's share; ConfigError if the job does not fit a backbone in parts."""
         spec, method = job.spec, method_of(job.spec.adapter)
-        refuse_settings(spec)
         refuse_method(spec.adapter, self.backbone, "adapter.method")
         if self.backbone.devices is not None:
             refuse_undivided(spec)

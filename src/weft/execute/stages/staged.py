@@ -47,7 +47,7 @@ from weft.execute.protocol import (
 from weft.execute.stages.find_start import find_start
 from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.interpreter import StageOutcome
-from weft.execute.stages.refusals import refuse_unlike
+from weft.execute.stages.refusals import refuse_cut, refuse_unlike
 from weft.execute.stages.routes import StepOrders
 from weft.execute.stages.stage_group import StageGroup
 from weft.execute.stages.stages_together import facts_of, program_outcome
@@ -174,6 +174,7 @@ class StagedExecutor:
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's shares, on all replicas or on the one where the least is trained so far."""
         name = job.spec.name
+        refuse_cut(job.spec, self.stages.replica_sizes)
         where = range(len(self._replicas)) if job.spec.sums == "free" else [self._emptiest()]
         shares = self._place(job, where)
         self._jobs[name] = _StagedJob(job, shares, is_unseen=job.spec.adapter.eva is not None)

@@ -2,7 +2,8 @@
 
 Put together they are what one device would have, so a checkpoint does not tell how many stages wrote it. Flat buffers
 follow the order of the layers: a stage's is a run of the whole one's numbers. What an optimizer remembers of single
-modules is on the stage that has the module; counters are on all of them. Of twins the first stage's are joined.
+modules is on the stage that has the module; counters are on all of them. Of twins the first stage's are joined. What
+only one stage holds is not cut, however large it is for its group.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def cut_state(tensors: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -
     for name, tensor in tensors.items():
         group, module = _owner(name)
         holders = [place for place, share in enumerate(shares) if _holds(share, group, module)]
-        if module or not tensor.ndim:
+        if module or not tensor.ndim or len(holders) == 1:
             pieces = [tensor] * len(holders)
         else:
             runs = tensor.split([shares[place].run_of(group) for place in holders])
