@@ -120,9 +120,28 @@ def test_plan_when_a_layout_cannot_be_then_one_sentence(refused, here):
 
 
 def test_plan_when_ranks_follow_a_pattern_then_counts_the_widest(weft, here):
-    found = weft("plan", "jobs.yaml", "jobs.0.adapter.rank_pattern={q_proj: 48}", "--steps", "2", "--json")
-    assert found.code == 0, found.err
-    assert [job["rank"] for job in json.loads(found.out)["jobs"]] == [48, 2]
+    first = "jobs.0.adapter"
+    widest, wide = (
+        json.loads(weft("plan", "jobs.yaml", change, "--steps", "2", "--json").out)
+        for change in (f"{first}.rank_pattern={{q_proj: 48}}", f"{first}.r=48")
+    )
+    assert [job["rank"] for job in widest["jobs"]] == [2, 2]
+    assert widest["stage_bytes"] == wide["stage_bytes"] and widest["total_s"] == wide["total_s"]
+
+
+def test_plan_when_a_method_costs_more_than_its_rank_or_has_none_then_shows_the_adapters_own(weft, here):
+    """DoRA costs one more, pissa twice its rank, IA³ as if it had one."""
+    file = here / "jobs.yaml"
+    file.write_text(file.read_text().replace(", adapter: {r: 2}", ""))
+    for methods, shown, ranks in (
+        (("{method: dora, r: 4}", "{method: ia3}"), ("4", "–"), [4, None]),
+        (("{init_lora_weights: pissa, r: 4}", "{method: vera, vera_rank: 64}"), ("4", "64"), [4, 64]),
+    ):
+        words = ("plan", "jobs.yaml", *(f"jobs.{at}.adapter={method}" for at, method in enumerate(methods)))
+        rows = weft(*words, "--steps", "2").out.splitlines()[1:3]
+        assert [row.split()[-1] for row in rows] == list(shown)
+        found = json.loads(weft(*words, "--steps", "2", "--json").out)
+        assert [job["rank"] for job in found["jobs"]] == ranks
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -73,7 +73,7 @@ def test_forecast_when_jobs_share_no_microbatch_then_they_are_in_different_group
 
 def test_forecast_when_only_a_part_is_planned_then_the_rest_goes_on_at_its_rate():
     job = outline("a", 4, (30, 40))
-    whole = JobOutline(job.queue, 40, 10 * job.num_tokens, job.rank)
+    whole = JobOutline(job.queue, 40, 10 * job.num_tokens, job.cost_rank)
     found = forecast([whole], 100, cost(), pack)
     assert found.total_s == pytest.approx(10 * found.planned_s)
 
@@ -115,11 +115,14 @@ def test_forecast_when_the_model_is_too_large_then_says_that_it_does_not_fit():
 
 
 def test_forecast_when_it_becomes_json_then_all_of_it_is_plain_and_there():
-    jobs = [outline("a", 4, (30, 40)), outline("b", 2, (50,), rank=4)]
+    jobs = [replace(outline("a", 4, (30, 40)), rank=7), outline("b", 2, (50,), rank=4)]
     for num_stages in (1, 2):
         found = forecast(jobs, 100, cost(num_stages), pack)
         tree = json.loads(json.dumps(found.to_json()))
-        assert [job["name"] for job in tree["jobs"]] == ["a", "b"] and tree["jobs"][1]["rank"] == 4
+        assert [job["name"] for job in tree["jobs"]] == ["a", "b"] and [job["rank"] for job in tree["jobs"]] == [
+            7,
+            None,
+        ]
         for name in ("capacity", "fill", "total_s", "tokens_per_s", "bubble_ratio", "device_bytes", "keeps_order"):
             assert tree[name] == getattr(found, name)
         assert len(tree["program"]["stages"]) == num_stages

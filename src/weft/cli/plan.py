@@ -192,7 +192,8 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
         queue=queue,
         num_steps=order.num_steps,
         num_tokens=order.num_tokens(data.train.group_tokens),
-        rank=cost_ranks(job.adapter).widest,
+        cost_rank=cost_ranks(job.adapter).widest,
+        rank=job.adapter.rank,
         forward_tokens=data.forward_tokens(order, job.eval_steps),
         state_bytes=job_state_bytes(job),
         is_free=job.sums == "free",
@@ -225,7 +226,7 @@ def _cost(spec: RunSpec, hardware: Hardware, capacity: int, stages: int, jobs: l
         stages,
         quantize=spec.quantize,
         recompute=spec.recompute,
-        rank=max(job.rank for job in jobs),
+        rank=max(job.cost_rank for job in jobs),
         num_jobs=len(jobs),
         row_tile=tile,
     )
@@ -291,7 +292,7 @@ def _here() -> str:
 
 
 def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
-    from weft.report.readable import NameCell
+    from weft.report.readable import NOTHING, NameCell
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("job", "group", "steps", "tokens", "rank"):
@@ -299,7 +300,8 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
     for job in found.jobs:
         name = job.queue.job
         steps, tokens = f"{job.num_steps:,}", f"{job.num_tokens:,}"
-        table.add_row(NameCell(name), str(found.group_of(name)), steps, tokens, str(job.rank))
+        rank = NOTHING if job.rank is None else str(job.rank)
+        table.add_row(NameCell(name), str(found.group_of(name)), steps, tokens, rank)
     console.print(table)
     order = "every job in its own order" if found.keeps_order else "samples reordered within global batches"
     memory = ", ".join(size(num_bytes) for num_bytes in found.stage_bytes)

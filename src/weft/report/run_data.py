@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 from weft.objectives.metrics import HEADLINES
 from weft.plan.layout import Layout, parse_layout
 from weft.spec import AdapterSpec
-from weft.spec.adapter import LORA_KINDS
+from weft.spec.adapter import RANKS
 from weft.spec.fields import without_foreign
 from weft.wall_clock import TimeSplit
 from weft.wording import counted
@@ -182,7 +182,7 @@ class JobReport:
     @property
     def rank(self) -> int | None:
         """The rank of its adapter, if its method has one."""
-        rank = number(self._adapter.get("r")) if self.method in LORA_KINDS else None
+        rank = number(self._adapter.get(RANKS[self.method])) if self.method in RANKS else None
         return int(rank) if rank is not None else None
 
     @property

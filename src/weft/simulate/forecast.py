@@ -41,7 +41,10 @@ class JobOutline:
     num_steps: int
     num_tokens: int
     """Of the whole job."""
-    rank: int
+    cost_rank: int
+    """What its adapter costs, in the unit of the cost models."""
+    rank: int | None = None
+    """Of its adapter, if its method has one."""
     forward_tokens: int = 0
     """Run forward alone: by all of its evaluations together, and by its reference."""
     state_bytes: float = MOMENT_BYTES
@@ -198,7 +201,7 @@ def forecast(
 
     Time comes from `measured` where it is given, and so does the memory of one stage; otherwise both come from `cost`.
     """
-    queues, ranks = [job.queue for job in jobs], [job.rank for job in jobs]
+    queues, ranks = [job.queue for job in jobs], [job.cost_rank for job in jobs]
     times, pairs = measured or cost, None
     if isinstance(planner, FastestPipeline) and planner.pairs is not None:
         choice = planner.choose(queues, Limits(capacity, max_microbatches=ALL))
@@ -264,8 +267,9 @@ def forward_s(job: JobOutline, capacity: int, times: CostModel, num_stages: int)
 def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) -> int:
     """What the jobs keep on a stage beyond linears' adapters with AdamW's moments, which the memory model counts; below
     zero for less."""
-    each = cost.memory.adapter_bytes_each
-    found = ((job.state_bytes - MOMENT_BYTES) * cost.memory.adapter_bytes(job.rank, stage=stage) / each for job in jobs)
+    memory = cost.memory
+    numbers = [memory.adapter_bytes(job.cost_rank, stage=stage) / memory.adapter_bytes_each for job in jobs]
+    found = ((job.state_bytes - MOMENT_BYTES) * num for job, num in zip(jobs, numbers, strict=True))
     return math.ceil(sum(found)) + sum(own_rows_bytes(job, cost) for job in jobs)
 
 
@@ -277,7 +281,7 @@ def own_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
 
 def _free_bytes(cost: AnalyticCost, capacity: int, jobs: Sequence[JobOutline]) -> list[int] | None:
     """What each stage has for microbatches in flight; None if a stage has no room for one: then nothing fits."""
-    rows, memory, ranks = cost.rows([capacity]), cost.memory, [job.rank for job in jobs]
+    rows, memory, ranks = cost.rows([capacity]), cost.memory, [job.cost_rank for job in jobs]
     taken = [memory.total_bytes(rows, ranks, stage=stage, num_held=0) for stage in range(cost.num_stages)]
     free = [cost.hardware.memory_bytes - size - unusual_bytes(jobs, cost, s) for s, size in enumerate(taken)]
     needed = (cost.held_bytes([capacity], stage) for stage in range(cost.num_stages))
@@ -292,7 +296,7 @@ def _stage_bytes(
     num_held: Sequence[int],
 ) -> tuple[int, ...]:
     """Most that every stage takes, backbone and all."""
-    rank = {job.queue.job: job.rank for job in jobs}
+    rank = {job.queue.job: job.cost_rank for job in jobs}
     ranks = list(rank.values())
     if measured is not None and cost.num_stages == 1:
         most = max(measured.total_bytes(_by_job(m, rank), ranks) for m in microbatches)

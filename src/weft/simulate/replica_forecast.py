@@ -91,7 +91,7 @@ def _stage_needs(
     for replica, stages in enumerate(program.replicas):
         cost, memory = costs[replica], times[replica].memory
         there = [job for job in jobs if homes.get(job.queue.job, replica) == replica]
-        ranks = [job.rank for job in there]
+        ranks = [job.cost_rank for job in there]
         run = [program.microbatches[i.microbatch] for i in program.stages[stages.start] if isinstance(i, Forward)]
         rows = max((cost.rows([s.length for s in m.segments]) for m in run), default=0)
         for stage, place in enumerate(stages):

@@ -23,6 +23,8 @@ WORKED_OUT_STARTS = (*_WEIGHT_STARTS, "eva", "loftq")
 """Starts of LoRA that follow from the backbone or the data; an adapter's files know nothing of them."""
 LORA_KINDS = ("lora", "dora")
 """Methods with LoRA's two matrices, and its settings."""
+RANKS = {**dict.fromkeys(LORA_KINDS, "r"), "vera": "vera_rank"}
+"""The setting that says an adapter's rank, by method; all others have none."""
 AUTO_TARGETS = {
     **dict.fromkeys((*LORA_KINDS, "vera"), "all-linear"),
     "ia3": rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})",
@@ -263,6 +265,12 @@ class AdapterSpec(KnownKeywords):
     def default_alpha(self) -> float:
         """The alpha of modules that no pattern names."""
         return 2.0 * self.r if self.lora_alpha is None else self.lora_alpha
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of modules that no pattern names, if its method has ranks."""
+        found: int | None = getattr(self, RANKS[self.method]) if self.method in RANKS else None
+        return found
 
     def rank_for(self, module: str) -> int:
         """The rank on one module path."""
