@@ -72,7 +72,7 @@ def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, h
 def test_plan_when_a_layout_is_named_then_says_of_it_what_a_dry_run_does(weft, here):
     planned = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "spread:2")
     line = planned.out.splitlines()[0]
-    assert line.startswith("layout    spread:2: up to ") and line.endswith("x one device (predicted)")
+    assert line.startswith("layout    spread:2: up to ") and line.endswith("x as fast as one (predicted)")
     assert planned.out.count(" a step") == 1 and "2 replicas on 2 cpu" in planned.out and "replica 1 " in planned.out
     dry = weft("train", "jobs.yaml", "device=cpu", "--layout", "spread:2", "--dry-run")
     assert line in dry.out.splitlines()
@@ -109,7 +109,23 @@ def test_plan_when_devices_share_layers_then_says_whether_microbatches_run_side_
     found = json.loads(weft(*asked, "tensor:2", "--json").out)
     assert found["pairs"]["num_pairs"] == len(found["program"]["pairs"]) == 0
     staged = weft(*asked, "tensor:2,stages:2").out
-    assert "every microbatch runs alone: pairs are for one stage" in staged and "\npairs " not in staged
+    assert staged.count("runs alone") == 1 and "2 to a stage" in staged
+    assert "\npairs     every microbatch runs alone: pairs are for one stage" in staged
+
+
+def test_plan_when_a_layout_has_notes_then_they_are_labelled_as_the_run_labels_them(weft, here):
+    """What is predicted is under `layout`, and says of which microbatches its memory is."""
+    asked = ("jobs.yaml", "device=cpu", "--layout", "tensor:2")
+    for words in (("plan", "--steps", "2"), ("train", "--dry-run")):
+        verb, *more = words
+        lines = weft(verb, *asked, *more).out.splitlines()
+        (predicted,) = [line for line in lines if line.startswith("layout ")]
+        assert "a device with full microbatches, " in predicted
+        assert sum(line.startswith("note      tensor:2 splits sums") for line in lines) == 1
+    found = weft("plan", *asked, "--steps", "2").out
+    assert re.search(r"\nmemory    [\d.]+ MiB of .* a device with the planned microbatches; those of up to", found)
+    told = json.loads(weft("plan", *asked, "--steps", "2", "--json").out)
+    assert [len(told["layout"]), len(told["notes"])] == [1, 1]
 
 
 def test_plan_when_a_layout_cannot_be_then_one_sentence(refused, here):

@@ -120,5 +120,7 @@ def test_price_when_stages_are_shared_then_needs_less_than_either_and_fewer_jobs
 
 def test_option_when_told_then_small_sizes_are_not_nothing_and_it_has_the_name_that_was_asked_for():
     option = LayoutOption(parse_layout("shards:1"), 2**22, 1.0)
-    assert option.told(GIB, "shards:1") == "shards:1: up to 4.0 MiB of 1.0 GiB a device, 1.00x one device"
-    assert option.told(2**20) == "stages:1: up to 4.0 MiB of 1.0 MiB a device, does not fit"
+    assert option.told(GIB, "shards:1") == (
+        "shards:1: up to 4.0 MiB of 1.0 GiB a device with full microbatches, 1.00x as fast as one"
+    )
+    assert option.told(2**20) == "stages:1: up to 4.0 MiB of 1.0 MiB a device with full microbatches, does not fit"

@@ -88,9 +88,10 @@ class LayoutOptions:
         """What whoever said so should know of it; `elsewhere`: its devices, if not those of this machine."""
         if self.stages is None:
             return ()
-        from weft.engine.load_staged import layout_notes
+        from weft.engine.load_staged import layout_notes, pair_notes
 
-        return layout_notes(spec, self.stages, elsewhere)
+        stages = self.stages
+        return (*layout_notes(spec, stages, elsewhere), *pair_notes(spec, stages, elsewhere))
 
     def check(self, spec: RunSpec, replica_flags: Sequence[str], elsewhere: Hardware | None = None) -> None:
         """ConfigError or ModelError for what cannot be, before any weight is read; `replica_flags`: said as well.

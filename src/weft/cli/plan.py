@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -91,11 +92,12 @@ def plan(
             if found.fits:
                 break
     if as_json:
-        typer.echo(json.dumps(found.to_json() | ({} if lying is None else {"layout": lying.lines})))
+        typer.echo(json.dumps(found.to_json() | ({} if lying is None else lying.to_json())))
         return
-    for line in () if lying is None else lying.lines:
-        console.print(f"layout    {line}", markup=False, highlight=False, soft_wrap=True)
-    _show(found, console, is_measured=measured is not None)
+    if lying is not None:
+        said = [*(f"layout    {line}" for line in lying.lines), *(f"note      {note}" for note in lying.notes)]
+        console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
+    _show(found, console, () if lying is None else lying.alone, is_measured=measured is not None)
     width = max(20, min(100, console.width - 12))
     console.print(gantt(found.timeline, width, names=found.stage_names), markup=False, highlight=False)
     console.print("▒ forward  █ backward or both  | step  · idle", style="dim")
@@ -107,12 +109,21 @@ class _PlannedLayout(NamedTuple):
     options: LayoutOptions
     hardware: Hardware
     lines: tuple[str, ...]
+    """What is predicted of it, and of others where it was chosen."""
+    notes: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    """Why no two microbatches of it run side by side, if that was no question."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What is said of it; why no microbatches run side by side is a note here."""
+        return {"layout": self.lines, "notes": (*self.notes, *self.alone)}
 
 
 def _layout(spec: RunSpec, layout: str, device: str, gpus: int | None, base_dir: Path) -> _PlannedLayout:
     """The layout that was named or is chosen, on the machine that was named or on this one."""
     from weft.cli.auto_layout import machine_of, predicted_on, with_layout
     from weft.cli.layout_options import LayoutOptions
+    from weft.engine.load_staged import layout_notes, pair_notes
 
     options, machine = LayoutOptions(layout), machine_of(spec, device, gpus)
     hardware = machine.hardware
@@ -122,7 +133,10 @@ def _layout(spec: RunSpec, layout: str, device: str, gpus: int | None, base_dir:
         options.check(spec, (), machine.elsewhere)
         _, memory, lines = predicted_on(spec, layout, base_dir, machine)
         hardware = replace(hardware, memory_bytes=memory)
-    return _PlannedLayout(options, hardware, (*lines, *options.notes(spec, machine.elsewhere)))
+    if options.stages is None:
+        return _PlannedLayout(options, hardware, lines)
+    notes, alone = (told(spec, options.stages, machine.elsewhere) for told in (layout_notes, pair_notes))
+    return _PlannedLayout(options, hardware, lines, notes, alone)
 
 
 def _forecast_layout(
@@ -291,7 +305,9 @@ def _here() -> str:
     return device_name(default_device())
 
 
-def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
+def _show(found: Forecast, console: Console, alone: Sequence[str], *, is_measured: bool) -> None:
+    """Prints a forecast; `alone`: why no two microbatches run side by side, if that was no question."""
+    from weft.engine.events import MicrobatchesPaired
     from weft.report.readable import NOTHING, NameCell
 
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -305,7 +321,8 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
     console.print(table)
     order = "every job in its own order" if found.keeps_order else "samples reordered within global batches"
     memory = ", ".join(size(num_bytes) for num_bytes in found.stage_bytes)
-    stages = f" with {', '.join(map(str, found.stage_layers))} layers" if found.num_stages > 1 else ""
+    shared = f", {found.tensor_parallel} to a stage," if found.num_devices > found.num_stages > 1 else ""
+    stages = f"{shared} with {', '.join(map(str, found.stage_layers))} layers" if found.num_stages > 1 else ""
     source = "from a profile" if is_measured else "from the hardware table"
     lines = [
         f"planned   {found.planned_tokens:,} tokens in {counted(found.num_microbatches, 'microbatch')} of up to "
@@ -314,15 +331,13 @@ def _show(found: Forecast, console: Console, *, is_measured: bool) -> None:
         f"speed     about {found.tokens_per_s:,.0f} tokens/s, {duration(found.round_s)} a step; the whole run of "
         f"{found.total_tokens:,} tokens{' with its evaluations and references' if found.eval_s else ''} about "
         f"{duration(found.total_s)} (predicted {source}, not measured)",
-        f"memory    {memory} of {size(found.device_bytes)}{' a device' * (found.num_devices > 1)}"
+        f"memory    {memory} of {size(found.device_bytes)}{' a device' * (found.num_devices > 1)} with the planned "
+        "microbatches"
         + ("" if found.fits else ": does not fit")
-        + f"; microbatches of up to {found.largest_capacity:,} tokens would fit",
+        + f"; those of up to {found.largest_capacity:,} tokens would fit",
     ]
-    if found.pairs is not None:
-        from weft.engine.events import MicrobatchesPaired
-
-        paired = MicrobatchesPaired(found.pairs.num_pairs, found.pairs.gain, found.groups, 0)
-        lines.insert(2, f"pairs     {paired.text}")
+    decided = found.pairs and MicrobatchesPaired(found.pairs.num_pairs, found.pairs.gain, found.groups, 0)
+    lines[2:2] = [f"pairs     {line}" for line in ([decided.text] if decided else alone)]
     if found.own_rows_bytes:
         owners = ", ".join(f"{job.queue.job} {job.num_own_rows:,}" for job in found.jobs if job.num_own_rows)
         lines.append(

@@ -120,7 +120,7 @@ def train(
                 predicted, _, told = predicted_on(spec, stages.layout, jobs_file.parent, machine_here(spec))
         if predicted is not None and predicted.layout.is_one_device:
             predicted = None
-        _show_plan(run, (*told, *stages.notes(spec)), predicted, console)
+        _show_plan(run, told, stages.notes(spec), predicted, console)
         return
     train_order(order, place, resume=resume)
 
@@ -328,8 +328,11 @@ def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> 
     return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall)
 
 
-def _show_plan(run: PreparedRun, notes: Sequence[str], layout: LayoutOption | None, console: Console) -> None:
-    """Prints what would be done; `layout`: what is predicted of one over several devices, `notes`: more on it."""
+def _show_plan(
+    run: PreparedRun, told: Sequence[str], notes: Sequence[str], layout: LayoutOption | None, console: Console
+) -> None:
+    """Prints what would be done; `layout`: what is predicted of one over several devices, as `told` says, and `notes`:
+    more on it."""
     import torch
 
     from weft.engine.engine import Engine
@@ -349,9 +352,11 @@ def _show_plan(run: PreparedRun, notes: Sequence[str], layout: LayoutOption | No
         table.add_row(NameCell(job.name), f"{job.num_steps:,}", f"{job.num_tokens:,}", f"{job.num_parameters:,}")
     console.print(table)
     if plan.capacity != run.spec.capacity:
-        console.print(f"note      there is memory for microbatches of {plan.capacity:,} tokens only", highlight=False)
+        _note(console, f"there is memory for microbatches of {plan.capacity:,} tokens only")
+    for line in told:
+        console.print(f"layout    {line}", highlight=False, markup=False, soft_wrap=True)
     for note in notes:
-        console.print(f"layout    {note}", highlight=False, markup=False, soft_wrap=True)
+        _note(console, note)
     console.print("\n".join(_figures(plan, layout)), highlight=False, soft_wrap=True)
     for name, error in run.failed.items():
         console.print(f"{name}: would fail: {error}", style="red", markup=False)

@@ -62,7 +62,7 @@ def load_staged(
     executor = load_stages(spec.backbone, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
     planner = _stage_planner(spec, layout, _row_tile(spec, jobs, executor))
     engine = _engine(spec, jobs, executor, planner, wall)
-    notes = (*layout_notes(spec, layout), *((COMPILING,) if executor.is_compiling else ()))
+    notes = (*layout_notes(spec, layout), *pair_notes(spec, layout), *((COMPILING,) if executor.is_compiling else ()))
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
 
 
@@ -120,21 +120,23 @@ def _engine(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor, planner:
 
 
 def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> tuple[str, ...]:
-    """What whoever chose a layout should know of it; `elsewhere`: its devices, if not those of this machine."""
+    """What whoever chose a layout should know of it, but for pairs; `elsewhere`: its devices, if not those of this
+    machine."""
     if layout.tensor > 1:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
         away = f"about {rounding_note(spec.backbone, elsewhere)} from one device's"
-        alone = why_no_pairs(spec, layout, elsewhere)
-        return (
-            f"{found}: the same again with it, and {away}",
-            *untried_notes(spec.backbone, elsewhere),
-            *(() if alone is None else (f"every microbatch runs alone: {alone}",)),
-        )
+        return (f"{found}: the same again with it, and {away}", *untried_notes(spec.backbone, elsewhere))
     return (
         *untried_notes(spec.backbone, elsewhere),
         *(note for cost in gather_costs(spec.backbone, layout, elsewhere) for note in cost.notes()),
         *_grouping_notes(spec, layout),
     )
+
+
+def pair_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> tuple[str, ...]:
+    """Why devices that share every layer run no two microbatches side by side; nothing where that is decided later."""
+    alone = why_no_pairs(spec, layout, elsewhere) if layout.tensor > 1 else None
+    return () if alone is None else (f"every microbatch runs alone: {alone}",)
 
 
 def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:

@@ -51,8 +51,9 @@ class LayoutOption:
 
     def told(self, memory_bytes: int, name: str | None = None) -> str:
         """In one line; `name`: what whoever asked calls it."""
-        verdict = f"{self.speed:.2f}x one device" if self.device_bytes <= memory_bytes else "does not fit"
-        return f"{name or self.layout}: up to {size(self.device_bytes)} of {size(memory_bytes)} a device, {verdict}"
+        verdict = f"{self.speed:.2f}x as fast as one" if self.device_bytes <= memory_bytes else "does not fit"
+        needed = f"up to {size(self.device_bytes)} of {size(memory_bytes)} a device with full microbatches"
+        return f"{name or self.layout}: {needed}, {verdict}"
 
 
 @dataclass(frozen=True)

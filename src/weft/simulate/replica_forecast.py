@@ -57,7 +57,7 @@ def forecast_replicas(
         num_stages=program.num_stages,
         stage_layers=tuple(cost.memory.layers(stage) for cost in costs for stage in range(cost.num_stages)),
         capacity=capacity,
-        schedule="in step" if len(shards) == 1 else f"{len(shards) or len(sizes)} replicas",
+        schedule=f"{len(sizes)} shards in step" if len(shards) == 1 else f"{len(shards) or len(sizes)} replicas",
         program=program,
         timeline=timeline,
         # A job is evaluated where it is at home, one that all have on the first.
