@@ -174,6 +174,27 @@ def test_train_when_an_option_is_unknown_then_shows_the_usage(weft, place: Path)
     assert look(place) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan jobs.yaml --layout auto --gpus 0", "--gpus: must be at least 1, got 0."),
+        ("plan jobs.yaml --layout auto --gpus -1", "--gpus: must be at least 1, got -1."),
+        ("plan jobs.yaml --stages two", "--stages: must be a whole number, got two."),
+        ("plan jobs.yaml --steps 1.5", "--steps: must be a whole number, got 1.5."),
+        ("sweep sweep.yaml --dry-run --gpus 0", "--gpus: must be at least 1, got 0."),
+        ("serve --port 99999", "--port: must be at most 65535, got 99999."),
+        ("serve --min-samples 0", "--min-samples: must be at least 1, got 0."),
+        ("tune --rows 63", "--rows: must be at least 64, got 63."),
+        ("tune --jobs jobs.yaml --steps 1001", "--steps: must be at most 1000, got 1001."),
+        ("rank --wait -1", "--wait: must be at least 0, got -1."),
+        ("rank --wait long", "--wait: must be a number, got long."),
+        ("bench wall --rows 0", "--rows: must be at least 1, got 0."),
+    ],
+)
+def test_verb_when_an_option_cannot_have_its_value_then_one_sentence(mistake: Mistake, words: str, said: str):
+    assert mistake(*words.split()) == said
+
+
 @pytest.fixture
 def finished(weft, place: Path) -> Path:
     """The output directory of the jobs file, trained."""

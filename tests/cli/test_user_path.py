@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from weft.cli.main import app
 from weft.cli.user_path import user_path
 
 
@@ -19,7 +17,6 @@ def test_path_when_it_begins_with_a_tilde_then_is_in_the_users_home(monkeypatch)
 
 @pytest.mark.parametrize("verb", ["train", "sweep"])
 @pytest.mark.parametrize("given", [["jobs.yaml", "--out", ""], [""]])
-def test_path_when_it_is_empty_then_is_refused(verb, given):
-    result = CliRunner().invoke(app, [verb, *given])
-    assert result.exit_code == 2
-    assert "is empty; name a file or a directory." in " ".join(result.stderr.split())
+def test_path_when_it_is_empty_then_is_refused(refused, verb, given):
+    where = "--out" if given[0] else "PATH"
+    assert refused(verb, *given) == f"{where}: is empty; name a file or a directory."

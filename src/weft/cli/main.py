@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from weft import __version__, faults
+from weft.cli.wrong_value import wrong_value
 from weft.errors import WeftError
 
 
@@ -95,6 +96,16 @@ class Verbs(TyperGroup):
         if len(args) > 1 and name in VERBS:
             return name, self.get_command(ctx, name), args[2:]
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the verb; ConfigError for a value that one of its options does not take."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if type(error) is not typer.BadParameter:
+                # One that is missing: the usage says what belongs there.
+                raise
+            raise wrong_value(error) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Lists all verbs; a sentence is wrapped and not cut."""
