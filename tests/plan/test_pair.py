@@ -10,11 +10,12 @@ import pytest
 from weft.errors import PlanError
 from weft.plan.check import violations
 from weft.plan.pack import pack
-from weft.plan.pair import RowsHeld, side_by_side, two_groups
+from weft.plan.pair import RowsHeld, cut, in_halves, side_by_side, together, two_groups, uncut
+from weft.plan.pipeline.build import Schedule, build
 from weft.plan.program import Backward, Forward, Program, Step
 from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
-LIMITS = Limits(64, max_microbatches=10**6)
+LIMITS, WIDE = (Limits(capacity, max_microbatches=10**6) for capacity in (64, 240))
 
 
 def random_queues(seed: int, num_jobs: int) -> list[JobQueue]:
@@ -53,6 +54,23 @@ def test_pairs_when_two_jobs_have_as_much_then_every_microbatch_has_a_partner():
     )
     groups, stream = two_groups(queues[:1], 64)
     assert groups == (("a",),) and side_by_side(stream).pairs == ()
+
+
+@pytest.mark.parametrize("schedule", [Schedule.EAGER, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("seed", range(8))
+def test_halves_when_a_pipeline_is_cut_by_jobs_then_it_keeps_to_the_rules(seed, schedule):
+    """What goes through the stages together is what went through them alone."""
+    queues = random_queues(seed, 2 + seed % 3)
+    program = build(schedule, pack(queues, WIDE).microbatches, 3)
+    halved = in_halves(program)
+    assert halved.pairs and violations(halved, queues, WIDE) == []
+    parts = uncut(halved)
+    assert [sorted(together(own).job_tokens.items()) for own in parts] == [
+        sorted(own.job_tokens.items()) for own in program.microbatches
+    ]
+    assert {len(own) for own in parts if len(together(own).job_tokens) > 1} == {2}
+    assert cut(program, [(own,) for own in program.microbatches]) == program
+    assert in_halves(program, RowsHeld(1)) == program
 
 
 def test_pairs_when_rows_are_bounded_then_no_two_have_more():

@@ -15,8 +15,10 @@ from weft.cost.learned_pairs import MeasuredPairs, PairPace
 from weft.cost.shape import ModelShape
 from weft.engine.events import MicrobatchesPaired
 from weft.plan.check import violations
-from weft.plan.pair import side_by_side, two_groups
-from weft.plan.types import Batch, JobQueue, Limits
+from weft.plan.pair import side_by_side, two_groups, uncut
+from weft.plan.pipeline.build import peak_bytes
+from weft.plan.program import Backward, Forward
+from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 from weft.simulate.choose import FastestPipeline, pipeline_planner
 from weft.simulate.interpret import simulate
 from weft.simulate.timeline import BESIDE, COMPUTE
@@ -54,9 +56,9 @@ def test_pair_when_one_is_short_then_the_rest_of_the_other_hides_nothing():
 
 def test_pair_when_something_was_measured_then_that_counts_before_links():
     table = cost("h100")
-    waits = PairTimes(table, MeasuredPairs(sums={"forward": 0.4})).share(SAMPLES, SAMPLES, 0, is_forward=True)
+    waits = PairTimes(table, MeasuredPairs(sums={("forward", 0): 0.4})).share(SAMPLES, SAMPLES, 0, is_forward=True)
     assert 0.6 <= waits < 0.7 < PairTimes(table).share(SAMPLES, SAMPLES, 0, is_forward=True)
-    ran = PairTimes(table, MeasuredPairs({"forward": 0.4}, {"forward": 1.2}))
+    ran = PairTimes(table, MeasuredPairs({("forward", 0): 0.4}, {("forward", 0): 1.2}))
     assert ran.share(SAMPLES, SAMPLES, 0, is_forward=True) == 1.2
     assert ran.share(SAMPLES, SAMPLES, 0, is_forward=False) == PairTimes(table).share(
         SAMPLES, SAMPLES, 0, is_forward=False
@@ -129,15 +131,38 @@ def test_choice_when_there_is_one_job_then_says_that_nothing_is_without_a_common
     assert "no two without a common job have room" in MicrobatchesPaired(0, None, (("a",),), 0).text
 
 
-def test_pace_when_enough_was_seen_then_knows_waits_and_pairs():
-    pace, load = PairPace(), MicrobatchLoad.of([(4, [100])], 0)
-    alone = {"forward": Fit({"rows": 0.01})}
+def test_pace_when_enough_was_seen_then_knows_waits_and_pairs_of_that_stage():
+    pace, load, forward = PairPace(), MicrobatchLoad.of([(4, [100])], 0), ("forward", 1)
+    alone = {forward: Fit({"rows": 0.01})}
     for _ in range(FEWEST - 1):
-        pace.note_sums("forward", 0.25, 1.0)
-        pace.note_pair("forward", (load, load), 1.5)
+        pace.note_sums(forward, 0.25, 1.0)
+        pace.note_pair(forward, (load, load), 1.5)
     assert pace.learn(alone) == MeasuredPairs()
-    pace.note_sums("forward", 0.25, 1.0)
-    pace.note_pair("forward", (load, load), 1.5)
+    pace.note_sums(forward, 0.25, 1.0)
+    pace.note_pair(forward, (load, load), 1.5)
     found = pace.learn(alone)
-    assert found.sums == {"forward": pytest.approx(0.25)} and found.pairs == {"forward": pytest.approx(0.75)}
-    assert pace.learn({}).pairs == {}
+    assert (found.sums, found.pairs) == ({forward: pytest.approx(0.25)}, {forward: pytest.approx(0.75)})
+    assert pace.learn({("forward", 0): alone[forward]}).pairs == {}
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_choice_when_there_are_stages_then_pairs_go_through_all_of_them(behind):
+    """Two half full microbatches take the way of one; also behind what another program has left in the pipeline."""
+    own = dataclasses.replace(cost(), num_stages=2)
+    planner = pipeline_planner("auto", own, in_pairs=True)
+    assert isinstance(planner, FastestPipeline)
+    if behind:
+        left = [Microbatch((Segment("z", 0, place, 2048),)) for place in range(2)]
+        planner = dataclasses.replace(planner, behind=tuple(left))
+    given = queues("a", "b", "c", "d")
+    choice = planner.choose(given, LIMITS)
+    program = choice.program
+    assert choice.pairs is not None and choice.pairs.num_pairs == len(program.pairs) == 12
+    assert choice.pairs.gain is not None and choice.pairs.gain > 0.1
+    assert violations(program, given, LIMITS) == []
+    for stage in program.stages:
+        passes = [i for i in stage if isinstance(i, Forward | Backward)]
+        assert len(passes) == 48 and all(type(a) is type(b) for a, b in zip(passes[::2], passes[1::2], strict=True))
+    assert [len(parts) for parts in uncut(program)] == [2] * 12
+    limits = planner.memory_bytes(LIMITS.capacity)
+    assert all(peak <= most for peak, most in zip(peak_bytes(program, own), limits, strict=True))

@@ -14,15 +14,17 @@ from weft.cost.fit import Fit, MicrobatchLoad
 from weft.cost.learned import FEWEST, WINDOW
 
 Pair = tuple[MicrobatchLoad, MicrobatchLoad]
+PassOf = tuple[str, int]
+"""The name of a pass, and its stage."""
 
 
 @dataclass(frozen=True)
 class MeasuredPairs:
-    """What was learnt, by the name of a pass; nothing of those that have not been seen often enough."""
+    """What was learnt of passes; nothing of those that have not been seen often enough."""
 
-    sums: Mapping[str, float] = field(default_factory=dict)
+    sums: Mapping[PassOf, float] = field(default_factory=dict)
     """The part of a pass that is waiting for sums."""
-    pairs: Mapping[str, float] = field(default_factory=dict)
+    pairs: Mapping[PassOf, float] = field(default_factory=dict)
     """What two passes take side by side, as a part of what they take one after another."""
 
 
@@ -30,18 +32,18 @@ class MeasuredPairs:
 class PairPace:
     """Collects what sums and pairs take."""
 
-    _sums: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
-    _pairs: dict[str, deque[tuple[Pair, float]]] = field(default_factory=dict)
+    _sums: dict[PassOf, deque[tuple[float, float]]] = field(default_factory=dict)
+    _pairs: dict[PassOf, deque[tuple[Pair, float]]] = field(default_factory=dict)
 
-    def note_sums(self, name: str, sums_s: float, seconds: float) -> None:
+    def note_sums(self, name: PassOf, sums_s: float, seconds: float) -> None:
         """One pass that ran alone, and how long of that it waited."""
         self._sums.setdefault(name, deque(maxlen=WINDOW)).append((sums_s, seconds))
 
-    def note_pair(self, name: str, loads: Pair, seconds: float) -> None:
+    def note_pair(self, name: PassOf, loads: Pair, seconds: float) -> None:
         """Two passes, from the beginning of the first to the end of the last."""
         self._pairs.setdefault(name, deque(maxlen=WINDOW)).append((loads, seconds))
 
-    def learn(self, alone: Mapping[str, Fit]) -> MeasuredPairs:
+    def learn(self, alone: Mapping[PassOf, Fit]) -> MeasuredPairs:
         """What is known; `alone`: what passes take by themselves, as far as that has been learnt."""
         # Copies: others go on noting meanwhile.
         waits = {name: list(seen) for name, seen in list(self._sums.items()) if len(seen) >= FEWEST}

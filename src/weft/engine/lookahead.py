@@ -202,13 +202,18 @@ class LookaheadPlanner:
             elif span.name in PASSES and "beside" not in span.args:
                 self.stages.note_pass(span.name, span.stage, loads[span.args["microbatch"]], span.duration_s)
                 if "sums_s" in span.args:
-                    self._pairs.note_sums(span.name, span.args["sums_s"], span.duration_s)
-        for name in PASSES if program.pairs else ():
-            beside = {span.args["microbatch"]: span for span in spans if span.name == name and "beside" in span.args}
-            for first, second in program.pairs:
-                start_s = min(beside[first].start_s, beside[second].start_s)
-                end_s = max(beside[first].end_s, beside[second].end_s)
-                self._pairs.note_pair(name, (loads[first], loads[second]), end_s - start_s)
+                    self._pairs.note_sums((span.name, span.stage), span.args["sums_s"], span.duration_s)
+        beside = {
+            (span.name, span.stage, span.args["microbatch"]): span
+            for span in spans
+            if span.name in PASSES and "beside" in span.args
+        }
+        for (name, stage, first), one in beside.items():
+            second = one.args["beside"]
+            if first < second:
+                other = beside[name, stage, second]
+                seconds = max(one.end_s, other.end_s) - min(one.start_s, other.start_s)
+                self._pairs.note_pair((name, stage), (loads[first], loads[second]), seconds)
 
     def take_choice(self) -> Made | None:
         """How the jobs of the program that was handed out last are grouped, if that is news."""
@@ -278,8 +283,7 @@ class LookaheadPlanner:
             return planner, 0
         cost, adapters = learned
         if planner.pairs is not None:
-            alone = {name: cost.passes[name, 0] for name in PASSES}
-            planner = replace(planner, pairs=replace(planner.pairs, measured=self._pairs.learn(alone)))
+            planner = replace(planner, pairs=replace(planner.pairs, measured=self._pairs.learn(cost.passes)))
         return replace(planner, cost=cost, adapters=adapters, row_tile=self.stages.row_tile), self.stages.num_seen
 
     def _informed_spread(self, planner: FastestSpread) -> tuple[FastestSpread, int]:

@@ -39,9 +39,10 @@ BEHIND = 4
 
 def last_of(program: Program) -> tuple[tuple[Microbatch, ...], ...]:
     """The microbatches of each replica that matter to a program that is appended."""
+    dealt = DealtStream.of(program)
     return tuple(
-        tuple(program.microbatches[k] for k in places[-BEHIND * len(devices) :])
-        for places, devices in zip(DealtStream.of(program).places, program.replicas, strict=True)
+        tuple(dealt.microbatches[k] for k in places[-BEHIND * len(devices) :])
+        for places, devices in zip(dealt.places, program.replicas, strict=True)
     )
 
 

@@ -11,6 +11,7 @@ so all are simulated; deterministic as long as packing is, ties go to the smalle
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from weft.cost.types import CostModel
 from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits, RoundPlan
-from weft.plan.pair import RowsHeld, side_by_side, two_groups
+from weft.plan.pair import RowsHeld, cut, in_halves, side_by_side, together, two_groups, uncut
 from weft.plan.pipeline.append import joined
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
@@ -130,7 +131,7 @@ class FastestPipeline:
     behind: tuple[Microbatch, ...] = ()
     """The last microbatches of the program that the next one is appended to; none: the pipeline is empty."""
     pairs: PairTimes | None = None
-    """For one stage that devices share: what two microbatches side by side take; None: each runs alone."""
+    """For stages that devices share: what two microbatches side by side take; None: each runs alone."""
     pairs_share_room: bool = False
     """Two side by side have no more rows than a full one: on a GPU there is memory for those."""
 
@@ -146,10 +147,12 @@ class FastestPipeline:
     def choose(self, queues: Sequence[JobQueue], limits: Limits) -> PipelineChoice:
         """The next program, how its jobs are grouped, and whether microbatches are in pairs."""
         best = self._alone(queues, limits)
-        return best if self.pairs is None else self._paired(best, whole_batches(queues, limits, 1), limits.capacity)
+        if self.pairs is None:
+            return best
+        return self._paired(best, whole_batches(queues, limits, self.num_stages), limits.capacity)
 
     def _paired(self, best: PipelineChoice, whole: Sequence[JobQueue], capacity: int) -> PipelineChoice:
-        """The better of a program and of the same microbatches, or those of two groups, side by side."""
+        """The best of a program, of its microbatches in halves or in pairs, and of those of two groups side by side."""
         best = dataclasses.replace(best, pairs=PairChoice())
         if len(whole) < 2 or not all(batch.lengths for queue in whole for batch in queue.batches):
             return best
@@ -158,10 +161,14 @@ class FastestPipeline:
             held = RowsHeld(-(-capacity // self.row_tile) * self.row_tile, self.row_tile)
             fill = held.most // (2 * self.row_tile) * self.row_tile or capacity
         groups, apart = two_groups(whole, fill)
+        build = None if self.num_stages == 1 else functools.partial(self._build, capacity=capacity)
+        divided = dataclasses.replace(best, groups=groups, fills=(fill,) * len(groups))
         tried = [
-            dataclasses.replace(best, program=side_by_side(best.program.microbatches, held)),
-            dataclasses.replace(best, program=side_by_side(apart, held), groups=groups, fills=(fill,) * len(groups)),
+            dataclasses.replace(divided, program=side_by_side(apart, held, build)),
+            dataclasses.replace(best, program=in_halves(best.program, held)),
         ]
+        if self.num_stages == 1:
+            tried.append(dataclasses.replace(best, program=side_by_side(best.program.microbatches, held)))
         timed = [dataclasses.replace(each, seconds=self._seconds(each.program)) for each in tried if each.program.pairs]
         if not timed:
             return best
@@ -239,8 +246,11 @@ class FastestPipeline:
     def _seconds(self, program: Program) -> float:
         if not self.behind:
             return simulate(program, self.cost, adapters=self.adapters, pairs=self.pairs).makespan_s
-        whole = joined([self.behind, program.microbatches], self.num_stages, self.cost, adapters=self.adapters)
-        return simulate(whole, self.cost, adapters=self.adapters).makespan_s
+        parts = uncut(program)
+        following = [together(own) for own in parts]
+        whole = joined([self.behind, following], self.num_stages, self.cost, adapters=self.adapters)
+        whole = cut(whole, [*((own,) for own in self.behind), *parts])
+        return simulate(whole, self.cost, adapters=self.adapters, pairs=self.pairs).makespan_s
 
 
 def pipeline_planner(named: str, cost: AnalyticCost, *, in_pairs: bool = False) -> FastestPipeline | PipelinePlanner:

@@ -50,7 +50,8 @@ class PairTimes:
 
     def share(self, first: Sequence[int], second: Sequence[int], stage: int, *, is_forward: bool) -> float:
         """Of two microbatches with samples of these lengths; 1: nothing is hidden."""
-        name, key = "forward" if is_forward else "backward", (tuple(first), tuple(second), stage, is_forward)
+        name = "forward" if is_forward else "backward", stage
+        key = (tuple(first), tuple(second), stage, is_forward)
         if name in self.measured.pairs:
             return self.measured.pairs[name]
         if key not in self._known:

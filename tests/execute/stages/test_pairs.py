@@ -18,7 +18,13 @@ from tiny_models import Job, Outcome, assert_same_bits, finish, job_spec, random
 
 from weft.adapters.methods import has_kernels
 from weft.backbone.source import load_tokenizer
+from weft.bench.shapes import find_shape
+from weft.cost.analytic import AnalyticCost
+from weft.cost.hardware import find_hardware
+from weft.cost.learned_pairs import MeasuredPairs, PairPace
+from weft.cost.shape import ModelShape
 from weft.cost.types import LinearCost
+from weft.engine import lookahead
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.engine.lookahead import LookaheadPlanner
@@ -27,15 +33,18 @@ from weft.execute.stages.stage_pool import StageProcesses
 from weft.execute.stages.staged import StagedExecutor
 from weft.objectives.distillation import Distillation
 from weft.objectives.preference.dpo import Dpo
-from weft.plan.pair import side_by_side, two_groups
+from weft.plan.pair import in_halves, side_by_side, two_groups
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
 from weft.plan.program import Planner, Program
 from weft.plan.types import JobQueue, Limits
 from weft.simulate.choose import FastestPipeline
 from weft.simulate.timeline import BESIDE, COMPUTE
+from weft.simulate.two_streams import PairTimes
 
 ALONE = PipelinePlanner(Schedule.EAGER, 1)
+SHAPE = ModelShape.from_config(find_shape("tiny").config().to_dict())
+COST = AnalyticCost(SHAPE, find_hardware("cpu"), 2, tensor_parallel=2)
 
 
 def in_pairs(queues: Sequence[JobQueue], limits: Limits) -> Program:
@@ -79,6 +88,21 @@ def test_jobs_when_in_pairs_then_have_the_bits_that_they_have_without(names, dty
     paired, engine = trained(in_pairs, given, dtype=dtype, kernels=kernels)
     assert num_beside(without) == 0 and num_beside(engine) >= 4 * 3
     assert alone["lora"].eval_losses
+    for name, outcome in alone.items():
+        assert_same_bits(paired[name], outcome)
+
+
+STAGED = PipelinePlanner(Schedule.ONE_F_ONE_B, 2)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+def test_jobs_when_pairs_go_through_stages_then_have_the_bits_that_they_have_without(kernels):
+    """Both halves of a microbatch cross every border; clipped, with dropout, one evaluated."""
+    given = jobs(("lora", "high_rank", "ia3"), num_steps=3)
+    alone, without = trained(STAGED, given, sizes=(1, 1), kernels=kernels)
+    paired, engine = trained(lambda *asked: in_halves(STAGED(*asked)), given, sizes=(1, 1), kernels=kernels)
+    assert num_beside(without) == 0 and num_beside(engine) >= 4 * 3
+    assert {span.stage for span in engine.timeline.spans if "beside" in span.args} == {0, 1}
     for name, outcome in alone.items():
         assert_same_bits(paired[name], outcome)
 
@@ -139,6 +163,38 @@ def test_jobs_when_they_learn_from_one_teacher_side_by_side_then_both_hear_it(tm
     assert num_beside(engine)
     for name, outcome in alone.items():
         assert_same_bits(paired[name], outcome)
+
+
+def test_jobs_when_programs_with_pairs_are_appended_then_have_the_bits_that_they_have_without(monkeypatch):
+    """Over gloo, as `--layout tensor:2,stages:2` plans, told that two take half as long side by side."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    step = {"max_steps": 12, "max_grad_norm": 0.1}
+    given: list[Job] = [
+        (job_spec("a", adapter={"r": 3, "lora_dropout": 0.1}, **step), random_data(1, num_samples=6)),
+        (job_spec("b", adapter={"r": 4}, **step), random_data(2, num_samples=5)),
+        (job_spec("c", adapter={"r": 2}, **step), random_data(3, num_samples=5)),
+    ]
+    known = MeasuredPairs(pairs={(name, stage): 0.5 for name in ("forward", "backward") for stage in range(2)})
+    monkeypatch.setattr(PairPace, "learn", lambda *_: known)
+    # However long it takes: no program is planned by anybody else.
+    monkeypatch.setattr(lookahead, "SHORTEST_WAIT_S", 600.0)
+    monkeypatch.setattr(LookaheadPlanner, "_at_once", lambda self, asked: self._make(self._planner, asked).program)
+    alone = FastestPipeline(2, LinearCost())
+    tokenizer: Any = load_tokenizer(SPEC.base_model)
+    group = StageProcesses(SPEC, find_parts(SPEC, 2, tensor=2), tensor=2)
+    try:
+        found = []
+        for planner in (alone, dataclasses.replace(alone, pairs=PairTimes(COST, known))):
+            engine = Engine(StagedExecutor(group, tokenizer), capacity=48, planner=planner)
+            submit(engine, *given)
+            found.append(finish(engine))
+            assert bool(num_beside(engine)) == (planner is not alone)
+            for name in engine.jobs:
+                engine.executor.drop(name)
+        for name, outcome in found[0].items():
+            assert_same_bits(found[1][name], outcome)
+    finally:
+        group.close()
 
 
 def test_processes_when_they_run_pairs_then_jobs_have_the_bits_that_they_have_without(monkeypatch):

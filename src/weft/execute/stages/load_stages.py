@@ -97,8 +97,10 @@ def why_no_pairs(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
 
     `elsewhere`: as in `check_layout`.
     """
-    if layout.replica_sizes != (1,) or layout.schedule is not None:
-        return "pairs are for one stage; in a pipeline, passes follow one another."
+    if len(layout.replica_sizes) > 1:
+        return "pairs are for one replica."
+    if layout.schedule is not None:
+        return "the schedule that was asked for knows no pairs."
     if spec.planner == "greedy":
         return "the greedy planner knows no pairs."
     is_plain = spec.backbone.kernels == "reference" or spec.backbone.dtype == "float32"

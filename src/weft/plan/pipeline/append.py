@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from weft.cost.adapter_times import AdapterTimes
 from weft.cost.types import CostModel
+from weft.plan.pair import together, uncut
 from weft.plan.pipeline.build import StageList, renumbered
 from weft.plan.pipeline.eager import Pass, Pipe, Play, clock_of
 from weft.plan.pipeline.shared_steps import SharedSteps
@@ -41,21 +42,40 @@ class DealtStream:
     """What a program has replicas run."""
 
     microbatches: Sequence[Microbatch]
+    """Two that run side by side count as one."""
     places: Sequence[Sequence[int]]
     """Of each replica, which of them it runs, in the order of its forwards."""
     free: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The steps of the jobs that all replicas train."""
+    parts: Sequence[int] = ()
+    """Of how many each of them is made, one or two; empty: of one."""
 
     @classmethod
     def of(cls, program: Program) -> DealtStream:
         """What a program says, but for the order of everything else."""
         firsts = [program.stages[devices.start] for devices in program.replicas]
-        places = [[i.microbatch for i in own if isinstance(i, Forward)] for own in firsts]
+        parts = uncut(program)
+        ends = itertools.accumulate(map(len, parts))
+        place_of = {end - len(own): place for place, (end, own) in enumerate(zip(ends, parts, strict=True))}
+        forwards = [[i.microbatch for i in own if isinstance(i, Forward)] for own in firsts]
+        places = [[place_of[k] for k in own if k in place_of] for own in forwards]
         steps = Counter((i.job, i.step) for own in firsts for i in own if isinstance(i, Step))
         free: dict[str, list[int]] = {}
         for job, step in sorted(batch for batch, count in steps.items() if count > 1):
             free.setdefault(job, []).append(step)
-        return cls(program.microbatches, places, free)
+        return cls([together(own) for own in parts], places, free, [len(own) for own in parts])
+
+    @property
+    def num_parts(self) -> int:
+        """Of all of them."""
+        return sum(self.parts) if self.parts else len(self.microbatches)
+
+    def numbers(self, place: int, first: int) -> range:
+        """Of the parts of one of them, where those of the program are counted from `first` on."""
+        if not self.parts:
+            return range(first + place, first + place + 1)
+        start = first + sum(self.parts[:place])
+        return range(start, start + self.parts[place])
 
 
 def open_pipe(
@@ -78,8 +98,8 @@ class EndlessProgram:
         self._told: list[list[Instruction]] = [[] for _ in self._lists]
         """What each stage is told next."""
         self._shared = SharedSteps(self._firsts, self._told)
-        self._numbers: list[list[int]] = [[] for _ in pipes]
-        """Of each replica's microbatches among all."""
+        self._numbers: list[list[range]] = [[] for _ in pipes]
+        """Of each replica's microbatches among all; two where it runs two side by side."""
         self._programs: dict[StreamBatch, int] = {}
         """The program that each global batch belongs to."""
         self._ends: list[dict[StreamBatch, int]] = [{} for _ in pipes]
@@ -116,8 +136,8 @@ class EndlessProgram:
                 play.whole_at.pop((job, step), None)
         for replica, (stream, places) in enumerate(zip(streams, given.places, strict=True)):
             self._extend(replica, stream, costs[replica], before)
-            self._numbers[replica] += [self.num_microbatches + k for k in places]
-        self.num_microbatches += len(given.microbatches)
+            self._numbers[replica] += [given.numbers(k, self.num_microbatches) for k in places]
+        self.num_microbatches += given.num_parts
         # Nothing follows on a replica that has no part of it.
         return self._run([replica for replica, stream in enumerate(streams) if not stream.members])
 
@@ -225,7 +245,7 @@ class EndlessProgram:
                 case Forward(k):
                     for batch in self._plays[replica].shared[k]:
                         shared.step_before(device, batch)
-            told.append(renumbered(i, numbers, first))
+            told += renumbered(i, numbers, first)
 
     def _overdue(self, replica: int, own: StageList, each: Pass) -> list[str]:
         """Jobs whose steps of programs before are taken before a pass."""

@@ -225,13 +225,16 @@ class StageList:
         return [Step(job, self.measured.pop(job)) for job in (sorted(self.measured) if jobs is None else jobs)]
 
 
-def renumbered(i: Instruction, numbers: Sequence[int], first: int) -> Instruction:
-    """An instruction of one replica in the numbers of all: of its microbatches, and from its `first` stage on."""
+def renumbered(i: Instruction, numbers: Sequence[Sequence[int]], first: int) -> list[Instruction]:
+    """An instruction of one replica in the numbers of all: of its microbatches, and from its `first` stage on.
+
+    A microbatch that is two of all, which run side by side, has one for each.
+    """
     match i:
         case Send():
-            return replace(i, microbatch=numbers[i.microbatch], to_stage=first + i.to_stage)
+            return [replace(i, microbatch=k, to_stage=first + i.to_stage) for k in numbers[i.microbatch]]
         case Receive():
-            return replace(i, microbatch=numbers[i.microbatch], from_stage=first + i.from_stage)
+            return [replace(i, microbatch=k, from_stage=first + i.from_stage) for k in numbers[i.microbatch]]
         case Forward() | Backward():
-            return replace(i, microbatch=numbers[i.microbatch])
-    return i
+            return [replace(i, microbatch=k) for k in numbers[i.microbatch]]
+    return [i]

@@ -127,9 +127,9 @@ def _assembled(
         for one in stages[0]
         if not one.is_backward
     )
-    numbers = [[0] * len(stream.microbatches) for stream in streams]
+    numbers = [[[0]] * len(stream.microbatches) for stream in streams]
     for number, (_, replica, k) in enumerate(order):
-        numbers[replica][k] = number
+        numbers[replica][k] = [number]
     microbatches = tuple(streams[replica].microbatches[k] for _, replica, k in order)
     lists: list[tuple[Instruction, ...]] = []
     for replica, (stream, stages) in enumerate(zip(streams, played, strict=True)):
@@ -139,7 +139,7 @@ def _assembled(
             own = with_transfers(stream, visits, place, len(stages), measures=True)
             judged = [batch for batch, (_, judge) in due.items() if place == 0 and judge == replica]
             own = _with_steps(own, passes, stream, due, free, judged)
-            lists.append(tuple(renumbered(i, numbers[replica], first) for i in own))
+            lists.append(tuple(each for i in own for each in renumbered(i, numbers[replica], first)))
     return Program(microbatches, tuple(lists), replica_sizes=tuple(replica_sizes), shards=tuple(shards))
 
 
