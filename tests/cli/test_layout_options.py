@@ -95,7 +95,7 @@ def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is
     assert may_change and predicted is not None
     options.check(spec, ())
     assert not options.is_auto and "GiB a device" in reasons[0] and reasons[0].endswith("(chosen, predicted)")
-    assert "auto is for weft train and weft plan" in refusal("auto")
+    assert "auto is for weft train, sweep and plan" in refusal("auto")
     assert "leave --replicas out" in refusal("auto", flags=("--replicas", "2"))
 
 

@@ -189,6 +189,37 @@ def test_sweep_when_its_backbone_is_in_stages_then_answers_and_bytes_are_those_o
     assert more.code == 0 and "started" not in more.out
 
 
+@pytest.mark.slow
+def test_sweep_when_its_layout_is_chosen_then_the_bytes_are_those_of_one_device(weft, folder, monkeypatch):
+    """And it is resumed likewise."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    one, two = (weft("sweep", "sweep.yaml", *more) for more in ([], ["--layout", "auto", "--out", "two"]))
+    assert (one.code, two.code) == (0, 0), two.err
+    assert "layout    spread:2: " in two.out and "(chosen, predicted)" in two.out and "2 replicas" in two.out
+    boards = [json.loads(Path(place, "leaderboard.json").read_text())["trials"] for place in ("out", "two")]
+    assert [(t["name"], t["value"]) for t in boards[0]] == [(t["name"], t["value"]) for t in boards[1]]
+    for trial in boards[0]:
+        mine, alone = (Path(p, "trials", trial["name"], "adapter/adapter_model.safetensors") for p in ("two", "out"))
+        assert mine.read_bytes() == alone.read_bytes()
+    more = weft("sweep", "sweep.yaml", "--layout", "auto", "--out", "two", "--resume")
+    assert more.code == 0 and "started" not in more.out
+
+
+def test_dry_run_when_the_layout_is_auto_then_says_what_the_first_trials_get_and_why(weft, folder, monkeypatch):
+    """One that a trial of the space could not have is passed over, whether that one is among the first or not."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    chosen = weft("sweep", "sweep.yaml", "--layout", "auto", "--dry-run")
+    assert chosen.code == 0 and "layout    spread:2: " in chosen.out, chosen.err
+    assert "spread:2 is checked and not planned" in chosen.out
+    single = weft("sweep", "sweep.yaml", "--layout", "auto", "--dry-run", "max_jobs=1", "job.global_batch_size=1")
+    assert "layout    stages:1: " in single.out and "is checked" not in single.out
+    lean = ["space.optim=[adamw,adamw_8bit]", "--trials", "1"]
+    alone = weft("sweep", "sweep.yaml", "--layout", "auto", "--schedule", "1f1b", "--dry-run", *lean)
+    assert "layout    one device, because none in stages can be" in alone.out
+    assert "stages:2 cannot be: " in alone.out and "adamw_8bit keeps blocks of numbers" in alone.out
+    assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -196,7 +227,8 @@ def test_sweep_when_its_backbone_is_in_stages_then_answers_and_bytes_are_those_o
         (("--devices", "0"), "error: --devices: are for GPUs, and this run is on a CPU"),
         (("--replicas", "2", "early_stop=halving", "max_tokens=99"), "halving with a budget of tokens or time"),
         (("--layout", "stages:99"), "error: --layout: got 99 stages; the model has 6 layers, so use 1 to 6."),
-        (("--layout", "auto"), "error: --layout: auto is for weft train and weft plan; say a layout"),
+        (("--layout", "auto", "--replicas", "2"), "leave --replicas out, or --layout."),
+        (("--layout", "aut"), "Did you mean auto?"),
         (("--layout", "stages:2", "--replicas", "2"), "leave --replicas out, or --layout."),
         (("--layout", "stages:2", "space.optim=[adamw,adamw_8bit]"), "8bit]: adamw_8bit keeps blocks of numbers"),
         (("--layout", "tensor:2", "job.sums=free"), "error: job.sums=free: devices that share layers add up in their"),

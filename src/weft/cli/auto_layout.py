@@ -4,7 +4,7 @@ its configuration and tokenizer are read."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -110,8 +110,17 @@ def machine_of(spec: RunSpec, device: str, num_devices: int | None) -> Machine:
     return Machine(hardware, num_devices, is_here=False)
 
 
-def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path, machine: Machine | None = None) -> AutoLayout:
-    """What was asked for with a layout in the place of auto: the choice among the devices of a machine, or of this."""
+def with_layout(
+    spec: RunSpec,
+    asked: LayoutOptions,
+    base_dir: Path,
+    machine: Machine | None = None,
+    check_more: Callable[[LayoutOptions], None] | None = None,
+) -> AutoLayout:
+    """What was asked for with a layout in the place of auto: the choice among the devices of a machine, or of this.
+
+    `check_more`: raises what else keeps a layout from being taken.
+    """
     machine = machine or machine_here(spec)
     choice = _choice(spec, _jobs(spec, _train_data(spec, base_dir)), machine)
     # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried; and a schedule is for
@@ -124,6 +133,8 @@ def with_layout(spec: RunSpec, asked: LayoutOptions, base_dir: Path, machine: Ma
         options = replace(asked, layout=str(option.layout))
         try:
             options.check(spec, (), machine.elsewhere)
+            if check_more is not None:
+                check_more(options)
         except WeftError as error:
             refused.setdefault(str(error), []).append(options.layout or "")
             continue

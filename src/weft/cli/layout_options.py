@@ -26,7 +26,6 @@ _KINDS = (
     "shards:2,stages:2: those of every stage"
 )
 Layout = Annotated[str | None, typer.Option(metavar="stages:N", help=f"{_KINDS}; or auto: what is predicted fastest.")]
-NamedLayout = Annotated[str | None, typer.Option("--layout", metavar="stages:N", help=f"{_KINDS}.")]
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)
 PipelineSchedule = Annotated[
     str | None,
@@ -70,7 +69,7 @@ class LayoutOptions:
         if self.layout is None:
             return ReplicaLayouts()
         if self.is_auto:
-            raise ConfigError("auto is for weft train and weft plan; say a layout, such as stages:2.", where=WHERE)
+            raise ConfigError("auto is for weft train, sweep and plan; say a layout, such as stages:2.", where=WHERE)
         return parse_layout(self.layout, where=WHERE, or_auto=self.may_be_auto)
 
     @staticmethod

@@ -8,6 +8,7 @@ weft sweep sweep.yaml job.max_steps=200      another setting for all of them
 weft sweep jobs.yaml --space space.yaml      a jobs file with one job, and Axolotl's kind of sweep file
 weft sweep sweep.yaml --replicas 2           two copies of the backbone, trials placed over them
 weft sweep sweep.yaml --layout stages:2      one backbone whose layers are divided over two processes
+weft sweep sweep.yaml --layout auto          whatever is predicted fastest for the first trials
 weft sweep sweep.yaml --resume               go on after a stop or a crash
 """
 
@@ -17,20 +18,21 @@ import contextlib
 import datetime
 import shlex
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from weft.cli.layout_options import LayoutOptions, NamedLayout, PipelineSchedule
+from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, WeftError
 from weft.keeping import keeping_all
 from weft.report.console import output_console
+from weft.spec import RunSpec
 from weft.spec.load import parse, place_of
 from weft.spec.load_sweep import check_trials, in_its_words, load_sweep, probe_jobs, space_of
 from weft.spec.sweep import SweepSpec
@@ -89,7 +91,7 @@ def sweep(
     cluster: Cluster = None,
     gpu_type: GpuType = None,
     listen: Listen = None,
-    layout: NamedLayout = None,
+    layout: Layout = None,
     schedule: PipelineSchedule = None,
 ) -> None:
     """Try many configurations together on one backbone and keep the best."""
@@ -98,7 +100,8 @@ def sweep(
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_sweep(sweep_file, changes, space=space)
     options = ReplicaOptions(replicas, devices if layout is None else None, cluster, gpu_type, listen)
-    layouts = LayoutOptions(layout, schedule, None if layout is None else devices, may_be_auto=False)
+    layouts = LayoutOptions(layout, schedule, None if layout is None else devices)
+    said = (*options.flags, *layouts.flags)
     if not dry_run and (device is not None or gpus is not None):
         flag = "--gpus" if device is None else "--device"
         raise ConfigError("is what --dry-run plans for; a sweep trains on the device that is here.", where=flag)
@@ -107,6 +110,9 @@ def sweep(
     if device is not None:
         _check_device(device)
     try:
+        if layouts.is_auto:
+            layouts.check_alone(options.flags)
+            layouts = _chosen_layout(spec, layouts, sweep_file.parent, output_console())
         _check_layout(spec, layouts, options.flags)
         if device is not None or gpus is not None:
             _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
@@ -121,7 +127,7 @@ def sweep(
         raise _placed(error, sweep_file, changes) from None
     except _StoppedError:
         again = ["weft", "sweep", str(sweep_file), *changes, *(["--space", space] if space else [])]
-        again += [*options.flags, *layouts.flags, "--out", str(place), "--resume"]
+        again += [*said, "--out", str(place), "--resume"]
         output_console().print(f"stopped; go on with: {shlex.join(again)}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
 
@@ -165,6 +171,19 @@ class Order:
     """Where the replicas are; None: one in this process."""
     layout: LayoutOptions
     """How one lies over devices."""
+
+
+def _chosen_layout(spec: SweepSpec, asked: LayoutOptions, base_dir: Path, console: Console) -> LayoutOptions:
+    """A layout in the place of auto, by the trials that begin together, and all that may come; says why it is that."""
+    from weft.cli.auto_layout import with_layout
+    from weft.sweeps.search.first_trials import first_trials
+
+    shared = {field.name: getattr(spec, field.name) for field in fields(RunSpec)}
+    beginning = RunSpec(**shared | {"jobs": tuple(first_trials(spec))})
+    found = with_layout(beginning, asked, base_dir, check_more=lambda options: _check_layout(spec, options, ()))
+    for line in found.lines:
+        _line(console, f"layout    {line}")
+    return found.options
 
 
 def _check_layout(spec: SweepSpec, layout: LayoutOptions, replica_flags: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ objective asks for, are left out.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -28,11 +29,10 @@ from weft.kernels.device import default_device, device_name
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 from weft.spec import AdapterSpec
 from weft.spec.load_sweep import longest_of, space_of
-from weft.spec.space import params_of, value_key
 from weft.spec.sweep import SweepSpec
 from weft.sweeps.configure import Configurations
-from weft.sweeps.record.trial import trial_name
-from weft.sweeps.search.samplers import make_sampler, num_planned, sampler_name
+from weft.sweeps.search.first_trials import first_points
+from weft.sweeps.search.samplers import num_planned, sampler_name
 
 MOST_PLANNED = 1000
 """Configurations of a plan; larger sweeps go on likewise."""
@@ -63,20 +63,15 @@ def plan_configurations(spec: SweepSpec, configurations: Configurations, device:
 
 def sampled(spec: SweepSpec, configurations: Configurations) -> list[Configuration]:
     """The first configurations of a sweep, as many as its budget allows."""
-    space = space_of(spec)
-    sampler, known = make_sampler(spec, space), set[str]()
-    count = num_planned(spec, space)
+    count = num_planned(spec, space_of(spec))
     if count is None:
         count = MOST_PLANNED if spec.max_tokens is not None else WITHOUT_A_COUNT
     found: list[Configuration] = []
     num_tokens = 0
-    for number in range(min(count, MOST_PLANNED)):
-        point = sampler.ask(number, lambda point: value_key(params_of(point)) not in known)
-        if point is None or num_tokens >= (spec.max_tokens or num_tokens + 1):
+    for name, params in itertools.islice(first_points(spec), min(count, MOST_PLANNED)):
+        if num_tokens >= (spec.max_tokens or num_tokens + 1):
             break
-        params = params_of(point)
-        known.add(value_key(params))
-        found.append(configuration_of(configurations, trial_name(number), params))
+        found.append(configuration_of(configurations, name, params))
         num_tokens += found[-1].num_tokens
     if not found:
         raise ConfigError("the sampler found no point to try.", where="space")

@@ -14,18 +14,15 @@ from weft.objectives.metrics import MeanScores
 from weft.spec.space import params_of
 from weft.sweeps.context import SweepContext
 from weft.sweeps.decide.planned_packs import PlannedPacks
-from weft.sweeps.decide.start_order import BLIND, longest_first
+from weft.sweeps.decide.start_order import longest_first
 from weft.sweeps.decide.ticks import TrialSteps, as_of, has_come, has_ended, next_tick, step_at
 from weft.sweeps.decide.token_budget import TokenBudget
 from weft.sweeps.ledger import Ledger
 from weft.sweeps.record.trial import Trial, TrialState, trial_name
 from weft.sweeps.search.early_stop import EarlyStop
-from weft.sweeps.search.samplers import num_planned
+from weft.sweeps.search.first_trials import num_at_a_time
+from weft.sweeps.search.samplers import BLIND, num_planned
 
-AT_A_TIME = 32
-"""Trials that train together on a replica unless max_jobs says otherwise, or a planned pack is wider."""
-AT_A_TIME_ADAPTIVE = 8
-"""The same for samplers that learn from values: with more under way they would choose blindly."""
 Begin = Callable[[Trial], None]
 See = Callable[[Trial, MeanScores | None], None]
 
@@ -203,11 +200,9 @@ class Decisions:
         return as_of(trial, self._ledger.tick, self._steps)
 
     def _is_there_a_slot(self) -> bool:
-        blind = self._context.sampler_name in (*BLIND, "qmc")
-        most = AT_A_TIME if blind else AT_A_TIME_ADAPTIVE
+        slots = num_at_a_time(self._context.spec, self._context.sampler_name)
         if self._packs is not None:
-            most = max(most, self._packs.widest)
-        slots = self._context.spec.max_jobs or most
+            slots = max(slots, self._packs.widest)
         if self._is_free:
             # Otherwise what is decided would depend on how many replicas there are.
             slots *= self._context.engine.num_replicas

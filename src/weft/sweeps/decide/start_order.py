@@ -10,10 +10,8 @@ from weft.sweeps.configure import Configurations
 from weft.sweeps.context import SweepContext
 from weft.sweeps.ledger import Ledger
 from weft.sweeps.record.trial import Trial, trial_name
-from weft.sweeps.search.samplers import num_planned
+from weft.sweeps.search.samplers import BLIND, num_planned
 
-BLIND = ("grid", "random")
-"""Samplers whose points depend on nothing that is seen."""
 MOST_AHEAD = 1000
 """Trials of a sweep up to which all are looked at before the first one starts."""
 

@@ -23,6 +23,8 @@ from weft.sweeps.record.trial import Trial
 SpacePoint = Mapping[str, Any]
 """A value for each parameter of a space."""
 IsNew = Callable[[SpacePoint], bool]
+BLIND = ("grid", "random")
+"""Samplers whose points depend on nothing that is seen."""
 LARGEST_GRID = 1000
 """Points of a grid that are trained without being asked twice."""
 MAX_DRAWS = 100
