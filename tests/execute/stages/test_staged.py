@@ -217,6 +217,32 @@ def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bit
 
 
 @pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.EAGER])
+def test_stages_when_a_program_failed_in_the_middle_then_the_next_one_hears_nothing_of_it(monkeypatch, schedule):
+    """What it had sent is gone, whoever trains there next."""
+    own = [small_job("a", max_steps=2), small_job("b", 1, max_steps=2)]
+    executor: Any = staged_executor("llama", (1, 1))
+    first = executor.stages.stages[0].runner
+    backward = first.backward
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("planted")
+
+    for is_failing in (True, False):
+        monkeypatch.setattr(first, "backward", fails if is_failing else backward)
+        engine = Engine(executor, capacity=24, planner=PipelinePlanner(schedule, 2))
+        submit(engine, *own)
+        if is_failing:
+            with pytest.raises(RuntimeError, match="planted"):
+                engine.run()
+            for name in engine.jobs:
+                executor.unseat(name)
+                executor.drop(name)
+    expected = train(random_backbone("llama"), own, capacity=24)
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+
+
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.EAGER])
 def test_stages_when_one_never_sends_what_another_waits_for_then_it_is_said_who_waits(monkeypatch, schedule):
     """A list that nobody checked: stages of one process end with an error and not never."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,32 @@ def test_job_when_it_answers_between_steps_then_no_bit_of_any_job_changes():
     for name, outcome in finish(engine, ask).items():
         assert_same_bits(outcome, expected[name])
     assert len(given) == 2 and all(answer.text for answers in given for answer in answers)
+
+
+@pytest.mark.parametrize(("stage", "what"), [(0, "pass_on"), (1, "pass_on"), (2, "logits")])
+def test_job_when_a_stage_fails_in_the_middle_of_an_answer_then_the_next_one_hears_nothing_of_it(
+    one, monkeypatch, stage, what
+):
+    """Of several groups under way, at whichever pass; nor does it keep a slot."""
+    work = AnswersWork(dict.fromkeys(FEW, prompts()), DRAWN)
+    engine = trained(staged(1, 1, 1), FEW)
+    backbones = backbones_of(engine.executor)
+    run, num_slots = getattr(backbones[stage], what), [len(backbone._slot_paths) for backbone in backbones]
+    expected = answered(one, work)
+    for failing in range(4):
+        numbers = itertools.count()
+
+        def fails(*given: Any, numbers: Iterator[int] = numbers, failing: int = failing) -> Any:
+            if next(numbers) == failing:
+                raise RuntimeError("planted")
+            return run(*given)
+
+        monkeypatch.setattr(backbones[stage], what, fails)
+        with pytest.raises(RuntimeError, match="planted"):
+            answered(engine, work)
+        monkeypatch.setattr(backbones[stage], what, run)
+        assert [len(backbone._slot_paths) for backbone in backbones] == num_slots
+        assert answered(engine, work) == expected
 
 
 def test_prompt_when_it_leaves_no_position_for_an_answer_then_is_refused_in_a_sentence():

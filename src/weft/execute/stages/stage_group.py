@@ -152,10 +152,10 @@ class LocalStages:
 
     def __init__(self, *replicas: Sequence[Backbone]) -> None:
         """`replicas`: of each, the parts of its backbone in order."""
-        boxes: Boxes = defaultdict(deque)
+        self._boxes: Boxes = defaultdict(deque)
         self.replica_sizes = [len(parts) for parts in replicas]
         parts = [part for own in replicas for part in own]
-        self._transports = [LocalTransport(device, boxes) for device in range(len(parts))]
+        self._transports = [LocalTransport(device, self._boxes) for device in range(len(parts))]
         self.stages = [
             Stage(place, part, transport)
             for place, part, transport in zip(stage_places(self.replica_sizes), parts, self._transports, strict=True)
@@ -170,8 +170,22 @@ class LocalStages:
         return self.ask_each(what, {stage.device: given for stage in self.stages})
 
     def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
-        """Lets the stages run in turn, each until it must wait for another."""
+        """Lets the stages run in turn, each until it must wait for another. Where one fails, all end."""
         waiting = {device: answer(self.stages[device], what, own) for device, own in given.items()}
+        try:
+            found = self._take_turns(waiting)
+        except BaseException:
+            for index, running in waiting.items():
+                with self.stages[index].at_work():
+                    running.close()
+            if what in TOGETHER:
+                # What else is asked may fail while programs go on, and leaves what they have sent.
+                self._boxes.clear()
+            raise
+        return [found[device] for device in given]
+
+    def _take_turns(self, waiting: dict[int, Generator[None, None, Any]]) -> dict[int, Any]:
+        """Runs them to their ends, and says what each has found."""
         found: dict[int, Any] = {}
         while waiting:
             for index, running in list(waiting.items()):
@@ -183,7 +197,7 @@ class LocalStages:
                     found[index] = end.value
                     del waiting[index]
             self._check_not_stuck(waiting)
-        return [found[device] for device in given]
+        return found
 
     def recover(self) -> list[int]:
         """Loses none."""
@@ -222,6 +236,7 @@ class LocalStages:
         except BaseException:
             for going in self._going:
                 going.fail()
+            self._boxes.clear()
             raise
 
     def _check_not_stuck(self, working: Collection[int]) -> None:
