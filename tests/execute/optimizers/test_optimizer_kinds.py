@@ -12,7 +12,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 from weft.cost.job_state import optimizer_bytes
 from weft.execute.optimizers.muon import orthogonal
-from weft.execute.optimizers.optimizer import Optimizer
+from weft.execute.optimizers.optimizer import Optimizer, PartOfStep
 from weft.execute.optimizers.registry import OPTIMIZER_KINDS, optimizer_of
 from weft.execute.optimizers.step_together import step_by_kind, step_together
 from weft.spec.choices.optimizers import OPTIMIZERS
@@ -215,3 +215,20 @@ def test_orthogonal_when_a_matrix_is_given_then_its_singular_values_are_near_one
 
 def test_registry_when_compared_with_the_choices_then_has_all_of_them():
     assert tuple(sorted(OPTIMIZER_KINDS)) == tuple(sorted(OPTIMIZERS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_when_a_part_is_all_of_an_adapter_then_is_the_step_of_one_device(backbone, kind):
+    """As a GPU is asked for it by stages that have whole adapters; a step whose loss is no number is left out there."""
+    part, whole = make(backbone, kind), make(backbone, kind)
+    for step in range(3):
+        for optimizer in (part, whole):
+            set_gradients(optimizer, step)
+            optimizer.set_rate(1e-2)
+        norm = part.norm_of([group.grad for group in part.adapter.groups.values()])
+        is_finite = torch.tensor(float(step != 1))
+        given = PartOfStep(norm, dict.fromkeys(part.adapter.groups, 0))
+        updated = part.start_part(is_finite, given)()
+        (expected,) = type(whole).start_all([whole], [True], is_finite.view(1))()
+        assert updated == expected and updated.skipped == (step == 1)
+        assert same_bits(part, whole)
