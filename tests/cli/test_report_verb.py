@@ -50,6 +50,21 @@ def test_report_when_the_directory_is_a_sweeps_then_its_leaderboard_is_drawn(wef
     assert "leaderboard.json: is not JSON" in weft("report", tmp_path).err
 
 
+def test_report_when_a_sweep_was_divided_then_it_and_its_page_say_with_what_it_was_made(weft, tmp_path: Path):
+    """As those of a run do; a sweep that never had such a file has a page too."""
+    (tmp_path / "leaderboard.json").write_text(json.dumps({"metric": "eval_loss", "trials": []}))
+    (tmp_path / "trials").mkdir()
+    made = {"base_model": "<tiny>", "quantize": "none", "kernels": "fused", "layouts": ["stages:2"], "capacity": 64}
+    (tmp_path / "trials" / "run.json").write_text(json.dumps(made))
+    done = weft("report", tmp_path)
+    assert "layout    stages:2\n" in done.out
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    shown = {"backbone": "&lt;tiny&gt;", "kernels": "fused", "layout": "stages:2", "capacity": "64 tokens"}
+    for label, value in shown.items():
+        assert f"<dt>{label}</dt><dd>{value}</dd>" in page
+    assert "<dt>quantize</dt>" not in page
+
+
 def test_report_when_there_is_no_run_then_one_sentence_says_so(weft, tmp_path: Path):
     done = weft("report", tmp_path)
     assert done.code == 2 and "is not a run directory" in done.err

@@ -180,6 +180,9 @@ def test_sweep_when_its_backbone_is_in_stages_then_answers_and_bytes_are_those_o
     two = weft("sweep", "sweep.yaml", *rest, "--layout", "stages:2", "--out", "two")
     assert (one.code, two.code) == (0, 0), two.err
     assert "2 stages" in two.out and "one by one would take" not in two.out
+    about = Path("two/report.html").read_text(encoding="utf-8")
+    for label, value in (("backbone", "tiny"), ("kernels", "reference"), ("layout", "stages:2")):
+        assert f"<dt>{label}</dt><dd>{value}</dd>" in about
     boards = [json.loads(Path(place, "leaderboard.json").read_text())["trials"] for place in ("out", "two")]
     values = [[(trial["name"], trial["value"]) for trial in board] for board in boards]
     assert values[0] == values[1] and len({value for _, value in values[0]}) == 2

@@ -35,14 +35,15 @@ def report(
 
 
 def _write(directory: Path) -> tuple[Path, str | None, TimeSplit | None]:
-    """Writes the page; returns where it is, a run's layout if it was divided, and where the time went if known."""
+    """Writes the page; returns where it is, the layout if it was divided, and where the time went if known."""
     from weft.errors import StorageError
+    from weft.report.made_with import layout_of
     from weft.report.page import write_report
-    from weft.report.read_run import read_run
+    from weft.report.read_run import read_info, read_run
     from weft.report.sweep.board import read_board
     from weft.report.sweep.page import write_sweep_report
     from weft.store.json_text import parse
-    from weft.sweeps.record.leaderboard import BOARD
+    from weft.sweeps.record.leaderboard import BOARD, TRIALS
 
     board = directory / BOARD
     if board.is_file():
@@ -51,7 +52,8 @@ def _write(directory: Path) -> tuple[Path, str | None, TimeSplit | None]:
             found = parse(board.read_bytes())
         except ValueError as error:
             raise StorageError(f"is not JSON ({error}).", where=str(board)) from None
-        write_sweep_report(path, found)
-        return path, None, read_board(found).time
+        info = read_info(directory / TRIALS)
+        write_sweep_report(path, found, info)
+        return path, layout_of(info), read_board(found).time
     run = read_run(directory)
     return write_report(directory), run.layout, run.time

@@ -140,7 +140,7 @@ def _place(place: Path | RunUrl) -> Path | RunUrl:
     """Where a sweep is, known by its own marks if that is behind a URL."""
     if isinstance(place, Path):
         return place
-    from weft.sweeps.api import TRIALS
+    from weft.sweeps.record.leaderboard import TRIALS
 
     return replace(place, content="sweep", mark=f"{TRIALS}/run.json")
 
@@ -254,7 +254,7 @@ def _sweep(order: Order, console: Console) -> int:
 def _sweep_again(folder: Path, order: Order, console: Console, wall: WallClock) -> int | None:
     """The same once a stage was lost: trials go on from their checkpoints as soon as there are any."""
     from weft.store.run_dir import RunDirectory
-    from weft.sweeps.api import TRIALS
+    from weft.sweeps.record.leaderboard import TRIALS
 
     order = replace(order, resume=RunDirectory.holds_run(folder / TRIALS))
     return _sweep_in(folder, order, console, time.perf_counter(), wall)

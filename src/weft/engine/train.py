@@ -193,6 +193,7 @@ def write_record(
         device=facts.device,
         dtype=facts.dtype,
         quantize=spec.quantize,
+        kernels=facts.path,
         capacity=spec.capacity,
         jobs=tuple(job.name for job in spec.jobs),
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

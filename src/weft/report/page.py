@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from weft.report import readable
 from weft.report.charts import draw_charts, own_metrics
 from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates
 from weft.report.figure import job_colours
+from weft.report.made_with import made_with
 from weft.report.read_run import read_run
 from weft.report.run_data import JobReport, RunData
 from weft.report.time_charts import drawn_microbatches
@@ -70,7 +70,7 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
     recorded = "passes of microbatches" if run.is_staged else "recorded microbatches"
     return environment.get_template("page.html").render(
         run=run,
-        about=_about(run),
+        about=made_with(run.info),
         tiles=_tiles(run),
         jobs=_job_rows(run),
         charts=charts,
@@ -86,28 +86,6 @@ def render(run: RunData, extra: ReportExtra | None = None) -> str:
         scripts=[template_file(environment, name) for name in ("page.js", "plotly.js")],
         version=__version__,
     )
-
-
-def _about(run: RunData) -> list[tuple[str, str]]:
-    """What the run was made with, as label and value."""
-    known = [(key, run.info.get(key)) for key in ("base_model", "device", "dtype")]
-    about = [(key.replace("base_model", "backbone"), str(value)) for key, value in known if value]
-    if run.layout is not None:
-        about.append(("layout", run.layout))
-    if run.info.get("capacity"):
-        about.append(("capacity", f"{run.info['capacity']} tokens"))
-    versions = run.info.get("versions")
-    if isinstance(versions, Mapping):
-        about += [(str(name), str(version)) for name, version in versions.items() if version]
-    started = _moment(run.info.get("started_at"))
-    return [*about, ("started", started)] if started else about
-
-
-def _moment(text: Any) -> str | None:
-    try:
-        return datetime.fromisoformat(text).strftime("%d %B %Y, %H:%M %Z").strip()
-    except (TypeError, ValueError):
-        return None
 
 
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:

@@ -26,7 +26,7 @@ def read_run(run_dir: Path) -> RunData:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise StorageError("there is no such run directory.", where=str(run_dir))
-    info = _read_mapping(run_dir / "run.json")
+    info = read_info(run_dir)
     listed = info.get("jobs")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
     # After a crash run.json may be gone or older than the directories beside it.
@@ -36,6 +36,11 @@ def read_run(run_dir: Path) -> RunData:
         raise StorageError("is not a run directory: it holds neither run.json nor jobs.", where=str(run_dir))
     jobs, time = tuple(_read_job(run_dir, name) for name in names), _read_mapping(run_dir / "time.json")
     return RunData(run_dir, info, jobs, _read_spans(run_dir), TimeSplit.from_json(time))
+
+
+def read_info(run_dir: Path) -> Mapping[str, Any]:
+    """What run.json tells of a run; nothing where it cannot be read."""
+    return _read_mapping(run_dir / "run.json")
 
 
 def _read_job(run_dir: Path, name: str) -> JobReport:

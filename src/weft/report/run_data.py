@@ -11,14 +11,13 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.objectives.metrics import HEADLINES
-from weft.plan.layout import Layout, parse_layout
+from weft.plan.layout import parse_layout
+from weft.report.made_with import layout_of, layouts_of
 from weft.spec import AdapterSpec
 from weft.spec.adapter import RANKS
 from weft.spec.fields import without_foreign
 from weft.wall_clock import TimeSplit
 from weft.wording import counted
-
-ONE_DEVICE = str(Layout())
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +211,12 @@ class RunData:
     @property
     def layouts(self) -> tuple[str, ...]:
         """Those it was trained in, in their order; nothing where it was one device throughout."""
-        listed = self.info.get("layouts")
-        found = tuple(str(layout) for layout in listed) if isinstance(listed, list) else ()
-        return () if set(found) <= {ONE_DEVICE} else found
+        return layouts_of(self.info)
 
     @property
     def layout(self) -> str | None:
         """The same in words."""
-        return ", then ".join("one device" if name == ONE_DEVICE else name for name in self.layouts) or None
+        return layout_of(self.info)
 
     @property
     def seconds(self) -> float | None:

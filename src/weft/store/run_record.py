@@ -23,6 +23,8 @@ class RunRecord:
     device: str | None = None
     dtype: str | None = None
     quantize: str | None = None
+    kernels: str | None = None
+    """Which way through the model it takes: `reference` or `fused`."""
     capacity: Capacity | None = None
     layouts: tuple[str, ...] = ()
     """Those it was trained in, in their order, as `--layout` says them; stages:1 is one device, and replicas:N are N

@@ -19,6 +19,7 @@ from weft.engine.resume import HARMLESS
 from weft.engine.train import clock_of, load_engine, write_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.execute.data_ahead import DataAhead
+from weft.report.read_run import read_info
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
 from weft.spec import JobSpec
@@ -33,6 +34,7 @@ from weft.store.run_dir import RunDirectory
 from weft.sweeps.configure import Configurations
 from weft.sweeps.context import SweepContext
 from weft.sweeps.ledger import OnNews
+from weft.sweeps.record.leaderboard import TRIALS
 from weft.sweeps.record.previous_sweep import PreviousSweep, read_previous
 from weft.sweeps.record.trial import Trial
 from weft.sweeps.search.objective import TrialObjective
@@ -45,7 +47,7 @@ from weft.wall_clock import Activity, WallClock
 OpenSweepEngine = Callable[
     [SweepSpec, Sequence[JobSpec], WallClock | None], tuple[SweepSpec, SweepEngine, tuple[str, ...]]
 ]
-TRIALS, SETTINGS, REPORT = "trials", "sweep.yaml", "report.html"
+SETTINGS, REPORT = "sweep.yaml", "report.html"
 KEPT = ("base_model", "defaults", "space", "objective", "sampler", "seed", "capacity", "quantize", "dtype")
 """What a resumed sweep cannot change, but for what is harmless of its job: its trials would not be comparable. Budgets
 and early stopping may change."""
@@ -258,7 +260,7 @@ def conclude(run: SweepRun) -> SweepResult:
     board, no_report = ledger.board(), ""
     try:
         with wall.spending(Activity.WRITING):
-            write_sweep_report(run.context.folder / REPORT, board)
+            write_sweep_report(run.context.folder / REPORT, board, read_info(run.context.directory.path))
     except MissingExtraError as error:
         no_report = str(error)
     return SweepResult(ledger.best, ledger.trials, board["trials"], run.context.folder, no_report)

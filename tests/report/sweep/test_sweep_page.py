@@ -14,9 +14,9 @@ from weft.report.sweep.page import render_sweep, write_sweep_report
 EVIL = "<img src=x onerror=alert(1)>"
 
 
-def page_of(board: dict[str, Any]) -> str:
+def page_of(board: dict[str, Any], info: dict[str, Any] | None = None) -> str:
     """The page without plotly, whose megabytes hold every string one could look for."""
-    page = render_sweep(read_board(board), name="s")
+    page = render_sweep(read_board(board), info or {}, name="s")
     return re.sub(r'<script type="text/plain" id="plotly">.*?</script>', "", page, count=1, flags=re.DOTALL)
 
 
@@ -154,7 +154,7 @@ def test_write_sweep_report_when_trials_are_500_then_the_page_stays_light_and_is
 ) -> None:
     path = tmp_path / "evening" / "report.html"
     path.parent.mkdir()
-    write_sweep_report(path, sweep_board(500))
+    write_sweep_report(path, sweep_board(500), {})
     assert path.stat().st_size < 8_000_000
     assert "<h1>evening</h1>" in path.read_text(encoding="utf-8")
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
@@ -163,4 +163,4 @@ def test_write_sweep_report_when_trials_are_500_then_the_page_stays_light_and_is
 def test_write_sweep_report_when_it_cannot_be_written_then_one_sentence_says_so(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(StorageError, match="a directory is in the way"):
-        write_sweep_report(tmp_path / "report.html", {"trials": []})
+        write_sweep_report(tmp_path / "report.html", {"trials": []}, {})

@@ -14,6 +14,7 @@ from typing import Any
 from weft import __version__
 from weft.report import readable
 from weft.report.document import Cell, PagePart, json_for_script, packed_plotly, template_file, templates
+from weft.report.made_with import made_with
 from weft.report.sweep.board import STATES, Board, BoardTrial, read_board
 from weft.report.sweep.charts import draw_sweep_charts
 from weft.report.sweep.figure import BEST_COLOUR, STATE_COLOURS, looks
@@ -27,13 +28,13 @@ SAVED_COLOUR = "transparent"
 ADAPTIVE_NOTE = "The sampler chose later trials by earlier ones, so parameters may have moved together."
 
 
-def write_sweep_report(path: Path, board: Mapping[str, Any]) -> None:
-    """Writes the page about a leaderboard to `path`, whole or not at all."""
+def write_sweep_report(path: Path, board: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    """Writes the page about a leaderboard to `path`, whole or not at all; `info`: what run.json tells of its trials."""
     path = Path(path)
-    write_file(path, render_sweep(read_board(board), name=path.resolve().parent.name))
+    write_file(path, render_sweep(read_board(board), info, name=path.resolve().parent.name))
 
 
-def render_sweep(board: Board, *, name: str) -> str:
+def render_sweep(board: Board, info: Mapping[str, Any], *, name: str) -> str:
     """The page as text."""
     plotly = packed_plotly()  # a missing plotly is reported before any work
     environment = templates()
@@ -42,7 +43,7 @@ def render_sweep(board: Board, *, name: str) -> str:
     return environment.get_template("sweep.html").render(
         name=name,
         board=board,
-        about=_about(board, axes),
+        about=[*_about(board, axes), *made_with(info)],
         tiles=_tiles(board),
         best_params=[(key, value_label(value)) for key, value in board.best.params.items()] if board.best else [],
         rows=_rows(board, axes),

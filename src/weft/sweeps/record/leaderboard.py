@@ -26,6 +26,8 @@ from weft.store.run_dir import RunDirectory
 from weft.sweeps.record.trial import Trial, TrialState
 
 BOARD = "leaderboard.json"
+TRIALS = "trials"
+"""Where a sweep's trials are, each a job of a run in there."""
 MAX_LOSSES = 500
 """Training losses of a trial that the leaderboard keeps; longer curves are thinned."""
 _ORDER = {
@@ -69,7 +71,7 @@ def best_of(trials: Sequence[Trial], is_max: bool, folder: Path) -> Trial | None
 
 def adapter_of(folder: Path, trial: Trial) -> Path:
     """Where the adapter of a trial is, if it has one."""
-    return (Path(trial.origin) if trial.origin else folder / "trials" / trial.name) / "adapter"
+    return (Path(trial.origin) if trial.origin else folder / TRIALS / trial.name) / "adapter"
 
 
 def board_of(spec: SweepSpec, trials: Sequence[Trial], totals: Totals, *, with_curves: bool = True) -> dict[str, Any]:
